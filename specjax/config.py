@@ -1,0 +1,181 @@
+"""Frozen, validated configuration of models, speculation and the engine."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequency scaling: ``linear`` or ``llama3`` (Llama 3.1 and later)."""
+
+    rope_type: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ("linear", "llama3"):
+            raise ValueError(
+                f"rope_type={self.rope_type!r} is not supported; supported: 'linear', 'llama3' "
+                "(and 'default', which is no scaling)"
+            )
+        if not self.factor >= 1.0:
+            raise ValueError(f"rope factor={self.factor} must be at least 1.0")
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes of a Llama-style decoder layer, shared by targets and draft heads.
+
+    Raises:
+        ValueError: for sizes that no such layer can have.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 2048
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if not (self.rope_theta > 0 and math.isfinite(self.rope_theta)):
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive and finite")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {sorted(DTYPES)}")
+
+    @property
+    def jnp_dtype(self) -> jnp.dtype:
+        """The numpy-style dtype of weights and activations."""
+        return jnp.dtype(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(TransformerConfig):
+    """A target language model of the Llama, Mistral, Qwen2 or Qwen3 family."""
+
+    model_type: str
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def default_feature_layers(self) -> tuple[int, int, int]:
+        """Layers whose outputs EAGLE-3 reads when the draft config names none.
+
+        The upstream rule captures the inputs of layers 2, n // 2 and n - 3, which are the outputs
+        of layers 1, n // 2 - 1 and n - 4.
+        """
+        n = self.num_layers
+        return (1, n // 2 - 1, n - 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(TransformerConfig):
+    """An EAGLE-3 (``algorithm="EAGLE3"``) or EAGLE-1/2 (``"EAGLE"``) draft head.
+
+    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's own output.
+    ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only).
+    """
+
+    algorithm: str
+    target_hidden_size: int
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...] = ()
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    has_own_embedding: bool = False
+    has_own_lm_head: bool = True
+    ties_lm_head: bool = False
+    norm_before_residual: bool = False
+    has_fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm not in ("EAGLE3", "EAGLE"):
+            raise ValueError(f"algorithm={self.algorithm!r} is not 'EAGLE3' or 'EAGLE'")
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be between 1 and the target's "
+                f"vocab_size={self.vocab_size}"
+            )
+        if self.algorithm == "EAGLE3" and not self.feature_layers:
+            raise ValueError("an EAGLE-3 head needs feature_layers")
+        if self.algorithm == "EAGLE3" and self.num_layers != 1:
+            raise ValueError(f"num_layers={self.num_layers}: an EAGLE-3 head has exactly 1 layer")
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target feature that enters the head."""
+        if self.algorithm == "EAGLE":
+            return self.target_hidden_size
+        return len(self.feature_layers) * self.target_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What one speculative round does. ``num_draft_tokens`` counts the root: ``num_steps + 1``."""
+
+    algorithm: str
+    num_steps: int
+    topk: int = 1
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_steps <= 63:
+            raise ValueError(
+                f"speculative_num_steps={self.num_steps} must be between 1 and 63; "
+                "set speculative_algorithm=None to decode without speculation"
+            )
+        if self.topk != 1:
+            raise ValueError(
+                f"speculative_eagle_topk={self.topk}: only chains (1) are supported; "
+                "tree drafting is not implemented yet"
+            )
+        if self.num_draft_tokens != self.num_steps + 1:
+            raise ValueError(
+                f"speculative_num_draft_tokens={self.num_draft_tokens} must equal "
+                f"speculative_num_steps + 1 = {self.num_steps + 1} for a chain "
+                "(speculative_eagle_topk=1)"
+            )

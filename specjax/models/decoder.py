@@ -1,0 +1,104 @@
+"""Target language models: Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3 (flax nnx).
+
+The families differ in biases, query/key norms, rotary scaling and tying only, all of which
+:class:`~specjax.config.ModelConfig` says; one module serves them. Layers are a Python loop over
+per-layer weights: ``lax.scan`` over stacked weights copies them (12.4 ms against 4.3 for a decode
+step at the Llama-3.1-8B shape on one H200, jax 0.11.2).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.config import ModelConfig
+from specjax.models.layers import (
+    MLP,
+    Attend,
+    Attention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    dot,
+    rope_tables,
+)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward block with residual connections."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        eps, dtype = config.rms_norm_eps, config.jnp_dtype
+        self.input_norm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
+        self.attention = Attention(
+            config,
+            in_size=config.hidden_size,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            qk_norm=config.qk_norm,
+            rngs=rngs,
+        )
+        self.post_attention_norm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
+        self.mlp = MLP(config, bias=config.mlp_bias, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        mixed, kv = self.attention(self.input_norm(x), rope, kv, layer, attend)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_norm(x)), kv
+
+
+class CausalLM(nnx.Module):
+    """Decoder-only language model whose attention and KV storage are supplied by the caller."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        dtype = config.jnp_dtype
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(DecoderLayer(config, rngs) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        kv: Any,
+        attend: Attend,
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Run the layers.
+
+        Args:
+            tokens: i32 ``[B, T]``.
+            positions: i32 ``[B, T]``, the rotary positions.
+            kv: whatever ``attend`` threads through (a KV pool, a dense cache, nothing).
+            attend: stores keys and values and computes attention.
+            feature_layers: layers whose residual-stream outputs, un-normed, are the EAGLE-3
+                feature; empty for the EAGLE-1/2 feature, which is the returned hidden state.
+
+        Returns:
+            Hidden states ``[B, T, D]`` after the final norm, the features ``[B, T, F]`` and kv.
+        """
+        x = self.embedding(tokens)
+        rope = rope_tables(self.config, positions)
+        taps = {}
+        for i, layer in enumerate(self.layers):
+            x, kv = layer(x, rope, kv, i, attend)
+            if i in feature_layers:
+                taps[i] = x
+        hidden = self.norm(x)
+        features = [taps[i] for i in feature_layers]
+        return hidden, jnp.concatenate(features, axis=-1) if features else hidden, kv
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""
+        if self.lm_head is None:
+            return self.embedding.attend(hidden)
+        return dot(hidden, self.lm_head.kernel[...], jnp.float32)

@@ -1,0 +1,201 @@
+"""EAGLE-1/2 and EAGLE-3 draft heads (flax nnx).
+
+Both heads share one interface, so that nothing outside this file asks which one it is:
+
+* ``fuse(features [B,T,F]) -> [B,T,D]``: target features to the head's hidden width;
+* ``__call__(embeds [B,T,D], hidden [B,T,D], positions [B,T], kv, attend) -> (hidden, kv)``: one
+  pass; the returned hidden state is the recurrent input of the next draft step;
+* ``embed(tokens, target)`` and ``logits(hidden, target)``, which fall back to the target's tables;
+* ``target_ids(draft_ids)``: draft vocabulary to target vocabulary.
+
+Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840) and the published checkpoints.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.config import DraftConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.layers import (
+    MLP,
+    Attend,
+    Attention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    dot,
+    rope_tables,
+)
+
+
+class DraftVocabulary(nnx.Variable):
+    """Integer map of a draft head; not trained."""
+
+
+class DraftHead(nnx.Module):
+    """What EAGLE-1/2 and EAGLE-3 heads have in common: embeddings, output head, vocabulary."""
+
+    def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        dtype, size = config.jnp_dtype, config.hidden_size
+        self.embedding = (
+            Embedding(config.vocab_size, size, dtype=dtype, rngs=rngs)
+            if config.has_own_embedding
+            else None
+        )
+        own_head = config.has_own_lm_head and not config.ties_lm_head
+        self.lm_head = (
+            Linear(size, config.draft_vocab_size, bias=False, dtype=dtype, rngs=rngs)
+            if own_head
+            else None
+        )
+        # target id = draft id + offset, as the published `d2t` tensors store it
+        self.d2t = (
+            DraftVocabulary(jnp.zeros((config.draft_vocab_size,), jnp.int32))
+            if config.draft_vocab_size != config.vocab_size
+            else None
+        )
+
+    def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
+        """Embeddings ``[..., D]`` of target token ids ``[...]``, the head's own or the target's."""
+        table = target.embedding if self.embedding is None else self.embedding
+        return table(tokens).astype(self.config.jnp_dtype)
+
+    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+        """Target token ids of draft vocabulary ids."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
+
+    def _head(self, x: jax.Array, target: CausalLM) -> jax.Array:
+        if self.lm_head is not None:
+            return dot(x, self.lm_head.kernel[...], jnp.float32)
+        if self.config.ties_lm_head:
+            table = target.embedding if self.embedding is None else self.embedding
+            return table.attend(x)
+        return target.logits(x)
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3: one layer over ``[norm(embed(token)), norm(hidden)]``, features of three layers.
+
+    ``has_fc_norm`` and ``norm_output`` are the EAGLE 3.1 variants (arXiv 2605.09992): a norm on
+    each captured feature before ``fc``, and the normed output fed to the next step.
+    """
+
+    def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs)
+        dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
+        self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtype=dtype, rngs=rngs)
+        self.fc_norms = (
+            nnx.List(
+                RMSNorm(config.target_hidden_size, eps=eps, dtype=dtype)
+                for _ in config.feature_layers
+            )
+            if config.has_fc_norm
+            else None
+        )
+        self.input_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.hidden_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.attention = Attention(
+            config,
+            in_size=2 * size,
+            qkv_bias=config.qkv_bias,
+            output_bias=False,
+            qk_norm=False,
+            rngs=rngs,
+        )
+        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.mlp = MLP(config, bias=False, rngs=rngs)
+        self.norm = RMSNorm(size, eps=eps, dtype=dtype)
+
+    def fuse(self, features: jax.Array) -> jax.Array:
+        """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
+        features = features.astype(self.config.jnp_dtype)
+        if self.fc_norms is not None:
+            chunks = jnp.split(features, len(self.fc_norms), axis=-1)
+            normed = [norm(x) for norm, x in zip(self.fc_norms, chunks, strict=True)]
+            features = jnp.concatenate(normed, axis=-1)
+        return self.fc(features)
+
+    def __call__(
+        self, embeds: jax.Array, hidden: jax.Array, positions: jax.Array, kv: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """One pass of the head; the output is the state before the final norm."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.config.norm_before_residual else hidden
+        x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
+        mixed, kv = self.attention(x, rope_tables(self.config, positions), kv, 0, attend)
+        x = residual + mixed
+        x = x + self.mlp(self.post_attention_norm(x))
+        return (self.norm(x) if self.config.norm_output else x), kv
+
+    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+        """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
+        return self._head(hidden if self.config.norm_output else self.norm(hidden), target)
+
+
+class EagleLayer(nnx.Module):
+    """Llama decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
+
+    def __init__(self, config: DraftConfig, *, has_input_norm: bool, rngs: nnx.Rngs) -> None:
+        dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(size, eps=eps, dtype=dtype) if has_input_norm else None
+        self.attention = Attention(
+            config,
+            in_size=size,
+            qkv_bias=config.qkv_bias,
+            output_bias=False,
+            qk_norm=False,
+            rngs=rngs,
+        )
+        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.mlp = MLP(config, bias=False, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        normed = x if self.input_norm is None else self.input_norm(x)
+        mixed, kv = self.attention(normed, rope, kv, layer, attend)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_norm(x)), kv
+
+
+class EagleHead(DraftHead):
+    """EAGLE-1/2: ``fc([embed(token), hidden])`` and Llama layers; the output head is the target's.
+
+    The target feature is the hidden state after the target's final norm.
+    """
+
+    def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs)
+        size = config.hidden_size
+        in_size = size + config.target_hidden_size
+        self.fc = Linear(in_size, size, bias=config.fc_bias, dtype=config.jnp_dtype, rngs=rngs)
+        self.layers = nnx.List(
+            EagleLayer(config, has_input_norm=i > 0, rngs=rngs) for i in range(config.num_layers)
+        )
+
+    def fuse(self, features: jax.Array) -> jax.Array:
+        """The feature itself: EAGLE-1/2 fuses it with the embedding in ``__call__``."""
+        return features.astype(self.config.jnp_dtype)
+
+    def __call__(
+        self, embeds: jax.Array, hidden: jax.Array, positions: jax.Array, kv: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """One pass of the head; the output is both the next recurrent state and the logits' input."""
+        x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
+        rope = rope_tables(self.config, positions)
+        for i, layer in enumerate(self.layers):
+            x, kv = layer(x, rope, kv, i, attend)
+        return x, kv
+
+    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+        """Float32 logits ``[..., V]`` of recurrent states ``[..., D]``."""
+        return self._head(hidden, target)
+
+
+def build_head(config: DraftConfig, rngs: nnx.Rngs) -> Eagle3Head | EagleHead:
+    """The head of a draft configuration, randomly initialised."""
+    return (Eagle3Head if config.algorithm == "EAGLE3" else EagleHead)(config, rngs)

@@ -1,0 +1,171 @@
+"""Layers shared by target models and draft heads (flax nnx).
+
+Axes: B batch, T tokens per row, D hidden, N query heads, KV key/value heads, H head dim, V vocab.
+Weights are stored ``[in, out]``; query, key and value projections are one matrix, and so are gate
+and up. In float32 every product asks for HIGHEST precision, since the default on a GPU is TF32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.config import RopeScaling, TransformerConfig
+
+# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> (kv, out [B,T,N,H]).
+# It stores k and v, and returns the attention output; what `kv` is, is the caller's business.
+Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+
+
+def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Matrix-product precision of a dtype: IEEE float32 for float32, the default otherwise."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def dot(x: jax.Array, kernel: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """``x [..., in] @ kernel [in, out]``, accumulated in float32."""
+    return jnp.matmul(
+        x, kernel, precision=precision_for(x.dtype), preferred_element_type=out_dtype or x.dtype
+    )
+
+
+class Linear(nnx.Module):
+    """Affine map with a ``kernel [in, out]`` and an optional ``bias [out]``."""
+
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        kernel = jax.random.normal(rngs.params(), (in_size, out_size), jnp.float32)
+        self.kernel = nnx.Param((kernel * in_size**-0.5).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = dot(x, self.kernel[...])
+        return out if self.bias is None else out + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last axis, computed in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        return normed * self.scale[...]
+
+
+class Embedding(nnx.Module):
+    """Token table ``[V, D]``; also the output projection of a model with tied embeddings."""
+
+    def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        table = jax.random.normal(rngs.params(), (vocab_size, size), jnp.float32)
+        self.table = nnx.Param((table * size**-0.5).astype(dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Rows ``[..., D]`` of token ids ``[...]``."""
+        return self.table[...].at[tokens].get(mode="clip")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
+        return jax.lax.dot_general(
+            x,
+            self.table[...],
+            (((x.ndim - 1,), (1,)), ((), ())),
+            precision=precision_for(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Inverse rotary frequencies, float32 ``[H / 2]``.
+
+    ``llama3`` scaling leaves short wavelengths alone, divides long ones by ``factor`` and blends in
+    between, as in the Llama 3.1 release.
+    """
+    inverse = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return inverse.astype(np.float32)
+    if scaling.rope_type == "linear":
+        return (inverse / scaling.factor).astype(np.float32)
+    original = scaling.original_max_position_embeddings
+    wavelength = 2 * np.pi / inverse
+    smooth = (original / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blend = np.clip(smooth, 0.0, 1.0)
+    return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
+
+
+def rope_tables(config: TransformerConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of integer positions ``[B, T]``."""
+    inverse = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = positions.astype(jnp.float32)[..., None, None] * inverse
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate ``x [B, T, heads, H]`` in float32; the two halves of a head form the pairs."""
+    cos, sin = tables
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions; ``attend`` owns the keys and values."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        in_size: int,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm: bool,
+        rngs: nnx.Rngs,
+    ) -> None:
+        dtype = config.jnp_dtype
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.shape = (heads, kv_heads, dim)
+        out = (heads + 2 * kv_heads) * dim
+        self.qkv = Linear(in_size, out, bias=qkv_bias, dtype=dtype, rngs=rngs)
+        self.output = Linear(
+            heads * dim, config.hidden_size, bias=output_bias, dtype=dtype, rngs=rngs
+        )
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        heads, kv_heads, dim = self.shape
+        lead = x.shape[:-1]
+        q, k, v = jnp.split(self.qkv(x), (heads * dim, (heads + kv_heads) * dim), axis=-1)
+        q = q.reshape(*lead, heads, dim)
+        k = k.reshape(*lead, kv_heads, dim)
+        v = v.reshape(*lead, kv_heads, dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        kv, out = attend(kv, layer, apply_rope(q, rope), apply_rope(k, rope), v)
+        return self.output(out.reshape(*lead, heads * dim)), kv
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward: ``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+
+    def __init__(self, config: TransformerConfig, *, bias: bool, rngs: nnx.Rngs) -> None:
+        inner, dtype = config.intermediate_size, config.jnp_dtype
+        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(inner, config.hidden_size, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
