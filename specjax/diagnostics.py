@@ -1,0 +1,48 @@
+"""Answers about a model that serving does not need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel, Weights
+
+
+def dense_attend(
+    kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Causal attention over the tokens at hand, without any KV storage."""
+    precision = "highest" if q.dtype == jnp.float32 else "default"
+    with jax.default_matmul_precision(precision):
+        return kv, jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def next_logits(
+    flat: FlatModel[CausalLM], weights: Weights, input_ids: Sequence[int]
+) -> np.ndarray:
+    """Float32 logits ``[V]`` of the token behind ``input_ids``, in one pass."""
+    # padded so that inputs of similar length share one compiled function
+    width = -(-len(input_ids) // 64) * 64
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(input_ids)] = input_ids
+
+    @jax.jit
+    def run(weights: Weights, tokens: jax.Array, last: jax.Array) -> jax.Array:
+        model = flat.rebuild(weights)
+        positions = jnp.arange(width, dtype=jnp.int32)[None]
+        hidden, _, _ = model(tokens, positions, None, dense_attend)
+        return model.logits(hidden[0, last])
+
+    return np.asarray(run(weights, tokens, len(input_ids) - 1))
+
+
+def two_best(
+    flat: FlatModel[CausalLM], weights: Weights, input_ids: Sequence[int]
+) -> tuple[int, int, float]:
+    """The two best next tokens and the gap of their logits."""
+    logits = next_logits(flat, weights, input_ids)
+    second, first = (int(i) for i in np.argsort(logits)[-2:])
+    return first, second, float(logits[first] - logits[second])

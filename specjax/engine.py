@@ -1,0 +1,395 @@
+"""The engine: text or tokens in, text and figures out."""
+
+import logging
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.checkpoints import open_draft, open_target
+from specjax.config import SpeculativeConfig
+from specjax.diagnostics import two_best
+from specjax.runtime.buckets import batch_buckets, prefill_buckets
+from specjax.runtime.compile_pool import enable_compile_cache
+from specjax.runtime.memory import device_memory, kv_bytes_per_token, plan_pools
+from specjax.runtime.paging import PageAllocator
+from specjax.runtime.runner import ModelRunner, Networks, RunnerConfig
+from specjax.sampling_params import SamplingParams
+from specjax.scheduling.request import Request
+from specjax.scheduling.scheduler import Scheduler
+from specjax.tokenizer import IncrementalDecoder, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NUM_STEPS = 5
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Mapping[str, Any] | None
+
+
+class Engine:
+    """Generates text with a target model, speculatively or plainly, on one device.
+
+    Everything that serving dispatches is compiled here, before the first request. The names follow
+    SGLang's ``Engine``.
+
+    Args:
+        model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
+        draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
+        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, or ``None`` to decode plainly.
+        speculative_num_steps: drafted tokens a round; 5 by default.
+        speculative_eagle_topk: candidates a level; only 1 (a chain) is supported.
+        speculative_num_draft_tokens: rows of a verify; ``speculative_num_steps + 1`` for a chain.
+        draft_rope_theta: overrides the rotary base of the draft head.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, the checkpoint's on a
+            GPU.
+        context_length: prompt and completion together; the model's own limit by default.
+        page_size: tokens a KV page.
+        max_running_requests: requests decoded at once; 4 on a CPU and 32 on a GPU by default.
+        max_total_tokens: tokens in the KV pool.
+        mem_fraction_static: share of the device's memory for weights and KV where
+            ``max_total_tokens`` is not given.
+        chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
+        skip_tokenizer_init: do without a tokenizer; only ``input_ids`` are accepted then.
+        seed: of the noise of requests that bring no ``sampling_seed``.
+        compile_cache_dir: folder of compiled functions, ``"auto"`` for the user's cache folder,
+            ``None`` to leave JAX's own setting alone.
+        show_progress: progress bar at start-up; by default where standard error is a terminal.
+        share_weights_with: an engine over the same model whose weights are used again.
+
+    Raises:
+        ValueError: for arguments or checkpoints that do not work, with the knob to turn.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] = "smollm2-135m",
+        *,
+        draft: str | PathLike[str] | None = None,
+        speculative_algorithm: str | None = None,
+        speculative_num_steps: int | None = None,
+        speculative_eagle_topk: int = 1,
+        speculative_num_draft_tokens: int | None = None,
+        draft_rope_theta: float | None = None,
+        dtype: str = "auto",
+        context_length: int | None = None,
+        page_size: int = 16,
+        max_running_requests: int | None = None,
+        max_total_tokens: int | None = None,
+        mem_fraction_static: float | None = None,
+        chunked_prefill_size: int | None = None,
+        skip_tokenizer_init: bool = False,
+        seed: int = 0,
+        compile_cache_dir: str | PathLike[str] | None = "auto",
+        show_progress: bool | None = None,
+        share_weights_with: "Engine | None" = None,
+    ) -> None:
+        device = jax.devices()[0]
+        on_cpu = device.platform == "cpu"
+        if show_progress is None:
+            show_progress = sys.stderr.isatty()
+        speculative = _speculative_config(
+            speculative_algorithm,
+            speculative_num_steps,
+            speculative_eagle_topk,
+            speculative_num_draft_tokens,
+            {"draft": draft, "draft_rope_theta": draft_rope_theta},
+        )
+        for name, value in (
+            ("max_running_requests", max_running_requests),
+            ("chunked_prefill_size", chunked_prefill_size),
+            ("context_length", context_length),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        enable_compile_cache(None if compile_cache_dir is None else str(compile_cache_dir))
+
+        target = open_target(model, dtype="float32" if dtype == "auto" and on_cpu else dtype)
+        head = None
+        if speculative is not None:
+            head = open_draft(
+                draft, target, algorithm=speculative.algorithm, rope_theta=draft_rope_theta
+            )
+            logger.info("draft head: %s", head.describe())
+        networks = Networks.of(target.config, None if head is None else head.config)
+        self.context_length = _context_length(context_length, target.config)
+        slots = max_running_requests or (4 if on_cpu else 32)
+        chunk = chunked_prefill_size or (512 if on_cpu else 1024)
+        flats = (networks.target, networks.head)
+        arrays = [leaf for flat in flats if flat is not None for leaf in flat.abstract]
+        plan = plan_pools(
+            memory=device_memory(device),
+            on_cpu=on_cpu,
+            weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in arrays),
+            token_bytes=sum(
+                kv_bytes_per_token(c)
+                for c in (networks.target_config, networks.head_config)
+                if c is not None
+            ),
+            page_size=page_size,
+            context_length=self.context_length,
+            max_running_requests=slots,
+            max_total_tokens=max_total_tokens,
+            mem_fraction_static=mem_fraction_static,
+        )
+        logger.info("%s (%s): %s", target.name, target.config.dtype, plan.describe())
+        self._num_steps = 0 if speculative is None else speculative.num_steps
+        self.runner = ModelRunner(
+            networks,
+            RunnerConfig(
+                num_steps=self._num_steps,
+                page_size=page_size,
+                num_pages=plan.num_pages,
+                pages_per_request=-(-self.context_length // page_size),
+                num_slots=slots + 1,
+                batch_buckets=batch_buckets(slots),
+                prefill_buckets=prefill_buckets(chunk, self.context_length),
+                attention="chunked" if on_cpu else "reference",
+            ),
+        )
+        self.target, self.draft = target, head
+        with ThreadPoolExecutor(1) as executor:
+            loading = executor.submit(self._load_weights, share_weights_with)
+            self.tokenizer = None if skip_tokenizer_init else target.load_tokenizer()
+            self.runner.compile(show_progress=show_progress)
+            self.runner.load(*loading.result())
+        allocator = PageAllocator(plan.num_pages, page_size)
+        self._scheduler = Scheduler(self.runner, allocator, run_ahead=0 if on_cpu else 1)
+        self._lock = threading.RLock()
+        self._rng = np.random.default_rng(seed)
+        self._open: set[Request] = set()
+        self._closed = False
+
+    def _load_weights(self, other: "Engine | None") -> tuple[Any, Any]:
+        nets = self.runner.networks
+        target = head = None
+        if other is not None:
+            theirs = other.runner.networks
+            if theirs.target_config != nets.target_config:
+                raise ValueError(
+                    f"share_weights_with: its target is {theirs.target_config}, not "
+                    f"{nets.target_config}"
+                )
+            target = other.runner.weights[0]
+            if theirs.head_config == nets.head_config:
+                head = other.runner.weights[1]
+        if target is None:
+            target = jax.device_put(nets.target.order(self.target.load_weights()))
+        if head is None:
+            if self.draft is None or nets.head is None:
+                head = ()
+            else:
+                head = jax.device_put(nets.head.order(self.draft.load_weights()))
+        return target, head
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        messages: Messages | Sequence[Messages] | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """Complete one input or a list of them.
+
+        Args:
+            prompt: raw text; no chat template is applied.
+            sampling_params: one for all inputs, or a list with one for each.
+            input_ids: tokens instead of text.
+            messages: a conversation (or a list of them) that goes through the chat template.
+            stream: yield cumulative results as they grow instead of returning the last.
+
+        Returns:
+            For one input a dict with ``text``, ``output_ids`` (the completion only) and
+            ``meta_info``; for a list, a list of them. With ``stream`` an iterator of such dicts,
+            with ``index`` for a list of inputs.
+
+        Raises:
+            ValueError: for inputs or parameters that cannot be served.
+        """
+        if self._closed:
+            raise ValueError("the engine is closed")
+        inputs, is_batch = self._tokenize(prompt, input_ids, messages)
+        if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
+            params = [SamplingParams.of(p) for p in sampling_params]
+            if len(params) != len(inputs):
+                raise ValueError(f"{len(params)} sampling_params for {len(inputs)} inputs")
+        else:
+            params = [SamplingParams.of(sampling_params)] * len(inputs)  # type: ignore[arg-type]
+        requests = [self._request(i, p) for i, p in zip(inputs, params, strict=True)]
+        with self._lock:
+            for request in requests:
+                self._scheduler.check(request)
+            for request in requests:
+                self._scheduler.add(request)
+        self._open.update(requests)
+        if stream:
+            return self._stream(requests, is_batch)
+        try:
+            while not all(request.is_finished for request in requests):
+                self._step()
+        finally:
+            self._drop(requests)
+        results = [request.result() for request in requests]
+        return results if is_batch else results[0]
+
+    def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
+        """The two best next tokens after ``input_ids`` and the gap of their logits.
+
+        It tells how near a tie was where bfloat16 texts with and without speculation part.
+        """
+        nets = self.runner.networks
+        return two_best(nets.target, self.runner.weights[0], list(input_ids))
+
+    def close(self) -> None:
+        """End what is running with finish reason ``abort`` and let the device memory go."""
+        if self._closed:
+            return
+        with self._lock:
+            self._closed = True
+            self._drop(list(self._open))
+            self.runner.unload()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _step(self) -> None:
+        with self._lock:
+            self._scheduler.step()
+
+    def _drop(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                self._scheduler.abort(request)
+                self._open.discard(request)
+
+    def _stream(self, requests: list[Request], is_batch: bool) -> Iterator[dict[str, Any]]:
+        sent = [-1] * len(requests)
+        try:
+            while True:
+                open_before = [not request.is_finished for request in requests]
+                for i, request in enumerate(requests):
+                    state = 2 * len(request.output_ids) + request.is_finished
+                    if state in (sent[i], 0):
+                        continue
+                    sent[i] = state
+                    out = request.result() | {"text": request.streamed_text()}
+                    out["meta_info"]["output_is_draft"] = list(request.output_is_draft)
+                    yield out | ({"index": i} if is_batch else {})
+                if not any(open_before):
+                    return
+                self._step()
+        finally:
+            self._drop(requests)
+
+    def _tokenize(self, prompt: Any, input_ids: Any, messages: Any) -> tuple[list[list[int]], bool]:
+        given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(f"give exactly one of prompt, input_ids and messages, not {names}")
+        if input_ids is not None:
+            is_batch = len(input_ids) > 0 and not isinstance(input_ids[0], (int, np.integer))
+            inputs = [list(map(int, ids)) for ids in (input_ids if is_batch else [input_ids])]
+        else:
+            tokenizer = self._need_tokenizer(names[0])
+            if prompt is not None:
+                is_batch = not isinstance(prompt, str)
+                inputs = [tokenizer.encode(text) for text in (prompt if is_batch else [prompt])]
+            else:
+                is_batch = len(messages) > 0 and not isinstance(messages[0], Mapping)
+                texts = [
+                    tokenizer.apply_chat_template(m) for m in (messages if is_batch else [messages])
+                ]
+                inputs = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        vocab_size = self.target.config.vocab_size
+        for ids in inputs:
+            if not ids:
+                raise ValueError("an input has no tokens; give at least one")
+            wrong = [i for i in ids if not 0 <= i < vocab_size]
+            if wrong:
+                raise ValueError(f"input_ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
+            if len(ids) >= self.context_length:
+                raise ValueError(
+                    f"a prompt of {len(ids)} tokens leaves no room in context_length="
+                    f"{self.context_length}; shorten it or raise context_length"
+                )
+        return inputs, is_batch
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer; with skip_tokenizer_init give input_ids")
+        return self.tokenizer
+
+    def _request(self, input_ids: list[int], params: SamplingParams) -> Request:
+        if params.stop_strings:
+            self._need_tokenizer("stop")
+        ends = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            ends |= set(self.target.config.eos_token_ids)
+        seed = params.sampling_seed
+        with self._lock:
+            drawn = int(self._rng.integers(2**63))
+        return Request(
+            uuid.uuid4().hex,
+            input_ids,
+            params,
+            seed=drawn if seed is None else seed,
+            max_new_tokens=min(params.max_new_tokens, self.context_length - len(input_ids)),
+            end_token_ids=frozenset(ends),
+            decoder=None if self.tokenizer is None else IncrementalDecoder(self.tokenizer),
+            spec_width=self._num_steps,
+        )
+
+
+def _speculative_config(
+    algorithm: str | None,
+    num_steps: int | None,
+    topk: int,
+    num_draft_tokens: int | None,
+    others: Mapping[str, Any],
+) -> SpeculativeConfig | None:
+    if algorithm is None:
+        given = {
+            "speculative_num_steps": num_steps,
+            "speculative_num_draft_tokens": num_draft_tokens,
+            "speculative_eagle_topk": topk if topk != 1 else None,
+            **others,
+        }
+        unused = [name for name, value in given.items() if value is not None]
+        if unused:
+            raise ValueError(f"{unused} are given, but speculative_algorithm is None; set it")
+        return None
+    steps = DEFAULT_NUM_STEPS if num_steps is None else num_steps
+    return SpeculativeConfig(
+        algorithm=algorithm,
+        num_steps=steps,
+        topk=topk,
+        num_draft_tokens=steps + 1 if num_draft_tokens is None else num_draft_tokens,
+    )
+
+
+def _context_length(context_length: int | None, config: Any) -> int:
+    window = config.sliding_window
+    limit = config.max_position_embeddings
+    if window is not None and window < limit:
+        if context_length is not None and context_length > window:
+            raise ValueError(
+                f"context_length={context_length} exceeds the model's sliding window of {window}; "
+                "sliding-window attention is not supported beyond it; lower context_length"
+            )
+        limit = window
+    if context_length is not None and context_length > limit:
+        raise ValueError(
+            f"context_length={context_length} exceeds the model's limit of {limit} "
+            "(max_position_embeddings); lower context_length"
+        )
+    return context_length or limit

@@ -1,0 +1,102 @@
+"""Pages: where a request's tokens lie in the KV pool, on the device and on the host."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from specjax.kernels.tree_attention import tree_attention
+from specjax.models.layers import Attend
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PageView:
+    """The pages of a batch. Page 0 is padding: entries that hold no page are 0."""
+
+    page_table: jax.Array  # i32 [B, P]
+    page_size: int = field(metadata={"static": True})
+    implementation: str = field(metadata={"static": True})  # of tree_attention
+
+    def slots(self, positions: jax.Array) -> jax.Array:
+        """Pool slots i32 ``[B, T]`` of positions ``[B, T]``; in the padding page past the table."""
+        width = self.page_table.shape[1]
+        index = positions // self.page_size
+        pages = jnp.take_along_axis(self.page_table, jnp.minimum(index, width - 1), axis=1)
+        return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
+
+    def attend(
+        self,
+        seq_lens: jax.Array,
+        rows: int,
+        *,
+        tree_mask: jax.Array | None = None,
+        num_valid: jax.Array | None = None,
+    ) -> Attend:
+        """An ``attend`` that stores ``rows`` new tokens behind ``seq_lens`` and attends over all.
+
+        Args:
+            seq_lens: i32 ``[B]``, tokens already stored.
+            rows: T new tokens a request.
+            tree_mask: bool ``[B, T, T]``; ``None`` is causal.
+            num_valid: i32 ``[B]``, new tokens that are real; the others go to the padding page.
+        """
+        offsets = jnp.arange(rows, dtype=jnp.int32)
+        slots = self.slots(seq_lens[:, None] + offsets)
+        if num_valid is not None:
+            slots = jnp.where(offsets < num_valid[:, None], slots, 0)
+
+        def attend(
+            kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            kv = kv.at[layer, slots].set(jnp.stack([k, v], axis=2))
+            out = tree_attention(
+                q,
+                kv,
+                layer,
+                self.page_table,
+                seq_lens,
+                tree_mask,
+                page_size=self.page_size,
+                implementation=self.implementation,
+            )
+            return kv, out
+
+        return attend
+
+
+class PageAllocator:
+    """Free list of the pages ``1 .. num_pages - 1``; page 0 is never handed out."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages={num_pages}: a pool needs the padding page and one more")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated."""
+        return len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take ``count`` pages, or nothing and ``None`` where fewer are free."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def free(self, pages: list[int]) -> None:
+        """Give pages back.
+
+        Raises:
+            ValueError: for a page that is not allocated.
+        """
+        wrong = set(pages) & set(self._free) or {p for p in pages if not 0 < p < self.num_pages}
+        if wrong or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {sorted(wrong) or pages} are not allocated")
+        self._free.extend(reversed(pages))

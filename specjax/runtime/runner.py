@@ -1,0 +1,267 @@
+"""What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import DraftConfig, ModelConfig, TransformerConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.eagle import build_head
+from specjax.models.flat import FlatModel, Weights
+from specjax.runtime.buckets import pick_bucket
+from specjax.runtime.compile_pool import CompilePool
+from specjax.runtime.paging import PageView
+from specjax.speculative.future_map import FutureMap
+from specjax.speculative.round import prefill_chunk, spec_round
+from specjax.types import KVPools, SamplingTable
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Structures of target and draft, without weights."""
+
+    target: FlatModel[CausalLM]
+    head: FlatModel[Any] | None
+    target_config: ModelConfig
+    head_config: DraftConfig | None
+
+    @classmethod
+    def of(cls, target: ModelConfig, head: DraftConfig | None) -> "Networks":
+        """Structures of two configurations."""
+        return cls(
+            FlatModel.of(partial(CausalLM, target)),
+            None if head is None else FlatModel.of(partial(build_head, head)),
+            target,
+            head,
+        )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target layers that the head reads."""
+        return () if self.head_config is None else self.head_config.feature_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Static sizes of a runner; ``num_slots`` counts the padding slot 0."""
+
+    num_steps: int
+    page_size: int
+    num_pages: int
+    pages_per_request: int
+    num_slots: int
+    batch_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    attention: str
+
+
+@dataclass
+class HostTables:
+    """Host copies of the per-slot tables; a change is uploaded before the next dispatch."""
+
+    page_table: np.ndarray  # i32 [R, P]
+    temperatures: np.ndarray  # f32 [R]
+    top_ks: np.ndarray  # i32 [R]
+    top_ps: np.ndarray  # f32 [R]
+    seeds: np.ndarray  # u32 [R, 2]
+    dirty: bool = field(default=True)
+
+    @classmethod
+    def empty(cls, num_slots: int, pages_per_request: int, vocab_size: int) -> "HostTables":
+        """Tables of greedy rows without pages."""
+        return cls(
+            page_table=np.zeros((num_slots, pages_per_request), np.int32),
+            temperatures=np.zeros(num_slots, np.float32),
+            top_ks=np.full(num_slots, vocab_size, np.int32),
+            top_ps=np.ones(num_slots, np.float32),
+            seeds=np.zeros((num_slots, 2), np.uint32),
+        )
+
+
+def _pool_shape(config: TransformerConfig, slots: int) -> jax.ShapeDtypeStruct:
+    shape = (config.num_layers, slots, 2, config.num_kv_heads, config.head_dim)
+    return jax.ShapeDtypeStruct(shape, config.jnp_dtype)
+
+
+class ModelRunner:
+    """Owns the device state and dispatches rounds and prefill chunks.
+
+    Order of use: construct, :meth:`compile`, :meth:`load`, then dispatch. Nothing here waits for
+    the device: dispatches return device arrays.
+    """
+
+    def __init__(self, networks: Networks, config: RunnerConfig) -> None:
+        self.networks = networks
+        self.config = config
+        self.compiled = CompilePool()
+        vocab_size = networks.target_config.vocab_size
+        self.tables = HostTables.empty(config.num_slots, config.pages_per_request, vocab_size)
+        self._weights: tuple[Weights, Weights] | None = None
+        self._view: PageView | None = None
+        self._sampling: SamplingTable | None = None
+        self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
+
+    @property
+    def abstract_state(self) -> tuple[KVPools, FutureMap]:
+        """Shapes of the KV pools and of the rows between rounds."""
+        nets, slots = self.networks, self.config.num_pages * self.config.page_size
+        head = nets.head_config
+        pools = KVPools(
+            target=_pool_shape(nets.target_config, slots),  # type: ignore[arg-type]
+            draft=None if head is None else _pool_shape(head, slots),  # type: ignore[arg-type]
+        )
+        width, dtype = (
+            (1, nets.target_config.jnp_dtype)
+            if head is None
+            else (head.hidden_size, head.jnp_dtype)
+        )
+        return pools, FutureMap.abstract(self.config.num_slots, 1, width, dtype)
+
+    def _bind(self, function: Any, **static: Any) -> Any:
+        """Jit a stage over flat weights, with the pools and the rows donated."""
+        nets = self.networks
+
+        def flat(
+            target: Weights, head: Weights, pools: KVPools, future: FutureMap, *rest: Any
+        ) -> Any:
+            draft = None if nets.head is None else nets.head.rebuild(head)
+            bound = partial(function, feature_layers=nets.feature_layers, **static)
+            return bound(nets.target.rebuild(target), draft, pools, future, *rest)
+
+        flat.__name__ = f"specjax_{function.__name__}"
+        return jax.jit(flat, donate_argnums=(2, 3))
+
+    def compile(self, *, show_progress: bool) -> None:
+        """Compile the round of every batch bucket and the prefill of every chunk width."""
+        config, nets = self.config, self.networks
+
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        view, sampling = jax.eval_shape(lambda: self._device_tables(self.tables))
+        head = () if nets.head is None else nets.head.abstract
+        common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
+        rounds = self._bind(spec_round, num_steps=config.num_steps)
+        for batch in config.batch_buckets:
+            self.compiled.add(("round", config.num_steps, batch), rounds, (*common, ints(batch)))
+        prefill = self._bind(prefill_chunk)
+        for width in config.prefill_buckets:
+            arguments = (*common, ints(width + 1), ints(4))
+            self.compiled.add(("prefill", width), prefill, arguments)
+        self.compiled.compile(show_progress=show_progress)
+
+    def load(self, target: Weights, head: Weights) -> None:
+        """Take weights (flat, in the order of the networks) and allocate the pools.
+
+        Pools are zeroed, since uninitialised memory could hold NaN, and a masked NaN is still NaN.
+        """
+        self._weights = (target, head)
+        self.pools, self.future = jax.jit(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_state)
+        )()
+
+    def unload(self) -> None:
+        """Let weights and pools go."""
+        self._weights = None
+        self._slots_on_device.clear()
+        del self.pools, self.future
+
+    @property
+    def weights(self) -> tuple[Weights, Weights]:
+        """Flat weights of target and draft on the device."""
+        if self._weights is None:
+            raise RuntimeError("the runner has no weights yet; call load()")
+        return self._weights
+
+    def set_slot(
+        self,
+        slot: int,
+        pages: Sequence[int],
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+    ) -> None:
+        """Give a request slot its pages and sampling parameters."""
+        tables = self.tables
+        tables.page_table[slot] = 0
+        tables.page_table[slot, : len(pages)] = pages
+        tables.temperatures[slot] = temperature
+        tables.top_ks[slot] = top_k
+        tables.top_ps[slot] = top_p
+        tables.seeds[slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
+        tables.dirty = True
+
+    def clear_slot(self, slot: int) -> None:
+        """Detach a slot from its pages; what is still in flight ran before any new owner."""
+        vocab_size = self.networks.target_config.vocab_size
+        self.set_slot(slot, (), temperature=0.0, top_k=vocab_size, top_p=1.0, seed=0)
+
+    def _device_tables(self, tables: HostTables) -> tuple[PageView, SamplingTable]:
+        page_table, *sampling = jax.device_put(
+            (
+                tables.page_table.copy(),
+                tables.temperatures.copy(),
+                tables.top_ks.copy(),
+                tables.top_ps.copy(),
+                tables.seeds.copy(),
+            )
+        )
+        view = PageView(page_table, self.config.page_size, self.config.attention)
+        return view, SamplingTable(*sampling)
+
+    def _inputs(self) -> tuple[Any, ...]:
+        if self.tables.dirty:
+            self._view, self._sampling = self._device_tables(self.tables)
+            self.tables.dirty = False
+        return (*self.weights, self.pools, self.future, self._view, self._sampling)
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], start: int, next_token: int | None
+    ) -> jax.Array:
+        """Dispatch one prompt chunk of a slot.
+
+        Args:
+            slot: request slot.
+            tokens: the chunk, at most the largest prefill bucket.
+            start: tokens of the prompt already in the pool.
+            next_token: the prompt token behind the chunk, ``None`` where the prompt ends.
+
+        Returns:
+            i32 ``[1]`` on the device: the first sampled token, where the prompt ends.
+        """
+        width = pick_bucket(len(tokens), self.config.prefill_buckets)
+        padded = np.zeros(width + 1, np.int32)
+        padded[: len(tokens)] = tokens
+        padded[len(tokens)] = 0 if next_token is None else next_token
+        chunk = np.array([slot, start, len(tokens), next_token is None], np.int32)
+        self.pools, self.future, token = self.compiled["prefill", width](
+            *self._inputs(), *jax.device_put((padded, chunk))
+        )
+        token.copy_to_host_async()
+        return token
+
+    def round(self, slots: Sequence[int]) -> jax.Array:
+        """Dispatch one round of the given request slots.
+
+        Returns:
+            i32 ``[bucket, A + 2]`` on the device, rows in the order of ``slots``, then padding.
+        """
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        padded = (*slots, *(0,) * (batch - len(slots)))
+        on_device = self._slots_on_device.get(padded)
+        if on_device is None:
+            # a batch keeps its slots for many rounds; the newest composition is all that matters
+            on_device = jax.device_put(np.array(padded, np.int32))
+            self._slots_on_device = {padded: on_device}
+        self.pools, self.future, packed = self.compiled["round", self.config.num_steps, batch](
+            *self._inputs(), on_device
+        )
+        packed.copy_to_host_async()
+        return packed

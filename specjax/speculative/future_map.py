@@ -1,0 +1,58 @@
+"""Draft inputs by request slot, resident on the device between rounds.
+
+A round takes its rows from here and leaves the next round's rows here, so that the host can dispatch
+a round before it has read the one before. Slot 0 is padding. Contract of SGLang's ``FutureMap``.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import DraftInput
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FutureMap:
+    """``DraftInput`` with a leading axis of R request slots instead of batch rows."""
+
+    rows: DraftInput
+
+    @classmethod
+    def abstract(cls, num_slots: int, topk: int, hidden_size: int, dtype: jnp.dtype) -> "FutureMap":
+        """Shapes and dtypes for ``num_slots`` slots, padding included."""
+
+        def shape(*tail: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((num_slots, *tail), dtype)
+
+        return cls(
+            DraftInput(
+                topk_probs=shape(topk, dtype=jnp.dtype(jnp.float32)),
+                topk_ids=shape(topk, dtype=jnp.dtype(jnp.int32)),
+                hidden=shape(hidden_size, dtype=dtype),
+                bonus_tokens=shape(dtype=jnp.dtype(jnp.int32)),
+                seq_lens=shape(dtype=jnp.dtype(jnp.int32)),
+            )
+        )
+
+
+def resolve(future: FutureMap, slots: jax.Array) -> DraftInput:
+    """Draft inputs of request slots i32 ``[B]``."""
+    return jax.tree.map(lambda leaf: leaf[slots], future.rows)
+
+
+def publish(future: FutureMap, slots: jax.Array, seq_lens: jax.Array) -> FutureMap:
+    """Record new sequence lengths i32 ``[B]``; known as soon as verification ends."""
+    kept = jnp.where(slots > 0, seq_lens, 0)
+    lens = future.rows.seq_lens.at[slots].set(kept)
+    return FutureMap(replace(future.rows, seq_lens=lens))
+
+
+def stash(future: FutureMap, slots: jax.Array, draft_input: DraftInput) -> FutureMap:
+    """Record everything else that the next round starts from."""
+    lens = future.rows.seq_lens
+    rows = jax.tree.map(
+        lambda old, new: old.at[slots].set(new.astype(old.dtype)), future.rows, draft_input
+    )
+    return FutureMap(replace(rows, seq_lens=lens))

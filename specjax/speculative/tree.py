@@ -1,0 +1,91 @@
+"""Shapes of drafted trees and the walk that finds what the target accepts.
+
+Axes: B batch, T tree rows, S steps, A = S + 1.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.kernels.compact_tree import compact_tree
+from specjax.kernels.fill_bonus import fill_bonus_tokens
+from specjax.types import VerifyInput, VerifyOutput
+
+
+def chain_input(draft_tokens: jax.Array, seq_lens: jax.Array) -> VerifyInput:
+    """The verify input of a chain: row ``i`` is the child of row ``i - 1``.
+
+    Args:
+        draft_tokens: i32 ``[B, T]``, the root first.
+        seq_lens: i32 ``[B]``.
+    """
+    batch, rows = draft_tokens.shape
+    depth = jnp.arange(rows, dtype=jnp.int32)
+    return VerifyInput(
+        draft_tokens=draft_tokens,
+        parents=jnp.broadcast_to(depth - 1, (batch, rows)),
+        positions=seq_lens[:, None] + depth,
+        tree_mask=jnp.broadcast_to(depth[:, None] >= depth, (batch, rows, rows)),
+    )
+
+
+def accept_path(
+    tree: VerifyInput, target_tokens: jax.Array, valid: jax.Array, num_steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """Follow the target's own tokens down the tree.
+
+    From the root, the child whose token equals the target's token at the current row is entered;
+    the walk ends where there is none. Each draft is thus accepted with the target's probability.
+
+    Args:
+        tree: the verified tree.
+        target_tokens: i32 ``[B, T]``, the token that the target drew at each row.
+        valid: bool ``[B]``, false for padding rows.
+        num_steps: depth S of the walk.
+
+    Returns:
+        ``accept_index`` i32 ``[B, S + 1]`` (root first, then -1) and ``num_accepted_drafts``
+        i32 ``[B]``.
+    """
+    rows = tree.draft_tokens.shape[1]
+    # matches[b, i, j]: row j is a child of row i and holds the target's token at i
+    is_child = tree.parents[:, None, :] == jnp.arange(rows, dtype=jnp.int32)[:, None]
+    matches = is_child & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
+    child = jnp.where(matches.any(-1), jnp.argmax(matches, -1).astype(jnp.int32), -1)
+    node = jnp.where(valid, 0, -1)
+    path = [node]
+    for _ in range(num_steps):
+        step = jnp.take_along_axis(child, jnp.maximum(node, 0)[:, None], axis=1)[:, 0]
+        node = jnp.where(node >= 0, step, -1)
+        path.append(node)
+    accept_index = jnp.stack(path, axis=1)
+    num_accepted_drafts = jnp.sum(accept_index[:, 1:] >= 0, axis=1, dtype=jnp.int32)
+    return accept_index, num_accepted_drafts
+
+
+def accept(
+    tree: VerifyInput,
+    target_tokens: jax.Array,
+    features: jax.Array,
+    valid: jax.Array,
+    num_steps: int,
+) -> VerifyOutput:
+    """Accept what agrees with the target and compact every per-row output.
+
+    Args:
+        tree: the verified tree.
+        target_tokens: i32 ``[B, T]``, the token that the target drew at each row.
+        features: ``[B, T, F]``, target features of the rows.
+        valid: bool ``[B]``, false for padding rows.
+        num_steps: S.
+    """
+    accept_index, num_accepted_drafts = accept_path(tree, target_tokens, valid, num_steps)
+    num_accepted_tokens = jnp.where(valid, num_accepted_drafts + 1, 0)
+    accept_tokens = compact_tree(target_tokens, accept_index)
+    return VerifyOutput(
+        accept_index=accept_index,
+        accept_tokens=accept_tokens,
+        num_accepted_drafts=num_accepted_drafts,
+        num_accepted_tokens=num_accepted_tokens,
+        bonus_tokens=fill_bonus_tokens(accept_tokens, num_accepted_tokens),
+        features=compact_tree(features, accept_index),
+    )

@@ -1,0 +1,191 @@
+"""Token sequences for head training: storage, splitting, packing and the draft vocabulary."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specjax.training.ttt import PackedBatch
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prompt and answer token sequences, stored back to back.
+
+    Sequence i is ``tokens[offsets[i]:offsets[i + 1]]``; its first ``prompt_lens[i]`` tokens are the
+    prompt. ``sources[i]`` indexes ``source_names``.
+    """
+
+    tokens: np.ndarray  # i32[total]
+    offsets: np.ndarray  # i64[sequences + 1]
+    prompt_lens: np.ndarray  # i32[sequences]
+    sources: np.ndarray  # i32[sequences]
+    source_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> "Corpus":
+        """Build from ``(prompt, answer, source)`` triples."""
+        names = tuple(sorted({source for _, _, source in pairs}))
+        lengths = [len(prompt) + len(answer) for prompt, answer, _ in pairs]
+        flat = [token for prompt, answer, _ in pairs for part in (prompt, answer) for token in part]
+        return cls(
+            tokens=np.asarray(flat, np.int32),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            prompt_lens=np.asarray([len(prompt) for prompt, _, _ in pairs], np.int32),
+            sources=np.asarray([names.index(source) for _, _, source in pairs], np.int32),
+            source_names=names,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Prompt and answer tokens of each sequence, i64[sequences]."""
+        return np.diff(self.offsets)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Answer tokens in all sequences together."""
+        return int(self.lengths.sum() - self.prompt_lens.sum())
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Prompt and answer tokens of one sequence."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def select(self, indices: np.ndarray) -> "Corpus":
+        """The sequences at ``indices``, in that order."""
+        lengths = self.lengths[indices]
+        parts = [self.sequence(i) for i in indices]
+        return Corpus(
+            tokens=np.concatenate([np.zeros((0,), np.int32), *parts]),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            prompt_lens=self.prompt_lens[indices],
+            sources=self.sources[indices],
+            source_names=self.source_names,
+        )
+
+    def split(self, fraction: float, seed: int) -> tuple["Corpus", "Corpus"]:
+        """A training part and a held-out part of ``fraction`` of the prompts.
+
+        Sequences with equal prompts go to the same part.
+        """
+        groups: dict[bytes, list[int]] = {}
+        for i in range(len(self)):
+            groups.setdefault(self.sequence(i)[: self.prompt_lens[i]].tobytes(), []).append(i)
+        members = list(groups.values())
+        order = np.random.default_rng(seed).permutation(len(members))
+        count = max(1, round(fraction * len(members))) if fraction > 0 else 0
+        if count >= len(members):
+            raise ValueError(
+                f"holding out {fraction} of {len(members)} distinct prompts leaves nothing to "
+                "train on; lower the held-out fraction or use more prompts"
+            )
+        held = np.asarray(sorted(i for g in order[:count] for i in members[g]), np.int64)
+        kept = np.asarray(sorted(i for g in order[count:] for i in members[g]), np.int64)
+        return self.select(kept), self.select(held)
+
+    def save(self, path: Path) -> None:
+        """Write an ``.npz`` file."""
+        np.savez(
+            path,
+            tokens=self.tokens,
+            offsets=self.offsets,
+            prompt_lens=self.prompt_lens,
+            sources=self.sources,
+            source_names=np.asarray(self.source_names),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "Corpus":
+        """Read what :meth:`save` wrote."""
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+        names = tuple(str(name) for name in arrays.pop("source_names"))
+        return cls(**arrays, source_names=names)
+
+
+def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
+    """Target ids i32[size] of the most frequent answer tokens, ascending.
+
+    Ties, and tokens that never occur, are filled with the lowest ids.
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size={size} must be between 1 and the target's vocab_size={vocab_size}"
+        )
+    is_answer = np.ones(len(corpus.tokens), bool)
+    for start, length in zip(corpus.offsets, corpus.prompt_lens, strict=False):
+        is_answer[start : start + length] = False
+    counts = np.bincount(corpus.tokens[is_answer], minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
+    """All sequences as packed rows ``[R, row_length]`` of numpy arrays, rows in random order.
+
+    Sequences longer than a row are cut at its end; those without an answer after the cut are
+    dropped. Best fit, longest first.
+    """
+    lengths = np.minimum(corpus.lengths, row_length)
+    usable = np.flatnonzero(lengths - corpus.prompt_lens >= 2)
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(usable)
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    rows: list[list[int]] = []
+    # rows with exactly `space` free tokens
+    open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]
+    for i in order:
+        length = int(lengths[i])
+        space = next((s for s in range(length, row_length) if open_rows[s]), None)
+        if space is None:
+            rows.append([])
+            row, space = len(rows) - 1, row_length
+        else:
+            row = open_rows[space].pop()
+        rows[row].append(int(i))
+        open_rows[space - length].append(row)
+    shape = (len(rows), row_length)
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    starts = np.zeros(shape, bool)
+    for row, place in enumerate(rng.permutation(len(rows))):
+        end = 0
+        for segment, i in enumerate(rows[row], start=1):
+            length, prompt = int(lengths[i]), int(corpus.prompt_lens[i])
+            where = slice(end, end + length)
+            tokens[place, where] = corpus.sequence(i)[:length]
+            segments[place, where] = segment
+            positions[place, where] = np.arange(length)
+            starts[place, end + prompt - 1 : end + length] = True
+            end += length
+    return PackedBatch(tokens, segments, positions, starts)  # type: ignore[arg-type]
+
+
+def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> Iterator[PackedBatch]:
+    """Endless batches of ``batch_rows`` rows; batch ``first`` is the first one.
+
+    Every epoch visits all rows once, in an order that depends on ``seed`` and the epoch only, so
+    a run that resumes at a step sees the batches that it would have seen.
+    """
+    count = len(rows.tokens)
+    if count < batch_rows:
+        raise ValueError(
+            f"batch_rows={batch_rows} is more than the {count} packed rows of the training data; "
+            "lower batch_rows or generate more data"
+        )
+    per_epoch = count // batch_rows
+    epoch = -1
+    for index in range(first, 2**62):
+        if index // per_epoch != epoch:
+            epoch = index // per_epoch
+            order = np.random.default_rng((seed, epoch)).permutation(count)
+        at = (index % per_epoch) * batch_rows
+        yield take_rows(rows, order[at : at + batch_rows])
+
+
+def take_rows(rows: PackedBatch, indices: np.ndarray) -> PackedBatch:
+    """The packed rows at ``indices``."""
+    return PackedBatch(
+        rows.tokens[indices], rows.segments[indices], rows.positions[indices], rows.starts[indices]
+    )

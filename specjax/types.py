@@ -1,0 +1,68 @@
+"""The vocabulary: arrays that pass between the stages of a round.
+
+Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S ``num_steps``,
+K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden, F feature width.
+
+``num_accepted_drafts`` counts drafted tokens that passed verification; ``num_accepted_tokens`` also
+counts the bonus token. They are separate arrays everywhere (SGLang change #23962).
+"""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftInput:
+    """What the draft stage of a row starts from."""
+
+    topk_probs: jax.Array  # f32 [B, K]; ones where topk = 1 skips the softmax
+    topk_ids: jax.Array  # i32 [B, K], target token ids of the first drafted level
+    hidden: jax.Array  # [B, D], the head's recurrent state that predicted topk_ids
+    bonus_tokens: jax.Array  # i32 [B], the newest token; not in the KV pool yet
+    seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class VerifyInput:
+    """A drafted tree; column 0 is the root, the bonus token of the round before."""
+
+    draft_tokens: jax.Array  # i32 [B, T]
+    parents: jax.Array  # i32 [B, T]; -1 for the root, parents come before children
+    positions: jax.Array  # i32 [B, T] = seq_lens + depth
+    tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class VerifyOutput:
+    """What the target accepted. Padding rows have zero counts and bonus token 0."""
+
+    accept_index: jax.Array  # i32 [B, A], rows 0..T-1 of the accepted path, root first, then -1
+    accept_tokens: jax.Array  # i32 [B, A], the target's token at each of those rows, then 0
+    num_accepted_drafts: jax.Array  # i32 [B]
+    num_accepted_tokens: jax.Array  # i32 [B]
+    bonus_tokens: jax.Array  # i32 [B], the last valid accept_tokens
+    features: jax.Array  # [B, A, F], target features of the accepted path; zeros behind it
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingTable:
+    """Sampling parameters by request slot; greedy where ``temperatures`` is 0."""
+
+    temperatures: jax.Array  # f32 [R]
+    top_ks: jax.Array  # i32 [R]; the vocabulary size turns it off
+    top_ps: jax.Array  # f32 [R]; 1 turns it off
+    seeds: jax.Array  # u32 [R, 2], the request seed as two words
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPools:
+    """Keys and values of target and draft over the same slots; one large buffer each."""
+
+    target: jax.Array  # [L, slots, 2, KV, H]
+    draft: jax.Array | None  # [L_draft, slots, 2, KV_draft, H_draft]; None without a draft

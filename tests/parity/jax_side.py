@@ -1,0 +1,90 @@
+"""The specjax side of the parity tests: models over a dense key/value cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.config import TransformerConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.eagle import build_head
+from specjax.models.flat import FlatModel
+from specjax.models.layers import Attend
+
+Cache = dict[int, tuple[jax.Array, jax.Array]]
+
+
+def build(make: Callable[[nnx.Rngs], Any], named: dict[str, np.ndarray]) -> Any:
+    """The module over loaded weights, after a check of every shape and dtype."""
+    flat = FlatModel.of(make)
+    weights = flat.order(named)
+    for name, spec, value in zip(flat.names, flat.abstract, weights, strict=True):
+        assert value.shape == spec.shape, name
+        assert value.dtype == spec.dtype, name
+    return flat.rebuild(tuple(jnp.asarray(value) for value in weights))
+
+
+def build_target(checkpoint: Any) -> CausalLM:
+    return build(lambda rngs: CausalLM(checkpoint.config, rngs), checkpoint.load_weights())
+
+
+def build_draft(checkpoint: Any) -> Any:
+    return build(lambda rngs: build_head(checkpoint.config, rngs), checkpoint.load_weights())
+
+
+def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
+    """One slot per position. NaN until written, so that reading an unwritten slot shows."""
+    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    return {i: (jnp.full(shape, jnp.nan),) * 2 for i in range(config.num_layers)}
+
+
+def dense_attend(positions: np.ndarray, window: int | None = None) -> Attend:
+    """Attention of a dense cache whose slot is the position; rows see slots up to their own."""
+    rows = np.arange(positions.shape[0])[:, None]
+
+    def attend(
+        cache: Cache, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        keys, values = (
+            old.at[rows, positions].set(new) for old, new in zip(cache[layer], (k, v), strict=True)
+        )
+        slots = np.arange(keys.shape[1])
+        visible = slots <= positions[..., None]
+        if window is not None:
+            visible &= slots > positions[..., None] - window
+        groups = q.shape[2] // keys.shape[2]
+        seen = visible.any(axis=1)[:, :, None, None]
+        wide_keys, wide_values = (
+            jnp.repeat(jnp.where(seen, x, 0.0), groups, axis=2) for x in (keys, values)
+        )
+        scores = jnp.einsum("btnh,bsnh->bnts", q, wide_keys, precision="highest")
+        scores = jnp.where(visible[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1)
+        out = jnp.einsum("bnts,bsnh->btnh", weights, wide_values, precision="highest")
+        return {**cache, layer: (keys, values)}, out
+
+    return attend
+
+
+def run_target(
+    model: CausalLM, tokens: np.ndarray, feature_layers: tuple[int, ...] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and features of whole sequences ``[B, T]``."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    cache = empty_cache(model.config, *tokens.shape)
+    attend = dense_attend(positions, model.config.sliding_window)
+    hidden, features, _ = model(
+        jnp.asarray(tokens), jnp.asarray(positions), cache, attend, feature_layers
+    )
+    return np.asarray(model.logits(hidden)), np.asarray(features)
+
+
+def relative_error(ours: Any, theirs: Any) -> float:
+    """``max|a - b| / max|b|``; infinite where shapes differ or a value is not finite."""
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    if a.shape != b.shape or not np.isfinite(a).all():
+        return float("inf")
+    return float(np.abs(a - b).max() / np.abs(b).max())

@@ -1,0 +1,119 @@
+"""GGUF files against transformers' own load of the same file and against safetensors."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from specjax.checkpoints import open_target  # noqa: E402
+
+from .gguf_files import write_gguf  # noqa: E402
+from .jax_side import build_target, relative_error, run_target  # noqa: E402
+from .smollm2 import find_smollm2  # noqa: E402
+from .torch_side import FAMILIES, LLAMA3_ROPE, make_model, run_model, save  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4
+PROMPTS = (
+    "The sky is blue because",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "<|im_start|>user\nWrite a short poem about the sea, in 3 lines.<|im_end|>\n"
+    "<|im_start|>assistant\n",
+)
+
+
+def load_gguf(path: Path, **options: object) -> "transformers.PreTrainedModel":
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        **options,
+    ).eval()
+
+
+def check_weights_equal(one: Path | str, other: Path | str) -> None:
+    first, second = (open_target(str(p), dtype="float32").load_weights() for p in (one, other))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(second[name]), err_msg=name)
+
+
+GGUF_FAMILIES = {
+    **{name: FAMILIES[name] for name in ("llama2", "llama_linear", "llama_bias", "llama_tied")},
+    # files list frequency divisors, which are recognised over 8,192 positions only
+    "llama31": (
+        "LlamaConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 8192},
+        },
+    ),
+    **{name: FAMILIES[name] for name in ("mistral", "qwen2", "qwen3", "qwen3_tied")},
+}
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_equals_safetensors(family: str, tmp_path: Path) -> None:
+    model = make_model(*GGUF_FAMILIES[family], seed=3)
+    directory = save(model, tmp_path / "model")
+    file = write_gguf(model, tmp_path / "model.gguf")
+    one, other = (open_target(str(p), dtype="float32").config for p in (directory, file))
+    for field in ("num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "qkv_bias"):
+        assert getattr(one, field) == getattr(other, field), field
+    assert other.rope_theta == pytest.approx(one.rope_theta)
+    assert other.rms_norm_eps == pytest.approx(one.rms_norm_eps)
+    check_weights_equal(directory, file)
+    tokens = np.random.default_rng(0).integers(0, one.vocab_size, (2, 24))
+    theirs, _ = run_model(model, tokens)
+    ours, _ = run_target(build_target(open_target(str(file), dtype="float32")), tokens)
+    assert relative_error(ours, theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
+def test_quantized(family: str, kind: str, tmp_path: Path) -> None:
+    config_class, changes = FAMILIES[family]
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
+    model = make_model(config_class, {**changes, **sizes}, seed=4)
+    file = write_gguf(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    # transformers does not read the head size of a qwen3 file, nor any file's attention biases
+    reference = load_gguf(file, config=model.config)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24))
+    theirs, _ = run_model(reference, tokens)
+    ours, _ = run_target(build_target(open_target(str(file), dtype="float32")), tokens)
+    assert relative_error(ours, theirs) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> "transformers.PreTrainedModel":
+    return load_gguf(find_smollm2())
+
+
+def test_smollm2_logits(smollm2: "transformers.PreTrainedModel") -> None:
+    checkpoint = open_target("smollm2-135m", dtype="float32")
+    target = build_target(checkpoint)
+    path = find_smollm2()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    taps = checkpoint.config.default_feature_layers
+    for prompt in PROMPTS:
+        tokens = np.asarray([tokenizer(prompt)["input_ids"]])
+        theirs, layers = run_model(smollm2, tokens)
+        ours, features = run_target(target, tokens, taps)
+        assert relative_error(ours, theirs) <= TOLERANCE
+        assert relative_error(features, np.concatenate([layers[i] for i in taps], -1)) <= TOLERANCE
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+def test_smollm2_equals_safetensors(
+    smollm2: "transformers.PreTrainedModel", tmp_path: Path
+) -> None:
+    """The file's weights, written by transformers as safetensors, load as the same arrays."""
+    if hasattr(smollm2.config, "quantization_config"):
+        del smollm2.config.quantization_config
+    check_weights_equal("smollm2-135m", save(smollm2, tmp_path / "model"))

@@ -1,0 +1,91 @@
+"""Logits and features of loaded checkpoints against transformers, in float32."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from specjax.checkpoints import open_target  # noqa: E402
+
+from .jax_side import build_target, relative_error, run_target  # noqa: E402
+from .torch_side import FAMILIES, make_model, run_model, save  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4
+
+
+def random_tokens(vocab_size: int, shape: tuple[int, int], seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, shape)
+
+
+def check_equal(path: Path, model: "transformers.PreTrainedModel", length: int = 40) -> None:
+    """Load ``path`` and compare logits and the output of every layer with ``model``."""
+    checkpoint = open_target(str(path), dtype="float32")
+    config = checkpoint.config
+    tokens = random_tokens(config.vocab_size, (2, length))
+    theirs, layers = run_model(model, tokens)
+    every = tuple(range(config.num_layers))
+    ours, features = run_target(build_target(checkpoint), tokens, every)
+    assert relative_error(ours, theirs) <= TOLERANCE
+    assert relative_error(features, np.concatenate(layers, axis=-1)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, tmp_path: Path) -> None:
+    model = make_model(*FAMILIES[family])
+    check_equal(save(model, tmp_path / "model"), model)
+
+
+@pytest.mark.parametrize("family", ["llama31", "qwen2_tied", "qwen3"])
+def test_sharded_bfloat16(family: str, tmp_path: Path) -> None:
+    model = make_model(*FAMILIES[family], seed=1).to(torch.bfloat16)
+    path = save(model, tmp_path / "model", max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    check_equal(path, reference.eval())
+
+
+def test_features_are_hidden_states(tmp_path: Path) -> None:
+    """Feature layer ``i`` is transformers' ``hidden_states[i + 1]``, in the order asked for."""
+    config_class, changes = FAMILIES["llama31"]
+    model = make_model(config_class, {**changes, "num_hidden_layers": 8})
+    checkpoint = open_target(str(save(model, tmp_path / "model")), dtype="float32")
+    taps = checkpoint.config.default_feature_layers
+    assert taps == (1, 3, 4)
+    tokens = random_tokens(checkpoint.config.vocab_size, (1, 20))
+    with torch.no_grad():
+        states = model(torch.from_numpy(tokens), output_hidden_states=True).hidden_states
+    _, features = run_target(build_target(checkpoint), tokens, taps)
+    theirs = np.concatenate([states[i + 1].numpy() for i in taps], axis=-1)
+    assert relative_error(features, theirs) <= TOLERANCE
+    _, reversed_features = run_target(build_target(checkpoint), tokens, taps[::-1])
+    theirs = np.concatenate([states[i + 1].numpy() for i in taps[::-1]], axis=-1)
+    assert relative_error(reversed_features, theirs) <= TOLERANCE
+
+
+def test_eagle1_feature_is_the_normed_last_state(tmp_path: Path) -> None:
+    model = make_model(*FAMILIES["qwen3"])
+    checkpoint = open_target(str(save(model, tmp_path / "model")), dtype="float32")
+    tokens = random_tokens(checkpoint.config.vocab_size, (1, 20))
+    with torch.no_grad():
+        last = model(torch.from_numpy(tokens), output_hidden_states=True).hidden_states[-1]
+    _, features = run_target(build_target(checkpoint), tokens, ())
+    assert relative_error(features, last.numpy()) <= TOLERANCE
+
+
+def test_sliding_window_is_used_or_refused(tmp_path: Path) -> None:
+    model = make_model("MistralConfig", {"sliding_window": 8, "head_dim": 12})
+    path = save(model, tmp_path / "model")
+    try:
+        checkpoint = open_target(str(path), dtype="float32")
+    except ValueError as error:
+        assert "sliding_window" in str(error)  # noqa: PT017
+        return
+    assert checkpoint.config.sliding_window == 8
+    check_equal(path, model)
