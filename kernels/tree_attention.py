@@ -22,7 +22,9 @@ def _visible(
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
     inside = jnp.clip(offset, 0, rows - 1)[:, None, :]
-    in_tree = jnp.take_along_axis(tree_mask, jnp.broadcast_to(inside, tree_mask.shape[:2] + keys.shape), axis=2)
+    in_tree = jnp.take_along_axis(
+        tree_mask, jnp.broadcast_to(inside, tree_mask.shape[:2] + keys.shape), axis=2
+    )
     return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < rows)[:, None, :])
 
 

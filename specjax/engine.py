@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.checkpoints import open_draft, open_target
+from specjax.checkpoints import open_target
 from specjax.config import SpeculativeConfig
 from specjax.diagnostics import two_best
 from specjax.runtime.buckets import batch_buckets, prefill_buckets
@@ -112,6 +112,8 @@ class Engine:
         target = open_target(model, dtype="float32" if dtype == "auto" and on_cpu else dtype)
         head = None
         if speculative is not None:
+            from specjax.checkpoints import open_draft
+
             head = open_draft(
                 draft, target, algorithm=speculative.algorithm, rope_theta=draft_rope_theta
             )
@@ -316,7 +318,9 @@ class Engine:
                 raise ValueError("an input has no tokens; give at least one")
             wrong = [i for i in ids if not 0 <= i < vocab_size]
             if wrong:
-                raise ValueError(f"input_ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
+                raise ValueError(
+                    f"input_ids {wrong[:5]} are outside the vocabulary of {vocab_size}"
+                )
             if len(ids) >= self.context_length:
                 raise ValueError(
                     f"a prompt of {len(ids)} tokens leaves no room in context_length="

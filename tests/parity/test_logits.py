@@ -51,6 +51,27 @@ def test_sharded_bfloat16(family: str, tmp_path: Path) -> None:
     check_equal(path, reference.eval())
 
 
+@pytest.mark.parametrize("family", ["llama_bias", "qwen3_tied"])
+def test_bfloat16_forward(family: str, tmp_path: Path) -> None:
+    """Both in bfloat16: as close to each other as bfloat16 is to float32."""
+    path = save(make_model(*FAMILIES[family], seed=2).to(torch.bfloat16), tmp_path / "model")
+    checkpoint = open_target(str(path), dtype="auto")
+    assert checkpoint.config.dtype == "bfloat16"
+    tokens = random_tokens(checkpoint.config.vocab_size, (2, 24))
+    ours, _ = run_target(build_target(checkpoint), tokens)
+    exact, theirs = (
+        run_model(
+            transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="eager"
+            ).eval(),
+            tokens,
+        )[0]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    print(relative_error(ours, exact), relative_error(theirs, exact), relative_error(ours, theirs))
+    assert relative_error(ours, exact) <= 2 * relative_error(theirs, exact)
+
+
 def test_features_are_hidden_states(tmp_path: Path) -> None:
     """Feature layer ``i`` is transformers' ``hidden_states[i + 1]``, in the order asked for."""
     config_class, changes = FAMILIES["llama31"]

@@ -1,0 +1,183 @@
+"""The round as a whole: the same tokens as dense decoding, whatever is drafted."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.sampling_params import SamplingParams
+from specjax.speculative.stages import draft, extend, verify
+from specjax.speculative.future_map import FutureMap
+from specjax.speculative.round import rows_of, spec_round
+from specjax.speculative.tree import chain_input
+
+from ..tiny import (
+    EAGLE,
+    EAGLE3,
+    TARGET,
+    dense_greedy,
+    head_weights,
+    make_request,
+    make_runner,
+    run_requests,
+    target_model,
+)
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (1, 3, 16, 17, 40, 9, 5)]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, max_new_tokens=20, ignore_eos=True)
+
+
+def outputs(runner, params, **kwargs):
+    steps = runner.config.num_steps
+    requests = [
+        make_request(p, params, seed=7 * i + 2**40, width=steps) for i, p in enumerate(PROMPTS)
+    ]
+    run_requests(runner, requests, **kwargs)
+    return [request.output_ids for request in requests]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_plain_rounds_equal_dense_decoding(page_size):
+    runner = make_runner(page_size=page_size)
+    assert outputs(runner, GREEDY) == [dense_greedy(p, 20) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("attention", ["chunked", "reference"])
+@pytest.mark.parametrize(("head", "steps"), [(EAGLE3, 1), (EAGLE3, 4), (EAGLE, 3)])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_speculation_changes_no_token(head, steps, params, attention):
+    plain = outputs(make_runner(), params)
+    runner = make_runner(head, steps, attention=attention)
+    assert outputs(runner, params) == plain
+    assert outputs(runner, params, run_ahead=1) == plain
+
+
+def start(runner, prompt):
+    """Prefill one prompt into slot 1; returns the first token."""
+    runner.set_slot(
+        1, list(range(1, 21)), temperature=0.0, top_k=TARGET.vocab_size, top_p=1.0, seed=0
+    )
+    width = runner.config.prefill_buckets[-1]
+    for at in range(0, len(prompt), width):
+        end = min(at + width, len(prompt))
+        token = runner.prefill(1, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
+    return int(token[0])
+
+
+@pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
+def test_any_number_of_drafts_can_be_accepted(head):
+    """Chains made from the known continuation and broken at every depth."""
+    steps, prompt = 4, PROMPTS[3]
+    runner = make_runner(head, steps)
+    truth = dense_greedy(prompt, 40)
+    assert start(runner, prompt) == truth[0]
+    flat, weights = target_model()
+    target = flat.rebuild(weights)
+    model = runner.networks.head.rebuild(head_weights(head))
+    view, sampling = runner._device_tables(runner.tables)
+    slots = jnp.array([1, 0], jnp.int32)
+    view = replace(view, page_table=view.page_table[slots])
+    lens = jnp.array([len(prompt), 0], jnp.int32)
+    pools, done = jax.tree.map(jnp.copy, runner.pools), 1
+    kv_target, kv_draft = pools.target, pools.draft
+
+    @jax.jit
+    def one_round(kv_target, kv_draft, chain, lens):
+        tree = chain_input(chain, lens)
+        out, kv_target = verify(
+            target,
+            kv_target,
+            tree,
+            lens,
+            view,
+            rows_of(sampling, slots),
+            slots > 0,
+            num_steps=steps,
+            feature_layers=head.feature_layers,
+        )
+        following, kv_draft = extend(target, model, kv_draft, out, lens, view)
+        return out, following, kv_target, kv_draft
+
+    for good in (0, 4, 2, 1, 3, 4, 4, 0):
+        chain = truth[done - 1 : done + steps]
+        chain = [t if i <= good else (t + 1) % 61 for i, t in enumerate(chain)]
+        both = jnp.array([chain, [0] * 5], jnp.int32)
+        out, following, kv_target, kv_draft = one_round(kv_target, kv_draft, both, lens)
+        assert out.num_accepted_drafts.tolist() == [good, 0]
+        assert out.num_accepted_tokens.tolist() == [good + 1, 0]
+        assert out.accept_tokens[0, : good + 1].tolist() == truth[done : done + good + 1]
+        lens = following.seq_lens
+        done += good + 1
+        assert lens.tolist() == [len(prompt) + done - 1, 0]
+        # what the head knows now must equal what prefilling the same text teaches it
+        fresh_first = start(runner, prompt + truth[: done - 1])
+        assert fresh_first == truth[done - 1]
+        rows = runner.future.rows
+        np.testing.assert_allclose(rows.hidden[1], following.hidden[0], rtol=2e-4, atol=2e-5)
+        assert rows.topk_ids[1].tolist() == following.topk_ids[0].tolist()
+    runner.clear_slot(1)
+
+
+def test_stages_equal_the_fused_round():
+    runner = make_runner(EAGLE3, 4)
+    start(runner, PROMPTS[2])
+    flat, weights = target_model()
+    target, model = flat.rebuild(weights), runner.networks.head.rebuild(head_weights(EAGLE3))
+    view, sampling = runner._device_tables(runner.tables)
+    slots = jnp.array([1], jnp.int32)
+    pools, future = jax.tree.map(jnp.copy, (runner.pools, runner.future))
+    _, fused, packed = spec_round(
+        target,
+        model,
+        pools,
+        future,
+        view,
+        sampling,
+        slots,
+        num_steps=4,
+        feature_layers=EAGLE3.feature_layers,
+    )
+
+    inputs = jax.tree.map(lambda leaf: leaf[slots], future.rows)
+    rows = replace(view, page_table=view.page_table[slots])
+    tree, kv_draft = draft(target, model, pools.draft, inputs, rows, 4)
+    out, _ = verify(
+        target,
+        pools.target,
+        tree,
+        inputs.seq_lens,
+        rows,
+        rows_of(sampling, slots),
+        slots > 0,
+        num_steps=4,
+        feature_layers=EAGLE3.feature_layers,
+    )
+    following, _ = extend(target, model, kv_draft, out, inputs.seq_lens, rows)
+    assert packed[0, :5].tolist() == out.accept_tokens[0].tolist()
+    assert packed[0, 5:].tolist() == [out.num_accepted_drafts[0], out.num_accepted_tokens[0]]
+    for name in ("topk_ids", "bonus_tokens", "seq_lens"):
+        assert getattr(fused.rows, name)[1].tolist() == getattr(following, name)[0].tolist()
+    np.testing.assert_allclose(fused.rows.hidden[1], following.hidden[0], rtol=1e-5, atol=1e-6)
+    runner.clear_slot(1)
+
+
+def test_padding_slot_stays_empty():
+    runner = make_runner(EAGLE3, 4)
+    start(runner, PROMPTS[1])
+    packed = None
+    for _ in range(3):
+        packed = np.asarray(runner.round([1, 0, 0]))
+    assert not packed[1:].any()
+    assert int(runner.future.rows.seq_lens[0]) == 0
+    runner.clear_slot(1)
+
+
+def test_future_map_shapes_match_the_rows():
+    abstract = FutureMap.abstract(3, 1, 8, jnp.dtype(jnp.float32))
+    assert abstract.rows.hidden.shape == (3, 8)
+    assert abstract.rows.topk_ids.shape == (3, 1)
+    assert abstract.rows.seq_lens.dtype == jnp.int32

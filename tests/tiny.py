@@ -1,0 +1,151 @@
+"""Tiny random models and runners that tests share."""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import DraftConfig, ModelConfig
+from specjax.diagnostics import dense_attend
+from specjax.models.decoder import CausalLM
+from specjax.models.eagle import build_head
+from specjax.models.flat import FlatModel, Weights
+from specjax.runtime.paging import PageAllocator
+from specjax.runtime.runner import ModelRunner, Networks, RunnerConfig
+from specjax.sampling_params import SamplingParams
+from specjax.scheduling.request import Request
+from specjax.scheduling.scheduler import Scheduler
+
+TARGET = ModelConfig(
+    model_type="llama",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+EAGLE3 = DraftConfig(
+    algorithm="EAGLE3",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    target_hidden_size=32,
+    draft_vocab_size=40,
+    feature_layers=(0, 1, 2),
+)
+EAGLE = dataclasses.replace(
+    EAGLE3, algorithm="EAGLE", draft_vocab_size=61, feature_layers=(), has_own_lm_head=False
+)
+
+
+@cache
+def target_model() -> tuple[FlatModel[CausalLM], Weights]:
+    """Random target weights, scaled so that its distributions are neither flat nor peaked."""
+    flat = FlatModel.of(partial(CausalLM, TARGET))
+    weights = flat.init(partial(CausalLM, TARGET), 0)
+    head = flat.names.index("lm_head.kernel")
+    return flat, (*weights[:head], 4 * weights[head], *weights[head + 1 :])
+
+
+@cache
+def head_weights(config: DraftConfig) -> Weights:
+    """Random weights of a draft head."""
+    flat = FlatModel.of(partial(build_head, config))
+    weights = list(flat.init(partial(build_head, config), 1))
+    if "d2t" in flat.names:
+        rng = np.random.default_rng(2)
+        ids = np.sort(rng.choice(config.vocab_size, config.draft_vocab_size, replace=False))
+        offsets = (ids - np.arange(config.draft_vocab_size)).astype(np.int32)
+        weights[flat.names.index("d2t")] = jnp.asarray(offsets)
+    return tuple(weights)
+
+
+@cache
+def runner_parts(
+    head: DraftConfig | None, num_steps: int, page_size: int, attention: str
+) -> ModelRunner:
+    """A compiled runner with weights; shared, so a test must leave its slots clear."""
+    runner = ModelRunner(
+        Networks.of(TARGET, head),
+        RunnerConfig(
+            num_steps=num_steps,
+            page_size=page_size,
+            num_pages=1 + 600 // page_size,
+            pages_per_request=-(-128 // page_size),
+            num_slots=5,
+            batch_buckets=(1, 4),
+            prefill_buckets=(4, 16),
+            attention=attention,
+        ),
+    )
+    runner.compile(show_progress=False)
+    runner.load(target_model()[1], () if head is None else head_weights(head))
+    return runner
+
+
+def make_runner(
+    head: DraftConfig | None = None,
+    num_steps: int = 0,
+    *,
+    page_size: int = 4,
+    attention: str = "chunked",
+) -> ModelRunner:
+    """A compiled tiny runner, cached by its arguments."""
+    return runner_parts(head, num_steps, page_size, attention)
+
+
+def make_request(
+    input_ids: list[int], params: SamplingParams, *, seed: int = 0, width: int = 0, rid: str = "r"
+) -> Request:
+    """A request without a tokenizer; token 5 ends it unless ``ignore_eos``."""
+    return Request(
+        rid,
+        input_ids,
+        params,
+        seed=seed,
+        max_new_tokens=params.max_new_tokens,
+        end_token_ids=frozenset(() if params.ignore_eos else (5,)),
+        decoder=None,
+        spec_width=width,
+    )
+
+
+def run_requests(runner: ModelRunner, requests: list[Request], *, run_ahead: int = 0) -> None:
+    """Serve requests to their end; afterwards every page is free again."""
+    config = runner.config
+    allocator = PageAllocator(config.num_pages, config.page_size)
+    scheduler = Scheduler(runner, allocator, run_ahead=run_ahead)
+    for request in requests:
+        scheduler.check(request)
+        scheduler.add(request)
+    while scheduler.has_work:
+        scheduler.step()
+    assert allocator.num_free == config.num_pages - 1
+
+
+def dense_greedy(prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by a full dense pass per token: no cache, no pages, no rounds."""
+    flat, weights = target_model()
+    ids = list(prompt)
+    width = len(prompt) + count
+    positions = jnp.arange(width, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def logits(tokens: jax.Array) -> jax.Array:
+        model = flat.rebuild(weights)
+        return model.logits(model(tokens, positions, None, dense_attend)[0])
+
+    for _ in range(count):
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(ids)] = ids
+        ids.append(int(np.argmax(np.asarray(logits(padded))[0, len(ids) - 1])))
+    return ids[len(prompt) :]
