@@ -3,12 +3,20 @@
 Axes: B requests, T new tokens (tree rows) a request, N query heads, KV key/value heads, H head dim,
 P pages a request. The T new tokens of a request lie in the slots of positions ``seq_len ..
 seq_len + T - 1`` in row order; a row sees every key before ``seq_len`` and, of the new ones, those
-that the mask names. The pool is ``[L, slots, 2, KV, H]``: keys and values of one token side by side,
-so that one store writes both. Page 0 is the padding page.
+that the mask names. The pool is ``[L, slots, 2, KV, H]``: keys and values of one token side by
+side, so that one store writes both. Page 0 is the padding page.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import triton_call
 
 # keys a step of the chunked form; at 256 a short context needs one step and the loop costs nothing
 CHUNK = 256
@@ -72,7 +80,7 @@ def tree_attention_reference(
     page_size: int,
 ) -> jax.Array:
     """Dense form of :func:`tree_attention`: gathers the whole page table of every request."""
-    batch, rows, heads, dim = q.shape
+    batch, rows, _, dim = q.shape
     keys = jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32)
     k, v = _gather(pool, layer, page_table, keys, page_size)
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
@@ -90,7 +98,7 @@ def tree_attention_chunked(
     page_size: int,
 ) -> jax.Array:
     """Online-softmax form: work follows the longest request, not the width of the page table."""
-    batch, rows, heads, dim = q.shape
+    batch, rows, _, dim = q.shape
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
 
     def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -119,7 +127,226 @@ def tree_attention_chunked(
     return (mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
-IMPLEMENTATIONS = {"reference": tree_attention_reference, "chunked": tree_attention_chunked}
+# rows of one dot: the tensor cores' smallest tile, and the most that one pass over the keys serves
+MIN_ROWS, MAX_ROWS = 16, 64
+# finite, so that the difference of two of them is 0 and not NaN
+NEGATIVE = -1e30
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTiles:
+    """Launch shape of the Pallas kernel; powers of two.
+
+    Attributes:
+        block_rows: query rows (tokens x heads of a group) of one program.
+        block_keys: keys of one loop step.
+        num_splits: programs that share a request's context.
+        num_warps: of 32 threads, per program.
+        num_stages: loads in flight of the software pipeline.
+    """
+
+    block_rows: int
+    block_keys: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(
+        cls, *, batch: int, kv_heads: int, rows: int, context: int, dtype: jnp.dtype
+    ) -> "AttentionTiles":
+        """A launch shape for ``rows`` query rows per KV head over at most ``context`` keys."""
+        block_rows = min(MAX_ROWS, max(MIN_ROWS, pl.next_power_of_2(rows)))
+        block_keys = 64 if dtype == jnp.bfloat16 else 32
+        programs = batch * kv_heads * -(-rows // block_rows)
+        # four programs on each of 132 multiprocessors hide the latency of gathered loads
+        wanted = max(1, 528 // programs)
+        most = max(1, context // block_keys)
+        num_splits = pl.next_power_of_2(min(wanted, most, 64) // 2 + 1)
+        return cls(
+            block_rows=block_rows,
+            block_keys=block_keys,
+            num_splits=num_splits,
+            num_warps=4,
+            num_stages=3,
+        )
+
+
+def _mask_words(tree_mask: jax.Array) -> jax.Array:
+    """A mask ``[B, T, T]``, T <= 64, as two words a row, i32 ``[B, T, 2]``: bit i is token i."""
+    batch, rows = tree_mask.shape[:2]
+    bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, 64 - rows))).reshape(batch, rows, 2, 32)
+    powers = jnp.asarray((1 << np.arange(32, dtype=np.uint64)).astype(np.uint32))
+    words = jnp.sum(jnp.where(bits, powers, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def specjax_tree_attention(
+    layer_ref: Any,
+    table_ref: Any,
+    lens_ref: Any,
+    q_ref: Any,
+    pool_ref: Any,
+    *refs: Any,
+    tiles: AttentionTiles,
+    page_size: int,
+    scale: float,
+) -> None:
+    """One program: a tile of query rows of one KV head over one split of the context."""
+    *words_ref, out_ref, max_ref, sum_ref = refs
+    rows, heads = q_ref.shape[1:3]
+    pages, kv_heads = table_ref.shape[1], pool_ref.shape[3]
+    group = heads // kv_heads
+    layer = layer_ref[0]
+    request, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
+    split, tile = pl.program_id(1), pl.program_id(2)
+    seq_len = lens_ref[request]
+
+    row = tile * tiles.block_rows + jnp.arange(tiles.block_rows)
+    token = jnp.minimum(row // group, rows - 1)
+    q = q_ref[request, token, head * group + row % group, :]
+    words = [ref[request, token, i] for ref in words_ref for i in range(2)]
+    # a causal tile needs no key behind its own last token
+    last_token = jnp.minimum(((tile + 1) * tiles.block_rows - 1) // group, rows - 1)
+    total = seq_len + (rows if words else last_token + 1)
+
+    blocks = (total + tiles.block_keys - 1) // tiles.block_keys
+    share = (blocks + tiles.num_splits - 1) // tiles.num_splits
+    first = split * share
+    last = jnp.minimum(first + share, blocks)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        best, weight, mixed = carry
+        position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
+        # past the end the last key is read again and masked: no masked load, no wild address
+        key = jnp.minimum(position, total - 1)
+        page = table_ref[request, jnp.minimum(key // page_size, pages - 1)]
+        page = jnp.where(key // page_size < pages, page, 0)
+        slot = page * page_size + key % page_size
+        k = pool_ref[layer, slot, 0, head, :]
+        v = pool_ref[layer, slot, 1, head, :]
+        scores = _row_dot(q, k, transpose=True) * (scale * LOG2E)
+        offset = position - seq_len
+        if words:
+            word = jnp.where((offset >= 32)[None, :], words[1][:, None], words[0][:, None])
+            shift = jnp.broadcast_to((jnp.maximum(offset, 0) & 31)[None, :], word.shape)
+            bit = jax.lax.shift_right_logical(word, shift) & 1
+            visible = (offset < 0)[None, :] | ((bit == 1) & (offset < rows)[None, :])
+        else:
+            visible = offset[None, :] <= token[:, None]
+        scores = jnp.where(visible, scores, NEGATIVE)
+        new_best = jnp.maximum(best, jnp.max(scores, axis=1))
+        weights = jnp.where(visible, jnp.exp2(scores - new_best[:, None]), 0.0)
+        decay = jnp.exp2(best - new_best)
+        mixed = mixed * decay[:, None] + _row_dot(weights.astype(v.dtype), v, transpose=False)
+        return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
+
+    carry = (
+        jnp.full((tiles.block_rows,), NEGATIVE, jnp.float32),
+        jnp.zeros((tiles.block_rows,), jnp.float32),
+        jnp.zeros((tiles.block_rows, q.shape[1]), jnp.float32),
+    )
+    best, weight, mixed = jax.lax.fori_loop(first, last, step, carry)
+    out_ref[request, head, split, row, :] = mixed
+    max_ref[request, head, split, row] = best
+    sum_ref[request, head, split, row] = weight
+
+
+def _row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
+    """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands stay IEEE float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contracting = ((1,), (1 if transpose else 0,))
+    return jax.lax.dot_general(
+        x, y, (contracting, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def tree_attention_pallas(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: int,
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    tree_mask: jax.Array | None,
+    page_size: int,
+    *,
+    tiles: AttentionTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Split-context kernel: each page is read once for up to 64 query rows of a KV head.
+
+    The layer is an operand, so that all layers of a model share one compiled kernel.
+
+    Raises:
+        NotImplementedError: for a tree mask over more than 64 tokens, or a head dim that is no
+            power of two from 16 to 256.
+    """
+    batch, rows, heads, dim = q.shape
+    kv_heads = pool.shape[3]
+    group = heads // kv_heads
+    if (rows > 64 and tree_mask is not None) or not has_kernel(dim):
+        raise NotImplementedError(
+            f"T={rows} (at most 64 with a tree mask) and head dim {dim} (a power of two, 16 to "
+            "256) are not supported by the Pallas kernel; use implementation='reference'"
+        )
+    if tiles is None:
+        tiles = AttentionTiles.choose(
+            batch=batch,
+            kv_heads=kv_heads,
+            rows=rows * group,
+            context=page_table.shape[1] * page_size,
+            dtype=pool.dtype,
+        )
+    row_tiles = -(-rows * group // tiles.block_rows)
+    shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)
+    mixed, best, weight = triton_call(
+        partial(specjax_tree_attention, tiles=tiles, page_size=page_size, scale=dim**-0.5),
+        grid=(batch * kv_heads, tiles.num_splits, row_tiles),
+        out_shape=(
+            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(
+        jnp.full((1,), layer, jnp.int32),
+        page_table,
+        seq_lens,
+        q,
+        pool,
+        *(() if tree_mask is None else (_mask_words(tree_mask),)),
+    )
+    if tiles.num_splits > 1:
+        decay = jnp.exp2(best - jnp.max(best, axis=2, keepdims=True))
+        mixed = jnp.sum(mixed * decay[..., None], axis=2)
+        weight = jnp.sum(weight * decay, axis=2)
+    else:
+        mixed, weight = mixed[:, :, 0], weight[:, :, 0]
+    out = (mixed / weight[..., None]).astype(q.dtype)[:, :, : rows * group]
+    out = out.reshape(batch, kv_heads, rows, group, dim)
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape)
+
+
+IMPLEMENTATIONS = {
+    "reference": tree_attention_reference,
+    "chunked": tree_attention_chunked,
+    "pallas": tree_attention_pallas,
+}
+
+
+def has_kernel(head_dim: int) -> bool:
+    """Whether the Pallas kernel takes a head dim."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+
+
+def attention_implementation(platform: str, head_dims: Iterable[int]) -> str:
+    """The implementation that suits a platform (``"cpu"`` or ``"gpu"``) and all head dims."""
+    if platform == "cpu":
+        return "chunked"
+    return "pallas" if all(map(has_kernel, head_dims)) else "reference"
 
 
 def tree_attention(
@@ -144,7 +371,8 @@ def tree_attention(
         tree_mask: bool ``[B, T, T]``, true where a row sees another new token; ``None`` is causal.
             A row must see itself.
         page_size: tokens a page.
-        implementation: ``"chunked"`` (a loop over the context, for CPUs) or ``"reference"``.
+        implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs)
+            or ``"reference"``.
 
     Returns:
         ``[B, T, N, H]`` in the dtype of ``q``.

@@ -163,9 +163,11 @@ class SpeculativeConfig:
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_steps <= 63:
+        if self.algorithm not in ("EAGLE3", "EAGLE"):
+            raise ValueError(f"speculative_algorithm={self.algorithm!r} is not 'EAGLE3' or 'EAGLE'")
+        if not isinstance(self.num_steps, int) or not 1 <= self.num_steps <= 63:
             raise ValueError(
-                f"speculative_num_steps={self.num_steps} must be between 1 and 63; "
+                f"speculative_num_steps={self.num_steps} must be an integer from 1 to 63; "
                 "set speculative_algorithm=None to decode without speculation"
             )
         if self.topk != 1:

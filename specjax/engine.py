@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.checkpoints import open_target
+from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_target
 from specjax.config import SpeculativeConfig
 from specjax.diagnostics import two_best
-from specjax.runtime.buckets import batch_buckets, prefill_buckets
+from specjax.kernels.tree_attention import attention_implementation
+from specjax.runtime.buckets import checked_buckets, prefill_buckets
 from specjax.runtime.compile_pool import enable_compile_cache
 from specjax.runtime.memory import device_memory, kv_bytes_per_token, plan_pools
 from specjax.runtime.paging import PageAllocator
@@ -51,15 +52,20 @@ class Engine:
         context_length: prompt and completion together; the model's own limit by default.
         page_size: tokens a KV page.
         max_running_requests: requests decoded at once; 4 on a CPU and 32 on a GPU by default.
+        batch_buckets: batch sizes that rounds are compiled for; powers of two by default.
         max_total_tokens: tokens in the KV pool.
         mem_fraction_static: share of the device's memory for weights and KV where
             ``max_total_tokens`` is not given.
         chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
+        load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` reads its configuration
+            only and makes random weights on the device, for measurements of speed.
         skip_tokenizer_init: do without a tokenizer; only ``input_ids`` are accepted then.
         seed: of the noise of requests that bring no ``sampling_seed``.
         compile_cache_dir: folder of compiled functions, ``"auto"`` for the user's cache folder,
             ``None`` to leave JAX's own setting alone.
         show_progress: progress bar at start-up; by default where standard error is a terminal.
+        simulate_accept_length: accept this many tokens a round on average, right or wrong: for
+            measurements of speed, its text is of no meaning.
         share_weights_with: an engine over the same model whose weights are used again.
 
     Raises:
@@ -80,13 +86,16 @@ class Engine:
         context_length: int | None = None,
         page_size: int = 16,
         max_running_requests: int | None = None,
+        batch_buckets: Sequence[int] | None = None,
         max_total_tokens: int | None = None,
         mem_fraction_static: float | None = None,
         chunked_prefill_size: int | None = None,
+        load_format: str = "auto",
         skip_tokenizer_init: bool = False,
         seed: int = 0,
         compile_cache_dir: str | PathLike[str] | None = "auto",
         show_progress: bool | None = None,
+        simulate_accept_length: float | None = None,
         share_weights_with: "Engine | None" = None,
     ) -> None:
         device = jax.devices()[0]
@@ -98,18 +107,32 @@ class Engine:
             speculative_num_steps,
             speculative_eagle_topk,
             speculative_num_draft_tokens,
-            {"draft": draft, "draft_rope_theta": draft_rope_theta},
+            {
+                "draft": draft,
+                "draft_rope_theta": draft_rope_theta,
+                "simulate_accept_length": simulate_accept_length,
+            },
         )
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format={load_format!r} is not 'auto' or 'dummy'")
         for name, value in (
             ("max_running_requests", max_running_requests),
             ("chunked_prefill_size", chunked_prefill_size),
             ("context_length", context_length),
         ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value} must be an integer of at least 1")
         enable_compile_cache(None if compile_cache_dir is None else str(compile_cache_dir))
 
         target = open_target(model, dtype="float32" if dtype == "auto" and on_cpu else dtype)
+        if share_weights_with is not None:
+            share_weights_with._need_open()
+            if not _is_same(share_weights_with.target, target):
+                raise ValueError(
+                    f"share_weights_with is an engine over {share_weights_with.target.path} in "
+                    f"{share_weights_with.target.config.dtype}, not over {target.path} in "
+                    f"{target.config.dtype}"
+                )
         head = None
         if speculative is not None:
             from specjax.checkpoints import open_draft
@@ -149,14 +172,18 @@ class Engine:
                 num_pages=plan.num_pages,
                 pages_per_request=-(-self.context_length // page_size),
                 num_slots=slots + 1,
-                batch_buckets=batch_buckets(slots),
+                batch_buckets=checked_buckets(batch_buckets, slots),
                 prefill_buckets=prefill_buckets(chunk, self.context_length),
-                attention="chunked" if on_cpu else "reference",
+                attention=attention_implementation(
+                    "cpu" if on_cpu else "gpu",
+                    [c.head_dim for c in (target.config, networks.head_config) if c is not None],
+                ),
+                simulate_accept_length=simulate_accept_length,
             ),
         )
         self.target, self.draft = target, head
         with ThreadPoolExecutor(1) as executor:
-            loading = executor.submit(self._load_weights, share_weights_with)
+            loading = executor.submit(self._load_weights, share_weights_with, load_format)
             self.tokenizer = None if skip_tokenizer_init else target.load_tokenizer()
             self.runner.compile(show_progress=show_progress)
             self.runner.load(*loading.result())
@@ -167,18 +194,14 @@ class Engine:
         self._open: set[Request] = set()
         self._closed = False
 
-    def _load_weights(self, other: "Engine | None") -> tuple[Any, Any]:
+    def _load_weights(self, other: "Engine | None", load_format: str) -> tuple[Any, Any]:
         nets = self.runner.networks
+        if load_format == "dummy":
+            return nets.target.random(0), () if nets.head is None else nets.head.random(1)
         target = head = None
         if other is not None:
-            theirs = other.runner.networks
-            if theirs.target_config != nets.target_config:
-                raise ValueError(
-                    f"share_weights_with: its target is {theirs.target_config}, not "
-                    f"{nets.target_config}"
-                )
             target = other.runner.weights[0]
-            if theirs.head_config == nets.head_config:
+            if _is_same(other.draft, self.draft):
                 head = other.runner.weights[1]
         if target is None:
             target = jax.device_put(nets.target.order(self.target.load_weights()))
@@ -215,8 +238,7 @@ class Engine:
         Raises:
             ValueError: for inputs or parameters that cannot be served.
         """
-        if self._closed:
-            raise ValueError("the engine is closed")
+        self._need_open()
         inputs, is_batch = self._tokenize(prompt, input_ids, messages)
         if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
             params = [SamplingParams.of(p) for p in sampling_params]
@@ -225,15 +247,12 @@ class Engine:
         else:
             params = [SamplingParams.of(sampling_params)] * len(inputs)  # type: ignore[arg-type]
         requests = [self._request(i, p) for i, p in zip(inputs, params, strict=True)]
-        with self._lock:
-            for request in requests:
-                self._scheduler.check(request)
-            for request in requests:
-                self._scheduler.add(request)
-        self._open.update(requests)
+        for request in requests:
+            self._scheduler.check(request)
         if stream:
             return self._stream(requests, is_batch)
         try:
+            self._submit(requests)
             while not all(request.is_finished for request in requests):
                 self._step()
         finally:
@@ -246,14 +265,15 @@ class Engine:
 
         It tells how near a tie was where bfloat16 texts with and without speculation part.
         """
+        self._need_open()
         nets = self.runner.networks
         return two_best(nets.target, self.runner.weights[0], list(input_ids))
 
     def close(self) -> None:
         """End what is running with finish reason ``abort`` and let the device memory go."""
-        if self._closed:
-            return
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._drop(list(self._open))
             self.runner.unload()
@@ -263,6 +283,17 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed")
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            self._need_open()
+            self._open.update(requests)
+            for request in requests:
+                self._scheduler.add(request)
 
     def _step(self) -> None:
         with self._lock:
@@ -277,17 +308,22 @@ class Engine:
     def _stream(self, requests: list[Request], is_batch: bool) -> Iterator[dict[str, Any]]:
         sent = [-1] * len(requests)
         try:
+            # queued when first asked for, so that a stream that nobody reads holds nothing
+            self._submit(requests)
             while True:
-                open_before = [not request.is_finished for request in requests]
-                for i, request in enumerate(requests):
-                    state = 2 * len(request.output_ids) + request.is_finished
-                    if state in (sent[i], 0):
-                        continue
-                    sent[i] = state
-                    out = request.result() | {"text": request.streamed_text()}
-                    out["meta_info"]["output_is_draft"] = list(request.output_is_draft)
-                    yield out | ({"index": i} if is_batch else {})
-                if not any(open_before):
+                outs = []
+                with self._lock:
+                    is_over = all(request.is_finished for request in requests)
+                    for i, request in enumerate(requests):
+                        state = 2 * len(request.output_ids) + request.is_finished
+                        if state in (sent[i], 0):
+                            continue
+                        sent[i] = state
+                        out = request.result() | {"text": request.streamed_text()}
+                        out["meta_info"]["output_is_draft"] = list(request.output_is_draft)
+                        outs.append(out | ({"index": i} if is_batch else {}))
+                yield from outs
+                if is_over:
                     return
                 self._step()
         finally:
@@ -352,6 +388,15 @@ class Engine:
             decoder=None if self.tokenizer is None else IncrementalDecoder(self.tokenizer),
             spec_width=self._num_steps,
         )
+
+
+def _is_same(
+    one: TargetCheckpoint | DraftCheckpoint | None, other: TargetCheckpoint | DraftCheckpoint | None
+) -> bool:
+    """Whether two checkpoints give the same weights."""
+    if one is None or other is None:
+        return False
+    return one.config == other.config and one.path.resolve() == other.path.resolve()
 
 
 def _speculative_config(

@@ -55,6 +55,11 @@ class SamplingParams:
         _check(isinstance(p, (int, float)) and 0 < p <= 1, "top_p", p, "in (0, 1]")
         k = self.top_k
         _check(_is_int(k) and (k == -1 or k >= 1), "top_k", k, "-1 (off) or at least 1")
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            allowed = (str, list, tuple) if name == "stop" else (list, tuple)
+            kind = "strings" if name == "stop" else "integers"
+            _check(value is None or isinstance(value, allowed), name, value, f"a list of {kind}")
         for text in self.stop_strings:
             _check(isinstance(text, str) and text != "", "stop", self.stop, "non-empty strings")
         ids = self.stop_token_ids or ()

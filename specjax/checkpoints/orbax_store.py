@@ -42,7 +42,7 @@ def save_orbax(
 
     directory = Path(path).absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    ocp.save_pytree(directory / _WEIGHTS, dict(weights), overwrite=True)
+    ocp.save(directory / _WEIGHTS, dict(weights), overwrite=True)
     body = {_KEY: type(config).__name__, **dataclasses.asdict(config)}
     (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
@@ -91,7 +91,7 @@ def load_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
 
     directory = (path / _WEIGHTS).absolute()
     try:
-        stored = ocp.pytree_metadata(directory).metadata
+        stored = ocp.metadata(directory).metadata
     except Exception as error:  # orbax raises several unrelated types
         raise ValueError(f"{directory} is not a complete orbax checkpoint: {error}") from error
     missing, unknown = sorted(set(abstract) - set(stored)), sorted(set(stored) - set(abstract))
@@ -107,4 +107,4 @@ def load_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
             )
     # numpy placeholders make orbax return numpy arrays, off any device, cast as needed
     like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()}
-    return dict(ocp.load_pytree(directory, like))
+    return dict(ocp.load(directory, like))

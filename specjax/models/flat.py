@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 M = TypeVar("M", bound=nnx.Module)
@@ -45,6 +46,28 @@ class FlatModel(Generic[M]):
         """Random weights, made on the device in one compiled call."""
         make = jax.jit(lambda key: tuple(jax.tree.leaves(nnx.split(build(nnx.Rngs(key)))[1])))
         return make(jax.random.key(seed))
+
+    def random(self, seed: int) -> Weights:
+        """Random weights by name and shape, made on the device without building the module.
+
+        One small compiled function a shape, so that a model of billions of weights starts at once:
+        norms are ones, biases zeros, matrices normal with variance 1 / fan-in.
+        """
+        normal = jax.jit(
+            lambda key, shape, dtype, scale: (scale * jax.random.normal(key, shape)).astype(dtype),
+            static_argnums=(1, 2, 3),
+        )
+        key = jax.random.key(seed)
+        weights = []
+        for i, (name, leaf) in enumerate(zip(self.names, self.abstract, strict=True)):
+            kind = name.rsplit(".", 1)[-1]
+            if kind in ("kernel", "table"):
+                fan_in = leaf.shape[0] if kind == "kernel" else leaf.shape[1]
+                made = normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, fan_in**-0.5)
+            else:
+                made = jnp.full(leaf.shape, 1 if kind == "scale" else 0, leaf.dtype)
+            weights.append(made)
+        return tuple(weights)
 
     def order(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
         """Values of a name map in weight order.

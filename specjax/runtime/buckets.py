@@ -13,6 +13,23 @@ def batch_buckets(max_running_requests: int) -> tuple[int, ...]:
     return (*sizes, max_running_requests)
 
 
+def checked_buckets(buckets: Sequence[int] | None, max_running_requests: int) -> tuple[int, ...]:
+    """Batch buckets as given, sorted, or the default ones for ``None``.
+
+    Raises:
+        ValueError: if they do not end at ``max_running_requests``.
+    """
+    if buckets is None:
+        return batch_buckets(max_running_requests)
+    ordered = tuple(sorted(set(buckets)))
+    if not ordered or ordered[0] < 1 or ordered[-1] != max_running_requests:
+        raise ValueError(
+            f"batch_buckets={tuple(buckets)} must be at least 1 and their largest equal "
+            f"max_running_requests={max_running_requests}"
+        )
+    return ordered
+
+
 def prefill_buckets(chunked_prefill_size: int, context_length: int) -> tuple[int, ...]:
     """Prompt chunk widths: the chunk size, and an eighth of it for short prompts and remainders."""
     largest = min(chunked_prefill_size, context_length)

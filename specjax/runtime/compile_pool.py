@@ -14,6 +14,9 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
+# each compilation has threads of its own, and autotuning shares the device
+MAX_THREADS = 8
+
 
 def enable_compile_cache(directory: str | Path | None) -> Path | None:
     """Point JAX's persistent compilation cache at a folder.
@@ -24,17 +27,27 @@ def enable_compile_cache(directory: str | Path | None) -> Path | None:
 
     Returns:
         The folder in use, if any.
+
+    Raises:
+        ValueError: if a folder that was asked for by name cannot be made.
     """
     if directory is None:
         return None
-    configured = jax.config.jax_compilation_cache_dir
-    if directory == "auto":
+    configured = jax.config.values["jax_compilation_cache_dir"]
+    is_auto = directory == "auto"
+    if is_auto:
         if configured is not None:
             return Path(configured)
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = Path(base) / "specjax"
     path = Path(directory).expanduser()
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        if not is_auto:
+            raise ValueError(f"compile_cache_dir={str(path)!r} cannot be made: {error}") from error
+        logger.warning("compiled functions are not kept: %s; pass compile_cache_dir", error)
+        return None
     if configured != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
         from jax.experimental.compilation_cache import compilation_cache
@@ -60,7 +73,7 @@ class CompilePool:
         """Register a jitted function with abstract arguments under ``key``."""
         self._jobs.append((key, lambda: function.lower(*arguments)))
 
-    def compile(self, *, show_progress: bool, threads: int = 2) -> None:
+    def compile(self, *, show_progress: bool) -> None:
         """Compile what was added, tracing in this thread and compiling in others."""
         jobs, self._jobs = self._jobs, []
         started = time.perf_counter()
@@ -71,7 +84,7 @@ class CompilePool:
             bar.set_postfix_str(str(key))
             bar.update()
 
-        with bar, ThreadPoolExecutor(threads) as executor:
+        with bar, ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as executor:
             pending = [executor.submit(finish, key, lower()) for key, lower in jobs]
             for future in pending:
                 future.result()

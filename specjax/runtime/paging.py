@@ -74,6 +74,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))
+        self._held: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -88,15 +89,20 @@ class PageAllocator:
         """Take ``count`` pages, or nothing and ``None`` where fewer are free."""
         if count > len(self._free):
             return None
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._held.update(pages)
+        return pages
 
     def free(self, pages: list[int]) -> None:
         """Give pages back.
 
         Raises:
-            ValueError: for a page that is not allocated.
+            ValueError: for a page that is not allocated, or named twice; nothing is freed then.
         """
-        wrong = set(pages) & set(self._free) or {p for p in pages if not 0 < p < self.num_pages}
-        if wrong or len(set(pages)) != len(pages):
-            raise ValueError(f"pages {sorted(wrong) or pages} are not allocated")
+        given = set(pages)
+        if len(given) != len(pages):
+            raise ValueError(f"pages {pages} name a page twice")
+        if not given <= self._held:
+            raise ValueError(f"pages {sorted(given - self._held)} are not allocated")
+        self._held -= given
         self._free.extend(reversed(pages))

@@ -58,6 +58,7 @@ class RunnerConfig:
     batch_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     attention: str
+    simulate_accept_length: float | None = None
 
 
 @dataclass
@@ -146,7 +147,11 @@ class ModelRunner:
         view, sampling = jax.eval_shape(lambda: self._device_tables(self.tables))
         head = () if nets.head is None else nets.head.abstract
         common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
-        rounds = self._bind(spec_round, num_steps=config.num_steps)
+        rounds = self._bind(
+            spec_round,
+            num_steps=config.num_steps,
+            simulate_accept_length=config.simulate_accept_length,
+        )
         for batch in config.batch_buckets:
             self.compiled.add(("round", config.num_steps, batch), rounds, (*common, ints(batch)))
         prefill = self._bind(prefill_chunk)

@@ -12,8 +12,8 @@ from specjax.tokenizer import IncrementalDecoder
 class SpecCounts:
     """Speculative figures of a request; every accepted-draft count is without the bonus token.
 
-    Drafts behind a stop do not count: of a round that ends the request, only the kept tokens are
-    proposals and acceptances.
+    Drafts behind a stop do not count, accepted or not: in the round that ends the request, only
+    drafts for the positions of kept tokens are proposals.
     """
 
     width: int  # drafted tokens a round, at most
@@ -24,11 +24,11 @@ class SpecCounts:
     def __post_init__(self) -> None:
         self.histogram = [0] * (self.width + 1)
 
-    def add(self, num_steps: int, num_accepted_drafts: int, num_kept: int, cut: bool) -> int:
+    def add(self, num_steps: int, num_accepted_drafts: int, num_kept: int, is_last: bool) -> int:
         """Count one verify of which ``num_kept`` tokens stay; returns the drafts among them."""
         correct = min(num_accepted_drafts, num_kept)
         self.num_correct_drafts += correct
-        self.num_proposed_drafts += min(num_steps, num_kept) if cut else num_steps
+        self.num_proposed_drafts += min(num_steps, num_kept) if is_last else num_steps
         self.histogram[correct] += 1
         return correct
 
@@ -112,39 +112,42 @@ class Request:
             if self.is_finished:
                 break
         if self._spec is not None:
-            self._spec.add(num_steps, num_accepted_drafts, kept, cut=kept < len(tokens))
+            self._spec.add(num_steps, num_accepted_drafts, kept, is_last=self.is_finished)
 
     def finish(self, reason: dict[str, Any]) -> None:
-        """End the request; text that was held back as half a character is let go."""
+        """End the request."""
         if self.is_finished:
             return
         self.finish_reason = reason
         self._ended = time.perf_counter()
-        if self._decoder is not None and reason["type"] != "stop":
-            self.text += self._decoder.flush()
 
     def _append(self, token: int, *, is_draft: bool) -> None:
         self.output_ids.append(token)
         self.output_is_draft.append(is_draft)
-        if token in self._end_token_ids:
-            if self._decoder is not None:
-                self.text += self._decoder.flush()
-            self.finish({"type": "stop", "matched": token})
-            return
-        matched = self._decode(token)
+        is_end = token in self._end_token_ids
+        is_last = is_end or len(self.output_ids) >= self.max_new_tokens
+        matched = self._add_text(None if is_end else token, flush=is_last)
         if matched is not None:
             self.finish({"type": "stop", "matched": matched})
-        elif len(self.output_ids) >= self.max_new_tokens:
+        elif is_end:
+            self.finish({"type": "stop", "matched": token})
+        elif is_last:
             self.finish({"type": "length", "length": len(self.output_ids)})
 
-    def _decode(self, token: int) -> str | None:
-        """Add a token's text; the stop string that it completes, if any, is cut off."""
+    def _add_text(self, token: int | None, *, flush: bool) -> str | None:
+        """Add a token's text; the stop string that it completes, if any, is cut off.
+
+        With ``flush`` the text that was held back as half a character comes too.
+        """
         if self._decoder is None:
             return None
         stops = self.params.stop_strings
         # a new match ends in the new text, so it starts no earlier than this
         search_from = max(0, len(self.text) - max(map(len, stops), default=0) + 1)
-        self.text += self._decoder.push([token])
+        if token is not None:
+            self.text += self._decoder.push([token])
+        if flush:
+            self.text += self._decoder.flush()
         found = [(self.text.find(stop, search_from), stop) for stop in stops]
         hits = [(at, stop) for at, stop in found if at >= 0]
         if not hits:

@@ -74,7 +74,7 @@ class Scheduler:
         request.finish({"type": "abort"})
         if request in self._running:
             self._release(request)
-        else:
+        elif request in self._waiting:
             self._waiting.remove(request)
 
     def step(self) -> None:

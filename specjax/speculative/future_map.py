@@ -5,6 +5,7 @@ a round before it has read the one before. Slot 0 is padding. Contract of SGLang
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ class FutureMap:
     def abstract(cls, num_slots: int, topk: int, hidden_size: int, dtype: jnp.dtype) -> "FutureMap":
         """Shapes and dtypes for ``num_slots`` slots, padding included."""
 
-        def shape(*tail: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        def shape(*tail: int, dtype: jnp.dtype) -> Any:
             return jax.ShapeDtypeStruct((num_slots, *tail), dtype)
 
         return cls(

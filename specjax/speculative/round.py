@@ -29,6 +29,7 @@ def spec_round(
     *,
     num_steps: int,
     feature_layers: tuple[int, ...],
+    simulate_accept_length: float | None = None,
 ) -> tuple[KVPools, FutureMap, jax.Array]:
     """Draft, verify, compact and extend a batch; plain decoding where ``num_steps`` is 0.
 
@@ -42,6 +43,7 @@ def spec_round(
         slots: i32 ``[B]``, the request slots of this batch, 0 for padding.
         num_steps: drafted tokens a row.
         feature_layers: of the head.
+        simulate_accept_length: for measurements of speed.
 
     Returns:
         The pools, the rows for the next round, and i32 ``[B, A + 2]`` for the host:
@@ -60,6 +62,7 @@ def spec_round(
         slots > 0,
         num_steps=num_steps,
         feature_layers=feature_layers,
+        simulate_accept_length=simulate_accept_length,
     )
     future = publish(future, slots, inputs.seq_lens + verified.num_accepted_tokens)
     if head is None:

@@ -67,6 +67,7 @@ def verify(
     *,
     num_steps: int,
     feature_layers: tuple[int, ...],
+    simulate_accept_length: float | None = None,
 ) -> tuple[VerifyOutput, jax.Array]:
     """One target pass over a drafted chain: draw the target's token at every row and accept.
 
@@ -80,13 +81,14 @@ def verify(
         valid: bool ``[B]``, false for padding rows.
         num_steps: S.
         feature_layers: of the draft head.
+        simulate_accept_length: for measurements of speed, see :func:`accept`.
     """
     rows = tree.draft_tokens.shape[1]
     hidden, features, kv = target(
         tree.draft_tokens, tree.positions, kv, view.attend(seq_lens, rows), feature_layers
     )
     tokens = sample(target.logits(hidden), tree.positions + 1, sampling)
-    return accept(tree, tokens, features, valid, num_steps), kv
+    return accept(tree, tokens, features, valid, num_steps, simulate_accept_length), kv
 
 
 def extend(

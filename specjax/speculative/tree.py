@@ -62,12 +62,31 @@ def accept_path(
     return accept_index, num_accepted_drafts
 
 
+def simulated_path(
+    seq_lens: jax.Array, valid: jax.Array, num_steps: int, accept_length: float
+) -> tuple[jax.Array, jax.Array]:
+    """An accepted path along a chain whose length averages ``accept_length``, whatever was drafted.
+
+    For measurements of speed without a trained head; the text is of no meaning. Lengths are the two
+    integers around ``accept_length``, spread evenly over sequence lengths.
+    """
+    drafts = min(max(accept_length - 1.0, 0.0), float(num_steps))
+    share = drafts - int(drafts)
+    # multiples of the golden ratio fall evenly on [0, 1)
+    phase = jnp.mod(seq_lens.astype(jnp.float32) * 0.6180339887, 1.0)
+    count = jnp.where(valid, int(drafts) + (phase < share).astype(jnp.int32), 0)
+    depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
+    inside = (depth <= count[:, None]) & valid[:, None]
+    return jnp.where(inside, depth, -1), count
+
+
 def accept(
     tree: VerifyInput,
     target_tokens: jax.Array,
     features: jax.Array,
     valid: jax.Array,
     num_steps: int,
+    simulate_accept_length: float | None = None,
 ) -> VerifyOutput:
     """Accept what agrees with the target and compact every per-row output.
 
@@ -77,8 +96,14 @@ def accept(
         features: ``[B, T, F]``, target features of the rows.
         valid: bool ``[B]``, false for padding rows.
         num_steps: S.
+        simulate_accept_length: accept this many tokens on average, right or wrong.
     """
-    accept_index, num_accepted_drafts = accept_path(tree, target_tokens, valid, num_steps)
+    if simulate_accept_length is None:
+        accept_index, num_accepted_drafts = accept_path(tree, target_tokens, valid, num_steps)
+    else:
+        accept_index, num_accepted_drafts = simulated_path(
+            tree.positions[:, 0], valid, num_steps, simulate_accept_length
+        )
     num_accepted_tokens = jnp.where(valid, num_accepted_drafts + 1, 0)
     accept_tokens = compact_tree(target_tokens, accept_index)
     return VerifyOutput(

@@ -52,18 +52,23 @@ def _cached_attend(positions: jax.Array, implementation: str) -> Attend:
         keys = keys.at[rows, positions].set(k[:, 0], unique_indices=True)
         values = values.at[rows, positions].set(v[:, 0], unique_indices=True)
         cache = (*cache[:layer], (keys, values), *cache[layer + 1 :])
+        batch, _, heads, dim = q.shape
+        kv_heads = k.shape[2]
+        # the G queries of a key head go where a kernel expects query rows: one tile reads the keys
+        queries = q.reshape(batch, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
         if implementation == "cudnn":
             out = jax.nn.dot_product_attention(
-                q,
+                queries,
                 keys,
                 values,
-                query_seq_lengths=jnp.ones_like(positions),
+                query_seq_lengths=jnp.full_like(positions, heads // kv_heads),
                 key_value_seq_lengths=positions + 1,
                 implementation="cudnn",
             )
-            return cache, out
-        mask = jnp.arange(keys.shape[1]) <= positions[:, None]
-        return cache, masked_attention(q, keys, values, mask[:, None, None])
+        else:
+            mask = jnp.arange(keys.shape[1]) <= positions[:, None]
+            out = masked_attention(queries, keys, values, mask[:, None, None])
+        return cache, out.swapaxes(1, 2).reshape(batch, 1, heads, dim)
 
     return attend
 

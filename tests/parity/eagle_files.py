@@ -34,6 +34,7 @@ class HeadCase:
     eps: float = 1e-5
     theta: float | None = None
     rope_scaling: dict[str, object] | None = None
+    vocab: int = VOCAB
     draft_vocab: int = 61
     embedding: str = "none"
     lm_head: str = "own"
@@ -92,15 +93,15 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
     if case.is_3_1:
         tensors |= {f"fc_norm.{i}.weight": norm(TARGET_HIDDEN) for i in range(3)}
     if case.embedding == "own":
-        tensors["embed_tokens.weight"] = noise(VOCAB, h)
+        tensors["embed_tokens.weight"] = noise(case.vocab, h)
     elif case.embedding == "copy":
         tensors["embed_tokens.weight"] = target_embedding.clone()
     if case.lm_head in ("own", "mislabelled"):
         tensors["lm_head.weight"] = matrix(case.draft_vocab, h)
-    if case.draft_vocab != VOCAB:
-        ids = torch.randperm(VOCAB, generator=generator)[: case.draft_vocab].sort().values
+    if case.draft_vocab != case.vocab:
+        ids = torch.randperm(case.vocab, generator=generator)[: case.draft_vocab].sort().values
         tensors["d2t"] = ids - torch.arange(case.draft_vocab)
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+        tensors["t2d"] = torch.zeros(case.vocab, dtype=torch.bool).index_fill(0, ids, True)
     floats = (torch.float32, torch.float64)
     return {
         name: (x.to(case.dtype) if x.dtype in floats else x).contiguous()
@@ -120,7 +121,7 @@ def published_config(case: HeadCase) -> dict[str, object]:
         "head_dim": case.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": case.eps,
-        "vocab_size": VOCAB,
+        "vocab_size": case.vocab,
         "max_position_embeddings": 64,
         "attention_bias": case.qkv_bias,
         "initializer_range": 0.02,
@@ -170,7 +171,8 @@ def publish(case: HeadCase, tensors: Tensors, path: Path) -> Path:
     names = {}
     for name in tensors:
         new = name
-        if case.style == "midlayer" and name.startswith("layers.0."):
+        is_renamed = case.algorithm == "EAGLE3" and case.style == "midlayer"
+        if is_renamed and name.startswith("layers.0."):
             new = "midlayer." + name.removeprefix("layers.0.")
         names[name] = new if new in NOT_PREFIXED else case.prefix + new
     renamed = {names[name]: value for name, value in tensors.items()}

@@ -1,0 +1,209 @@
+"""Time one round of decoding: draft, verify, accept, compact, extend and state update.
+
+Two figures a row, both medians in ms: rounds dispatched back to back with the tokens left on the
+device, and rounds through ``Engine.generate`` with results read one round late. Beside them the floor:
+the bytes that a round cannot avoid reading (target weights, KV of the contexts, draft weights once
+a draft pass) at the copy bandwidth measured in the same run. 0 steps is plain decoding.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from specjax import Engine, SamplingParams
+from specjax.presets import PRESETS, write_preset
+from specjax.runtime.memory import kv_bytes_per_token
+
+
+def copy_bandwidth(device: jax.Device) -> float:
+    """Bytes read and written per second by a large copy on the device."""
+    size = 2**30 if device.platform == "gpu" else 2**24
+    x = jnp.arange(size, dtype=jnp.float32)
+    copy = jax.jit(lambda x: x + 1.0)
+    copy(x).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(4):
+            y = copy(x)
+        y.block_until_ready()
+        seconds.append((time.perf_counter() - started) / 4)
+    return 2 * x.nbytes / statistics.median(seconds)
+
+
+def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
+    """Bytes that a round must read with ``tokens`` tokens of context in the batch."""
+    nets = engine.runner.networks
+    size = {}
+    for part, flat in (("target", nets.target), ("head", nets.head)):
+        for name, leaf in zip(flat.names, flat.abstract, strict=True) if flat else ():
+            # an untied embedding table is read one row a token
+            if name == "embedding.table" and not nets.target_config.tie_word_embeddings:
+                continue
+            size[part] = size.get(part, 0) + leaf.size * leaf.dtype.itemsize
+    total = size["target"] + tokens * kv_bytes_per_token(nets.target_config)
+    if steps:
+        # steps - 1 recurrent passes and the extend
+        total += steps * (size["head"] + tokens * kv_bytes_per_token(nets.head_config))
+    return total
+
+
+def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
+    """Median ms a round over repeats of ``rounds`` rounds without reading anything back."""
+    runner, width = engine.runner, engine.runner.config.prefill_buckets[-1]
+    pages_each = runner.config.pages_per_request
+    slots = list(range(1, len(prompts) + 1))
+    for slot, prompt in zip(slots, prompts, strict=True):
+        pages = range(1 + (slot - 1) * pages_each, 1 + slot * pages_each)
+        runner.set_slot(slot, pages, temperature=0.0, top_k=1 << 30, top_p=1.0, seed=0)
+        for at in range(0, len(prompt), width):
+            end = min(at + width, len(prompt))
+            runner.prefill(slot, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
+    for _ in range(3):
+        runner.round(slots).block_until_ready()
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(rounds):
+            packed = runner.round(slots)
+        packed.block_until_ready()
+        times.append((time.perf_counter() - started) / rounds * 1e3)
+    for slot in slots:
+        runner.clear_slot(slot)
+    return statistics.median(times)
+
+
+def engine_ms(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Median ms a round through ``generate``, and the mean accept length."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+    stamps, last = [], {}
+    for out in engine.generate(input_ids=prompts, sampling_params=params, stream=True):
+        if out["index"] == 0:
+            stamps.append(time.perf_counter())
+        last[out["index"]] = out
+    # the first rounds run beside prefill, the last ones with rows that have ended
+    gaps = np.diff(stamps)[2:]
+    lengths = [out["meta_info"].get("spec_accept_length", 1.0) for out in last.values()]
+    return float(np.median(gaps)) * 1e3, float(np.mean(lengths))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--preset", choices=[*PRESETS, "smollm2-135m"], default="llama3.1-8b")
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--steps", type=numbers, default=[0, 1, 3, 7])
+    parser.add_argument("--context", type=int, default=1024, help="shortest prompt; +20 percent")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of one timed stretch")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--simulate-accept-length", type=float)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--output", type=Path, help="append one JSON line a row")
+    return parser.parse_args()
+
+
+def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path) -> Engine:
+    """An engine for one step count over all batch sizes."""
+    longest = args.context + args.context // 5
+    # a round may advance by all its tokens; twelve stretches of rounds at most
+    room = 12 * args.rounds * (steps + 1)
+    context = longest + room
+    options = {
+        "dtype": args.dtype,
+        "page_size": args.page_size,
+        "context_length": context,
+        "max_running_requests": max(batches),
+        "batch_buckets": batches,
+        "chunked_prefill_size": 512,
+        "skip_tokenizer_init": True,
+        "max_total_tokens": max(batches) * (context + args.page_size),
+    }
+    if steps:
+        options |= {"speculative_algorithm": "EAGLE3", "speculative_num_steps": steps}
+        if args.simulate_accept_length:
+            options["simulate_accept_length"] = args.simulate_accept_length
+    if args.preset in PRESETS:
+        target, draft = write_preset(args.preset, folder)
+        if steps:
+            options["draft"] = draft
+        return Engine(target, load_format="dummy", **options)
+    return Engine(args.preset, **options)
+
+
+def main() -> None:
+    """Run the grid and print a table."""
+    args = parse_args()
+    device = jax.devices()[0]
+    bandwidth = copy_bandwidth(device)
+    console = Console(width=120)
+    rng = np.random.default_rng(0)
+    table = Table(title=f"{args.preset}, {args.dtype}, {device.device_kind}, jax {jax.__version__}")
+    for column in (
+        "steps",
+        "batch",
+        "device ms",
+        "engine ms",
+        "floor ms",
+        "ratio",
+        "accept length",
+    ):
+        table.add_column(column, justify="right")
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in args.steps:
+            started = time.perf_counter()
+            engine = build(args, steps, args.batch, Path(folder))
+            ready = time.perf_counter() - started
+            vocab = engine.target.config.vocab_size
+            for batch in args.batch:
+                lengths = rng.integers(args.context, args.context + args.context // 5, size=batch)
+                prompts = [rng.integers(100, vocab, size=n).tolist() for n in lengths]
+                on_device = device_ms(engine, prompts, args.rounds)
+                through, accept = engine_ms(engine, prompts, args.rounds * 2)
+                nbytes = floor_bytes(engine, steps, int(lengths.sum()))
+                floor = nbytes / bandwidth * 1e3
+                stats = device.memory_stats() or {}
+                row = {
+                    "preset": args.preset,
+                    "steps": steps,
+                    "batch": batch,
+                    "device_ms": on_device,
+                    "engine_ms": through,
+                    "floor_ms": floor,
+                    "ratio": through / floor,
+                    "accept_length": accept,
+                    "simulated": args.simulate_accept_length if steps else None,
+                    "bandwidth_tb_s": bandwidth / 1e12,
+                    "ready_s": ready,
+                    "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+                    "page_size": args.page_size,
+                    "context": args.context,
+                    "dtype": args.dtype,
+                    "device": device.device_kind,
+                    "jax": jax.__version__,
+                    "specjax": specjax.__version__,
+                }
+                line = json.dumps(row)
+                console.print(line, soft_wrap=True, highlight=False)
+                if args.output:
+                    with args.output.open("a") as file:
+                        file.write(line + "\n")
+                figures = (on_device, through, floor, through / floor, accept)
+                table.add_row(str(steps), str(batch), *(f"{x:.2f}" for x in figures))
+            engine.close()
+    console.print(table)
+    label = f" (simulated: {args.simulate_accept_length})" if args.simulate_accept_length else ""
+    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; accept length as measured{label}")
+
+
+if __name__ == "__main__":
+    main()

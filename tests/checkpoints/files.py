@@ -1,0 +1,242 @@
+"""Tiny checkpoints on disk, written without the package's own name maps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import save_file
+
+VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM = 61, 32, 48, 3, 4, 2, 8
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+    "torch_dtype": "float32",
+}
+HEAD_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": VOCAB,
+    "draft_vocab_size": 20,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
+Tensors = dict[str, np.ndarray]
+
+
+def _layer(rng: np.random.Generator, prefix: str, in_size: int, dim: int = DIM) -> Tensors:
+    shapes = {
+        "self_attn.q_proj": (HEADS * dim, in_size),
+        "self_attn.k_proj": (KV_HEADS * dim, in_size),
+        "self_attn.v_proj": (KV_HEADS * dim, in_size),
+        "self_attn.o_proj": (HIDDEN, HEADS * dim),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    return {
+        f"{prefix}.{name}.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def target_tensors(*, tied: bool = False, seed: int = 0, dim: int = DIM) -> Tensors:
+    """Random tensors of a Llama model in Hugging Face names."""
+    rng = np.random.default_rng(seed)
+
+    def noise(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": noise(VOCAB, HIDDEN),
+        "model.norm.weight": noise(HIDDEN),
+    }
+    for i in range(LAYERS):
+        tensors |= _layer(rng, f"model.layers.{i}", HIDDEN, dim)
+        tensors[f"model.layers.{i}.input_layernorm.weight"] = noise(HIDDEN)
+    if not tied:
+        tensors["lm_head.weight"] = noise(VOCAB, HIDDEN)
+    return tensors
+
+
+def add_biases(tensors: Tensors, names: tuple[str, ...], seed: int = 1) -> Tensors:
+    """The tensors with a random bias beside each projection named."""
+    rng = np.random.default_rng(seed)
+    biases = {
+        name.removesuffix("weight") + "bias": rng.normal(size=value.shape[:1]).astype(np.float32)
+        for name, value in tensors.items()
+        if name.split(".")[-2] in names
+    }
+    return tensors | biases
+
+
+def write_directory(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    """A Hugging Face directory with one safetensors file."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def write_sharded(path: Path, config: dict[str, Any], tensors: Tensors, count: int = 3) -> Path:
+    """A Hugging Face directory with an index and several safetensors files."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        shard = dict(list(tensors.items())[i::count])
+        save_file(shard, path / file)
+        weight_map |= dict.fromkeys(shard, file)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (path / "model.safetensors.index.json").write_text(index)
+    return path
+
+
+def head_tensors(
+    *,
+    draft_vocab: int = 20,
+    prefix: str = "",
+    layer: str = "midlayer",
+    embedding: bool = False,
+    lm_head: bool = True,
+    num_features: int = 3,
+    seed: int = 2,
+) -> Tensors:
+    """Random tensors of an EAGLE-3 head in published names."""
+    rng = np.random.default_rng(seed)
+
+    def noise(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    tensors = _layer(rng, layer, 2 * HIDDEN)
+    tensors |= {f"{layer}.{n}.weight": noise(HIDDEN) for n in ("hidden_norm", "input_layernorm")}
+    tensors |= {"fc.weight": noise(HIDDEN, num_features * HIDDEN), "norm.weight": noise(HIDDEN)}
+    if lm_head:
+        tensors["lm_head.weight"] = noise(draft_vocab, HIDDEN)
+    if embedding:
+        tensors["embed_tokens.weight"] = noise(VOCAB, HIDDEN)
+    tensors = {prefix + name: value for name, value in tensors.items()}
+    if draft_vocab != VOCAB:
+        ids = np.sort(rng.choice(VOCAB, draft_vocab, replace=False))
+        tensors["d2t"] = ids - np.arange(draft_vocab)
+        tensors["t2d"] = np.isin(np.arange(VOCAB), ids)
+    return tensors
+
+
+def eagle_tensors(seed: int = 3, *, bias: bool = True) -> Tensors:
+    """Random tensors of an EAGLE-1/2 head in published names."""
+    rng = np.random.default_rng(seed)
+    tensors = _layer(rng, "layers.0", HIDDEN)
+    tensors["fc.weight"] = rng.normal(size=(HIDDEN, 2 * HIDDEN)).astype(np.float32)
+    tensors["embed_tokens.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    if bias:
+        tensors["fc.bias"] = rng.normal(size=(HIDDEN,)).astype(np.float32)
+    return tensors
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def to_gguf_rows(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Query or key rows as llama.cpp's converter orders them for architecture ``llama``."""
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(
+    path: Path,
+    tensors: Tensors,
+    *,
+    arch: str = "llama",
+    keys: dict[str, Any] | None = None,
+    extra: Tensors | None = None,
+    drop: tuple[str, ...] = (),
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """A GGUF file of Hugging Face tensors, in llama.cpp's names and layout.
+
+    ``keys`` replaces or adds metadata under the architecture's prefix, ``drop`` removes some,
+    ``extra`` adds tensors as they are, ``kind`` quantises the matrices.
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    metadata: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 5000.0,
+    } | (keys or {})
+    for key, value in metadata.items():
+        if key in drop:
+            continue
+        name = f"{arch}.{key}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            writer.add_uint32(name, value)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
+    writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
+    for name, value in tensors.items():
+        base, suffix = name.rsplit(".", 1)
+        block = ""
+        if base.startswith("model.layers."):
+            _, _, index, base = base.split(".", 3)
+            block = f"blk.{index}."
+        if arch == "llama" and base.endswith(("q_proj", "k_proj")):
+            value = to_gguf_rows(value, HEADS if base.endswith("q_proj") else KV_HEADS)
+        stored = f"{block}{GGUF_NAMES[base]}.{suffix}"
+        if kind is not None and value.ndim > 1:
+            writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, np.ascontiguousarray(value))
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

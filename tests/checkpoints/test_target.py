@@ -1,0 +1,278 @@
+"""Weights of targets: layout, shards, dtypes, damage, orbax, where models are looked for."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
+from specjax.checkpoints.assemble import Part, Recipe, assemble
+from specjax.checkpoints.tensors import TensorInfo
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+
+from .files import (
+    CONFIG,
+    INNER,
+    add_biases,
+    target_tensors,
+    write_directory,
+    write_sharded,
+)
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -> None:
+    """Every weight is where the model multiplies it, by the definition of each projection."""
+    weights = checkpoint.load_weights()
+    flat = FlatModel.of(lambda rngs: CausalLM(checkpoint.config, rngs))
+    assert set(weights) == set(flat.names)
+    dtype = checkpoint.config.jnp_dtype
+    for name, like in zip(flat.names, flat.abstract, strict=True):
+        assert weights[name].shape == like.shape, name
+        assert weights[name].dtype == like.dtype == dtype, name
+
+    def equal(found: np.ndarray, name: str) -> None:
+        np.testing.assert_array_equal(found, tensors[name].astype(dtype), err_msg=name)
+
+    equal(weights["embedding.table"], "model.embed_tokens.weight")
+    equal(weights["norm.scale"], "model.norm.weight")
+    config = checkpoint.config
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    stripes = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        qkv, gate_up = (
+            weights[f"{ours}.attention.qkv.kernel"],
+            weights[f"{ours}.mlp.gate_up.kernel"],
+        )
+        for letter, stripe in stripes.items():
+            equal(qkv[:, stripe].T, f"{theirs}.self_attn.{letter}_proj.weight")
+            if config.qkv_bias:
+                bias = weights[f"{ours}.attention.qkv.bias"][stripe]
+                equal(bias, f"{theirs}.self_attn.{letter}_proj.bias")
+        equal(gate_up[:, :INNER].T, f"{theirs}.mlp.gate_proj.weight")
+        equal(gate_up[:, INNER:].T, f"{theirs}.mlp.up_proj.weight")
+        equal(weights[f"{ours}.mlp.down.kernel"].T, f"{theirs}.mlp.down_proj.weight")
+        equal(weights[f"{ours}.attention.output.kernel"].T, f"{theirs}.self_attn.o_proj.weight")
+        equal(weights[f"{ours}.input_norm.scale"], f"{theirs}.input_layernorm.weight")
+        name = "post_attention_layernorm.weight"
+        equal(weights[f"{ours}.post_attention_norm.scale"], f"{theirs}.{name}")
+    if not config.tie_word_embeddings:
+        equal(weights["lm_head.kernel"].T, "lm_head.weight")
+
+
+def test_layout(tmp_path: Path) -> None:
+    tensors = target_tensors()
+    check_layout(open_target(write_directory(tmp_path, CONFIG, tensors)), tensors)
+
+
+def test_layout_of_shards_biases_and_wide_heads(tmp_path: Path) -> None:
+    changes = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 10}
+    tensors = add_biases(target_tensors(dim=10), QKV)
+    check_layout(open_target(write_sharded(tmp_path, CONFIG | changes, tensors)), tensors)
+
+
+def test_tied_head_is_not_read(tmp_path: Path) -> None:
+    tensors = target_tensors()
+    config = CONFIG | {"tie_word_embeddings": True}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    checkpoint = open_target(write_directory(tmp_path, config, tensors))
+    check_layout(checkpoint, tensors)
+    assert "lm_head.kernel" not in checkpoint.load_weights()
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_casts(tmp_path: Path, stored: str, dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, stored, None) or stored)
+    tensors = {name: value.astype(kind) for name, value in target_tensors().items()}
+    path = write_directory(tmp_path, CONFIG, tensors)
+    check_layout(open_target(path, dtype=dtype), tensors)
+
+
+def test_progress_counts_every_weight(tmp_path: Path) -> None:
+    checkpoint = open_target(write_directory(tmp_path, CONFIG, target_tensors()))
+    calls: list[tuple[int, int]] = []
+    weights = checkpoint.load_weights(lambda done, total: calls.append((done, total)))
+    assert calls == [(i, len(weights)) for i in range(1, len(weights) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"lacks 1 tensor.*'model\.layers\.1\.mlp\.up_proj\.weight' \(48, 32\)",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": np.ones(31, np.float32)}),
+            r"'model\.norm\.weight' in .*model\.safetensors has shape \(31,\).*asks for \(32,\)",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mystery.weight": np.ones((2, 3), np.float32)}),
+            r"no place for 1 .*'model\.layers\.0\.mystery\.weight' \(2, 3\) in .*\.safetensors",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}),
+            r"'model\.layers\.0\.self_attn\.q_proj\.bias' \(32,\)",
+        ),
+    ],
+)
+def test_wrong_tensors(tmp_path: Path, damage: Any, message: str) -> None:
+    tensors = target_tensors()
+    damage(tensors)
+    with pytest.raises(ValueError, match=message):
+        open_target(write_directory(tmp_path, CONFIG, tensors)).load_weights()
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    write_sharded(tmp_path, CONFIG, target_tensors())
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"missing.*model-00002-of-00003"):
+        open_target(tmp_path).load_weights()
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    tensors = target_tensors()
+    write_sharded(tmp_path, CONFIG, tensors)
+    name = "model.norm.weight"
+    for file in sorted(tmp_path.glob("*-of-00003.safetensors"))[:2]:
+        save_file({name: tensors[name]}, file)
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is in both"):
+        open_target(tmp_path).load_weights()
+
+
+def test_truncated_safetensors(tmp_path: Path) -> None:
+    write_directory(tmp_path, CONFIG, target_tensors())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors"):
+        open_target(tmp_path).load_weights()
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    write_directory(tmp_path, CONFIG, target_tensors())
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no weights"):
+        open_target(tmp_path).load_weights()
+
+
+def test_pytorch_file_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_directory(tmp_path, CONFIG, target_tensors())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match=r"torch is not installed.*safetensors\.torch\.save_file"):
+        open_target(tmp_path).load_weights()
+
+
+def test_orbax_round_trip(tmp_path: Path) -> None:
+    changes = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "eos_token_id": [3, 5]}
+    tensors = target_tensors()
+    original = open_target(write_directory(tmp_path / "hf", CONFIG | changes, tensors))
+    save_orbax(tmp_path / "saved", original.config, original.load_weights())
+    restored = open_target(tmp_path / "saved")
+    assert restored.config == original.config
+    check_layout(restored, tensors)
+    assert all(isinstance(x, np.ndarray) for x in restored.load_weights().values())
+    check_layout(open_target(tmp_path / "saved", dtype="bfloat16"), tensors)
+    # saving again replaces
+    half = dataclasses.replace(original.config, dtype="bfloat16")
+    weights = {k: v.astype(half.jnp_dtype) for k, v in original.load_weights().items()}
+    save_orbax(tmp_path / "saved", half, weights)
+    assert open_target(tmp_path / "saved").config.dtype == "bfloat16"
+    check_layout(open_target(tmp_path / "saved"), tensors)
+
+
+def test_orbax_that_does_not_fit(tmp_path: Path) -> None:
+    checkpoint = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
+    config, weights = checkpoint.config, checkpoint.load_weights()
+    wider = dataclasses.replace(config, intermediate_size=INNER + 16)
+    save_orbax(tmp_path / "wide", wider, weights)
+    message = r"'layers\.0\.mlp\.down\.kernel'.*\(48, 32\).*asks for \(64, 32\)"
+    with pytest.raises(ValueError, match=message):
+        open_target(tmp_path / "wide").load_weights()
+    fewer = {name: value for name, value in weights.items() if name != "norm.scale"}
+    save_orbax(tmp_path / "fewer", config, fewer)
+    with pytest.raises(ValueError, match=r"missing \['norm\.scale'\]"):
+        open_target(tmp_path / "fewer").load_weights()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.json").write_bytes((tmp_path / "fewer/config.json").read_bytes())
+    with pytest.raises(ValueError, match="not a complete orbax checkpoint"):
+        open_target(tmp_path / "empty").load_weights()
+
+
+def test_unknown_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a known name"):
+        open_target("no-such-model")
+    with pytest.raises(ValueError, match="no such file"):
+        open_target(tmp_path / "absent.gguf")
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(ValueError, match=r"expected a directory or a \.gguf file"):
+        open_target(tmp_path / "weights.bin")
+
+
+def test_repository_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match=r"model='some/model'.*no network.*pass a directory"):
+        open_target("some/model")
+
+
+def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_directory(tmp_path, CONFIG, target_tensors())
+    calls = []
+
+    def snapshot(repo_id: str, **options: list[str]) -> str:
+        calls.append((repo_id, options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    checkpoint = open_target("some/model")
+    assert checkpoint.name == "some/model"
+    assert checkpoint.path == tmp_path
+    assert calls == [("some/model", ["*.json", "*.jinja", "*.safetensors"])]
+
+
+class MemorySource:
+    """Tensors in memory."""
+
+    path = Path("memory")
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(self.tensors[name].shape, self.path, str(self.tensors[name].dtype))
+
+    def read(self, name: str) -> np.ndarray:
+        return self.tensors[name]
+
+
+@given(
+    widths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    in_size=st.integers(1, 300),
+    dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]),
+)
+def test_blocked_transposition(widths: list[int], in_size: int, dtype: np.dtype) -> None:
+    """Fusing and transposing in blocks equals numpy's own, at and around the block size."""
+    rng = np.random.default_rng(0)
+    parts = {str(i): rng.random((n, in_size), np.float32) for i, n in enumerate(widths)}
+    recipe = Recipe(tuple(Part(name, x.shape) for name, x in parts.items()), transpose=True)
+    expected = np.concatenate(list(parts.values())).T.astype(dtype)
+    found = assemble({"w": recipe}, MemorySource(parts), {"w": expected})
+    np.testing.assert_array_equal(found["w"], expected)

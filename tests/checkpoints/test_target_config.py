@@ -1,0 +1,205 @@
+"""Configurations of Hugging Face directories: both spellings, families, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax.checkpoints import open_target
+from specjax.config import ModelConfig, RopeScaling
+
+from .files import CONFIG, LAYERS, target_tensors, write_directory
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def read(path: Path, changes: dict[str, Any], dtype: str = "auto") -> ModelConfig:
+    body = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(body))
+    return open_target(path, dtype=dtype).config
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({}, 5000.0, None),
+        ({"rope_theta": ...}, 10000.0, None),
+        ({"rope_scaling": None}, 5000.0, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 5000.0, ("linear", 2.0)),
+        ({"rope_scaling": LLAMA3}, 5000.0, ("llama3", 8.0)),
+        (
+            {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 7e5}},
+            7e5,
+            None,
+        ),
+        (
+            {"rope_theta": ..., "rope_parameters": LLAMA3 | {"rope_theta": 7e5}},
+            7e5,
+            ("llama3", 8.0),
+        ),
+        # an empty set of parameters must not hide the base beside it
+        ({"rope_parameters": {}}, 5000.0, None),
+        ({"rope_parameters": {"rope_type": "default"}}, 5000.0, None),
+    ],
+)
+def test_rope_spellings(
+    tmp_path: Path, changes: dict[str, Any], theta: float, scaling: tuple[str, float] | None
+) -> None:
+    config = read(tmp_path, changes)
+    assert config.rope_theta == theta
+    found = config.rope_scaling
+    assert (found and (found.rope_type, found.factor)) == scaling
+    if scaling == ("llama3", 8.0):
+        assert found == RopeScaling(**LLAMA3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "expected"),
+    [
+        ({}, "auto", "float32"),
+        ({"torch_dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"torch_dtype": ..., "dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"torch_dtype": "float16"}, "auto", "bfloat16"),
+        ({"torch_dtype": "float16"}, "float32", "float32"),
+        ({}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str, expected: str) -> None:
+    assert read(tmp_path, changes, dtype).dtype == expected
+
+
+def test_dtype_of_the_weights_when_none_is_stated(tmp_path: Path) -> None:
+    body = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
+    write_directory(tmp_path, body, target_tensors())
+    assert open_target(tmp_path).config.dtype == "float32"
+
+
+def family(model_type: str, name: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [f"{name}ForCausalLM"], **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"head_dim": 8}),
+        ({"head_dim": 16}, {"head_dim": 16}),
+        ({"num_key_value_heads": ...}, {"num_kv_heads": 4}),
+        ({"attention_bias": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": False}),
+        ({"mlp_bias": True}, {"qkv_bias": False, "output_bias": False, "mlp_bias": True}),
+        (family("mistral", "Mistral"), {"qkv_bias": False, "sliding_window": None}),
+        (family("mistral", "Mistral", sliding_window=32), {"sliding_window": 32}),
+        # a window as wide as the context never applies
+        (family("mistral", "Mistral", sliding_window=128), {"sliding_window": None}),
+        (family("qwen2", "Qwen2"), {"qkv_bias": True, "output_bias": False, "qk_norm": False}),
+        (
+            family("qwen3", "Qwen3", head_dim=16, tie_word_embeddings=True),
+            {"qkv_bias": False, "qk_norm": True, "head_dim": 16, "tie_word_embeddings": True},
+        ),
+        (family("qwen3", "Qwen3", attention_bias=True), {"qkv_bias": True, "output_bias": True}),
+        (family("qwen2", "Qwen2", sliding_window=32), {"sliding_window": None}),
+        (
+            family("qwen2", "Qwen2", sliding_window=32, use_sliding_window=False),
+            {"sliding_window": None},
+        ),
+        (
+            family(
+                "qwen2", "Qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=0
+            ),
+            {"sliding_window": 32},
+        ),
+        (
+            family(
+                "qwen2",
+                "Qwen2",
+                sliding_window=32,
+                use_sliding_window=True,
+                max_window_layers=LAYERS,
+            ),
+            {"sliding_window": None},
+        ),
+        (
+            family(
+                "qwen3",
+                "Qwen3",
+                sliding_window=32,
+                use_sliding_window=True,
+                layer_types=["sliding_attention"] * LAYERS,
+            ),
+            {"sliding_window": 32},
+        ),
+    ],
+)
+def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = read(tmp_path, changes)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma2"}, r"model_type='gemma2'.*'llama', 'mistral', 'qwen2', 'qwen3'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'linear', 'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"hidden_size": ...}, "no hidden_size"),
+        ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        (
+            family(
+                "qwen2", "Qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=1
+            ),
+            "2 of 3 layers",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path, changes)
+    assert "config" in str(error.value) or str(tmp_path) in str(error.value) or "num_" in message
+
+
+def test_broken_json_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        open_target(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a JSON list"):
+        open_target(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        open_target(tmp_path)
+
+
+def test_end_tokens_are_a_union_in_order(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    tokenizer_config = {
+        "eos_token": {"content": "<eos>"},
+        "added_tokens_decoder": {"11": {"content": "<eos>"}},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    assert read(tmp_path, {"eos_token_id": [9, 3]}).eos_token_ids == (7, 9, 3, 11)
+    assert read(tmp_path, {"eos_token_id": None}).eos_token_ids == (7, 9, 11)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    assert read(tmp_path, {}).eos_token_ids == (7, 9, 3)
+    body = {"added_tokens": [{"id": 12, "content": "<eos>"}], "model": {"vocab": {}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    assert read(tmp_path, {}).eos_token_ids == (7, 9, 3, 12)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<eos>": 5}}}))
+    assert read(tmp_path, {}).eos_token_ids == (7, 9, 3, 5)
+
+
+def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype='float16'.*'bfloat16', 'float32'"):
+        read(tmp_path, {}, "float16")

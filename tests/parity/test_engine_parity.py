@@ -1,0 +1,174 @@
+"""The engine end to end against PyTorch: greedy text, and what every round accepts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from specjax import Engine  # noqa: E402
+
+from .eagle_files import (  # noqa: E402
+    TARGET_LAYERS,
+    HeadCase,
+    publish,
+    random_tensors,
+    reference_head,
+)
+from .eagle_reference import Draft  # noqa: E402
+from .smollm2 import find_smollm2  # noqa: E402
+from .torch_side import make_model, rope, save  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+# A handful of tokens, so that a random head is right now and then.
+VOCAB, DRAFT_VOCAB = 6, 4
+CASES = {
+    "eagle3": (HeadCase(vocab=VOCAB, draft_vocab=DRAFT_VOCAB), 4),
+    "eagle31_layer_ids": (
+        HeadCase(
+            vocab=VOCAB,
+            draft_vocab=VOCAB,
+            is_3_1=True,
+            config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5, 7]}},
+        ),
+        3,
+    ),
+    "eagle1": (
+        HeadCase(algorithm="EAGLE", vocab=VOCAB, draft_vocab=VOCAB, lm_head="target", fc_bias=True),
+        5,
+    ),
+}
+
+
+class Simulation:
+    """Rounds of one request: every pass of the target reads the whole text again."""
+
+    def __init__(
+        self, model: "transformers.PreTrainedModel", draft: Draft, taps: tuple[int, ...]
+    ) -> None:
+        self.model, self.draft, self.taps = model, draft, taps
+
+    def read(self, tokens: list[int]) -> tuple[list[int], "torch.Tensor"]:
+        """The target's greedy next token and feature at every position."""
+        with torch.no_grad():
+            out = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        states = out.hidden_states  # the last of them is normed
+        chosen = [states[i + 1][0] for i in self.taps] if self.taps else [states[-1][0]]
+        if TARGET_LAYERS - 1 in self.taps:
+            raise ValueError("transformers gives the last layer's output after the norm only")
+        return out.logits[0].argmax(-1).tolist(), torch.cat(chosen, dim=-1)
+
+    def run(self, prompt: list[int], num_steps: int, count: int) -> tuple[list[int], list[int]]:
+        """Completion of ``count`` tokens and the histogram of correct drafts."""
+        histogram = [0] * (num_steps + 1)
+        n = len(prompt)
+        best, features = self.read(prompt)
+        output = [best[-1]]
+        ids, fresh, start = [*prompt[1:], best[-1]], features, 0
+        while len(output) < count:
+            for i, state in enumerate(self.draft.fuse(fresh)):
+                logits, y = self.draft.forward(ids[i], state, start + i)
+            drafts = [self.draft.target_token(logits)]
+            for k in range(num_steps - 1):
+                logits, y = self.draft.forward(drafts[-1], y, n + k)
+                drafts.append(self.draft.target_token(logits))
+            text = prompt + output
+            best, features = self.read(text + drafts)
+            verified = best[n:]  # after the root, after the first draft, ...
+            accepted = 0
+            while accepted < num_steps and drafts[accepted] == verified[accepted]:
+                accepted += 1
+            self.draft.forget_from(n)
+            ids, start = verified[: accepted + 1], n
+            fresh = features[n : n + accepted + 1]
+            n += accepted + 1
+            kept = min(accepted + 1, count - len(output))
+            output += ids[:kept]
+            histogram[min(accepted, kept)] += 1
+        return output, histogram
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds(name: str, tmp_path: Path) -> None:
+    """Completions and acceptance histograms of a batch equal those simulated in PyTorch."""
+    case, num_steps = CASES[name]
+    changes = {"num_hidden_layers": TARGET_LAYERS, "vocab_size": VOCAB, **rope(1e4)}
+    model = make_model("LlamaConfig", changes, seed=11)
+    target_dir = save(model, tmp_path / "target")
+    tensors = random_tensors(case, torch.zeros(1), seed=12)
+    draft_dir = publish(case, tensors, tmp_path / "draft")
+    rng = np.random.default_rng(3)
+    prompts = [[int(x) for x in rng.integers(0, VOCAB, n)] for n in (1, 3, 8, 9, 21, 30)]
+    counts = [40, 33, 40, 17, 40, 28]
+
+    taps = tuple(case.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", ()))
+    if case.algorithm == "EAGLE3":
+        taps = taps or (1, 3, 4)
+    table, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    expected = []
+    for prompt, count in zip(prompts, counts, strict=True):
+        lm_head = tensors.get("lm_head.weight", head)
+        draft = Draft(reference_head(case, tensors), table, lm_head)
+        expected.append(Simulation(model, draft, taps).run(prompt, num_steps, count))
+    total = np.sum([histogram for _, histogram in expected], axis=0)
+    print(total)
+    assert (total[:3] > 2).all(), "the random head shows too little to compare"
+
+    with Engine(
+        str(target_dir),
+        draft=str(draft_dir),
+        speculative_algorithm=case.algorithm,
+        speculative_num_steps=num_steps,
+        dtype="float32",
+        page_size=4,
+        context_length=96,
+        max_running_requests=4,
+        max_total_tokens=400,
+        chunked_prefill_size=8,
+        skip_tokenizer_init=True,
+        compile_cache_dir=None,
+    ) as engine:
+        results = engine.generate(
+            input_ids=prompts,
+            sampling_params=[{**GREEDY, "max_new_tokens": count} for count in counts],
+        )
+    for result, (output, histogram) in zip(results, expected, strict=True):
+        assert result["output_ids"] == output
+        assert result["meta_info"]["spec_correct_drafts_histogram"] == histogram
+
+
+@pytest.mark.slow
+def test_smollm2_greedy_text() -> None:
+    """Plain decoding writes what transformers' ``generate`` writes."""
+    path, count = find_smollm2(), 24
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    prompts = ["The sky is blue because", "def is_prime(n):\n"]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+        )
+        expected.append(out[0, ids.shape[1] :].tolist())
+    with Engine(
+        "smollm2-135m",
+        dtype="float32",
+        context_length=128,
+        max_running_requests=2,
+        compile_cache_dir=None,
+    ) as engine:
+        results = engine.generate(prompts, {"temperature": 0.0, "max_new_tokens": count})
+    for result, ids in zip(results, expected, strict=True):
+        assert result["output_ids"] == ids
+        assert result["text"] == tokenizer.decode(ids, skip_special_tokens=True)
