@@ -1,16 +1,57 @@
-"""The one place that knows Pallas' Triton lowering, which JAX has deprecated for GPUs.
+"""Pallas on NVIDIA GPUs: the one module that knows the Triton lowering.
 
-Parameters are always explicit: the default backend of ``pl.pallas_call`` on CUDA changed between
-jax 0.10 and 0.11. Arrays inside a kernel have sizes that are powers of two.
+JAX changed the default Pallas backend of GPUs between versions, so every call names it through its
+compiler parameters. The Triton lowering is deprecated upstream: kernels import ``load``, ``store``
+and ``dot`` from here, and a change of backend is a change of this file.
+
+Rules for kernel bodies: array sizes are powers of two (pad and mask), loop bounds may be traced,
+every output element is written or aliased to an initialised input, and the Python name of the body
+is the name that profiles show.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+
+IMPLEMENTATIONS = ("xla", "pallas")
+
+
+def check_implementation(implementation: str) -> None:
+    """Refuse a name that is not in ``IMPLEMENTATIONS``.
+
+    Raises:
+        ValueError: naming the value and the known ones.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is not one of {list(IMPLEMENTATIONS)}")
+
+
+def resolve_interpret(interpret: bool | None) -> bool:
+    """Whether to run a kernel in the interpreter; ``None`` is yes where the default backend is a CPU.
+
+    A Python value, to be resolved outside traced code.
+    """
+    return jax.default_backend() == "cpu" if interpret is None else interpret
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least ``size`` (1 for 0)."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def silence_triton_deprecation() -> None:
+    """Ignore the warning that every lowering of a Triton kernel raises since jax 0.11.
+
+    Process-wide: it is raised when the caller's jit is lowered, after the call that traced the
+    kernel has returned, so it cannot be caught around that call.
+    """
+    warnings.filterwarnings(
+        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+    )
 
 
 def triton_call(
@@ -20,37 +61,58 @@ def triton_call(
     out_shape: Any,
     num_warps: int,
     num_stages: int,
-    interpret: bool,
+    interpret: bool | None,
+    in_specs: Sequence[pl.BlockSpec] | None = None,
+    out_specs: Any = None,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """A Pallas call over whole arrays, lowered through Triton or interpreted.
+    """``pl.pallas_call`` through the Triton lowering with explicit parameters.
 
     Args:
-        kernel: the body; its function name is the kernel's name in profiles.
-        grid: at most three dimensions.
-        out_shape: of the outputs.
-        num_warps: of 32 threads, per program.
-        num_stages: loads in flight of the software pipeline.
-        interpret: run the body as plain JAX, on any platform.
-        input_output_aliases: inputs whose buffers become outputs.
+        kernel: the body, over whole arrays where no specs are given.
+        grid: at most three sizes; only the first may pass 65,535.
+        out_shape: ``jax.ShapeDtypeStruct``, or a tuple of them.
+        num_warps: warps of 32 threads a program.
+        num_stages: depth of software pipelining of loops.
+        interpret: see :func:`resolve_interpret`.
+        in_specs: blocks of the inputs.
+        out_specs: blocks of the outputs.
+        input_output_aliases: input index to the output index that shares its buffer.
+
+    Returns:
+        A function of the input arrays.
     """
-    call = pl.pallas_call(
+    silence_triton_deprecation()
+    specs: dict[str, Any] = {}
+    if in_specs is not None:
+        specs["in_specs"] = in_specs
+    if out_specs is not None:
+        specs["out_specs"] = out_specs
+    return pl.pallas_call(
         kernel,
-        grid=grid,
         out_shape=out_shape,
-        interpret=interpret,
+        grid=grid,
         input_output_aliases=dict(input_output_aliases or {}),
+        interpret=resolve_interpret(interpret),
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        **specs,
     )
 
-    def run(*operands: jax.Array) -> Any:
-        return call(*operands)
 
-    return run
+def load(ref: Any, *, mask: jax.Array | None = None, other: Any = None) -> jax.Array:
+    """Read ``ref.at[index]``; ``other`` where ``mask`` is false, and no memory access there."""
+    return triton.load(ref, mask=mask, other=other)
 
 
-def silence_triton_deprecation() -> None:
-    """Ignore the warning that every lowering of a Triton kernel raises since jax 0.11."""
-    warnings.filterwarnings(
-        "ignore", message=".*Pallas Triton.*deprecated.*", category=DeprecationWarning
-    )
+def store(ref: Any, value: jax.Array, *, mask: jax.Array | None = None) -> None:
+    """Write ``value`` to ``ref.at[index]`` where ``mask`` is true.
+
+    Lanes that are masked off must not share an index with a live lane: the interpreter writes their
+    old value back.
+    """
+    triton.store(ref, value, mask=mask)
+
+
+def dot(a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+    """Matrix product of two blocks, with the options of ``pallas.triton.dot``."""
+    return triton.dot(a, b, **options)

@@ -261,6 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the stages that the arguments ask for."""
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    logging.getLogger("absl").setLevel(logging.WARNING)
     on_gpu = jax.default_backend() == "gpu"
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)

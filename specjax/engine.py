@@ -181,7 +181,8 @@ class Engine:
                 simulate_accept_length=simulate_accept_length,
             ),
         )
-        self.target, self.draft = target, head
+        self.target: TargetCheckpoint = target
+        self.draft: DraftCheckpoint | None = head
         with ThreadPoolExecutor(1) as executor:
             loading = executor.submit(self._load_weights, share_weights_with, load_format)
             self.tokenizer = None if skip_tokenizer_init else target.load_tokenizer()

@@ -285,8 +285,9 @@ class IncrementalDecoder:
         return self._decode(self._context + self._pending)[len(before) :]
 
     def _release(self, text: str) -> str:
-        if text:  # tokens without text, such as skipped special ones, give no context
-            self._context = self._pending
+        # tokens without text (skipped, or a space that a decoder drops at the start of a text) are
+        # context only together with what came before them
+        self._context = self._pending if text else self._context + self._pending
         self._pending = []
         return text
 

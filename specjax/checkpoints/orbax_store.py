@@ -43,10 +43,15 @@ def save_orbax(
     directory = Path(path).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     ocp.save(directory / _WEIGHTS, dict(weights), overwrite=True)
-    body = {_KEY: type(config).__name__, **dataclasses.asdict(config)}
-    (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    write_config(directory, config)
     if tokenizer is not None:
         tokenizer.save(directory)
+
+
+def write_config(directory: Path, config: ModelConfig | DraftConfig) -> None:
+    """Write the ``config.json`` of a saved directory."""
+    body = {_KEY: type(config).__name__, **dataclasses.asdict(config)}
+    (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def is_orbax_directory(path: Path) -> bool:

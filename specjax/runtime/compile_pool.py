@@ -33,7 +33,7 @@ def enable_compile_cache(directory: str | Path | None) -> Path | None:
     """
     if directory is None:
         return None
-    configured = jax.config.values["jax_compilation_cache_dir"]
+    configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     is_auto = directory == "auto"
     if is_auto:
         if configured is not None:

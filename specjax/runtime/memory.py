@@ -45,7 +45,7 @@ class PoolPlan:
         """One line for the log at start-up."""
         return (
             f"weights {self.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
-            f"{self.num_pages - 1} pages of {self.page_size} tokens = {self.max_total_tokens} tokens"
+            f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} tokens"
         )
 
 
@@ -85,8 +85,8 @@ def plan_pools(
         room = memory - weight_bytes
         if (pages + 1) * page_bytes > room:
             raise ValueError(
-                f"max_total_tokens={max_total_tokens} needs {(pages + 1) * page_bytes / 1e9:.2f} GB "
-                f"of KV, but {room / 1e9:.2f} GB are left beside the weights; lower "
+                f"max_total_tokens={max_total_tokens} needs {(pages + 1) * page_bytes / 1e9:.2f} "
+                f"GB of KV, but {room / 1e9:.2f} GB are left beside the weights; lower "
                 "max_total_tokens"
             )
     else:

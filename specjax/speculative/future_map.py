@@ -1,7 +1,8 @@
 """Draft inputs by request slot, resident on the device between rounds.
 
-A round takes its rows from here and leaves the next round's rows here, so that the host can dispatch
-a round before it has read the one before. Slot 0 is padding. Contract of SGLang's ``FutureMap``.
+A round takes its rows from here and leaves the next round's rows here, so that the host can
+dispatch a round before it has read the one before. Slot 0 is padding. Contract of SGLang's
+``FutureMap``.
 """
 
 from dataclasses import dataclass, replace

@@ -33,7 +33,7 @@ class CollectConfig:
     text_fraction: float = 0.06
     sampled_fraction: float = 0.25
     file_samples: int = 1
-    prompt_temperature: float = 0.85
+    prompt_temperature: float = 0.75
     answer_temperature: float = 0.8
     max_user_tokens: int = 96
     max_answer_tokens: int = 256

@@ -104,7 +104,7 @@ def _append(rows: Rows, token: jax.Array, stops: jax.Array) -> Rows:
     batch, size = rows.tokens.shape
     at = jnp.where(rows.active, rows.length, size)
     tokens = rows.tokens.at[jnp.arange(batch), at].set(token, mode="drop")
-    length = rows.length + rows.active
+    length = rows.length + rows.active.astype(jnp.int32)
     ended = (token[:, None] == stops).any(axis=-1) | (length >= rows.limit)
     return Rows(
         cache=rows.cache,

@@ -146,7 +146,7 @@ class Trainer:
         return {"d2t": jnp.asarray(offsets, jnp.int32)}
 
     def init(self) -> TrainState:
-        """Random parameters, with the rows of the target's own output head for ``lm_head``."""
+        """Random parameters, but for the target's final norm and its rows of the output head."""
         flat = self.flat
         weights = flat.init(partial(Eagle3Head, self.draft), self.config.seed)
         named = dict(zip(flat.names, weights, strict=True))
@@ -162,6 +162,7 @@ class Trainer:
             else:
                 rows = target["embedding.table"][self.vocabulary].T
             params["lm_head.kernel"] = rows.astype(jnp.float32)
+            params["norm.scale"] = target["norm.scale"].astype(jnp.float32)
         moments = optimizer(self.config).init(params)
         return TrainState(params, moments, jnp.zeros((), jnp.int32))
 

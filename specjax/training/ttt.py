@@ -197,5 +197,5 @@ def hit_lengths(
         drafts = vocabulary[jnp.argmax(head.logits(hidden, target), axis=-1)]
         hit = drafts == shift_left(batch.tokens, step + 2)
         alive = alive & hit & step_mask(batch, step)
-        lengths = lengths + alive
+        lengths = lengths + alive.astype(jnp.int32)
     return lengths

@@ -88,7 +88,7 @@ def add_biases(tensors: Tensors, names: tuple[str, ...], seed: int = 1) -> Tenso
     biases = {
         name.removesuffix("weight") + "bias": rng.normal(size=value.shape[:1]).astype(np.float32)
         for name, value in tensors.items()
-        if name.split(".")[-2] in names
+        if name.removesuffix(".weight").split(".")[-1] in names
     }
     return tensors | biases
 

@@ -11,7 +11,6 @@ transformers = pytest.importorskip("transformers")
 from specjax import Engine  # noqa: E402
 
 from .eagle_files import (  # noqa: E402
-    TARGET_LAYERS,
     HeadCase,
     publish,
     random_tensors,
@@ -19,27 +18,37 @@ from .eagle_files import (  # noqa: E402
 )
 from .eagle_reference import Draft  # noqa: E402
 from .smollm2 import find_smollm2  # noqa: E402
-from .torch_side import make_model, rope, save  # noqa: E402
+from .torch_side import make_model, rope, run_model, save  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-# A handful of tokens, so that a random head is right now and then.
-VOCAB, DRAFT_VOCAB = 6, 4
+# (head, steps a round, seed): so few tokens, and chosen seeds, that a random head is often right.
+VOCAB, LAYERS = 4, 5
 CASES = {
-    "eagle3": (HeadCase(vocab=VOCAB, draft_vocab=DRAFT_VOCAB), 4),
+    "eagle3": (
+        HeadCase(
+            vocab=VOCAB,
+            draft_vocab=3,
+            config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}},
+        ),
+        4,
+        5,
+    ),
     "eagle31_layer_ids": (
         HeadCase(
             vocab=VOCAB,
             draft_vocab=VOCAB,
             is_3_1=True,
-            config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5, 7]}},
+            config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}},
         ),
         3,
+        19,
     ),
     "eagle1": (
         HeadCase(algorithm="EAGLE", vocab=VOCAB, draft_vocab=VOCAB, lm_head="target", fc_bias=True),
         5,
+        2,
     ),
 }
 
@@ -54,13 +63,14 @@ class Simulation:
 
     def read(self, tokens: list[int]) -> tuple[list[int], "torch.Tensor"]:
         """The target's greedy next token and feature at every position."""
-        with torch.no_grad():
-            out = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        states = out.hidden_states  # the last of them is normed
-        chosen = [states[i + 1][0] for i in self.taps] if self.taps else [states[-1][0]]
-        if TARGET_LAYERS - 1 in self.taps:
-            raise ValueError("transformers gives the last layer's output after the norm only")
-        return out.logits[0].argmax(-1).tolist(), torch.cat(chosen, dim=-1)
+        ids = np.array([tokens])
+        logits, layers = run_model(self.model, ids)
+        if self.taps:
+            features = np.concatenate([layers[i][0] for i in self.taps], axis=-1)
+        else:
+            with torch.no_grad():
+                features = self.model.model(torch.from_numpy(ids)).last_hidden_state[0].numpy()
+        return logits[0].argmax(-1).tolist(), torch.from_numpy(features)
 
     def run(self, prompt: list[int], num_steps: int, count: int) -> tuple[list[int], list[int]]:
         """Completion of ``count`` tokens and the histogram of correct drafts."""
@@ -95,19 +105,17 @@ class Simulation:
 @pytest.mark.parametrize("name", CASES)
 def test_rounds(name: str, tmp_path: Path) -> None:
     """Completions and acceptance histograms of a batch equal those simulated in PyTorch."""
-    case, num_steps = CASES[name]
-    changes = {"num_hidden_layers": TARGET_LAYERS, "vocab_size": VOCAB, **rope(1e4)}
-    model = make_model("LlamaConfig", changes, seed=11)
+    case, num_steps, seed = CASES[name]
+    changes = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, **rope(1e4)}
+    model = make_model("LlamaConfig", changes, seed=14)
     target_dir = save(model, tmp_path / "target")
-    tensors = random_tensors(case, torch.zeros(1), seed=12)
+    tensors = random_tensors(case, torch.zeros(1), seed=seed)
     draft_dir = publish(case, tensors, tmp_path / "draft")
     rng = np.random.default_rng(3)
     prompts = [[int(x) for x in rng.integers(0, VOCAB, n)] for n in (1, 3, 8, 9, 21, 30)]
     counts = [40, 33, 40, 17, 40, 28]
 
     taps = tuple(case.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", ()))
-    if case.algorithm == "EAGLE3":
-        taps = taps or (1, 3, 4)
     table, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     expected = []
     for prompt, count in zip(prompts, counts, strict=True):
@@ -115,8 +123,7 @@ def test_rounds(name: str, tmp_path: Path) -> None:
         draft = Draft(reference_head(case, tensors), table, lm_head)
         expected.append(Simulation(model, draft, taps).run(prompt, num_steps, count))
     total = np.sum([histogram for _, histogram in expected], axis=0)
-    print(total)
-    assert (total[:3] > 2).all(), "the random head shows too little to compare"
+    assert min(total[0], total[1], total[2:].sum()) > 10, "the random head shows too little to compare"
 
     with Engine(
         str(target_dir),
@@ -125,9 +132,9 @@ def test_rounds(name: str, tmp_path: Path) -> None:
         speculative_num_steps=num_steps,
         dtype="float32",
         page_size=4,
-        context_length=96,
-        max_running_requests=4,
-        max_total_tokens=400,
+        context_length=80,
+        max_running_requests=2,
+        max_total_tokens=200,
         chunked_prefill_size=8,
         skip_tokenizer_init=True,
         compile_cache_dir=None,

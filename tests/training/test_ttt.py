@@ -1,13 +1,10 @@
 """Training-time test equals what a head computes when it serves."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.eagle import Eagle3Head
 from specjax.training.attention import masked_attention, packed_attend, ttt_attend
 from specjax.training.data import Corpus, pack
 from specjax.training.trainer import TrainConfig, one_per_row, walk_rounds
@@ -28,40 +25,47 @@ def _models(tiny, seed=5):
     return trainer, tiny.flat.rebuild(tiny.weights), trainer.flat.rebuild(trainer.weights(params))
 
 
-def _growing_attend(kv, layer, q, k, v):
-    """Plain decoding: append to an explicit cache, new rows see the cache and each other."""
-    keys, values = (k, v) if kv is None else (jnp.concatenate(p, 1) for p in zip(kv, (k, v)))
-    past, new = keys.shape[1] - q.shape[1], q.shape[1]
-    mask = jnp.arange(keys.shape[1])[None, :] <= past + jnp.arange(new)[:, None]
-    return (keys, values), masked_attention(q, keys, values, mask[None, None])
+def _server(head, target, size=48):
+    """Serving one row at a time over an explicit cache: ``(cache, slot, token, hidden)``.
 
-
-def _target_features(tiny, target, tokens):
-    """Features [n, F] and logits [n, V] of one text by itself."""
-    positions = jnp.arange(len(tokens))[None]
-    attend = packed_attend(jnp.ones((1, len(tokens)), jnp.int32), "xla")
-    ids = jnp.asarray(tokens, jnp.int32)[None]
-    hidden, features, _ = target(ids, positions, None, attend, tiny.draft.feature_layers)
-    return features, target.logits(hidden)[0]
-
-
-def _serve(head, target, tokens, features, row, drafts):
-    """States of a chain that is drafted from ``row`` with the given draft tokens.
-
-    The head extends over the rows up to ``row`` (feature i with token i + 1, position i) and then
-    runs on its own outputs at positions row + 1, row + 2, ... over its explicit cache.
+    The slot is the rotary position, and the row sees the cache up to its own slot.
     """
-    ids = jnp.asarray(tokens, jnp.int32)
-    embeds = head.embed(ids[None, 1 : row + 2], target)
-    hidden = head.fuse(features[:, : row + 1])
-    out, kv = head(embeds, hidden, jnp.arange(row + 1)[None], None, _growing_attend)
-    states = [out[0, -1]]
-    for step, draft in enumerate(drafts, start=1):
-        embeds = head.embed(jnp.full((1, 1), draft, jnp.int32), target)
-        position = jnp.full((1, 1), row + step)
-        out, kv = head(embeds, states[-1][None, None], position, kv, _growing_attend)
-        states.append(out[0, -1])
-    return jnp.stack(states)
+
+    @jax.jit
+    def step(cache, slot, token, hidden):
+        def attend(cache, layer, q, k, v):
+            keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)
+            values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
+            mask = (jnp.arange(size) <= slot)[None, None, None]
+            return (keys, values), masked_attention(q, keys, values, mask)
+
+        embeds = head.embed(token[None, None], target)
+        out, cache = head(embeds, hidden[None, None], slot[None, None], cache, attend)
+        return out[0, 0], cache
+
+    def run(cache, slot, token, hidden):
+        return step(cache, jnp.int32(slot), jnp.int32(token), hidden)
+
+    shape = (1, size, head.config.num_kv_heads, head.config.head_dim)
+    return run, (jnp.zeros(shape), jnp.zeros(shape))
+
+
+def _target_features(tiny, target, tokens, size=48):
+    """Features [n, F] of one text by itself, fused by nobody yet."""
+    padded = jnp.pad(jnp.asarray(tokens, jnp.int32), (0, size - len(tokens)))[None]
+    segments = (jnp.arange(size) < len(tokens)).astype(jnp.int32)[None]
+
+    @jax.jit
+    def run(ids, segments):
+        attend = packed_attend(segments, "xla")
+        return target(ids, jnp.arange(size)[None], None, attend, tiny.draft.feature_layers)[1]
+
+    return run(padded, segments)[0, : len(tokens)]
+
+
+def _outputs(tiny, target, batch, vocabulary):
+    layers = tiny.draft.feature_layers
+    return jax.jit(lambda b: target_outputs(target, b, vocabulary, layers, "xla"))(batch)
 
 
 def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, corpus):
@@ -69,60 +73,73 @@ def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, co
     batch = pack(corpus, 48, 0)
     assert (batch.segments[0].max() >= 2) and (batch.segments == 0).any()
     batch = jax.tree.map(lambda x: x[:2], batch)
-    outputs = target_outputs(
-        target, batch, jnp.arange(40), tiny.draft.feature_layers, "xla"
+    outputs = _outputs(tiny, target, batch, jnp.arange(40))
+    states = jax.jit(lambda b, f: jnp.stack(list(ttt_states(head, target, b, f, STEPS))))(
+        batch, outputs.features
     )
-    states = list(ttt_states(head, target, batch, outputs.features, STEPS))
+    run, empty = _server(head, target)
     checked = 0
     for line in range(2):
         segments = np.asarray(batch.segments[line])
         for segment in range(1, segments.max() + 1):
             (where,) = np.nonzero(segments == segment)
             tokens = np.asarray(batch.tokens[line, where])
-            features, _ = _target_features(tiny, target, tokens)
+            features = _target_features(tiny, target, tokens)
             np.testing.assert_allclose(
-                outputs.features[line, where], features[0], rtol=2e-5, atol=2e-5
+                outputs.features[line, where], features, rtol=2e-5, atol=2e-5
             )
-            for row in range(0, len(tokens) - 1, 3):
-                count = min(STEPS, len(tokens) - 1 - row)
-                served = _serve(
-                    head, target, tokens, features, row, tokens[row + 2 : row + 1 + count]
-                )
-                unrolled = jnp.stack([s[line, where[row]] for s in states[:count]])
-                np.testing.assert_allclose(unrolled, served, rtol=3e-5, atol=3e-5)
-                checked += count
-    assert checked > 40
+            fused, cache = head.fuse(features[None])[0], empty
+            for row in range(len(tokens) - 1):
+                state, cache = run(cache, row, tokens[row + 1], fused[row])
+                chain = cache
+                for step in range(STEPS):
+                    np.testing.assert_allclose(
+                        states[step, line, where[row]], state, rtol=3e-5, atol=3e-5
+                    )
+                    checked += 1
+                    if row + step + 2 == len(tokens):
+                        break
+                    state, chain = run(chain, row + step + 1, tokens[row + step + 2], state)
+    assert checked > 200
 
 
 def test_hit_lengths_equal_greedy_drafting(tiny, corpus):
     """Chains drafted with the head's own tokens accept as many as the teacher-forced count says."""
     trainer, target, head = _models(tiny)
     vocabulary = jnp.asarray(trainer.vocabulary, jnp.int32)
-    # text of the head's own making at some rows, so that some chains are long
-    tokens = list(corpus.sequence(0)[:6])
+    run, empty = _server(head, target)
+
+    def choose(state):
+        return int(vocabulary[head.logits(state, target).argmax()])
+
+    def draft(tokens, row, count):
+        fused = head.fuse(_target_features(tiny, target, tokens)[None])[0]
+        cache = empty
+        for i in range(row + 1):
+            state, cache = run(cache, i, tokens[i + 1], fused[i])
+        drafts = [choose(state)]
+        while len(drafts) < count:
+            state, cache = run(cache, row + len(drafts), drafts[-1], state)
+            drafts.append(choose(state))
+        return drafts
+
+    # a text in which the head is right most of the time, so that some chains are long
+    tokens = [int(t) for t in corpus.sequence(0)[:6]]
     while len(tokens) < 24:
-        features, _ = _target_features(tiny, target, [*tokens, 0])
-        state = _serve(head, target, tokens, features, len(tokens) - 2, [])[0]
-        follow = int(vocabulary[head.logits(state, target).argmax()])
+        (follow,) = draft(tokens, len(tokens) - 2, 1)
         tokens.append(follow if len(tokens) % 5 else (follow + 1) % 61)
     text = Corpus.of([(tokens[:6], tokens[6:], "x")])
     batch = one_per_row(text, np.arange(1), 32, 1)
-    outputs = target_outputs(target, batch, vocabulary, tiny.draft.feature_layers, "xla")
-    hits = np.asarray(hit_lengths(head, target, batch, outputs.features, vocabulary, STEPS))[0]
-    features, _ = _target_features(tiny, target, tokens)
+    outputs = _outputs(tiny, target, batch, vocabulary)
+    hits = jax.jit(lambda b, f: hit_lengths(head, target, b, f, vocabulary, STEPS))(
+        batch, outputs.features
+    )[0]
     for row in range(5, len(tokens) - 2):
-        drafts: list[int] = []
-        for _ in range(STEPS):
-            state = _serve(head, target, tokens, features, row, drafts)[-1]
-            drafts.append(int(vocabulary[head.logits(state, target).argmax()]))
         following = tokens[row + 2 : row + 2 + STEPS]
-        accepted = 0
-        for draft, token in zip(drafts, following, strict=False):
-            if draft != token:
-                break
-            accepted += 1
-        assert hits[row] == accepted
-    assert hits.max() >= 1
+        drafts = draft(tokens, row, len(following))
+        agreed = [d == t for d, t in zip(drafts, following, strict=True)]
+        assert hits[row] == ([*agreed, False].index(False))
+    assert hits.max() >= 2
     assert not hits[:5].any()
 
 
@@ -157,9 +174,7 @@ def test_loss_equals_a_plain_computation(tiny, corpus):
         np.testing.assert_allclose(statistics.loss[step], sum(rows), rtol=1e-4)
         expected += 0.8**step * np.mean(rows)
     np.testing.assert_allclose(loss, expected, rtol=1e-4)
-    assert (statistics.reached[1:] == statistics.accepted[:-1]).all() or (
-        statistics.reached[1:] <= statistics.accepted[:-1]
-    ).all()
+    assert (statistics.reached[1:] <= statistics.accepted[:-1]).all()
     assert float(statistics.reached[0]) == float(statistics.rows[0])
 
 
@@ -207,4 +222,3 @@ def test_first_step_attention_is_causal_attention(tiny):
     _, ours = ttt_attend(segments)((), 0, q, k, v)
     _, packed = packed_attend(segments, "xla")(None, 0, q, k, v)
     np.testing.assert_allclose(ours, packed, rtol=1e-5, atol=1e-6)
-    assert partial(Eagle3Head) is not None

