@@ -1,5 +1,5 @@
 """Kernels of the speculative round; installed as ``specjax.kernels``.
 
 Each file holds the reference (plain ``jax.numpy``, the contract), the Pallas body and the public
-function, which takes ``implementation``. ``backend.py`` is the only file that knows the GPU lowering.
+function, which takes ``implementation``. Only ``backend.py`` knows the GPU lowering.
 """

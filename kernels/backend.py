@@ -31,7 +31,7 @@ def check_implementation(implementation: str) -> None:
 
 
 def resolve_interpret(interpret: bool | None) -> bool:
-    """Whether to run a kernel in the interpreter; ``None`` is yes where the default backend is a CPU.
+    """Whether to interpret a kernel; ``None`` is yes where the default backend is a CPU.
 
     A Python value, to be resolved outside traced code.
     """

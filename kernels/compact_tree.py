@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-
 from specjax.kernels.backend import check_implementation, load, power_of_two, store, triton_call
 
 # entries of one program: 4 warps move 16 elements a thread; narrow rows share a program
@@ -109,6 +108,6 @@ def compact_tree(
             f"values {values.shape} must be [B, T, ...] and accept_index {accept_index.shape} "
             "[B, A] with the same B"
         )
-    if implementation == "xla":
+    if implementation == "xla" or 0 in (values.size, accept_index.size):
         return compact_tree_reference(values, accept_index)
     return _compact_tree_pallas(values, accept_index, interpret)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-
 from specjax.kernels.backend import check_implementation, load, power_of_two, store, triton_call
 
 # one thread a request: batches up to this size are one program of one warp
@@ -70,7 +69,7 @@ def fill_bonus_tokens(
             f"accept_tokens {accept_tokens.shape} must be [B, A] and num_accepted_tokens "
             f"{num_accepted_tokens.shape} [B]"
         )
-    if implementation == "xla":
+    if implementation == "xla" or accept_tokens.size == 0:
         return fill_bonus_tokens_reference(accept_tokens, num_accepted_tokens)
     batch = accept_tokens.shape[0]
     return triton_call(

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-
 from specjax.kernels.backend import check_implementation, load, power_of_two, store, triton_call
 
 # A thread reads 16 bytes a row, the widest load there is.
@@ -125,6 +124,6 @@ def move_kv(
             f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
             f"destination {destination.shape} both [B, A]"
         )
-    if implementation == "xla":
+    if implementation == "xla" or 0 in (pool.size, source.size):
         return move_kv_reference(pool, source, destination)
     return _move_kv_pallas(pool, source, destination, interpret)

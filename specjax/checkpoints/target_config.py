@@ -40,6 +40,14 @@ def require(config: Mapping[str, Any], key: str, path: Path) -> Any:
     return value
 
 
+def require_size(config: Mapping[str, Any], key: str, path: Path) -> int:
+    """A count that must be there."""
+    value = require(config, key, path)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{path}: {key}={value!r} must be an integer of at least 1")
+    return value
+
+
 def refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     """Raise for what no network here can do: quantised weights and other activations.
 
@@ -63,8 +71,7 @@ def resolve_dtype(config: Mapping[str, Any], directory: Path, dtype: str) -> str
         return dtype
     named = config.get("dtype") or config.get("torch_dtype")
     if named in (None, "auto"):
-        source = open_directory(directory)
-        named = source.info(next(name for name in sorted(source.names()) if "norm" in name)).dtype
+        named = _stored_dtype(directory)
     named = str(named).removeprefix("torch.")
     if named not in _DTYPES:
         raise ValueError(
@@ -73,6 +80,15 @@ def resolve_dtype(config: Mapping[str, Any], directory: Path, dtype: str) -> str
     if _DTYPES[named] != named and named in ("float16", "F16"):
         logger.info("%s: float16 weights are loaded as bfloat16", directory)
     return _DTYPES[named]
+
+
+def _stored_dtype(directory: Path) -> str:
+    """Dtype name of the first tensor that every model has."""
+    source = open_directory(directory)
+    name = "model.norm.weight"
+    if name not in source.names():
+        raise ValueError(f"{directory} has no tensor {name!r}")
+    return source.info(name).dtype
 
 
 def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
@@ -95,33 +111,37 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
             f"{model_type!r}; supported: {FAMILIES[model_type]}"
         )
     refuse_unsupported(config, path)
-    heads = require(config, "num_attention_heads", path)
-    hidden = require(config, "hidden_size", path)
+    heads = require_size(config, "num_attention_heads", path)
+    hidden = require_size(config, "hidden_size", path)
     theta, scaling = read_rope(config, path)
     attention_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3")
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=require(config, "vocab_size", path),
-        hidden_size=hidden,
-        intermediate_size=require(config, "intermediate_size", path),
-        num_layers=require(config, "num_hidden_layers", path),
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=require(config, "max_position_embeddings", path),
-        dtype=resolve_dtype(config, directory, dtype),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias or model_type == "qwen2",
-        output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias")) and model_type == "llama",
-        qk_norm=model_type == "qwen3",
-        sliding_window=_sliding_window(config, path),
-        eos_token_ids=_eos_token_ids(config, directory),
-        bos_token_id=_first(_as_ids(config.get("bos_token_id"))),
-    )
+    values: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": require_size(config, "vocab_size", path),
+        "hidden_size": hidden,
+        "intermediate_size": require_size(config, "intermediate_size", path),
+        "num_layers": require_size(config, "num_hidden_layers", path),
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": require_size(config, "max_position_embeddings", path),
+        "dtype": resolve_dtype(config, directory, dtype),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": attention_bias or model_type == "qwen2",
+        "output_bias": attention_bias,
+        "mlp_bias": bool(config.get("mlp_bias")) and model_type == "llama",
+        "qk_norm": model_type == "qwen3",
+        "sliding_window": _sliding_window(config, path),
+        "eos_token_ids": _eos_token_ids(config, directory),
+        "bos_token_id": _first(_as_ids(config.get("bos_token_id"))),
+    }
+    try:
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _sliding_window(config: Mapping[str, Any], path: Path) -> int | None:

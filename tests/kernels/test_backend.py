@@ -1,0 +1,75 @@
+"""The wrapper around the Triton lowering."""
+
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels import backend
+
+from .lowering import TRITON_CALL, lower_for_cuda
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+def specjax_double(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
+
+
+def double(x, **options):
+    return backend.triton_call(
+        specjax_double,
+        grid=(1,),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        num_warps=1,
+        num_stages=1,
+        **options,
+    )(x)
+
+
+def test_only_the_backend_names_the_triton_module() -> None:
+    users = {path.name for path in KERNELS.glob("*.py") if "triton." in path.read_text("utf-8")}
+    assert users == {"backend.py"}
+
+
+def test_interpret_none_follows_the_default_backend() -> None:
+    assert backend.resolve_interpret(None) == (jax.default_backend() == "cpu")
+    assert backend.resolve_interpret(True)
+    assert not backend.resolve_interpret(False)
+
+
+def test_call_runs_without_naming_interpret() -> None:
+    x = jnp.arange(8, dtype=jnp.int32)
+    np.testing.assert_array_equal(double(x, interpret=None), 2 * np.arange(8))
+
+
+def test_call_lowers_through_triton_under_the_name_of_the_body() -> None:
+    text = lower_for_cuda(lambda x: double(x, interpret=False), jnp.zeros(8, jnp.int32))
+    assert TRITON_CALL in text
+    assert "specjax_double" in text
+
+
+def test_only_the_one_deprecation_is_silenced() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        double(jnp.zeros(8, jnp.int32), interpret=True)
+        message = "The Pallas Triton backend is deprecated and so on"
+        warnings.warn(message, DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning, match="another"):
+            warnings.warn("another", DeprecationWarning, stacklevel=1)
+        with pytest.raises(UserWarning):
+            warnings.warn(message, UserWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (1025, 2048)]
+)
+def test_power_of_two(size: int, expected: int) -> None:
+    assert backend.power_of_two(size) == expected
+
+
+def test_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'mosaic' is not one of \['xla', 'pallas'\]"):
+        backend.check_implementation("mosaic")

@@ -1,0 +1,142 @@
+"""Compaction of accepted rows, against a loop in Python."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specjax.kernels.compact_tree import compact_tree
+
+from .lowering import TRITON_CALL, lower_for_cuda
+from .runs import DEVICE, RUNS
+
+DTYPES = ["bool", "int8", "int32", "float16", "bfloat16", "float32"]
+
+
+def brute_force(values: np.ndarray, accept_index: np.ndarray) -> np.ndarray:
+    out = np.zeros((*accept_index.shape, *values.shape[2:]), values.dtype)
+    for request, rows in enumerate(accept_index):
+        for j, row in enumerate(rows):
+            if row >= 0:
+                out[request, j] = values[request, row]
+    return out
+
+
+def random_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    # no zeros, so that a padding entry cannot pass for a value
+    return np.asarray(jnp.asarray(rng.integers(1, 100, shape)).astype(dtype))
+
+
+def random_paths(
+    rng: np.random.Generator, batch: int, rows: int, width: int, *, padding: bool = True
+) -> np.ndarray:
+    """Strictly increasing rows from the root on, then -1; the last request is padding."""
+    out = np.full((batch, width), -1, np.int32)
+    for request in range(batch - 1 if padding else batch):
+        length = int(rng.integers(1, min(rows, width) + 1))
+        drafts = rng.choice(np.arange(1, rows), length - 1, replace=False) if rows > 1 else []
+        out[request, :length] = [0, *sorted(drafts)]
+    return out
+
+
+def run_compact(values: np.ndarray, accept_index: np.ndarray, run: dict) -> np.ndarray:
+    compact = jax.jit(partial(compact_tree, **run))
+    return np.asarray(compact(jnp.asarray(values), jnp.asarray(accept_index)))
+
+
+def check(values: np.ndarray, accept_index: np.ndarray, run: dict) -> None:
+    out = run_compact(values, accept_index, run)
+    assert out.dtype == values.dtype
+    np.testing.assert_array_equal(out, brute_force(values, accept_index))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "rows", "width", "trailing"),
+    [
+        (3, 13, 5, ()),
+        (2, 8, 6, (7,)),
+        (5, 10, 4, (3, 5)),
+    ],
+)
+def test_dtypes(
+    batch: int, rows: int, width: int, trailing: tuple[int, ...], dtype: str, run: dict
+) -> None:
+    rng = np.random.default_rng(batch)
+    values = random_values(rng, (batch, rows, *trailing), dtype)
+    check(values, random_paths(rng, batch, rows, width), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("batch", "rows", "width", "trailing"),
+    [
+        (1, 1, 1, ()),  # no draft
+        (2, 9, 1, (5,)),  # only the root
+        (2, 3, 7, (2,)),  # accept width beyond the tree
+        (3, 64, 17, (6,)),
+        (2, 12, 5, (3000,)),  # three column blocks, the last not full
+        (2, 6, 4, (1025,)),
+        (2, 40, 33, (130,)),  # three row blocks, the last not full
+        (2, 5, 3, (0,)),
+        (0, 5, 3, (4,)),
+    ],
+)
+def test_shapes(batch: int, rows: int, width: int, trailing: tuple[int, ...], run: dict) -> None:
+    rng = np.random.default_rng(rows)
+    values = random_values(rng, (batch, rows, *trailing), "bfloat16")
+    check(values, random_paths(rng, batch, rows, width), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_accepted_gives_zeros_and_reads_nothing(run: dict) -> None:
+    values = np.full((3, 6, 5), np.nan, np.float32)
+    out = run_compact(values, np.full((3, 4), -1, np.int32), run)
+    np.testing.assert_array_equal(out, np.zeros((3, 4, 5), np.float32))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_values_pass_unchanged(run: dict) -> None:
+    values = np.array([[[np.nan, -0.0], [np.inf, 1e-45], [-np.inf, 3.4e38]]], np.float32)
+    out = run_compact(values, np.array([[0, 1, 2, -1]], np.int32), run)
+    np.testing.assert_array_equal(out[:, :3].view(np.int32), values.view(np.int32))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_row_numbers_come_back_as_the_index(data: st.DataObject, run: dict) -> None:
+    entry = st.integers(-1, 10)
+    index = data.draw(st.lists(st.lists(entry, min_size=6, max_size=6), min_size=3, max_size=3))
+    accept_index = np.asarray(index, np.int32)
+    # the request's number in the hundreds: a row of another request shows
+    values = np.arange(11, dtype=np.int32) + 100 * np.arange(1, 4, dtype=np.int32)[:, None]
+    out = run_compact(values, accept_index, run)
+    expected = np.where(accept_index >= 0, accept_index + 100 * np.arange(1, 4)[:, None], 0)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
+@pytest.mark.parametrize("trailing", [(), (7,), (3, 5), (12288,)])
+def test_lowers_for_cuda(trailing: tuple[int, ...], dtype: str) -> None:
+    text = lower_for_cuda(
+        partial(compact_tree, **DEVICE),
+        jax.ShapeDtypeStruct((5, 13, *trailing), dtype),
+        jax.ShapeDtypeStruct((5, 6), jnp.int32),
+    )
+    assert text.count(f"custom_call @{TRITON_CALL}") == 1
+    assert "specjax_compact_tree" in text
+
+
+def test_bad_arguments_are_refused() -> None:
+    index = jnp.zeros((3, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"values \(2, 5\) must be \[B, T, ...\]"):
+        compact_tree(jnp.zeros((2, 5)), index)
+    with pytest.raises(ValueError, match=r"values \(3,\)"):
+        compact_tree(jnp.zeros(3), index)
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        compact_tree(jnp.zeros((3, 5)), index, implementation="cuda")

@@ -1,0 +1,175 @@
+"""Tree attention: every implementation against a dense computation in numpy float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.kernels.tree_attention import (
+    AttentionTiles,
+    attention_implementation,
+    tree_attention,
+    tree_attention_chunked,
+    tree_attention_pallas,
+    tree_attention_reference,
+)
+
+from .lowering import lower_for_cuda
+
+# batch, tokens, query heads, KV heads, head dim, page size, pages a request
+CASES = [
+    (2, 1, 4, 2, 16, 1, 40),
+    (3, 5, 4, 2, 32, 4, 20),
+    (2, 8, 9, 3, 64, 16, 20),
+    (2, 40, 4, 1, 16, 64, 2),
+    (1, 64, 8, 2, 16, 16, 6),
+]
+GPU_CASES = [
+    *CASES,
+    (2, 1, 4, 2, 64, 1, 400),
+    (4, 64, 8, 2, 64, 64, 20),
+    (32, 4, 32, 8, 128, 16, 70),
+    (8, 8, 32, 8, 128, 16, 300),
+]
+INTERPRET = partial(tree_attention_pallas, interpret=True)
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def make_case(case, dtype, tree, seed=0):
+    batch, rows, heads, kv_heads, dim, page_size, pages = case
+    rng = np.random.default_rng(seed)
+    slots = (batch * pages + 1) * page_size
+    pool = jnp.asarray(rng.standard_normal((2, slots, 2, kv_heads, dim)), dtype)
+    q = jnp.asarray(rng.standard_normal((batch, rows, heads, dim)), dtype)
+    table = rng.permutation(np.arange(1, batch * pages + 1)).reshape(batch, pages)
+    lens = rng.integers(0, pages * page_size - rows + 1, size=batch)
+    lens[0] = 0
+    if batch > 2:
+        # a padding row: no pages at all
+        table[1], lens[1] = 0, 0
+    mask = np.broadcast_to(np.tri(rows, dtype=bool), (batch, rows, rows)).copy()
+    if tree:
+        for b in range(batch):
+            for t in range(1, rows):
+                mask[b, t, : t + 1] = mask[b, rng.integers(0, t), : t + 1]
+                mask[b, t, t] = True
+    ints = [jnp.asarray(x, jnp.int32) for x in (table, lens)]
+    return q, pool, *ints, jnp.asarray(mask), page_size
+
+
+def brute_force(q, pool, table, lens, mask, page_size, layer=1):
+    """Row by row in float64 over an explicit list of visible slots."""
+    q, pool, table, lens, mask = (np.asarray(x) for x in (q, pool, table, lens, mask))
+    q, pool = q.astype(np.float64), pool.astype(np.float64)
+    out = np.zeros_like(q)
+    group = q.shape[2] // pool.shape[3]
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        keys = [*range(lens[b]), *(lens[b] + np.flatnonzero(mask[b, t]))]
+        slots = [table[b, j // page_size] * page_size + j % page_size for j in keys]
+        k, v = pool[layer, slots, 0, n // group], pool[layer, slots, 1, n // group]
+        scores = k @ q[b, t, n] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ v / weights.sum()
+    return out
+
+
+def relative_error(out, expected):
+    return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
+
+
+def check(function, case, dtype, tree):
+    q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    expected = brute_force(q, pool, table, lens, mask, page_size)
+    given = mask if tree else None
+    out = jax.jit(function, static_argnums=(2, 6))(q, pool, 1, table, lens, given, page_size)
+    assert out.dtype == q.dtype
+    assert relative_error(out, expected) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [tree_attention_reference, tree_attention_chunked, INTERPRET],
+    ids=["reference", "chunked", "interpret"],
+)
+def test_equals_brute_force(function, case, dtype, tree):
+    check(function, case, dtype, tree)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_kernel_on_gpu(case, dtype, tree):
+    check(tree_attention_pallas, case, dtype, tree)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_splits_do_not_change_the_result(num_splits):
+    tiles = AttentionTiles(
+        block_rows=16, block_keys=16, num_splits=num_splits, num_warps=4, num_stages=2
+    )
+    check(partial(INTERPRET, tiles=tiles), CASES[1], "float32", True)
+
+
+def test_causal_rows_beyond_a_mask_word():
+    check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+@pytest.mark.parametrize("case", [CASES[2], (32, 4, 32, 8, 128, 16, 70)], ids=str)
+def test_lowers_for_cuda(case, dtype, tree):
+    q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+
+    def function(q, pool, table, lens, mask):
+        given = mask if tree else None
+        return tree_attention_pallas(q, pool, 1, table, lens, given, page_size)
+
+    assert "specjax_tree_attention" in lower_for_cuda(function, q, pool, table, lens, mask)
+
+
+def test_layers_share_one_kernel():
+    """The layer is an operand: two layers lower to the same kernel text."""
+    q, pool, table, lens, _, page_size = make_case(CASES[1], "bfloat16", False)
+    texts = [
+        lower_for_cuda(
+            lambda q, pool, table, lens, layer=layer: tree_attention_pallas(
+                q, pool, layer, table, lens, None, page_size
+            ),
+            q,
+            pool,
+            table,
+            lens,
+        )
+        for layer in (0, 1)
+    ]
+    kernels = [
+        [line for line in text.splitlines() if "specjax_tree_attention" in line] for text in texts
+    ]
+    assert kernels[0]
+    assert [k.split("backend_config")[-1] for k in kernels[0]] == [
+        k.split("backend_config")[-1] for k in kernels[1]
+    ]
+
+
+def test_what_the_kernel_refuses():
+    q, pool, table, lens, mask, page_size = make_case(CASES[0], "float32", False)
+    with pytest.raises(NotImplementedError, match="power of two"):
+        tree_attention_pallas(q[..., :12], pool[..., :12], 0, table, lens, None, page_size)
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        tree_attention(q, pool, 0, table, lens, None, page_size=1, implementation="fast")
+    with pytest.raises(ValueError, match="no multiple of"):
+        tree_attention(
+            q[:, :, :3], pool, 0, table, lens, None, page_size=1, implementation="reference"
+        )
+
+
+def test_choice_of_implementation():
+    assert attention_implementation("cpu", [64]) == "chunked"
+    assert attention_implementation("gpu", [64, 128]) == "pallas"
+    assert attention_implementation("gpu", [64, 80]) == "reference"
