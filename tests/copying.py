@@ -10,7 +10,6 @@ import copy
 from collections.abc import Sequence
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,7 +48,13 @@ def copied_weights() -> tuple[Weights, Weights]:
     assert networks.head is not None
     head = dict(zip(networks.head.names, head_weights(EAGLE3), strict=True))
     head |= {name: jnp.asarray(array) for name, array in copying_layer().items()}
-    ids = np.asarray(head["d2t"]) + np.arange(EAGLE3.draft_vocab_size)
+    # the head knows the tokens that the unperturbed chain writes, and fills up with others
+    written = np.argmax(np.asarray(target["embedding.table"] @ target["lm_head.kernel"]), axis=1)
+    order = (
+        np.unique(written).tolist() + np.setdiff1d(np.arange(TARGET.vocab_size), written).tolist()
+    )
+    ids = np.sort(order[: EAGLE3.draft_vocab_size])
+    head["d2t"] = jnp.asarray((ids - np.arange(len(ids))).astype(np.int32))
     head["lm_head.kernel"] = target["lm_head.kernel"][:, ids]
     return flat.order(target), networks.head.order(head)
 

@@ -4,13 +4,12 @@ Three spellings are read: the original EAGLE repository's, the one of SGLang and
 (``eagle_config``) and that of speculators (a nested ``transformer_layer_config``).
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.rope_config import read_rope
-from specjax.checkpoints.target_config import refuse_unsupported, require
+from specjax.checkpoints.target_config import refuse_unsupported, require_size
 from specjax.checkpoints.tensors import TensorSource
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import read_json
@@ -44,8 +43,13 @@ def draft_config(
         raise ValueError(
             f"{directory} is an {found} head, but speculative_algorithm={algorithm!r} was asked for"
         )
-    config = _eagle3_config(head) if found == "EAGLE3" else _eagle_config(head)
-    return config if rope_theta is None else dataclasses.replace(config, rope_theta=rope_theta)
+    values = _eagle3_values(head) if found == "EAGLE3" else _eagle_values(head)
+    if rope_theta is not None:
+        values["rope_theta"] = rope_theta
+    try:
+        return DraftConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{head.path}: {error}") from None
 
 
 class _Head:
@@ -76,10 +80,8 @@ class _Head:
     def common(self) -> dict[str, Any]:
         """Sizes and rotary settings; the context is at least the target's."""
         layer, path, target = self.layer, self.path, self.target
-        hidden, heads = (
-            require(layer, "hidden_size", path),
-            require(layer, "num_attention_heads", path),
-        )
+        hidden = require_size(layer, "hidden_size", path)
+        heads = require_size(layer, "num_attention_heads", path)
         vocab_size = layer.get("vocab_size", target.vocab_size)
         if vocab_size != target.vocab_size:
             raise ValueError(
@@ -97,7 +99,7 @@ class _Head:
         return {
             "vocab_size": vocab_size,
             "hidden_size": hidden,
-            "intermediate_size": require(layer, "intermediate_size", path),
+            "intermediate_size": require_size(layer, "intermediate_size", path),
             "num_layers": layer.get("num_hidden_layers", 1),
             "num_heads": heads,
             "num_kv_heads": layer.get("num_key_value_heads") or heads,
@@ -115,7 +117,7 @@ class _Head:
         }
 
 
-def _eagle_config(head: _Head) -> DraftConfig:
+def _eagle_values(head: _Head) -> dict[str, Any]:
     """EAGLE-1/2: embeddings and output head are the target's, copies in the file are ignored."""
     values, target = head.common(), head.target
     if values["hidden_size"] != target.hidden_size:
@@ -124,7 +126,7 @@ def _eagle_config(head: _Head) -> DraftConfig:
             f"{target.hidden_size}; an EAGLE-1/2 head uses the target's output head and must match"
         )
     _check_fc(head, 2 * target.hidden_size, "the embedding and the target's hidden state")
-    return DraftConfig(
+    return dict(
         algorithm="EAGLE",
         draft_vocab_size=target.vocab_size,
         # the original code builds the projection with a bias unless the configuration denies it
@@ -135,7 +137,7 @@ def _eagle_config(head: _Head) -> DraftConfig:
     )
 
 
-def _eagle3_config(head: _Head) -> DraftConfig:
+def _eagle3_values(head: _Head) -> dict[str, Any]:
     values, target = head.common(), head.target
     layers = _feature_layers(head)
     if head.flag("norm_before_fc") or "input_norm.weight" in head.names:
@@ -170,7 +172,7 @@ def _eagle3_config(head: _Head) -> DraftConfig:
             f"draft_vocab_size={draft_vocab_size} of {target.vocab_size}, hidden_size="
             f"{values['hidden_size']} (target {target.hidden_size})"
         )
-    return DraftConfig(
+    return dict(
         algorithm="EAGLE3",
         draft_vocab_size=draft_vocab_size,
         feature_layers=layers,
@@ -204,6 +206,9 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
     output of layer ``k - 1``.
     """
     n = head.target.num_layers
+    ids = head.eagle.get(_LAYER_IDS) or head.body.get(_LAYER_IDS)
+    if ids and not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
+        raise ValueError(f"{head.path}: {_LAYER_IDS}={ids!r} must be a list of integers")
     if ids := head.eagle.get(_LAYER_IDS):
         layers, where = tuple(ids), f"eagle_config.{_LAYER_IDS}={ids}"
     elif ids := head.body.get(_LAYER_IDS):
@@ -211,7 +216,7 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
     else:
         layers = head.target.default_feature_layers
         where = f"the default for {n} layers, {layers}"
-    if not all(isinstance(i, int) and 0 <= i < n for i in layers):
+    if not all(0 <= i < n for i in layers):
         raise ValueError(
             f"{head.path}: feature layers {where} are not layers of the target, which has {n}"
         )
@@ -226,9 +231,9 @@ def _draft_vocab_size(head: _Head) -> int:
             if name in head.names:
                 return head.source.info(name).shape[0]
         return head.target.vocab_size
-    if size > head.target.vocab_size:
+    if not isinstance(size, int) or not 1 <= size <= head.target.vocab_size:
         raise ValueError(
-            f"{head.path}: draft_vocab_size={size} exceeds the target's vocab_size="
-            f"{head.target.vocab_size}"
+            f"{head.path}: draft_vocab_size={size!r} must be an integer between 1 and the target's "
+            f"vocab_size={head.target.vocab_size}"
         )
     return size

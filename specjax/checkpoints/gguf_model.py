@@ -108,7 +108,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     keys = _Keys(file, arch)
     if keys.get("expert_count", 0):
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
-    hidden, heads = keys.require("embedding_length"), keys.require("attention.head_count")
+    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.get("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.get(key, head_dim) != head_dim:
@@ -120,31 +120,37 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     theta = float(keys.get("rope.freq_base", 10000.0))
     eos = file.metadata.get("tokenizer.ggml.eos_token_id")
-    return ModelConfig(
-        model_type=arch,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=keys.require("feed_forward_length"),
-        num_layers=keys.require("block_count"),
-        num_heads=heads,
-        num_kv_heads=keys.get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_norm_eps=keys.require("attention.layer_norm_rms_epsilon"),
-        rope_theta=theta,
-        rope_scaling=_rope_scaling(keys, head_dim, theta),
-        max_position_embeddings=keys.require("context_length"),
-        dtype=dtype,
-        tie_word_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_window=keys.get("attention.sliding_window") or None,
-        eos_token_ids=tuple(
+    context, window = keys.size("context_length"), keys.get("attention.sliding_window")
+    values: dict[str, Any] = {
+        "model_type": arch,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_layers": keys.size("block_count"),
+        "num_heads": heads,
+        "num_kv_heads": keys.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.require("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(keys, head_dim, theta),
+        "max_position_embeddings": context,
+        "dtype": dtype,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        # a window as wide as the context never applies
+        "sliding_window": window if window and window < context else None,
+        "eos_token_ids": tuple(
             dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids(file)])
         ),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-    )
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+    }
+    try:
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from None
 
 
 class _Keys:
@@ -168,6 +174,14 @@ class _Keys:
         value = self.get(key)
         if value is None:
             raise ValueError(f"{self.file.path} has no metadata key {self.arch}.{key}")
+        return value
+
+    def size(self, key: str) -> int:
+        """A count that must be there."""
+        value = self.require(key)
+        if not isinstance(value, int) or value < 1:
+            name = f"{self.arch}.{key}"
+            raise ValueError(f"{self.file.path}: {name}={value!r} must be an integer of at least 1")
         return value
 
 

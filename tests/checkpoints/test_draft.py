@@ -311,12 +311,18 @@ def test_eagle1_bias_is_expected_unless_denied(tmp_path: Path) -> None:
         ({"eagle_config": ...}, {}, r"the default for 3 layers, \(1, 0, -1\)"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {"num_hidden_layers": 9}, "use_aux"),
         ({"norm_before_fc": True}, {}, "norm_before_fc=true"),
-        ({"draft_vocab_size": 70}, {}, "draft_vocab_size=70 exceeds.*61"),
+        ({"draft_vocab_size": 70}, {}, r"draft_vocab_size=70 must be.*61"),
         ({"num_hidden_layers": 2}, {}, "num_layers=2"),
         ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {}, "'dynamic'"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "'fp8'"),
         ({"hidden_size": ...}, {}, "no hidden_size"),
+        ({"num_attention_heads": 0}, {}, "num_attention_heads=0 must be"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "0,1,2"}},
+            {},
+            "'0,1,2' must be a list of integers",
+        ),
     ],
 )
 def test_refused_pairs(

@@ -135,6 +135,13 @@ def test_other_frequency_divisors_are_refused(tmp_path: Path) -> None:
         open_target(path)
 
 
+@pytest.mark.parametrize(("window", "expected"), [(32, 32), (128, None), (0, None)])
+def test_sliding_window(tmp_path: Path, window: int, expected: int | None) -> None:
+    keys = {"attention.sliding_window": window}
+    path = write_gguf(tmp_path / "model.gguf", target_tensors(), keys=keys)
+    assert open_target(path).config.sliding_window == expected
+
+
 def test_linear_scaling(tmp_path: Path) -> None:
     keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     path = write_gguf(tmp_path / "model.gguf", target_tensors(), keys=keys)
@@ -149,6 +156,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
         ({"keys": {"rope.scaling.type": "yarn"}}, r"rope\.scaling\.type='yarn'"),
         ({"keys": {"rope.dimension_count": 4}}, r"rope\.dimension_count=4.*head dimension 8"),
         ({"keys": {"feed_forward_length": [48, 48, 32]}}, "differs between layers"),
+        ({"keys": {"attention.head_count": 0}}, r"llama\.attention\.head_count=0 must be"),
         ({"drop": ("context_length",)}, r"no metadata key llama\.context_length"),
     ],
 )

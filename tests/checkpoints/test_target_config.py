@@ -154,6 +154,8 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_size": ...}, "no hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be an integer"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be an integer"),
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (
@@ -167,7 +169,7 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
 def test_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         read(tmp_path, changes)
-    assert "config" in str(error.value) or str(tmp_path) in str(error.value) or "num_" in message
+    assert str(tmp_path) in str(error.value)
 
 
 def test_broken_json_names_the_file(tmp_path: Path) -> None:

@@ -1,5 +1,12 @@
 """The forms that every kernel case runs in."""
 
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 # keyword arguments of the public functions
@@ -10,3 +17,13 @@ RUNS = [
     pytest.param(INTERPRET, id="interpret"),
     pytest.param(DEVICE, id="gpu", marks=pytest.mark.gpu),
 ]
+
+
+@cache
+def _jitted(function: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(partial(function, **dict(options)))
+
+
+def run_jitted(function: Callable[..., Any], run: dict[str, Any], *args: np.ndarray) -> np.ndarray:
+    """``function(*args, **run)`` under jit, compiled once for each shape."""
+    return np.asarray(_jitted(function, tuple(run.items()))(*map(jnp.asarray, args)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specjax.kernels.compact_tree import compact_tree
 
 from .lowering import TRITON_CALL, lower_for_cuda
-from .runs import DEVICE, RUNS
+from .runs import DEVICE, RUNS, run_jitted
 
 DTYPES = ["bool", "int8", "int32", "float16", "bfloat16", "float32"]
 
@@ -42,13 +42,8 @@ def random_paths(
     return out
 
 
-def run_compact(values: np.ndarray, accept_index: np.ndarray, run: dict) -> np.ndarray:
-    compact = jax.jit(partial(compact_tree, **run))
-    return np.asarray(compact(jnp.asarray(values), jnp.asarray(accept_index)))
-
-
 def check(values: np.ndarray, accept_index: np.ndarray, run: dict) -> None:
-    out = run_compact(values, accept_index, run)
+    out = run_jitted(compact_tree, run, values, accept_index)
     assert out.dtype == values.dtype
     np.testing.assert_array_equal(out, brute_force(values, accept_index))
 
@@ -95,14 +90,14 @@ def test_shapes(batch: int, rows: int, width: int, trailing: tuple[int, ...], ru
 @pytest.mark.parametrize("run", RUNS)
 def test_nothing_accepted_gives_zeros_and_reads_nothing(run: dict) -> None:
     values = np.full((3, 6, 5), np.nan, np.float32)
-    out = run_compact(values, np.full((3, 4), -1, np.int32), run)
+    out = run_jitted(compact_tree, run, values, np.full((3, 4), -1, np.int32))
     np.testing.assert_array_equal(out, np.zeros((3, 4, 5), np.float32))
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_values_pass_unchanged(run: dict) -> None:
     values = np.array([[[np.nan, -0.0], [np.inf, 1e-45], [-np.inf, 3.4e38]]], np.float32)
-    out = run_compact(values, np.array([[0, 1, 2, -1]], np.int32), run)
+    out = run_jitted(compact_tree, run, values, np.array([[0, 1, 2, -1]], np.int32))
     np.testing.assert_array_equal(out[:, :3].view(np.int32), values.view(np.int32))
 
 
@@ -115,7 +110,7 @@ def test_row_numbers_come_back_as_the_index(data: st.DataObject, run: dict) -> N
     accept_index = np.asarray(index, np.int32)
     # the request's number in the hundreds: a row of another request shows
     values = np.arange(11, dtype=np.int32) + 100 * np.arange(1, 4, dtype=np.int32)[:, None]
-    out = run_compact(values, accept_index, run)
+    out = run_jitted(compact_tree, run, values, accept_index)
     expected = np.where(accept_index >= 0, accept_index + 100 * np.arange(1, 4)[:, None], 0)
     np.testing.assert_array_equal(out, expected)
 

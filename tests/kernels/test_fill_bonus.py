@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specjax.kernels.fill_bonus import fill_bonus_tokens
 
 from .lowering import TRITON_CALL, lower_for_cuda
-from .runs import DEVICE, RUNS
+from .runs import DEVICE, RUNS, run_jitted
 
 
 def brute_force(tokens: np.ndarray, counts: np.ndarray) -> list[int]:
@@ -19,7 +19,7 @@ def brute_force(tokens: np.ndarray, counts: np.ndarray) -> list[int]:
 
 
 def check(tokens: np.ndarray, counts: np.ndarray, run: dict) -> None:
-    bonus = jax.jit(partial(fill_bonus_tokens, **run))(jnp.asarray(tokens), jnp.asarray(counts))
+    bonus = run_jitted(fill_bonus_tokens, run, tokens, counts)
     assert bonus.dtype == jnp.int32
     assert bonus.tolist() == brute_force(tokens, counts)
 

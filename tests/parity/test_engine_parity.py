@@ -123,7 +123,7 @@ def test_rounds(name: str, tmp_path: Path) -> None:
         draft = Draft(reference_head(case, tensors), table, lm_head)
         expected.append(Simulation(model, draft, taps).run(prompt, num_steps, count))
     total = np.sum([histogram for _, histogram in expected], axis=0)
-    assert min(total[0], total[1], total[2:].sum()) > 10, "the random head shows too little to compare"
+    assert min(total[0], total[1], total[2:].sum()) > 5, "the head is right too rarely"
 
     with Engine(
         str(target_dir),

@@ -1,0 +1,124 @@
+"""What the compiled functions cost: no compilation while serving, no copies, no transfers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling_params import SamplingParams
+
+from ..settings import counted_compilations
+from ..tiny import EAGLE3, TARGET, make_request, make_runner, run_requests
+
+KEYS = [("round", 4, 1), ("round", 4, 4), ("prefill", 4), ("prefill", 16)]
+
+
+@pytest.fixture
+def runner() -> ModelRunner:
+    return make_runner(EAGLE3, 4)
+
+
+def hlo_shape(array: jax.ShapeDtypeStruct) -> str:
+    return f"f32[{','.join(map(str, array.shape))}]"
+
+
+def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
+    assert len(runner.compiled) == len(KEYS)
+    for key in KEYS:
+        assert runner.compiled[key] is not None
+
+
+def test_compilations_are_counted() -> None:
+    """The counter that the next test relies on does count."""
+    with counted_compilations() as events:
+        jax.jit(lambda x: x * 3 + 2)(np.float32(1))
+    assert any("backend_compile" in event for event in events)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_serving_never_compiles(runner, run_ahead) -> None:
+    rng = np.random.default_rng(run_ahead)
+    requests = [
+        make_request(
+            rng.integers(6, 61, size=size).tolist(),
+            SamplingParams(
+                temperature=[0.0, 0.7, 1.3][i % 3],
+                top_k=[-1, 5][i % 2],
+                top_p=[1.0, 0.8, 0.9][i % 3],
+                max_new_tokens=int(rng.integers(1, 12)),
+            ),
+            seed=i,
+            width=4,
+        )
+        for i, size in enumerate([1, 2, 4, 5, 15, 16, 17, 20, 33, 50, 64, 100])
+    ]
+    with counted_compilations() as events:
+        run_requests(runner, requests, run_ahead=run_ahead)
+    assert events == []
+    assert all(request.is_finished for request in requests)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_pools_and_rows_are_donated(runner, key) -> None:
+    state = jax.tree.leaves(runner.abstract_state)
+    analysis = runner.compiled[key].memory_analysis()
+    assert analysis.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in state)
+
+
+def test_old_pools_are_gone_after_a_dispatch(runner) -> None:
+    before = runner.pools
+    runner.round([1])
+    assert before.target.is_deleted()
+    assert before.draft is not None
+    assert before.draft.is_deleted()
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_no_function_copies_a_pool(runner, key) -> None:
+    text = runner.compiled[key].as_text()
+    pools, _ = runner.abstract_state
+    for pool in (pools.target, pools.draft):
+        assert hlo_shape(pool) in text
+        copies = re.findall(rf"= {re.escape(hlo_shape(pool))}\S* copy(?:-start)?\(", text)
+        assert copies == []
+
+
+def test_dispatches_transfer_nothing_implicitly(runner) -> None:
+    pages = list(range(1, 11))
+    runner.set_slot(1, pages, temperature=0.7, top_k=TARGET.vocab_size, top_p=1.0, seed=3)
+    with jax.transfer_guard("disallow"):
+        # the guard itself works: a jitted function refuses an array of the host
+        with pytest.raises(Exception, match=r"(?i)disallowed host-to-device"):
+            jax.jit(jnp.negative)(np.ones(3, np.float32))
+        runner.prefill(1, list(range(6, 22)), 0, 30)
+        runner.prefill(1, [30, 31], 16, None)
+        for _ in range(3):
+            packed = runner.round([1])
+    assert int(packed[0, -1]) >= 1
+    runner.clear_slot(1)
+
+
+def test_weights_are_needed_and_let_go() -> None:
+    made = make_runner(EAGLE3, 4)
+    fresh = ModelRunner(made.networks, made.config)
+    with pytest.raises(RuntimeError, match="no weights"):
+        _ = fresh.weights
+    fresh.load(*made.weights)
+    assert fresh.weights == made.weights
+    fresh.unload()
+    with pytest.raises(RuntimeError, match="no weights"):
+        _ = fresh.weights
+
+
+def test_seeds_are_kept_whole() -> None:
+    made = make_runner(EAGLE3, 4)
+    seed = 2**64 - 2**33 + 5
+    made.set_slot(2, [1], temperature=1.0, top_k=3, top_p=0.5, seed=seed)
+    high, low = (int(word) for word in made.tables.seeds[2])
+    assert high << 32 | low == seed
+    made.clear_slot(2)
+    assert not made.tables.page_table.any()
+    assert not made.tables.seeds.any()

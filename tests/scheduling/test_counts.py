@@ -1,0 +1,147 @@
+"""Speculative figures and where a request ends, over random rounds."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.sampling_params import SamplingParams
+from specjax.scheduling.request import Request
+
+from ..tiny import make_request
+
+END = 5  # of `make_request`
+
+
+@dataclass
+class Round:
+    """A synthetic verify: ``num_drafts`` accepted drafts and a bonus token."""
+
+    tokens: list[int]
+    num_drafts: int
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, int, int, list[Round]]:
+    """Drafts a round, ``max_new_tokens``, the first token, and rounds."""
+    num_steps = draw(st.integers(1, 6))
+    token = st.integers(0, 12)
+    rounds = []
+    for _ in range(draw(st.integers(0, 8))):
+        num_drafts = draw(st.integers(0, num_steps))
+        tokens = draw(st.lists(token, min_size=num_drafts + 1, max_size=num_drafts + 1))
+        rounds.append(Round(tokens, num_drafts))
+    return num_steps, draw(st.integers(1, 25)), draw(token), rounds
+
+
+def play(num_steps: int, limit: int, first: int, rounds: list[Round]) -> Request:
+    request = make_request([7], SamplingParams(max_new_tokens=limit), width=num_steps)
+    request.append_first(first)
+    for one in rounds:
+        if request.is_finished:
+            break
+        request.append_round(one.tokens, one.num_drafts, num_steps)
+    return request
+
+
+@given(histories())
+def test_figures_follow_from_the_kept_positions(history) -> None:
+    num_steps, limit, first, rounds = history
+    request = play(*history)
+    meta = request.result()["meta_info"]
+
+    # what should be kept: everything up to the first end token or the limit
+    origin = [(first, None)]
+    for number, one in enumerate(rounds):
+        origin += [(token, (number, i)) for i, token in enumerate(one.tokens)]
+    ends = [i for i, (token, _) in enumerate(origin) if token == END or i == limit - 1]
+    kept = origin[: ends[0] + 1] if ends else origin
+    assert request.output_ids == [token for token, _ in kept]
+    assert request.is_finished == bool(ends)
+    assert request.output_is_draft == [
+        at is not None and at[1] < rounds[at[0]].num_drafts for _, at in kept
+    ]
+
+    entered = sorted({at[0] for _, at in kept if at is not None})
+    correct = [
+        sum(at is not None and at[0] == n and at[1] < rounds[n].num_drafts for _, at in kept)
+        for n in entered
+    ]
+    proposed = [num_steps] * len(entered)
+    if ends and entered:
+        proposed[-1] = min(
+            num_steps, sum(at is not None and at[0] == entered[-1] for _, at in kept)
+        )
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert histogram == [correct.count(i) for i in range(num_steps + 1)]
+    assert meta["spec_num_correct_drafts"] == sum(correct) == sum(request.output_is_draft)
+    assert meta["spec_num_proposed_drafts"] == sum(proposed)
+    check_identities(request)
+
+
+def check_identities(request: Request) -> None:
+    """Identities that the figures of any request obey."""
+    meta = request.result()["meta_info"]
+    histogram, verifies = meta["spec_correct_drafts_histogram"], meta["spec_verify_ct"]
+    correct, proposed = meta["spec_num_correct_drafts"], meta["spec_num_proposed_drafts"]
+    assert sum(histogram) == verifies
+    assert sum(i * count for i, count in enumerate(histogram)) == correct
+    assert 0 <= correct <= proposed <= verifies * (len(histogram) - 1)
+    assert meta["spec_accept_rate"] == (correct / proposed if proposed else 0.0)
+    assert meta["completion_tokens"] == len(request.output_ids)
+    expected = len(request.output_ids) / verifies if verifies else 0.0
+    assert meta["spec_accept_length"] == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_drafts", "correct", "proposed"),
+    [
+        ([9, 9, 9, 9, 9], 4, 4, 4),  # goes on: all proposals count
+        ([9, 9], 1, 1, 4),
+        ([END, 9, 9, 9, 9], 4, 1, 1),  # the first draft ends it, the rest were for nothing
+        ([9, END, 9], 2, 2, 2),
+        ([9, END], 1, 1, 2),  # the bonus ends it; its position was drafted too, wrongly
+        ([END], 0, 0, 1),
+        ([9, 9, 9, 9, END], 4, 4, 4),  # the bonus behind all drafts
+    ],
+)
+def test_drafts_behind_a_stop_do_not_count(tokens, num_drafts, correct, proposed) -> None:
+    request = play(4, 100, 9, [Round(tokens, num_drafts)])
+    meta = request.result()["meta_info"]
+    assert meta["spec_num_correct_drafts"] == correct
+    assert meta["spec_num_proposed_drafts"] == proposed
+    assert meta["spec_verify_ct"] == 1
+
+
+def test_no_verify_gives_zeros() -> None:
+    meta = play(4, 1, 9, []).result()["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 1}
+    assert meta["spec_verify_ct"] == 0
+    assert meta["spec_accept_length"] == 0.0
+    assert meta["spec_accept_rate"] == 0.0
+    assert meta["spec_correct_drafts_histogram"] == [0] * 5
+
+
+def test_plain_requests_have_no_speculative_figures() -> None:
+    request = make_request([7], SamplingParams(max_new_tokens=3))
+    request.append_first(9)
+    request.append_round([8], 0, 0)
+    assert not [name for name in request.result()["meta_info"] if name.startswith("spec_")]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"max_new_tokens": 3}, {"type": "stop", "matched": END}),
+        ({"max_new_tokens": 2}, {"type": "length", "length": 2}),
+        # an end token that is also the last allowed one is a stop
+        ({"max_new_tokens": 4, "ignore_eos": True}, {"type": "length", "length": 4}),
+    ],
+)
+def test_finish_reason(params, reason) -> None:
+    request = make_request([7], SamplingParams(**params), width=4)
+    request.append_first(9)
+    request.append_round([8, END, 6, 6], 3, 4)
+    assert request.finish_reason == reason
+    assert request.result()["meta_info"]["finish_reason"] == reason

@@ -1,0 +1,271 @@
+"""Many requests at once: each gets what it would get alone, in order, and gives everything back."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.runtime.paging import PageAllocator
+from specjax.sampling_params import SamplingParams
+from specjax.scheduling.request import Request
+from specjax.scheduling.scheduler import Scheduler
+
+from ..copying import copied_runner, plain_output, plain_outputs
+from ..tiny import TARGET, dense_greedy, make_request, make_runner, run_requests
+from .test_counts import check_identities
+
+STEPS = 4
+RNG = np.random.default_rng(4)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (2, 17, 5, 40, 1, 16, 33, 9, 3, 64)]
+SEEDS = range(len(PROMPTS))
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.6, top_p=0.95, max_new_tokens=24, ignore_eos=True)
+
+
+class Serving:
+    """A scheduler over the tiny runner, with as many pages as asked for."""
+
+    def __init__(self, *, num_steps: int = STEPS, run_ahead: int = 0, num_pages: int = 0) -> None:
+        self.runner = copied_runner(num_steps)
+        config = self.runner.config
+        self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
+        self.scheduler = Scheduler(self.runner, self.allocator, run_ahead=run_ahead)
+
+    def add(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
+        requests = [
+            make_request(prompt, params, seed=i, width=self.runner.config.num_steps)
+            for i, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self.scheduler.check(request)
+            self.scheduler.add(request)
+        return requests
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.scheduler.step()
+        self.check_clean()
+
+    def check_clean(self) -> None:
+        """Every page and slot is back, and the tables on the host are empty."""
+        assert self.allocator.num_free == self.allocator.num_pages - 1
+        tables = self.runner.tables
+        assert not tables.page_table.any()
+        assert not tables.temperatures.any()
+        assert (tables.top_ks == TARGET.vocab_size).all()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("num_steps", [0, STEPS])
+def test_more_requests_than_slots_each_as_if_alone(num_steps, run_ahead, params) -> None:
+    serving = Serving(num_steps=num_steps, run_ahead=run_ahead)
+    requests = serving.add(PROMPTS, params)
+    serving.finish()
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, params, SEEDS)
+    if num_steps:
+        for request in requests:
+            check_identities(request)
+        histograms = np.array(
+            [r.result()["meta_info"]["spec_correct_drafts_histogram"] for r in requests]
+        ).sum(axis=0)
+        # rounds that accept nothing, a part and (greedy) all of the chain: the test sees them all
+        assert (histograms[:3] > 0).all()
+        assert params is SEEDED or histograms[-1] > 0
+
+
+def test_first_come_first_served() -> None:
+    serving = Serving()
+    requests = serving.add(PROMPTS, GREEDY)
+    while serving.scheduler.has_work:
+        serving.scheduler.step()
+        started = [bool(request.output_ids) for request in requests]
+        assert started == sorted(started, reverse=True)
+        assert sum(bool(request.pages) for request in requests) <= 4
+    serving.check_clean()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_admission_waits_for_pages_in_order(run_ahead) -> None:
+    """The pool holds the largest request and little else, though slots are free."""
+    largest = -(-(64 + 24 - 1) // 4)
+    serving = Serving(run_ahead=run_ahead, num_pages=1 + largest + 2)
+    requests = serving.add(PROMPTS, GREEDY)
+    waited_with_free_slots = False
+    while serving.scheduler.has_work:
+        serving.scheduler.step()
+        held = sum(bool(request.pages) for request in requests)
+        waiting = [r for r in requests if not r.is_finished and not r.pages]
+        waited_with_free_slots |= bool(waiting) and held < 4
+        started = [bool(r.pages) or r.is_finished for r in requests]
+        assert started == sorted(started, reverse=True)
+    assert waited_with_free_slots
+    serving.check_clean()
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, GREEDY, SEEDS)
+
+
+def test_pages_never_overlap_between_requests() -> None:
+    serving = Serving(run_ahead=1)
+    requests = serving.add(PROMPTS, GREEDY)
+    while serving.scheduler.has_work:
+        serving.scheduler.step()
+        pages = [page for request in requests for page in request.pages]
+        assert len(set(pages)) == len(pages)
+        assert 0 not in pages
+        slots = [request.slot for request in requests if request.pages]
+        assert len(set(slots)) == len(slots)
+        assert 0 not in slots
+    serving.check_clean()
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    serving = Serving(num_pages=5)
+    fits = make_request(list(range(6, 14)), SamplingParams(max_new_tokens=9))
+    serving.scheduler.check(fits)  # 8 + 9 - 1 tokens: the last one is never read back
+    too_long = make_request(list(range(6, 14)), SamplingParams(max_new_tokens=10))
+    with pytest.raises(ValueError, match=r"20 KV tokens, but the pool holds 16.*max_total_tokens"):
+        serving.scheduler.check(too_long)
+
+
+def test_exactly_the_whole_pool() -> None:
+    serving = Serving(num_pages=5)
+    prompt = list(range(6, 14))
+    params = SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+    requests = serving.add([prompt, prompt], params)
+    serving.finish()
+    expected = plain_output(tuple(prompt), params, 0)
+    assert [r.output_ids for r in requests] == [expected, expected]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    run_ahead=st.sampled_from([0, 1]),
+    num_pages=st.sampled_from([30, 151]),
+    aborts=st.dictionaries(st.integers(0, 25), st.integers(0, len(PROMPTS) - 1), max_size=5),
+)
+def test_aborts_leave_the_others_alone(run_ahead, num_pages, aborts) -> None:
+    serving = Serving(run_ahead=run_ahead, num_pages=num_pages)
+    requests = serving.add(PROMPTS, GREEDY)
+    expected = plain_outputs(PROMPTS, GREEDY, SEEDS)
+    aborted = set()
+    step = 0
+    while serving.scheduler.has_work:
+        if step in aborts:
+            request = requests[aborts[step]]
+            if not request.is_finished:
+                aborted.add(aborts[step])
+            serving.scheduler.abort(request)
+            serving.scheduler.abort(request)  # twice is as good as once
+            assert request.is_finished
+            assert request.pages == []
+        serving.scheduler.step()
+        step += 1
+    serving.check_clean()
+    for i, request in enumerate(requests):
+        if i in aborted:
+            assert request.finish_reason == {"type": "abort"}
+            assert request.output_ids == expected[i][: len(request.output_ids)]
+        else:
+            assert request.output_ids == expected[i]
+            assert request.finish_reason == {"type": "length", "length": 24}
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_freed_slot_serves_the_next_request_at_once(run_ahead) -> None:
+    """Greedy and sampled requests take turns on slots while rounds of the old owner are out."""
+    serving = Serving(run_ahead=run_ahead)
+    prompts, params = PROMPTS * 2, [GREEDY, SEEDED]
+    requests = []
+    for i, prompt in enumerate(prompts):
+        limit = 1 + i % 7
+        chosen = SamplingParams(
+            temperature=params[i % 2].temperature,
+            top_p=params[i % 2].top_p,
+            max_new_tokens=limit,
+            ignore_eos=True,
+        )
+        requests.append(make_request(prompt, chosen, seed=i % len(PROMPTS), width=STEPS))
+        serving.scheduler.add(requests[-1])
+    serving.finish()
+    for i, request in enumerate(requests):
+        whole = plain_output(tuple(prompts[i]), params[i % 2], i % len(PROMPTS))
+        assert request.output_ids == whole[: 1 + i % 7]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_one_new_token_needs_no_verify(run_ahead) -> None:
+    serving = Serving(run_ahead=run_ahead)
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    requests = serving.add(PROMPTS, params)
+    serving.finish()
+    expected = plain_outputs(PROMPTS, GREEDY, SEEDS)
+    for request, whole in zip(requests, expected, strict=True):
+        assert request.output_ids == whole[:1]
+        assert request.result()["meta_info"]["spec_verify_ct"] == 0
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_an_end_token_inside_an_accepted_run_cuts_its_tail(run_ahead) -> None:
+    prompt = next(p for p, out in zip(PROMPTS, plain_outputs(PROMPTS, GREEDY, SEEDS), strict=True)
+                  if len(set(out)) > 5)  # fmt: skip
+    whole = plain_output(tuple(prompt), GREEDY, 0)
+    ended_on_a_draft = 0
+    for token in dict.fromkeys(whole):
+        serving = Serving(run_ahead=run_ahead)
+        request = Request(
+            "r",
+            prompt,
+            GREEDY,
+            seed=0,
+            max_new_tokens=24,
+            end_token_ids=frozenset([token]),
+            decoder=None,
+            spec_width=STEPS,
+        )
+        serving.scheduler.add(request)
+        serving.finish()
+        assert request.output_ids == whole[: whole.index(token) + 1]
+        assert request.finish_reason == {"type": "stop", "matched": token}
+        check_identities(request)
+        ended_on_a_draft += request.output_is_draft[-1]
+    assert ended_on_a_draft >= 2
+
+
+@pytest.mark.parametrize("prompt_len", [100, 127])
+@pytest.mark.parametrize("num_steps", [0, STEPS])
+def test_prompt_and_completion_may_fill_the_page_table(num_steps, prompt_len) -> None:
+    """The runner's page tables hold 128 tokens; drafts of the last rounds reach past them."""
+    prompt = np.random.default_rng(prompt_len).integers(6, 61, size=prompt_len).tolist()
+    limit = 128 - prompt_len
+    params = SamplingParams(temperature=0.0, max_new_tokens=limit, ignore_eos=True)
+    request = make_request(prompt, params, width=num_steps)
+    neighbour = make_request(PROMPTS[1], params, width=num_steps)
+    serving = Serving(num_steps=num_steps, run_ahead=1)
+    serving.scheduler.add(request)
+    serving.scheduler.add(neighbour)
+    serving.finish()
+    assert len(request.output_ids) == limit
+    # a model without pages, rounds or limits writes the same
+    runner = make_runner()
+    dense = make_request(prompt, params)
+    run_requests(runner, [dense])
+    assert dense.output_ids == dense_greedy(prompt, limit)
+    assert neighbour.output_ids == plain_output(tuple(PROMPTS[1]), params, 0)
+    assert request.output_ids == plain_output(tuple(prompt), params, 0)
+
+
+def test_results_are_cumulative_and_carry_their_identity() -> None:
+    serving = Serving()
+    (request,) = serving.add(PROMPTS[:1], GREEDY)
+    seen: list[list[int]] = []
+    while serving.scheduler.has_work:
+        serving.scheduler.step()
+        out = request.result()
+        assert out["meta_info"]["id"] == "r"
+        assert out["meta_info"]["prompt_tokens"] == len(PROMPTS[0])
+        assert out["meta_info"]["completion_tokens"] == len(out["output_ids"])
+        assert not seen or out["output_ids"][: len(seen[-1])] == seen[-1]
+        seen.append(out["output_ids"])
+    assert len(seen[-1]) == 24
