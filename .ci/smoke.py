@@ -7,8 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import specjax
 from safetensors.numpy import save_file
+
+import specjax
 from specjax import Engine, SamplingParams
 
 VOCAB, HIDDEN, INTER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 97, 32, 48, 4, 4, 2, 8

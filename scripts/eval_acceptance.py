@@ -96,6 +96,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--context-length", type=int, default=None)
     parser.add_argument("--draft-rope-theta", type=float, default=None)
+    parser.add_argument("--compile-cache-dir", default="auto", help="none: no cache")
     parser.add_argument("--output", type=Path, default=None, help="write the results as JSON")
     parser.add_argument(
         "--no-identity", action="store_true", help="do not decode plainly as well: faster"
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "context_length": args.context_length,
         "max_running_requests": args.batch_size,
+        "compile_cache_dir": None if args.compile_cache_dir == "none" else args.compile_cache_dir,
         "show_progress": True,
     }
     sampling = {

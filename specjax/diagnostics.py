@@ -1,6 +1,7 @@
 """Answers about a model that serving does not need."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,16 @@ def dense_attend(
         return kv, jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+@partial(jax.jit, static_argnums=0)
+def _next_logits(
+    flat: FlatModel[CausalLM], weights: Weights, tokens: jax.Array, last: jax.Array
+) -> jax.Array:
+    model = flat.rebuild(weights)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    hidden, _, _ = model(tokens, positions, None, dense_attend)
+    return model.logits(hidden[0, last])
+
+
 def next_logits(
     flat: FlatModel[CausalLM], weights: Weights, input_ids: Sequence[int]
 ) -> np.ndarray:
@@ -29,14 +40,7 @@ def next_logits(
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(input_ids)] = input_ids
 
-    @jax.jit
-    def run(weights: Weights, tokens: jax.Array, last: jax.Array) -> jax.Array:
-        model = flat.rebuild(weights)
-        positions = jnp.arange(width, dtype=jnp.int32)[None]
-        hidden, _, _ = model(tokens, positions, None, dense_attend)
-        return model.logits(hidden[0, last])
-
-    return np.asarray(run(weights, tokens, len(input_ids) - 1))
+    return np.asarray(_next_logits(flat, weights, tokens, np.int32(len(input_ids) - 1)))
 
 
 def two_best(

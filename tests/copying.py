@@ -7,76 +7,84 @@ output head, so it is wrong where the perturbation decides or its smaller vocabu
 """
 
 import copy
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.models.flat import Weights
+from specjax.config import DraftConfig, ModelConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.eagle import build_head
+from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import HostTables, ModelRunner
 from specjax.sampling_params import SamplingParams
 
-from .tiny import EAGLE3, TARGET, head_weights, make_request, make_runner, run_requests
-from .tiny import target_model as random_target
+from .tiny import EAGLE3, TARGET, make_request, make_runner, run_requests
 
-PERTURBATION = 0.03
-WIDTH = EAGLE3.num_kv_heads * EAGLE3.head_dim  # of the embedding that the head's values can carry
+PERTURBATION = 0.06
+Named = dict[str, np.ndarray]
 
 
-def embedding_table(vocab_size: int, hidden_size: int, seed: int) -> np.ndarray:
-    """Rows of equal length in the first ``WIDTH`` coordinates, the first of which is constant."""
-    table = np.zeros((vocab_size, hidden_size), np.float32)
-    rows = np.random.default_rng(seed).normal(size=(vocab_size, WIDTH - 1))
-    table[:, 1:WIDTH] = 3 * rows / np.linalg.norm(rows, axis=1, keepdims=True)
+def _random(build: Any, seed: int) -> Named:
+    flat = FlatModel.of(build)
+    return dict(zip(flat.names, map(np.asarray, flat.init(build, seed)), strict=True))
+
+
+def copying_target(config: ModelConfig, head: DraftConfig) -> Named:
+    """Weights of the target by flat name.
+
+    Embeddings lie in the first coordinates, as many as the head's values can carry; they have equal
+    length, so that every norm scales them alike, and the first coordinate is constant.
+    """
+    named = _random(partial(CausalLM, config), 0)
+    width = head.num_kv_heads * head.head_dim
+    rows = np.random.default_rng(5).normal(size=(config.vocab_size, width - 1))
+    table = np.zeros((config.vocab_size, config.hidden_size), np.float32)
+    table[:, 1:width] = 3 * rows / np.linalg.norm(rows, axis=1, keepdims=True)
     table[:, 0] = 1.0
-    return table
+    named["embedding.table"] = table
+    named["lm_head.kernel"] = 4 * named["lm_head.kernel"]
+    for name in named:
+        if name.endswith(("attention.output.kernel", "mlp.down.kernel")):
+            named[name] = np.float32(PERTURBATION) * named[name]
+    return named
+
+
+def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named:
+    """Weights of the head by flat name; its output is the newest token's embedding."""
+    named = _random(partial(build_head, config), 1)
+    size, dim = config.hidden_size, config.head_dim
+    q_size, width = config.num_heads * dim, config.num_kv_heads * dim
+    qkv = np.zeros((2 * size, q_size + 2 * width), np.float32)
+    qkv[0, 0:q_size:dim] = 1e3  # queries and keys: the constant coordinate, in the fastest pair
+    qkv[0, q_size : q_size + width : dim] = 1e3
+    qkv[:width, q_size + width :] = np.eye(width)
+    # takes the residual back: a recurrent state is such a copy itself, and its norm changes nothing
+    qkv[size : size + width, q_size + width :] = -np.eye(width)
+    output = np.zeros((q_size, size), np.float32)
+    group = config.num_heads // config.num_kv_heads
+    for i in range(width):  # the first query head of each group returns the group's values
+        output[i // dim * group * dim + i % dim, i] = 1.0
+    named |= {"attention.qkv.kernel": qkv, "attention.output.kernel": output}
+    named["fc.kernel"] = np.zeros_like(named["fc.kernel"])
+    named["mlp.down.kernel"] = np.zeros_like(named["mlp.down.kernel"])
+    # the head knows the tokens that the unperturbed chain writes, and fills up with others
+    written = np.unique(np.argmax(target["embedding.table"] @ target["lm_head.kernel"], axis=1))
+    others = np.setdiff1d(np.arange(config.vocab_size), written)
+    ids = np.sort(np.concatenate([written, others])[: config.draft_vocab_size])
+    named["d2t"] = (ids - np.arange(len(ids))).astype(np.int32)
+    named["lm_head.kernel"] = target["lm_head.kernel"][:, ids]
+    return named
 
 
 @cache
 def copied_weights() -> tuple[Weights, Weights]:
-    """Flat weights of the target and of the head."""
-    flat, random = random_target()
-    target = dict(zip(flat.names, random, strict=True))
-    target["embedding.table"] = jnp.asarray(
-        embedding_table(TARGET.vocab_size, TARGET.hidden_size, 5)
-    )
-    for name in flat.names:
-        if name.endswith(("attention.output.kernel", "mlp.down.kernel")):
-            target[name] = PERTURBATION * target[name]
+    """Flat weights for the networks of ``tiny``."""
     networks = make_runner(EAGLE3, 4).networks
     assert networks.head is not None
-    head = dict(zip(networks.head.names, head_weights(EAGLE3), strict=True))
-    head |= {name: jnp.asarray(array) for name, array in copying_layer().items()}
-    # the head knows the tokens that the unperturbed chain writes, and fills up with others
-    written = np.argmax(np.asarray(target["embedding.table"] @ target["lm_head.kernel"]), axis=1)
-    order = (
-        np.unique(written).tolist() + np.setdiff1d(np.arange(TARGET.vocab_size), written).tolist()
-    )
-    ids = np.sort(order[: EAGLE3.draft_vocab_size])
-    head["d2t"] = jnp.asarray((ids - np.arange(len(ids))).astype(np.int32))
-    head["lm_head.kernel"] = target["lm_head.kernel"][:, ids]
-    return flat.order(target), networks.head.order(head)
-
-
-def copying_layer() -> dict[str, np.ndarray]:
-    """Weights of the head, but for its vocabulary: output = the newest token's embedding."""
-    size, dim = EAGLE3.hidden_size, EAGLE3.head_dim
-    q_size = EAGLE3.num_heads * dim
-    qkv = np.zeros((2 * size, q_size + 2 * WIDTH), np.float32)
-    qkv[0, 0:q_size:dim] = 1e3  # queries and keys: the constant coordinate, in the fastest pair
-    qkv[0, q_size : q_size + WIDTH : dim] = 1e3
-    qkv[:WIDTH, q_size + WIDTH :] = np.eye(WIDTH)
-    output = np.zeros((q_size, size), np.float32)
-    group = EAGLE3.num_heads // EAGLE3.num_kv_heads
-    for i in range(WIDTH):  # the first query head of each group returns the group's values
-        output[i // dim * group * dim + i % dim, i] = 1.0
-    return {
-        "attention.qkv.kernel": qkv,
-        "attention.output.kernel": output,
-        "fc.kernel": np.zeros((EAGLE3.feature_size, size), np.float32),
-        "mlp.down.kernel": np.zeros((EAGLE3.intermediate_size, size), np.float32),
-    }
+    target = copying_target(TARGET, EAGLE3)
+    return networks.target.order(target), networks.head.order(copying_head(EAGLE3, target))
 
 
 @cache

@@ -17,6 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from specjax.cli import build_parser, main
 from specjax.cli_accepts import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.tokenizer import IncrementalDecoder, Tokenizer
+from tests.settings import kept_cache_settings
+from tests.text_checkpoint import write_text_pair
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -479,3 +481,54 @@ def test_painted_pieces_join_to_the_text(text: str, cuts: list[int], flags: list
     painted += painter.paint(shown, ids, flags[: len(ids)], final=True)
     assert painted.replace("[", "").replace("]", "") == shown
     assert painted.count("[") == painted.count("]")
+
+
+@pytest.fixture(scope="module")
+def real_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Options of a tiny random model, so that the real engine answers, compiled once."""
+    folder = tmp_path_factory.mktemp("cli")
+    target, head = write_text_pair(folder)
+    names = {"--model": target, "--draft": head, "--compile-cache-dir": str(folder / "cache")}
+    rest = "--max-new-tokens 12 --ignore-eos --speculative-num-steps 3 --context-length 64"
+    with kept_cache_settings():
+        yield [*(part for pair in names.items() for part in pair), *rest.split()]
+
+
+def test_real_engine_compares_equal_and_reports_json(
+    real_options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*real_options, "--json", "--compare", "--temperature", "0.9"]
+    assert main(["generate", "hello there", *options]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["compare"]["equal"] is True
+    assert body["compare"]["dtype"] == "float32"
+    meta = body["meta_info"]
+    assert meta["completion_tokens"] == len(body["output_ids"]) == 12
+    assert len(meta["output_is_draft"]) == 12
+    assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"]
+    assert meta["prompt_tokens"] == len("user hello there assistant ")
+
+
+def test_real_engine_shows_accepts(
+    real_options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["generate", "hello", "--raw", *real_options]) == 0
+    plain_text, figures = capsys.readouterr()
+    assert "12 tokens in" in figures
+    assert "finished by length" in figures
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["generate", "hello", "--raw", "--show-accepts", *real_options]) == 0
+    marked = capsys.readouterr().out
+    assert [c for c in marked if c not in "[]"] == [c for c in plain_text if c not in "[]"]
+
+
+def test_real_engine_refuses_in_one_line(
+    real_options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hello", *real_options, "--speculative-eagle-topk", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specjax: error: speculative_eagle_topk=4")
+    assert err.count("\n") == 1

@@ -35,7 +35,7 @@ def test_every_package_has_an_init_file() -> None:
 
 
 def test_kernels_is_flat() -> None:
-    assert [path for path in (ROOT / "kernels").glob("*/*.py")] == []
+    assert list((ROOT / "kernels").glob("*/*.py")) == []
 
 
 def test_versions_agree() -> None:
@@ -91,7 +91,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "specjax/py.typed" in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"specjax"}
-    heads = {path for path in (ROOT / "specjax" / "checkpoints" / "heads").rglob("*")}
+    heads = (ROOT / "specjax" / "checkpoints" / "heads").rglob("*")
     assert {str(path.relative_to(ROOT)) for path in heads if path.is_file()} <= names
     assert wheel.stat().st_size < 26_000_000
 

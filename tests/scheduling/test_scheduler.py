@@ -71,9 +71,8 @@ def test_more_requests_than_slots_each_as_if_alone(num_steps, run_ahead, params)
         histograms = np.array(
             [r.result()["meta_info"]["spec_correct_drafts_histogram"] for r in requests]
         ).sum(axis=0)
-        # rounds that accept nothing, a part and (greedy) all of the chain: the test sees them all
-        assert (histograms[:3] > 0).all()
-        assert params is SEEDED or histograms[-1] > 0
+        # the test sees rounds that accept nothing, any part, and all of the chain
+        assert (histograms > 0).all()
 
 
 def test_first_come_first_served() -> None:
@@ -208,8 +207,8 @@ def test_one_new_token_needs_no_verify(run_ahead) -> None:
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_an_end_token_inside_an_accepted_run_cuts_its_tail(run_ahead) -> None:
-    prompt = next(p for p, out in zip(PROMPTS, plain_outputs(PROMPTS, GREEDY, SEEDS), strict=True)
-                  if len(set(out)) > 5)  # fmt: skip
+    outputs = zip(PROMPTS, plain_outputs(PROMPTS, GREEDY, SEEDS), strict=True)
+    prompt = max(outputs, key=lambda pair: len(set(pair[1])))[0]
     whole = plain_output(tuple(prompt), GREEDY, 0)
     ended_on_a_draft = 0
     for token in dict.fromkeys(whole):
