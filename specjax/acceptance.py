@@ -112,22 +112,16 @@ def evaluate(
                 conversations[i].append({"role": "user", "content": prompts[i].turns[turn]})
             messages = [list(conversations[i]) for i in batch]
             outputs = speculative.generate(messages, sampling)
-            references = (
-                [None] * len(batch) if plain is None else plain.generate(messages, sampling)
-            )
+            differences: list[Difference | None] = [None] * len(batch)
+            if plain is not None:
+                references = plain.generate(messages, sampling)
+                differences = [
+                    _difference(plain.engine, *row)
+                    for row in zip(messages, outputs, references, strict=True)
+                ]
             answers = []
-            for i, request, output, reference in zip(
-                batch, messages, outputs, references, strict=True
-            ):
+            for i, output, difference in zip(batch, outputs, differences, strict=True):
                 conversations[i].append({"role": "assistant", "content": output["text"]})
-                difference = None
-                if plain is not None and output["output_ids"] != reference["output_ids"]:
-                    difference = find_difference(
-                        output["output_ids"],
-                        reference["output_ids"],
-                        encode_request(plain.engine.tokenizer, messages=request),
-                        plain.engine.logit_gap,
-                    )
                 answers.append(
                     Answer(
                         question_id=prompts[i].question_id,
@@ -140,6 +134,22 @@ def evaluate(
                     )
                 )
             yield answers
+
+
+def _difference(
+    plain_engine: Any,
+    messages: list[dict[str, str]],
+    output: dict[str, Any],
+    reference: dict[str, Any],
+) -> Difference | None:
+    if output["output_ids"] == reference["output_ids"]:
+        return None
+    return find_difference(
+        output["output_ids"],
+        reference["output_ids"],
+        encode_request(plain_engine.tokenizer, messages=messages),
+        plain_engine.logit_gap,
+    )
 
 
 def summarize(answers: list[Answer]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def dense_attend(
 ) -> tuple[Any, jax.Array]:
     """Causal attention over the tokens at hand, without any KV storage."""
     precision = "highest" if q.dtype == jnp.float32 else "default"
-    with jax.default_matmul_precision(precision):
+    # JAX's own attention mixes bfloat16 and float32, also under a caller's strict promotion
+    with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
         return kv, jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 

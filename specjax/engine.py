@@ -15,6 +15,7 @@ import numpy as np
 from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_target
 from specjax.config import SpeculativeConfig
 from specjax.diagnostics import two_best
+from specjax.inputs import Messages, check_ids, need_tokenizer, tokenize_inputs
 from specjax.kernels.tree_attention import attention_implementation
 from specjax.runtime.buckets import checked_buckets, prefill_buckets
 from specjax.runtime.compile_pool import enable_compile_cache
@@ -24,12 +25,11 @@ from specjax.runtime.runner import ModelRunner, Networks, RunnerConfig
 from specjax.sampling_params import SamplingParams
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
-from specjax.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.tokenizer import IncrementalDecoder
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_STEPS = 5
-Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
 
 
@@ -59,6 +59,8 @@ class Engine:
         chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` reads its configuration
             only and makes random weights on the device, for measurements of speed.
+        rounds_per_dispatch: rounds that one call on the device makes; more than 1 pays where a
+            round is shorter than its dispatch, at the price of coarser streaming.
         skip_tokenizer_init: do without a tokenizer; only ``input_ids`` are accepted then.
         seed: of the noise of requests that bring no ``sampling_seed``.
         compile_cache_dir: folder of compiled functions, ``"auto"`` for the user's cache folder,
@@ -91,6 +93,7 @@ class Engine:
         mem_fraction_static: float | None = None,
         chunked_prefill_size: int | None = None,
         load_format: str = "auto",
+        rounds_per_dispatch: int = 1,
         skip_tokenizer_init: bool = False,
         seed: int = 0,
         compile_cache_dir: str | PathLike[str] | None = "auto",
@@ -118,6 +121,7 @@ class Engine:
         for name, value in (
             ("max_running_requests", max_running_requests),
             ("chunked_prefill_size", chunked_prefill_size),
+            ("rounds_per_dispatch", rounds_per_dispatch),
             ("context_length", context_length),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -178,6 +182,7 @@ class Engine:
                     "cpu" if on_cpu else "gpu",
                     [c.head_dim for c in (target.config, networks.head_config) if c is not None],
                 ),
+                rounds_per_dispatch=rounds_per_dispatch,
                 simulate_accept_length=simulate_accept_length,
             ),
         )
@@ -240,7 +245,9 @@ class Engine:
             ValueError: for inputs or parameters that cannot be served.
         """
         self._need_open()
-        inputs, is_batch = self._tokenize(prompt, input_ids, messages)
+        inputs, is_batch = tokenize_inputs(self.tokenizer, prompt, input_ids, messages)
+        for ids in inputs:
+            check_ids(ids, self.target.config.vocab_size, self.context_length)
         if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
             params = [SamplingParams.of(p) for p in sampling_params]
             if len(params) != len(inputs):
@@ -330,49 +337,9 @@ class Engine:
         finally:
             self._drop(requests)
 
-    def _tokenize(self, prompt: Any, input_ids: Any, messages: Any) -> tuple[list[list[int]], bool]:
-        given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
-        names = [name for name, value in given.items() if value is not None]
-        if len(names) != 1:
-            raise ValueError(f"give exactly one of prompt, input_ids and messages, not {names}")
-        if input_ids is not None:
-            is_batch = len(input_ids) > 0 and not isinstance(input_ids[0], (int, np.integer))
-            inputs = [list(map(int, ids)) for ids in (input_ids if is_batch else [input_ids])]
-        else:
-            tokenizer = self._need_tokenizer(names[0])
-            if prompt is not None:
-                is_batch = not isinstance(prompt, str)
-                inputs = [tokenizer.encode(text) for text in (prompt if is_batch else [prompt])]
-            else:
-                is_batch = len(messages) > 0 and not isinstance(messages[0], Mapping)
-                texts = [
-                    tokenizer.apply_chat_template(m) for m in (messages if is_batch else [messages])
-                ]
-                inputs = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        vocab_size = self.target.config.vocab_size
-        for ids in inputs:
-            if not ids:
-                raise ValueError("an input has no tokens; give at least one")
-            wrong = [i for i in ids if not 0 <= i < vocab_size]
-            if wrong:
-                raise ValueError(
-                    f"input_ids {wrong[:5]} are outside the vocabulary of {vocab_size}"
-                )
-            if len(ids) >= self.context_length:
-                raise ValueError(
-                    f"a prompt of {len(ids)} tokens leaves no room in context_length="
-                    f"{self.context_length}; shorten it or raise context_length"
-                )
-        return inputs, is_batch
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer; with skip_tokenizer_init give input_ids")
-        return self.tokenizer
-
     def _request(self, input_ids: list[int], params: SamplingParams) -> Request:
         if params.stop_strings:
-            self._need_tokenizer("stop")
+            need_tokenizer(self.tokenizer, "stop")
         ends = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             ends |= set(self.target.config.eos_token_ids)

@@ -40,7 +40,7 @@ LLAMA31_8B_EAGLE3 = DraftConfig(
     feature_layers=LLAMA31_8B.default_feature_layers,
     dtype="bfloat16",
 )
-PRESETS = {"llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)}
+PRESETS: dict[str, tuple[ModelConfig, DraftConfig]] = {"llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)}
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:
@@ -52,7 +52,9 @@ def write_preset(name: str, folder: Path) -> tuple[Path, Path]:
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is not one of {sorted(PRESETS)}")
     paths = folder / name / "target", folder / name / "draft"
-    for path, config in zip(paths, PRESETS[name], strict=True):
+    target, draft = PRESETS[name]
+    for path in paths:
         path.mkdir(parents=True, exist_ok=True)
-        write_config(path, config)
+    write_config(paths[0], target)
+    write_config(paths[1], draft)
     return paths

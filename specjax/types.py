@@ -51,12 +51,17 @@ class VerifyOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingTable:
-    """Sampling parameters by request slot; greedy where ``temperatures`` is 0."""
+    """Sampling parameters by request slot; greedy where ``temperatures`` is 0.
+
+    End tokens let a row stop on the device; the host checks all of a request's end conditions again,
+    so those beyond E only cost rounds.
+    """
 
     temperatures: jax.Array  # f32 [R]
     top_ks: jax.Array  # i32 [R]; the vocabulary size turns it off
     top_ps: jax.Array  # f32 [R]; 1 turns it off
     seeds: jax.Array  # u32 [R, 2], the request seed as two words
+    end_token_ids: jax.Array  # i32 [R, E], tokens that end the request, then -1
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
@@ -84,7 +85,8 @@ def copied_weights() -> tuple[Weights, Weights]:
     networks = make_runner(EAGLE3, 4).networks
     assert networks.head is not None
     target = copying_target(TARGET, EAGLE3)
-    return networks.target.order(target), networks.head.order(copying_head(EAGLE3, target))
+    head = networks.head.order(copying_head(EAGLE3, target))
+    return jax.device_put((networks.target.order(target), head))
 
 
 @cache

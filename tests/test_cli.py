@@ -507,6 +507,10 @@ def test_real_engine_compares_equal_and_reports_json(
     assert len(meta["output_is_draft"]) == 12
     assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"]
     assert meta["prompt_tokens"] == len("user hello there assistant ")
+    # the first token comes from prefill; a round that ends on a draft gives no bonus token
+    assert meta["completion_tokens"] == (
+        1 + meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] - meta["output_is_draft"][-1]
+    )
 
 
 def test_real_engine_shows_accepts(

@@ -71,7 +71,7 @@ def head_weights(config: DraftConfig) -> Weights:
 
 @cache
 def runner_parts(
-    head: DraftConfig | None, num_steps: int, page_size: int, attention: str
+    head: DraftConfig | None, num_steps: int, page_size: int, attention: str, rounds: int
 ) -> ModelRunner:
     """A compiled runner with weights; shared, so a test must leave its slots clear."""
     runner = ModelRunner(
@@ -85,6 +85,7 @@ def runner_parts(
             batch_buckets=(1, 4),
             prefill_buckets=(4, 16),
             attention=attention,
+            rounds_per_dispatch=rounds,
         ),
     )
     runner.compile(show_progress=False)
@@ -98,9 +99,10 @@ def make_runner(
     *,
     page_size: int = 4,
     attention: str = "chunked",
+    rounds: int = 1,
 ) -> ModelRunner:
     """A compiled tiny runner, cached by its arguments."""
-    return runner_parts(head, num_steps, page_size, attention)
+    return runner_parts(head, num_steps, page_size, attention, rounds)
 
 
 def make_request(

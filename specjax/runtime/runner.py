@@ -1,6 +1,6 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,8 +17,12 @@ from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.compile_pool import CompilePool
 from specjax.runtime.paging import PageView
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.round import prefill_chunk, spec_round
+from specjax.speculative.round import prefill_chunk, spec_rounds
 from specjax.types import KVPools, SamplingTable
+
+# end tokens of a request that the device knows; models have one to four
+MAX_END_TOKENS = 8
+UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class RunnerConfig:
     batch_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     attention: str
+    rounds_per_dispatch: int = 1
     simulate_accept_length: float | None = None
 
 
@@ -70,6 +75,7 @@ class HostTables:
     top_ks: np.ndarray  # i32 [R]
     top_ps: np.ndarray  # f32 [R]
     seeds: np.ndarray  # u32 [R, 2]
+    end_token_ids: np.ndarray  # i32 [R, E]
     dirty: bool = field(default=True)
 
     @classmethod
@@ -81,6 +87,7 @@ class HostTables:
             top_ks=np.full(num_slots, vocab_size, np.int32),
             top_ps=np.ones(num_slots, np.float32),
             seeds=np.zeros((num_slots, 2), np.uint32),
+            end_token_ids=np.full((num_slots, MAX_END_TOKENS), -1, np.int32),
         )
 
 
@@ -148,7 +155,8 @@ class ModelRunner:
         head = () if nets.head is None else nets.head.abstract
         common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
         rounds = self._bind(
-            spec_round,
+            spec_rounds,
+            num_rounds=config.rounds_per_dispatch,
             num_steps=config.num_steps,
             simulate_accept_length=config.simulate_accept_length,
         )
@@ -156,7 +164,7 @@ class ModelRunner:
             self.compiled.add(("round", config.num_steps, batch), rounds, (*common, ints(batch)))
         prefill = self._bind(prefill_chunk)
         for width in config.prefill_buckets:
-            arguments = (*common, ints(width + 1), ints(4))
+            arguments = (*common, ints(width + 1), ints(5))
             self.compiled.add(("prefill", width), prefill, arguments)
         self.compiled.compile(show_progress=show_progress)
 
@@ -192,8 +200,9 @@ class ModelRunner:
         top_k: int,
         top_p: float,
         seed: int,
+        end_token_ids: Iterable[int] = (),
     ) -> None:
-        """Give a request slot its pages and sampling parameters."""
+        """Give a request slot its pages, sampling parameters and end tokens."""
         tables = self.tables
         tables.page_table[slot] = 0
         tables.page_table[slot, : len(pages)] = pages
@@ -201,6 +210,9 @@ class ModelRunner:
         tables.top_ks[slot] = top_k
         tables.top_ps[slot] = top_p
         tables.seeds[slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
+        ends = sorted(end_token_ids)[:MAX_END_TOKENS]
+        tables.end_token_ids[slot] = -1
+        tables.end_token_ids[slot, : len(ends)] = ends
         tables.dirty = True
 
     def clear_slot(self, slot: int) -> None:
@@ -216,6 +228,7 @@ class ModelRunner:
                 tables.top_ks.copy(),
                 tables.top_ps.copy(),
                 tables.seeds.copy(),
+                tables.end_token_ids.copy(),
             )
         )
         view = PageView(page_table, self.config.page_size, self.config.attention)
@@ -228,7 +241,12 @@ class ModelRunner:
         return (*self.weights, self.pools, self.future, self._view, self._sampling)
 
     def prefill(
-        self, slot: int, tokens: Sequence[int], start: int, next_token: int | None
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        start: int,
+        next_token: int | None,
+        max_new_tokens: int = UNLIMITED,
     ) -> jax.Array:
         """Dispatch one prompt chunk of a slot.
 
@@ -237,6 +255,7 @@ class ModelRunner:
             tokens: the chunk, at most the largest prefill bucket.
             start: tokens of the prompt already in the pool.
             next_token: the prompt token behind the chunk, ``None`` where the prompt ends.
+            max_new_tokens: tokens after which the row stops advancing.
 
         Returns:
             i32 ``[1]`` on the device: the first sampled token, where the prompt ends.
@@ -245,7 +264,8 @@ class ModelRunner:
         padded = np.zeros(width + 1, np.int32)
         padded[: len(tokens)] = tokens
         padded[len(tokens)] = 0 if next_token is None else next_token
-        chunk = np.array([slot, start, len(tokens), next_token is None], np.int32)
+        is_final = next_token is None
+        chunk = np.array([slot, start, len(tokens), is_final, max_new_tokens], np.int32)
         self.pools, self.future, token = self.compiled["prefill", width](
             *self._inputs(), *jax.device_put((padded, chunk))
         )
@@ -253,10 +273,10 @@ class ModelRunner:
         return token
 
     def round(self, slots: Sequence[int]) -> jax.Array:
-        """Dispatch one round of the given request slots.
+        """Dispatch the rounds of one call for the given request slots.
 
         Returns:
-            i32 ``[bucket, A + 2]`` on the device, rows in the order of ``slots``, then padding.
+            i32 ``[rounds_per_dispatch, bucket, A + 2]`` on the device, rows in the order of ``slots``, then padding.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         padded = (*slots, *(0,) * (batch - len(slots)))

@@ -83,7 +83,7 @@ class Request:
         self.output_is_draft: list[bool] = []
         self.text = ""
         self.finish_reason: dict[str, Any] | None = None
-        self._end_token_ids = end_token_ids
+        self.end_token_ids = end_token_ids
         self._decoder = decoder
         self._spec = SpecCounts(spec_width) if spec_width else None
         self._created = time.perf_counter()
@@ -124,7 +124,7 @@ class Request:
     def _append(self, token: int, *, is_draft: bool) -> None:
         self.output_ids.append(token)
         self.output_is_draft.append(is_draft)
-        is_end = token in self._end_token_ids
+        is_end = token in self.end_token_ids
         is_last = is_end or len(self.output_ids) >= self.max_new_tokens
         matched = self._add_text(None if is_end else token, flush=is_last)
         if matched is not None:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -109,6 +108,7 @@ class Scheduler:
                 top_k=vocab_size if params.top_k == -1 else min(params.top_k, vocab_size),
                 top_p=params.top_p,
                 seed=request.seed,
+                end_token_ids=request.end_token_ids,
             )
             self._prefill(request)
             self._running.append(request)
@@ -118,7 +118,9 @@ class Scheduler:
         for start in range(0, len(ids), width):
             end = min(start + width, len(ids))
             following = ids[end] if end < len(ids) else None
-            token = self._runner.prefill(request.slot, ids[start:end], start, following)
+            token = self._runner.prefill(
+                request.slot, ids[start:end], start, following, request.max_new_tokens
+            )
         self._in_flight.append(InFlight((request,), token, is_round=False))
 
     def _read(self, entry: InFlight) -> None:
@@ -127,13 +129,19 @@ class Scheduler:
             if request.is_finished:
                 continue
             if entry.is_round:
-                count, drafts = int(values[i, -1]), int(values[i, -2])
-                tokens: list[Any] = values[i, :count].tolist()
-                request.append_round(tokens, drafts, self._runner.config.num_steps)
+                self._append_rounds(request, values[:, i])
             else:
                 request.append_first(int(values[0]))
             if request.is_finished:
                 self._release(request)
+
+    def _append_rounds(self, request: Request, rounds: np.ndarray) -> None:
+        for values in rounds:
+            count, drafts = int(values[-1]), int(values[-2])
+            if count == 0 or request.is_finished:
+                return
+            tokens: list[int] = values[:count].tolist()
+            request.append_round(tokens, drafts, self._runner.config.num_steps)
 
     def _release(self, request: Request) -> None:
         self._running.remove(request)

@@ -17,9 +17,14 @@ from specjax.types import DraftInput
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FutureMap:
-    """``DraftInput`` with a leading axis of R request slots instead of batch rows."""
+    """``DraftInput`` with a leading axis of R request slots instead of batch rows.
+
+    ``remaining`` is the number of tokens that a request may still produce; a row without any is
+    treated as padding, so a request that ended is not advanced by the rounds already dispatched.
+    """
 
     rows: DraftInput
+    remaining: jax.Array  # i32 [R]
 
     @classmethod
     def abstract(cls, num_slots: int, topk: int, hidden_size: int, dtype: jnp.dtype) -> "FutureMap":
@@ -35,7 +40,8 @@ class FutureMap:
                 hidden=shape(hidden_size, dtype=dtype),
                 bonus_tokens=shape(dtype=jnp.dtype(jnp.int32)),
                 seq_lens=shape(dtype=jnp.dtype(jnp.int32)),
-            )
+            ),
+            shape(dtype=jnp.dtype(jnp.int32)),
         )
 
 
@@ -48,7 +54,26 @@ def publish(future: FutureMap, slots: jax.Array, seq_lens: jax.Array) -> FutureM
     """Record new sequence lengths i32 ``[B]``; known as soon as verification ends."""
     kept = jnp.where(slots > 0, seq_lens, 0)
     lens = future.rows.seq_lens.at[slots].set(kept)
-    return FutureMap(replace(future.rows, seq_lens=lens))
+    return replace(future, rows=replace(future.rows, seq_lens=lens))
+
+
+def spend(
+    future: FutureMap, slots: jax.Array, tokens: jax.Array, counts: jax.Array, ends: jax.Array
+) -> FutureMap:
+    """Take produced tokens off what the requests may still produce; nothing is left at an end.
+
+    Args:
+        future: rows by slot.
+        slots: i32 ``[B]``.
+        tokens: i32 ``[B, A]``, produced tokens.
+        counts: i32 ``[B]``, how many of them are valid.
+        ends: i32 ``[B, E]``, end tokens of the rows, padded with -1.
+    """
+    valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+    ended = jnp.any((tokens[:, :, None] == ends[:, None, :]) & valid[:, :, None], axis=(1, 2))
+    left = jnp.where(ended, 0, jnp.maximum(future.remaining[slots] - counts, 0))
+    left = jnp.where(slots > 0, left, 0)
+    return replace(future, remaining=future.remaining.at[slots].set(left))
 
 
 def stash(future: FutureMap, slots: jax.Array, draft_input: DraftInput) -> FutureMap:
@@ -57,4 +82,4 @@ def stash(future: FutureMap, slots: jax.Array, draft_input: DraftInput) -> Futur
     rows = jax.tree.map(
         lambda old, new: old.at[slots].set(new.astype(old.dtype)), future.rows, draft_input
     )
-    return FutureMap(replace(rows, seq_lens=lens))
+    return replace(future, rows=replace(rows, seq_lens=lens))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax.models.decoder import CausalLM
 from specjax.runtime.paging import PageView
-from specjax.speculative.future_map import FutureMap, publish, resolve, stash
+from specjax.speculative.future_map import FutureMap, publish, resolve, spend, stash
 from specjax.speculative.sampling import sample
 from specjax.speculative.stages import Head, draft, extend, propose, verify
 from specjax.types import KVPools, SamplingTable
@@ -33,6 +33,8 @@ def spec_round(
 ) -> tuple[KVPools, FutureMap, jax.Array]:
     """Draft, verify, compact and extend a batch; plain decoding where ``num_steps`` is 0.
 
+    Rows whose request has nothing left to produce are treated as padding.
+
     Args:
         target: the target model.
         head: the draft head; ``None`` only with ``num_steps`` 0.
@@ -49,8 +51,10 @@ def spec_round(
         The pools, the rows for the next round, and i32 ``[B, A + 2]`` for the host:
         ``accept_tokens``, ``num_accepted_drafts``, ``num_accepted_tokens``.
     """
+    slots = jnp.where(future.remaining[slots] > 0, slots, 0)
     inputs = resolve(future, slots)
     view = replace(view, page_table=view.page_table[slots])
+    params = rows_of(sampling, slots)
     tree, kv_draft = draft(target, head, pools.draft, inputs, view, num_steps)
     verified, kv_target = verify(
         target,
@@ -58,13 +62,15 @@ def spec_round(
         tree,
         inputs.seq_lens,
         view,
-        rows_of(sampling, slots),
+        params,
         slots > 0,
         num_steps=num_steps,
         feature_layers=feature_layers,
         simulate_accept_length=simulate_accept_length,
     )
-    future = publish(future, slots, inputs.seq_lens + verified.num_accepted_tokens)
+    counts = verified.num_accepted_tokens
+    future = publish(future, slots, inputs.seq_lens + counts)
+    future = spend(future, slots, verified.accept_tokens, counts, params.end_token_ids)
     if head is None:
         following = replace(inputs, bonus_tokens=verified.bonus_tokens)
     else:
@@ -80,6 +86,55 @@ def spec_round(
         axis=1,
     )
     return KVPools(target=kv_target, draft=kv_draft), future, packed
+
+
+def spec_rounds(
+    target: CausalLM,
+    head: Head | None,
+    pools: KVPools,
+    future: FutureMap,
+    view: PageView,
+    sampling: SamplingTable,
+    slots: jax.Array,
+    *,
+    num_rounds: int,
+    num_steps: int,
+    feature_layers: tuple[int, ...],
+    simulate_accept_length: float | None = None,
+) -> tuple[KVPools, FutureMap, jax.Array]:
+    """``num_rounds`` rounds of :func:`spec_round` in one call, for models whose round is short.
+
+    Returns:
+        As :func:`spec_round`, with what is for the host stacked to i32 ``[num_rounds, B, A + 2]``.
+    """
+
+    def one(pools: KVPools, future: FutureMap) -> tuple[KVPools, FutureMap, jax.Array]:
+        return spec_round(
+            target,
+            head,
+            pools,
+            future,
+            view,
+            sampling,
+            slots,
+            num_steps=num_steps,
+            feature_layers=feature_layers,
+            simulate_accept_length=simulate_accept_length,
+        )
+
+    if num_rounds == 1:
+        pools, future, packed = one(pools, future)
+        return pools, future, packed[None]
+
+    def step(
+        i: jax.Array, carry: tuple[KVPools, FutureMap, jax.Array]
+    ) -> tuple[KVPools, FutureMap, jax.Array]:
+        pools, future, packed = carry
+        pools, future, values = one(pools, future)
+        return pools, future, packed.at[i].set(values)
+
+    packed = jnp.zeros((num_rounds, slots.shape[0], num_steps + 3), jnp.int32)
+    return jax.lax.fori_loop(0, num_rounds, step, (pools, future, packed))
 
 
 def prefill_chunk(
@@ -107,15 +162,15 @@ def prefill_chunk(
         view: page tables by request slot.
         sampling: parameters by request slot.
         tokens: i32 ``[P + 1]``, the chunk, the token behind it (0 where the prompt ends), zeros.
-        chunk: i32 ``[4]``: request slot, tokens already in the pool, tokens in this chunk, and 1
-            where the prompt ends with it.
+        chunk: i32 ``[5]``: request slot, tokens already in the pool, tokens in this chunk, 1 where
+            the prompt ends with it, and the tokens that the request may produce.
         feature_layers: of the head.
 
     Returns:
         The pools, the rows by slot, and i32 ``[1]``, the sampled token (of meaning only where the
         prompt ends).
     """
-    slot, start, num_tokens, is_final = (chunk[i : i + 1] for i in range(4))
+    slot, start, num_tokens, is_final, budget = (chunk[i : i + 1] for i in range(5))
     width = tokens.shape[0] - 1
     view = replace(view, page_table=view.page_table[slot])
     offsets = jnp.arange(width, dtype=jnp.int32)[None]
@@ -127,8 +182,11 @@ def prefill_chunk(
     last = (num_tokens - 1)[:, None, None]
     logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     new_len = start + num_tokens
-    token = sample(logits, new_len[:, None], rows_of(sampling, slot))[:, 0]
+    params = rows_of(sampling, slot)
+    token = sample(logits, new_len[:, None], params)[:, 0]
     future = publish(future, slot, new_len)
+    future = replace(future, remaining=future.remaining.at[slot].set(budget))
+    future = spend(future, slot, token[:, None], is_final, params.end_token_ids)
     inputs = replace(resolve(future, slot), bonus_tokens=token)
     kv_draft = pools.draft
     if head is not None:

@@ -117,8 +117,7 @@ def sample_prompts(
     if num_turns:
         before, after = chat_frame(tokenizer)
         openings = [
-            (topic, opening.rstrip(" "))
-            for topic, opening in user_openings(num_turns, config.seed)
+            (topic, opening.rstrip(" ")) for topic, opening in user_openings(num_turns, config.seed)
         ]
         starts = [tokenizer.encode(before + o, add_special_tokens=False) for _, o in openings]
         turns = sampler.generate(

@@ -22,18 +22,24 @@ SLOTS: dict[str, tuple[str, ...]] = {
         penguins|magnets|taxes|opera|wheat|the ocean floor|clocks|football|cheese|databases|bridges|
         cloud computing|poetry|the immune system|lightning|memory|markets|trains|spices|museums|
         climate change|encryption|gardens|marathon running|yoga|architecture|photography|the desert|
-        submarines|maps|rice|violins|meditation|satellites|elections|ants|probability|steel""".split("|")
+        submarines|maps|rice|violins|meditation|satellites|elections|ants|probability|steel""".split(
+            "|"
+        )
     ),
     "person": tuple(
         """Anna|Omar|Priya|Lucas|Mei|Grandmother|a young sailor|an old clockmaker|a tired teacher|
         a curious robot|Sofia|Daniel|a detective|a lonely lighthouse keeper|Kofi|Elena|a chef|
         two brothers|a student|Maria|a fox|a dragon|the mayor|a nurse|Tom|a violin player|Aisha|
-        a farmer|an astronaut|a shy boy|a retired pilot|Nora|a street musician|the baker""".split("|")
+        a farmer|an astronaut|a shy boy|a retired pilot|Nora|a street musician|the baker""".split(
+            "|"
+        )
     ),
     "place": tuple(
         """a small village|Paris|a space station|the mountains|a crowded city|an island|Tokyo|
         a quiet library|the desert|a farm|New York|a hospital|a train station|the forest|Nairobi|
-        a castle|Lisbon|a school|the seaside|a market|Mexico City|an old house|a snowy town""".split("|")
+        a castle|Lisbon|a school|the seaside|a market|Mexico City|an old house|a snowy town""".split(
+            "|"
+        )
     ),
     "task": tuple(
         """improve my sleep|learn to cook|save money each month|write a better essay|start running|
@@ -41,7 +47,9 @@ SLOTS: dict[str, tuple[str, ...]] = {
         organize my desk|grow tomatoes|reduce stress|make new friends|study for an exam|fix a bicycle|
         give a speech|build a website|choose a laptop|clean a carpet|read more books|eat healthier|
         plan a trip|remember names|write a resume|stop procrastinating|paint a room|bake bread|
-        invest a small amount of money|ask for a raise|learn the guitar|help my child read""".split("|")
+        invest a small amount of money|ask for a raise|learn the guitar|help my child read""".split(
+            "|"
+        )
     ),
     "language": ("French", "Spanish", "German", "Italian", "Portuguese", "Chinese", "Dutch"),
     "program": tuple(
@@ -54,14 +62,37 @@ SLOTS: dict[str, tuple[str, ...]] = {
         implements a queue|draws a triangle of stars|computes the average|downloads a web page|
         finds common elements of two lists|transposes a matrix|simulates a dice roll""".split("|")
     ),
-    "code_language": ("Python", "Python", "Python", "JavaScript", "Java", "C", "C++", "SQL", "HTML"),
+    "code_language": (
+        "Python",
+        "Python",
+        "Python",
+        "JavaScript",
+        "Java",
+        "C",
+        "C++",
+        "SQL",
+        "HTML",
+    ),
     "form": tuple(
         """short story|poem|letter|blog post|product description|speech|song|dialogue|diary entry|
         news article|short essay|email|advertisement|review|cover letter|thank-you note|fable|
-        movie plot|tweet|recipe|haiku|toast|complaint|invitation|script for a short video""".split("|")
+        movie plot|tweet|recipe|haiku|toast|complaint|invitation|script for a short video""".split(
+            "|"
+        )
     ),
-    "tone": ("formal", "friendly", "funny", "polite", "persuasive", "simple", "serious", "cheerful"),
-    "number": tuple(str(n) for n in (2, 3, 3, 4, 5, 5, 6, 7, 8, 10, 12, 15, 20, 24, 30, 45, 60, 100)),
+    "tone": (
+        "formal",
+        "friendly",
+        "funny",
+        "polite",
+        "persuasive",
+        "simple",
+        "serious",
+        "cheerful",
+    ),
+    "number": tuple(
+        str(n) for n in (2, 3, 3, 4, 5, 5, 6, 7, 8, 10, 12, 15, 20, 24, 30, 45, 60, 100)
+    ),
     "thing": tuple(
         """apples|books|pencils|tickets|cookies|marbles|boxes|miles|dollars|flowers|students|eggs|
         stickers|hours|liters of water|cars|cards|chairs|pages|coins|trees|bottles""".split("|")

@@ -151,9 +151,7 @@ class Trainer:
         weights = flat.init(partial(Eagle3Head, self.draft), self.config.seed)
         named = dict(zip(flat.names, weights, strict=True))
         params = {
-            name: value.astype(jnp.float32)
-            for name, value in named.items()
-            if name not in _TABLES
+            name: value.astype(jnp.float32) for name, value in named.items() if name not in _TABLES
         }
         target = dict(zip(self.target.names, self.target_weights, strict=True))
         if "lm_head.kernel" in params and self.draft.hidden_size == self.draft.target_hidden_size:

@@ -56,6 +56,43 @@ def test_speculation_changes_no_token(head, steps, params, attention):
     assert outputs(runner, params, run_ahead=1) == plain
 
 
+@pytest.mark.parametrize(("head", "steps"), [(None, 0), (EAGLE3, 2)])
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
+    """Tokens, figures and ends are those of one round per dispatch; end tokens are in play."""
+    params = SamplingParams(temperature=0.9, max_new_tokens=23)
+    results = []
+    for rounds in (1, 4):
+        requests = [
+            make_request(p, params, seed=3 * i + 1, width=steps) for i, p in enumerate(PROMPTS)
+        ]
+        run_requests(make_runner(head, steps, rounds=rounds), requests, run_ahead=run_ahead)
+        figures = [request.result() for request in requests]
+        for out in figures:
+            out["meta_info"].pop("e2e_latency")
+        results.append(figures)
+    assert results[0] == results[1]
+    reasons = {out["meta_info"]["finish_reason"]["type"] for out in results[0]}
+    assert reasons == {"stop", "length"}
+
+
+def test_a_row_stops_on_the_device():
+    """At its last token and at an end token a row stops advancing inside a dispatch."""
+    runner = make_runner(rounds=4)
+    truth = dense_greedy(PROMPTS[3], 12)
+    set_up = {"temperature": 0.0, "top_k": 61, "top_p": 1.0, "seed": 0}
+    for budget, ends, produced in ((7, (), 7), (12, (truth[4],), truth.index(truth[4]) + 1)):
+        runner.set_slot(1, range(1, 21), **set_up, end_token_ids=ends)
+        runner.prefill(1, PROMPTS[3][:16], 0, PROMPTS[3][16])
+        runner.prefill(1, PROMPTS[3][16:], 16, None, budget)
+        packed = np.concatenate([np.asarray(runner.round([1])) for _ in range(3)])
+        counts = packed[:, 0, -1]
+        assert counts.tolist() == [1] * (produced - 1) + [0] * (12 - produced + 1)
+        assert packed[: produced - 1, 0, 0].tolist() == truth[1:produced]
+        assert int(runner.future.rows.seq_lens[1]) == len(PROMPTS[3]) + produced - 1
+    runner.clear_slot(1)
+
+
 def start(runner, prompt):
     """Prefill one prompt into slot 1; returns the first token."""
     runner.set_slot(
@@ -170,7 +207,7 @@ def test_padding_slot_stays_empty():
     start(runner, PROMPTS[1])
     packed = None
     for _ in range(3):
-        packed = np.asarray(runner.round([1, 0, 0]))
+        packed = np.asarray(runner.round([1, 0, 0]))[0]
     assert not packed[1:].any()
     assert int(runner.future.rows.seq_lens[0]) == 0
     runner.clear_slot(1)
@@ -178,6 +215,7 @@ def test_padding_slot_stays_empty():
 
 def test_future_map_shapes_match_the_rows():
     abstract = FutureMap.abstract(3, 1, 8, jnp.dtype(jnp.float32))
+    assert abstract.remaining.shape == (3,)
     assert abstract.rows.hidden.shape == (3, 8)
     assert abstract.rows.topk_ids.shape == (3, 1)
     assert abstract.rows.seq_lens.dtype == jnp.int32

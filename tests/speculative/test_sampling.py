@@ -1,5 +1,7 @@
 """Sampling: filters against a sort in numpy, frequencies against the softmax, keyed noise."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ def table(n, temperature=1.0, top_k=10**6, top_p=1.0, seeds=None):
         top_ks=jnp.full(n, top_k, jnp.int32),
         top_ps=jnp.full(n, top_p, jnp.float32),
         seeds=jnp.asarray(np.stack([np.zeros(n), seeds], axis=1), jnp.uint32),
+        end_token_ids=jnp.full((n, 1), -1, jnp.int32),
     )
 
 
@@ -100,7 +103,7 @@ def test_greedy_rows_stay_greedy_beside_sampled_ones():
     drawn = sample(
         logits,
         jnp.zeros((64, 1), jnp.int32),
-        SamplingTable(cold, mixed.top_ks, mixed.top_ps, mixed.seeds),
+        replace(mixed, temperatures=cold),
     )
     best = np.argmax(np.asarray(logits), axis=-1)
     assert np.array_equal(np.asarray(drawn)[::2], best[::2])

@@ -1,0 +1,98 @@
+"""A tiny model and its EAGLE-3 head on disk, with a tokenizer of single characters."""
+
+import dataclasses
+import json
+import string
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from specjax.checkpoints import export_draft
+from specjax.tokenizer import Tokenizer
+
+from .copying import copying_head, copying_target
+from .tiny import EAGLE3, TARGET
+
+LETTERS = string.ascii_letters + string.digits + string.punctuation
+EOS = "</s>"
+EOS_ID = len(LETTERS) + 1
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+# two ids more than the tokenizer has, as padded vocabularies are
+CONFIG = dataclasses.replace(
+    TARGET, vocab_size=EOS_ID + 3, max_position_embeddings=128, eos_token_ids=(EOS_ID,)
+)
+HEAD = dataclasses.replace(
+    EAGLE3, vocab_size=CONFIG.vocab_size, draft_vocab_size=80, max_position_embeddings=128
+)
+
+
+def letter_tokenizer() -> Tokenizer:
+    """One token a character of printable ASCII, and an end token."""
+    vocabulary = {letter: i for i, letter in enumerate([*LETTERS, "Ġ", EOS])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS])
+    return Tokenizer(backend, special_tokens={"eos_token": EOS}, chat_template=TEMPLATE)
+
+
+def write_target(path: Path) -> Path:
+    """A Hugging Face directory, written without the package's own name maps."""
+    path.mkdir(parents=True)
+    named = copying_target(CONFIG, HEAD)
+    dim = CONFIG.head_dim
+    q_size, kv_size = CONFIG.num_heads * dim, CONFIG.num_kv_heads * dim
+    tensors = {
+        "model.embed_tokens.weight": named["embedding.table"],
+        "model.norm.weight": named["norm.scale"],
+        "lm_head.weight": named["lm_head.kernel"].T,
+    }
+    for i in range(CONFIG.num_layers):
+        flat, name = f"layers.{i}.", f"model.layers.{i}."
+        q, k, v = np.split(named[flat + "attention.qkv.kernel"].T, [q_size, q_size + kv_size])
+        gate, up = np.split(named[flat + "mlp.gate_up.kernel"].T, 2)
+        tensors |= {
+            name + "self_attn.q_proj.weight": q,
+            name + "self_attn.k_proj.weight": k,
+            name + "self_attn.v_proj.weight": v,
+            name + "self_attn.o_proj.weight": named[flat + "attention.output.kernel"].T,
+            name + "mlp.gate_proj.weight": gate,
+            name + "mlp.up_proj.weight": up,
+            name + "mlp.down_proj.weight": named[flat + "mlp.down.kernel"].T,
+            name + "input_layernorm.weight": named[flat + "input_norm.scale"],
+            name + "post_attention_layernorm.weight": named[flat + "post_attention_norm.scale"],
+        }
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+        path / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": CONFIG.vocab_size,
+        "hidden_size": CONFIG.hidden_size,
+        "intermediate_size": CONFIG.intermediate_size,
+        "num_hidden_layers": CONFIG.num_layers,
+        "num_attention_heads": CONFIG.num_heads,
+        "num_key_value_heads": CONFIG.num_kv_heads,
+        "head_dim": CONFIG.head_dim,
+        "rms_norm_eps": CONFIG.rms_norm_eps,
+        "rope_theta": CONFIG.rope_theta,
+        "max_position_embeddings": CONFIG.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": EOS_ID,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    letter_tokenizer().save(path)
+    return path
+
+
+def write_head(path: Path) -> Path:
+    """The head of :func:`write_target` in the published format."""
+    export_draft(path, HEAD, copying_head(HEAD, copying_target(CONFIG, HEAD)))
+    return path
