@@ -18,7 +18,7 @@ from specjax.diagnostics import next_logits
 from .settings import counted_compilations, kept_cache_settings
 from .tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
 
-STEPS = 4
+STEPS = 3
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x", "0123456789" * 6]
@@ -47,6 +47,10 @@ class Files:
             }
         return Engine(self.target, **(arguments | changes))
 
+    def small(self, **changes: Any) -> Engine:
+        """An engine with as little to compile as can be."""
+        return self.engine(**({"max_running_requests": 1, "chunked_prefill_size": 1} | changes))
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
@@ -64,7 +68,8 @@ def engine(files: Files) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def plain(files: Files, engine: Engine) -> Iterator[Engine]:
     """Decodes plainly, with a pool that is too small for the whole context."""
-    with files.engine(speculative=False, max_total_tokens=96, share_weights_with=engine) as made:
+    arguments = {"speculative": False, "max_total_tokens": 96, "share_weights_with": engine}
+    with files.small(**arguments) as made:
         yield made
 
 
@@ -168,7 +173,7 @@ def test_stop_strings_are_cut_off(engine) -> None:
 def test_context_limit_ends_a_request(files, engine) -> None:
     prompt = letter_tokenizer().encode("The sky is blue, be")
     long = engine.generate(input_ids=prompt, sampling_params=GREEDY)
-    with files.engine(context_length=24, max_running_requests=1) as small:
+    with files.small(speculative=False, context_length=24) as small:
         assert small.context_length == 24
         result = small.generate(
             input_ids=prompt, sampling_params={"temperature": 0.0, "ignore_eos": True}
@@ -195,7 +200,7 @@ def test_unseeded_requests_follow_the_engines_seed(files, engine) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=20, ignore_eos=True)
     outputs = []
     for seed in (3, 3, 4):
-        with files.engine(seed=seed, share_weights_with=engine) as made:
+        with files.small(seed=seed, share_weights_with=engine) as made:
             outputs.append([r["output_ids"] for r in made.generate(["hello"] * 2, params)])
     assert outputs[0] == outputs[1]
     assert outputs[0] != outputs[2]
@@ -333,8 +338,8 @@ def test_engine_without_tokenizer_takes_ids_only(files, engine, tmp_path) -> Non
     (files.target / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     try:
         with pytest.raises(ValueError, match=r"tokenizer\.json is missing.*skip_tokenizer_init"):
-            files.engine()
-        made = files.engine(skip_tokenizer_init=True)
+            files.small()
+        made = files.small(skip_tokenizer_init=True)
     finally:
         (tmp_path / "tokenizer.json").rename(files.target / "tokenizer.json")
     with made:
@@ -357,7 +362,7 @@ def test_weights_are_shared_without_reading_them_again(files, engine, monkeypatc
 
     monkeypatch.setattr(TargetCheckpoint, "load_weights", refuse)
     monkeypatch.setattr(DraftCheckpoint, "load_weights", refuse)
-    with files.engine(share_weights_with=engine) as other:
+    with files.small(share_weights_with=engine) as other:
         for ours, theirs in zip(other.runner.weights, engine.runner.weights, strict=True):
             assert all(a is b for a, b in zip(ours, theirs, strict=True))
         text = other.generate("hello", GREEDY)["text"]
@@ -367,7 +372,7 @@ def test_weights_are_shared_without_reading_them_again(files, engine, monkeypatc
 
 def test_another_head_of_the_same_shape_is_not_shared(files, engine, tmp_path) -> None:
     other_head = write_head(tmp_path / "head")
-    with files.engine(draft=other_head, share_weights_with=engine) as other:
+    with files.small(draft=other_head, share_weights_with=engine) as other:
         assert other.runner.weights[0][0] is engine.runner.weights[0][0]
         assert other.runner.weights[1][0] is not engine.runner.weights[1][0]
 
@@ -378,14 +383,10 @@ def test_sharing_needs_the_same_model(files, engine, tmp_path) -> None:
     write_target(tmp_path / "target")
     with pytest.raises(ValueError, match="share_weights_with is an engine over"):
         Engine(tmp_path / "target", share_weights_with=engine, compile_cache_dir=None)
-    closed = files.engine()
-    closed.close()
-    with pytest.raises(ValueError, match="closed"):
-        files.engine(share_weights_with=closed)
 
 
 def test_bfloat16_runs(files) -> None:
-    with files.engine(dtype="bfloat16", max_running_requests=1) as made:
+    with files.small(dtype="bfloat16") as made:
         target, head = made.runner.weights
         assert {w.dtype for w in target} == {jnp.dtype(jnp.bfloat16)}
         assert {w.dtype for w in head} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
@@ -402,7 +403,7 @@ def test_auto_is_float32_on_a_cpu(engine) -> None:
 
 
 def test_closed_engines_refuse_work(files, engine) -> None:
-    made = files.engine(share_weights_with=engine)
+    made = files.small(share_weights_with=engine)
     stream = made.generate("hello", GREEDY, stream=True)
     unread = made.generate("hello", GREEDY, stream=True)
     first = next(stream)
@@ -417,13 +418,15 @@ def test_closed_engines_refuse_work(files, engine) -> None:
         made.generate("hello")
     with pytest.raises(ValueError, match="closed"):
         made.logit_gap([1])
+    with pytest.raises(ValueError, match="closed"):
+        files.engine(share_weights_with=made)
     with made:  # leaving a closed engine is fine too
         pass
 
 
 def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, capsys) -> None:
     with caplog.at_level("INFO", logger="specjax"):
-        files.engine(share_weights_with=engine, show_progress=True).close()
+        files.small(share_weights_with=engine, show_progress=True).close()
     for part in ("weights 0.00 GB", "pages of 4 tokens", "EAGLE3 head", "rope_theta", "80 of 98"):
         assert part in caplog.text
     output = capsys.readouterr()
@@ -522,3 +525,35 @@ def test_speculative_arguments_need_an_algorithm(files) -> None:
 def test_missing_models_are_named() -> None:
     with pytest.raises(ValueError, match="no/such/model"):
         Engine("./no/such/model.gguf", compile_cache_dir=None)
+
+
+@pytest.mark.slow
+def test_embedded_model_answers(tmp_path) -> None:
+    """SmolLM2 through the whole engine: chat template, end token, batch, stream, stop string."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    story = [{"role": "user", "content": "Write one sentence about 日本 with an emoji."}]
+    params = {"temperature": 0.0, "max_new_tokens": 48}
+    with (
+        kept_cache_settings(),
+        Engine(
+            "smollm2-135m",
+            max_running_requests=2,
+            context_length=256,
+            compile_cache_dir=tmp_path / "cache",
+        ) as made,
+    ):
+        answer = made.generate(messages=question, sampling_params=params)
+        assert "Paris" in answer["text"]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+        both = made.generate(messages=[story, question], sampling_params=params)
+        assert both[1]["output_ids"] == answer["output_ids"]
+        shown = [
+            out["text"]
+            for out in made.generate(messages=story, sampling_params=params, stream=True)
+        ]
+        assert shown[-1] == both[0]["text"] == made.tokenizer.decode(both[0]["output_ids"])
+        for before, after in pairwise(shown):
+            assert after.startswith(before)
+            assert "\ufffd" not in before
+        cut = made.generate(messages=question, sampling_params=params | {"stop": "Paris"})
+        assert cut["text"] == answer["text"][: answer["text"].index("Paris")]

@@ -22,10 +22,18 @@ EOS_ID = len(LETTERS) + 1
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 # two ids more than the tokenizer has, as padded vocabularies are
 CONFIG = dataclasses.replace(
-    TARGET, vocab_size=EOS_ID + 3, max_position_embeddings=128, eos_token_ids=(EOS_ID,)
+    TARGET,
+    vocab_size=EOS_ID + 3,
+    num_layers=2,
+    max_position_embeddings=128,
+    eos_token_ids=(EOS_ID,),
 )
 HEAD = dataclasses.replace(
-    EAGLE3, vocab_size=CONFIG.vocab_size, draft_vocab_size=80, max_position_embeddings=128
+    EAGLE3,
+    vocab_size=CONFIG.vocab_size,
+    draft_vocab_size=80,
+    feature_layers=(0, 0, 1),
+    max_position_embeddings=128,
 )
 
 

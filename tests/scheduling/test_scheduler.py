@@ -1,6 +1,7 @@
 """Many requests at once: each gets what it would get alone, in order, and gives everything back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,22 @@ def test_more_requests_than_slots_each_as_if_alone(num_steps, run_ahead, params)
         ).sum(axis=0)
         # the test sees rounds that accept nothing, any part, and all of the chain
         assert (histograms > 0).all()
+
+
+@pytest.mark.parametrize("num_steps", [0, STEPS])
+def test_noise_belongs_to_positions(num_steps) -> None:
+    """A request that starts with a part of another's output writes the rest of it."""
+    whole = plain_outputs(PROMPTS, SEEDED, [9] * len(PROMPTS))
+    serving = Serving(num_steps=num_steps)
+    requests = []
+    for i, (prompt, output) in enumerate(zip(PROMPTS, whole, strict=True)):
+        known = prompt + output[: 1 + i]
+        requests.append(
+            make_request(known, replace(SEEDED, max_new_tokens=23 - i), seed=9, width=4)
+        )
+        serving.scheduler.add(requests[-1])
+    serving.finish()
+    assert [r.output_ids for r in requests] == [out[1 + i :] for i, out in enumerate(whole)]
 
 
 def test_first_come_first_served() -> None:

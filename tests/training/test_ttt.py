@@ -187,7 +187,9 @@ def test_step_mask_stays_in_the_answer_of_its_own_segment(corpus):
         assert batch.starts[rows, columns].all()
         assert (batch.segments[rows, columns] == batch.segments[rows, columns + 2 + step]).all()
         per_answer = np.maximum(np.minimum(corpus.lengths, 32) - corpus.prompt_lens - 1 - step, 0)
-        assert len(rows) == per_answer[np.minimum(corpus.lengths, 32) - corpus.prompt_lens >= 2].sum()
+        assert (
+            len(rows) == per_answer[np.minimum(corpus.lengths, 32) - corpus.prompt_lens >= 2].sum()
+        )
 
 
 def test_accept_length_telescopes():
@@ -217,7 +219,9 @@ def test_later_steps_never_see_later_rows(tiny, steps):
 
 def test_first_step_attention_is_causal_attention(tiny):
     key = jax.random.key(0)
-    q, k, v = (jax.random.normal(s, (2, 9, h, 8)) for s, h in zip(jax.random.split(key, 3), (4, 2, 2)))
+    q, k, v = (
+        jax.random.normal(s, (2, 9, h, 8)) for s, h in zip(jax.random.split(key, 3), (4, 2, 2))
+    )
     segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2])
     _, ours = ttt_attend(segments)((), 0, q, k, v)
     _, packed = packed_attend(segments, "xla")(None, 0, q, k, v)
