@@ -77,7 +77,8 @@ def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
         for _ in range(rounds):
             packed = runner.round(slots)
         packed.block_until_ready()
-        times.append((time.perf_counter() - started) / rounds * 1e3)
+        made = rounds * runner.config.rounds_per_dispatch
+        times.append((time.perf_counter() - started) / made * 1e3)
     for slot in slots:
         runner.clear_slot(slot)
     return statistics.median(times)
@@ -92,7 +93,7 @@ def engine_ms(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[fl
             stamps.append(time.perf_counter())
         last[out["index"]] = out
     # the first rounds run beside prefill, the last ones with rows that have ended
-    gaps = np.diff(stamps)[2:]
+    gaps = np.diff(stamps)[2:] / engine.runner.config.rounds_per_dispatch
     lengths = [out["meta_info"].get("spec_accept_length", 1.0) for out in last.values()]
     return float(np.median(gaps)) * 1e3, float(np.mean(lengths))
 
@@ -100,11 +101,14 @@ def engine_ms(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[fl
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--preset", choices=[*PRESETS, "smollm2-135m"], default="llama3.1-8b")
+    parser.add_argument("--preset", choices=PRESETS, default="llama3.1-8b")
+    parser.add_argument("--model", help="real weights instead of a preset: name, folder or file")
+    parser.add_argument("--draft", help="draft head of --model")
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
     parser.add_argument("--steps", type=numbers, default=[0, 1, 3, 7])
     parser.add_argument("--context", type=int, default=1024, help="shortest prompt; +20 percent")
     parser.add_argument("--rounds", type=int, default=30, help="rounds of one timed stretch")
+    parser.add_argument("--rounds-per-dispatch", type=int, default=1)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--simulate-accept-length", type=float)
     parser.add_argument("--dtype", default="bfloat16")
@@ -116,11 +120,12 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
     """An engine for one step count over all batch sizes."""
     longest = args.context + args.context // 5
     # a round may advance by all its tokens; twelve stretches of rounds at most
-    room = 12 * args.rounds * (steps + 1)
+    room = 12 * args.rounds * args.rounds_per_dispatch * (steps + 1)
     context = longest + room
     options = {
         "dtype": args.dtype,
         "page_size": args.page_size,
+        "rounds_per_dispatch": args.rounds_per_dispatch,
         "context_length": context,
         "max_running_requests": max(batches),
         "batch_buckets": batches,
@@ -132,12 +137,12 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
         options |= {"speculative_algorithm": "EAGLE3", "speculative_num_steps": steps}
         if args.simulate_accept_length:
             options["simulate_accept_length"] = args.simulate_accept_length
-    if args.preset in PRESETS:
+    if not args.model:
         target, draft = write_preset(args.preset, folder)
         if steps:
             options["draft"] = draft
         return Engine(target, load_format="dummy", **options)
-    return Engine(args.preset, **options)
+    return Engine(args.model, **options, **({"draft": args.draft} if steps else {}))
 
 
 def main() -> None:
@@ -147,7 +152,9 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     console = Console(width=120)
     rng = np.random.default_rng(0)
-    table = Table(title=f"{args.preset}, {args.dtype}, {device.device_kind}, jax {jax.__version__}")
+    table = Table(
+        title=f"{args.model or args.preset}, {args.dtype}, {device.device_kind}, jax {jax.__version__}"
+    )
     for column in (
         "steps",
         "batch",
@@ -168,12 +175,14 @@ def main() -> None:
                 lengths = rng.integers(args.context, args.context + args.context // 5, size=batch)
                 prompts = [rng.integers(100, vocab, size=n).tolist() for n in lengths]
                 on_device = device_ms(engine, prompts, args.rounds)
-                through, accept = engine_ms(engine, prompts, args.rounds * 2)
+                tokens = args.rounds * 2 * args.rounds_per_dispatch
+                through, accept = engine_ms(engine, prompts, tokens)
                 nbytes = floor_bytes(engine, steps, int(lengths.sum()))
                 floor = nbytes / bandwidth * 1e3
                 stats = device.memory_stats() or {}
                 row = {
-                    "preset": args.preset,
+                    "model": args.model or args.preset,
+                    "rounds_per_dispatch": args.rounds_per_dispatch,
                     "steps": steps,
                     "batch": batch,
                     "device_ms": on_device,

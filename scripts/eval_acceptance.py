@@ -91,6 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--limit", type=int, default=None, help="use the first N prompts")
+    parser.add_argument("--rounds-per-dispatch", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--sampling-seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
@@ -102,7 +103,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--no-identity", action="store_true", help="do not decode plainly as well: faster"
     )
     args = parser.parse_args(argv)
-    for name in ("batch_size", "num_steps", "max_new_tokens", "limit"):
+    for name in ("batch_size", "num_steps", "max_new_tokens", "limit", "rounds_per_dispatch"):
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "context_length": args.context_length,
         "max_running_requests": args.batch_size,
+        "rounds_per_dispatch": args.rounds_per_dispatch,
         "compile_cache_dir": None if args.compile_cache_dir == "none" else args.compile_cache_dir,
         "show_progress": True,
     }
@@ -195,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
                         "num_steps",
                         "max_new_tokens",
                         "batch_size",
+                        "rounds_per_dispatch",
                         "temperature",
                         "sampling_seed",
                     )

@@ -34,15 +34,9 @@ from specjax.training.collect import (
 )
 from specjax.training.data import Corpus, draft_vocabulary, pack
 from specjax.training.generate import GeneratorConfig, Sampler
-from specjax.training.trainer import (
-    TrainConfig,
-    Trainer,
-    TrainState,
-    checkpoint_manager,
-    head_config,
-    restore_state,
-    save_state,
-)
+from specjax.training.measure import measure_acceptance
+from specjax.training.saving import checkpoint_manager, restore_state, save_state
+from specjax.training.trainer import TrainConfig, Trainer, TrainState, head_config
 
 logger = logging.getLogger("train_draft")
 
@@ -77,8 +71,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = head.add_argument
     add("--draft-vocab-size", type=int, default=8192)
     add("--intermediate-size", type=int, help="default: the target's")
-    add("--fc-norm", action="store_true", help="norm each captured feature (EAGLE 3.1)")
-    add("--norm-output", action="store_true", help="feed the normed output back (EAGLE 3.1)")
+    switch = argparse.BooleanOptionalAction
+    add("--fc-norm", action=switch, default=True, help="norm each feature (EAGLE 3.1)")
+    add("--norm-output", action=switch, default=True, help="feed back the normed output (3.1)")
     train = parser.add_argument_group("training")
     add = train.add_argument
     add("--steps", type=int, default=2000)
@@ -86,9 +81,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ttt-steps", type=int, default=6)
     add("--batch-rows", type=int, default=8)
     add("--row-length", type=int, default=512)
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, help="default: 3e-3, less for heads wider than 576")
     add("--warmup-steps", type=int, default=100)
-    add("--hard-weight", type=float, default=0.5, help="share of the one-hot label")
+    add("--hard-weight", type=float, default=0.7, help="share of the one-hot label")
     add("--held-out", type=float, default=0.01, help="share of the prompts")
     add("--checkpoint-dir", type=Path, help="orbax checkpoints; resumes from the newest")
     add("--checkpoint-every", type=int, default=1000)
@@ -115,6 +110,7 @@ class GenerationBar:
         self.prompts = 0
 
     def __call__(self, prompts: int, tokens: int) -> None:
+        """Count finished prompts and their tokens."""
         self.prompts += prompts
         self.bar.update(tokens)
         self.bar.set_postfix_str(f"{self.prompts} finished", refresh=False)
@@ -242,18 +238,19 @@ def evaluate(
     config = CollectConfig(max_answer_tokens=args.evaluate_tokens, seed=args.seed)
     corpus = answer_prompts(sampler, short, [0.0] * len(short), config)
     row_length = -(-(longest + args.evaluate_tokens) // 64) * 64
-    rounds, tokens = trainer.measure_accept_length(
-        params, corpus, args.evaluate_steps, row_length
-    )
-    figures: dict[str, Any] = {"steps": args.evaluate_steps, "categories": {}}
-    names = [*enumerate(corpus.source_names), (None, "all")]
-    for source, name in names:
+    steps = args.evaluate_steps
+    acceptance = measure_acceptance(trainer, params, corpus, steps, row_length)
+    figures: dict[str, Any] = {"steps": steps, "tokens": args.evaluate_tokens, "categories": {}}
+    for source, name in [*enumerate(corpus.source_names), (None, "all")]:
         chosen = np.ones(len(corpus), bool) if source is None else corpus.sources == source
-        length = float(tokens[chosen].sum() / max(rounds[chosen].sum(), 1))
-        ratios = tokens[chosen] / np.maximum(rounds[chosen], 1)
-        entry = {"accept_length": length, "mean_of_prompts": float(ratios[rounds[chosen] > 0].mean())}
-        figures["categories"][name] = entry | {"prompts": int(chosen.sum())}
-        logger.info("%-24s accept length %.3f over %d prompts", name, length, chosen.sum())
+        length, predicted = acceptance.length(chosen), acceptance.predicted(chosen)
+        figures["categories"][name] = {
+            "prompts": int(chosen.sum()),
+            "accept_length": length,
+            "predicted": predicted,
+        }
+        message = "%-24s accept length %.3f (predicted %.3f), %d prompts"
+        logger.info(message, name, length, predicted, chosen.sum())
     return figures
 
 
@@ -281,15 +278,16 @@ def main(argv: list[str] | None = None) -> None:
             intermediate_size=args.intermediate_size or model.intermediate_size,
             draft_vocab_size=min(args.draft_vocab_size, model.vocab_size),
             dtype=dtype,
+            has_fc_norm=args.fc_norm,
+            norm_output=args.norm_output,
         )
-        draft = dataclasses.replace(draft, has_fc_norm=args.fc_norm, norm_output=args.norm_output)
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
         config = TrainConfig(
             steps=args.steps,
             batch_rows=args.batch_rows,
             row_length=args.row_length,
             ttt_steps=args.ttt_steps,
-            learning_rate=args.learning_rate,
+            learning_rate=args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size),
             warmup_steps=min(args.warmup_steps, args.steps - 1),
             hard_weight=args.hard_weight,
             seed=args.seed,

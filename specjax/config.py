@@ -128,6 +128,7 @@ class DraftConfig(TransformerConfig):
     has_own_lm_head: bool = True
     ties_lm_head: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     has_fc_norm: bool = False
     norm_output: bool = False
 
@@ -142,6 +143,11 @@ class DraftConfig(TransformerConfig):
             )
         if self.algorithm == "EAGLE3" and not self.feature_layers:
             raise ValueError("an EAGLE-3 head needs feature_layers")
+        if self.norm_before_fc and self.has_fc_norm:
+            raise ValueError(
+                "norm_before_fc=True (one norm over all features) and has_fc_norm=True (one for "
+                "each feature) exclude each other"
+            )
         if self.algorithm == "EAGLE3" and self.num_layers != 1:
             raise ValueError(f"num_layers={self.num_layers}: an EAGLE-3 head has exactly 1 layer")
 

@@ -90,9 +90,10 @@ def copied_weights() -> tuple[Weights, Weights]:
 
 
 @cache
-def copied_runner(num_steps: int) -> ModelRunner:
+def copied_runner(num_steps: int, rounds: int = 1) -> ModelRunner:
     """A runner over these weights with the compiled functions of the tiny one; 0 is plain."""
-    runner = copy.copy(make_runner(EAGLE3, num_steps) if num_steps else make_runner())
+    head_config = EAGLE3 if num_steps else None
+    runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds))
     config = runner.config
     runner.tables = HostTables.empty(config.num_slots, config.pages_per_request, TARGET.vocab_size)
     runner._slots_on_device = {}

@@ -45,7 +45,8 @@ class Files:
                 "speculative_algorithm": "EAGLE3",
                 "speculative_num_steps": STEPS,
             }
-        return Engine(self.target, **(arguments | changes))
+        arguments |= changes
+        return Engine(arguments.pop("target", self.target), **arguments)
 
     def small(self, **changes: Any) -> Engine:
         """An engine with as little to compile as can be."""
@@ -196,14 +197,14 @@ def test_seeded_requests_do_not_depend_on_company(engine, plain) -> None:
     assert engine.generate("hello", changed)["output_ids"] != alone
 
 
-def test_unseeded_requests_follow_the_engines_seed(files, engine) -> None:
+def test_unseeded_requests_follow_the_engines_seed(files, engine, plain) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=20, ignore_eos=True)
     outputs = []
-    for seed in (3, 3, 4):
+    for seed in (3, 3):
         with files.small(seed=seed, share_weights_with=engine) as made:
             outputs.append([r["output_ids"] for r in made.generate(["hello"] * 2, params)])
     assert outputs[0] == outputs[1]
-    assert outputs[0] != outputs[2]
+    assert outputs[0] != [r["output_ids"] for r in plain.generate(["hello"] * 2, params)]
     assert outputs[0][0] != outputs[0][1]
 
 
@@ -397,6 +398,21 @@ def test_bfloat16_runs(files) -> None:
         assert made.logit_gap([1, 2, 3])[2] >= 0
 
 
+def test_dummy_weights_and_simulated_acceptance_need_no_tensors(files, tmp_path) -> None:
+    target = write_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    with files.small(
+        load_format="dummy", simulate_accept_length=2.5, rounds_per_dispatch=2, target=target
+    ) as made:
+        result = made.generate(
+            "hello", {"temperature": 0.0, "max_new_tokens": 101, "ignore_eos": True}
+        )
+        check_result(result, 5)
+        assert result["meta_info"]["spec_accept_length"] == pytest.approx(2.5, abs=0.2)
+    with pytest.raises(ValueError, match=r"model\.safetensors|no weights|\.safetensors"):
+        files.small(target=target)
+
+
 def test_auto_is_float32_on_a_cpu(engine) -> None:
     assert engine.target.config.dtype == "float32"
     assert {w.dtype for w in engine.runner.weights[0]} == {jnp.dtype(jnp.float32)}
@@ -498,6 +514,7 @@ def test_a_request_larger_than_the_pool_is_refused(plain) -> None:
         ({"max_running_requests": 0}, "max_running_requests=0"),
         ({"max_running_requests": 1.5}, "max_running_requests=1.5"),
         ({"chunked_prefill_size": 0}, "chunked_prefill_size=0"),
+        ({"rounds_per_dispatch": 0}, "rounds_per_dispatch=0"),
         ({"max_total_tokens": 0}, "max_total_tokens=0"),
         ({"page_size": 0}, "page_size=0"),
         ({"mem_fraction_static": 1e-9}, "raise mem_fraction_static"),

@@ -140,11 +140,6 @@ def _eagle_values(head: _Head) -> dict[str, Any]:
 def _eagle3_values(head: _Head) -> dict[str, Any]:
     values, target = head.common(), head.target
     layers = _feature_layers(head)
-    if head.flag("norm_before_fc") or "input_norm.weight" in head.names:
-        raise ValueError(
-            f"{head.path}: norm_before_fc=true (one norm over the concatenated features) is not "
-            "supported; supported: no norm, or fc_norm (one norm for each feature)"
-        )
     if not head.flag("use_aux_hidden_state", True):
         raise ValueError(f"{head.path}: use_aux_hidden_state=false is not supported")
     _check_fc(
@@ -182,7 +177,9 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
         has_own_lm_head=own_head,
         ties_lm_head=tied,
         norm_before_residual=head.flag("norm_before_residual", head.is_speculators),
-        has_fc_norm=head.flag("fc_norm") or "fc_norm.0.weight" in head.names,
+        # where a configuration has no switch, the tensors decide
+        norm_before_fc=head.flag("norm_before_fc", "input_norm.weight" in head.names),
+        has_fc_norm=head.flag("fc_norm", "fc_norm.0.weight" in head.names),
         norm_output=head.flag("norm_output"),
         **values,
     )

@@ -82,6 +82,8 @@ def _eagle3_recipes(config: DraftConfig) -> dict[str, Recipe]:
         "post_attention_norm.scale": vector("midlayer.post_attention_layernorm.weight", size),
         "norm.scale": vector("norm.weight", size),
     }
+    if config.norm_before_fc:
+        recipes["feature_norm.scale"] = vector("input_norm.weight", config.feature_size)
     if config.has_fc_norm:
         for i in range(len(config.feature_layers)):
             recipes[f"fc_norms.{i}.scale"] = vector(

@@ -72,6 +72,7 @@ def published_config(config: DraftConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.ties_lm_head,
         "torch_dtype": config.dtype,
         "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.has_fc_norm,
         "norm_output": config.norm_output,
         "eagle_config": {

@@ -89,7 +89,7 @@ class GGUFSource:
 
 def checkpoint_dtype(file: GGUFFile) -> str:
     """``float32`` for a file that stores its matrices in float32, else ``bfloat16``."""
-    kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    kinds = {t.tensor_type.name for t in file.tensors.values() if len(t.shape) > 1}
     return "float32" if kinds <= {"F32"} else "bfloat16"
 
 
@@ -123,7 +123,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     context, window = keys.size("context_length"), keys.get("attention.sliding_window")
     values: dict[str, Any] = {
         "model_type": arch,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length"),
         "num_layers": keys.size("block_count"),

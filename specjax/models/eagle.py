@@ -82,12 +82,17 @@ class Eagle3Head(DraftHead):
 
     ``has_fc_norm`` and ``norm_output`` are the EAGLE 3.1 variants (arXiv 2605.09992): a norm on
     each captured feature before ``fc``, and the normed output fed to the next step.
+    ``norm_before_fc`` is one norm over the concatenated features instead, as heads of speculators
+    have it.
     """
 
     def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)
         dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
         self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtype=dtype, rngs=rngs)
+        self.feature_norm = (
+            RMSNorm(config.feature_size, eps=eps, dtype=dtype) if config.norm_before_fc else None
+        )
         self.fc_norms = (
             nnx.List(
                 RMSNorm(config.target_hidden_size, eps=eps, dtype=dtype)
@@ -113,6 +118,8 @@ class Eagle3Head(DraftHead):
     def fuse(self, features: jax.Array) -> jax.Array:
         """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
         features = features.astype(self.config.jnp_dtype)
+        if self.feature_norm is not None:
+            features = self.feature_norm(features)
         if self.fc_norms is not None:
             chunks = jnp.split(features, len(self.fc_norms), axis=-1)
             normed = [norm(x) for norm, x in zip(self.fc_norms, chunks, strict=True)]
@@ -156,6 +163,7 @@ class EagleLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
     ) -> tuple[jax.Array, Any]:
+        """Apply the layer to ``x [B, T, D]``; ``layer`` is its index in ``kv``."""
         normed = x if self.input_norm is None else self.input_norm(x)
         mixed, kv = self.attention(normed, rope, kv, layer, attend)
         x = x + mixed
@@ -184,7 +192,7 @@ class EagleHead(DraftHead):
     def __call__(
         self, embeds: jax.Array, hidden: jax.Array, positions: jax.Array, kv: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
-        """One pass of the head; the output is both the next recurrent state and the logits' input."""
+        """One pass of the head; the output is the next recurrent state and the logits' input."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
         rope = rope_tables(self.config, positions)
         for i, layer in enumerate(self.layers):

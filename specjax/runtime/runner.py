@@ -276,7 +276,8 @@ class ModelRunner:
         """Dispatch the rounds of one call for the given request slots.
 
         Returns:
-            i32 ``[rounds_per_dispatch, bucket, A + 2]`` on the device, rows in the order of ``slots``, then padding.
+            i32 ``[rounds_per_dispatch, bucket, A + 2]`` on the device, rows in the order of
+            ``slots``, then padding.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         padded = (*slots, *(0,) * (batch - len(slots)))

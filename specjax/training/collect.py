@@ -92,11 +92,15 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def file_prompts(tokenizer: Tokenizer, entries: Sequence[tuple[str, str]]) -> list[Prompt]:
-    """Chat prompts of ``(category, message)`` pairs."""
+    """Chat prompts of ``(category, message)`` pairs; plain text if there is no chat template."""
     prompts = []
     for category, message in entries:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": message}])
-        prompts.append(Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)), category))
+        if tokenizer.chat_template is None:
+            ids = tokenizer.encode(message)
+        else:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": message}])
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        prompts.append(Prompt(tuple(ids), category))
     return prompts
 
 
@@ -106,9 +110,11 @@ def sample_prompts(
     """Prompts in the target's own words: user turns that continue topic openings, and plain text.
 
     A user turn ends where the target ends it; one that runs into ``max_user_tokens`` is cut after
-    its last full sentence or line. Equal prompts are kept once.
+    its last full sentence or line. Equal prompts are kept once. Without a chat template all of
+    them are plain text.
     """
-    num_text = round(config.self_sample * config.text_fraction)
+    text_fraction = config.text_fraction if tokenizer.chat_template is not None else 1.0
+    num_text = round(config.self_sample * text_fraction)
     prompts = [
         Prompt(tuple(tokenizer.encode(opening.rstrip(" "))), "text")
         for opening in text_openings(num_text, config.seed + 1)

@@ -9,50 +9,51 @@ from collections.abc import Iterator
 
 import numpy as np
 
+
+def _choices(text: str) -> tuple[str, ...]:
+    return tuple(choice.strip() for choice in text.split("|"))
+
+
 SLOTS: dict[str, tuple[str, ...]] = {
-    "subject": tuple(
+    "subject": _choices(
         """volcanoes|the water cycle|renewable energy|the Roman Empire|photosynthesis|black holes|
         honey bees|the human heart|electric cars|coffee|the printing press|coral reefs|chess|
         the stock market|public libraries|earthquakes|antibiotics|the Silk Road|jazz music|sleep|
         machine learning|the moon|bread baking|city parks|vaccines|the French Revolution|gravity|
-        migration of birds|the internet|soil|tea|bicycles|democracy|robots|whales|recycling|glaciers|
-        the periodic table|inflation|ancient Egypt|computer games|forests|the brain|mountain climbing|
-        rivers|social media|space travel|DNA|the olympic games|insurance|wolves|painting|batteries|
-        time zones|languages|dinosaurs|airplanes|nutrition|the industrial revolution|solar panels|
-        penguins|magnets|taxes|opera|wheat|the ocean floor|clocks|football|cheese|databases|bridges|
-        cloud computing|poetry|the immune system|lightning|memory|markets|trains|spices|museums|
-        climate change|encryption|gardens|marathon running|yoga|architecture|photography|the desert|
-        submarines|maps|rice|violins|meditation|satellites|elections|ants|probability|steel""".split(
-            "|"
-        )
+        migration of birds|the internet|soil|tea|bicycles|democracy|robots|whales|recycling|
+        glaciers|the periodic table|inflation|ancient Egypt|computer games|forests|the brain|
+        mountain climbing|rivers|social media|space travel|DNA|the olympic games|insurance|
+        wolves|painting|batteries|time zones|languages|dinosaurs|airplanes|nutrition|
+        the industrial revolution|solar panels|penguins|magnets|taxes|opera|wheat|
+        the ocean floor|clocks|football|cheese|databases|
+        bridges|cloud computing|poetry|the immune system|lightning|memory|markets|trains|
+        spices|museums|climate change|encryption|gardens|marathon running|yoga|architecture|
+        photography|the desert|submarines|maps|rice|violins|meditation|satellites|elections|ants|
+        probability|steel"""
     ),
-    "person": tuple(
+    "person": _choices(
         """Anna|Omar|Priya|Lucas|Mei|Grandmother|a young sailor|an old clockmaker|a tired teacher|
         a curious robot|Sofia|Daniel|a detective|a lonely lighthouse keeper|Kofi|Elena|a chef|
         two brothers|a student|Maria|a fox|a dragon|the mayor|a nurse|Tom|a violin player|Aisha|
-        a farmer|an astronaut|a shy boy|a retired pilot|Nora|a street musician|the baker""".split(
-            "|"
-        )
+        a farmer|an astronaut|a shy boy|a retired pilot|Nora|a street musician|the baker"""
     ),
-    "place": tuple(
+    "place": _choices(
         """a small village|Paris|a space station|the mountains|a crowded city|an island|Tokyo|
         a quiet library|the desert|a farm|New York|a hospital|a train station|the forest|Nairobi|
-        a castle|Lisbon|a school|the seaside|a market|Mexico City|an old house|a snowy town""".split(
-            "|"
-        )
+        a castle|Lisbon|a school|the seaside|a market|Mexico City|
+        an old house|a snowy town"""
     ),
-    "task": tuple(
+    "task": _choices(
         """improve my sleep|learn to cook|save money each month|write a better essay|start running|
         prepare for a job interview|train a puppy|learn a new language|plan a birthday party|
-        organize my desk|grow tomatoes|reduce stress|make new friends|study for an exam|fix a bicycle|
+        organize my desk|grow tomatoes|reduce stress|make new friends|study for an exam|
+        fix a bicycle|
         give a speech|build a website|choose a laptop|clean a carpet|read more books|eat healthier|
         plan a trip|remember names|write a resume|stop procrastinating|paint a room|bake bread|
-        invest a small amount of money|ask for a raise|learn the guitar|help my child read""".split(
-            "|"
-        )
+        invest a small amount of money|ask for a raise|learn the guitar|help my child read"""
     ),
     "language": ("French", "Spanish", "German", "Italian", "Portuguese", "Chinese", "Dutch"),
-    "program": tuple(
+    "program": _choices(
         """reverses a string|checks if a number is prime|sorts a list of numbers|counts the vowels|
         finds the largest number in a list|computes the factorial|removes duplicates from a list|
         merges two sorted lists|reads a CSV file|prints the Fibonacci sequence|validates an email|
@@ -60,7 +61,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         searches a sorted array|flattens a nested list|computes the sum of digits|rotates a matrix|
         checks for a palindrome|groups words by length|generates a random password|parses a date|
         implements a queue|draws a triangle of stars|computes the average|downloads a web page|
-        finds common elements of two lists|transposes a matrix|simulates a dice roll""".split("|")
+        finds common elements of two lists|transposes a matrix|simulates a dice roll"""
     ),
     "code_language": (
         "Python",
@@ -73,12 +74,10 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "SQL",
         "HTML",
     ),
-    "form": tuple(
+    "form": _choices(
         """short story|poem|letter|blog post|product description|speech|song|dialogue|diary entry|
         news article|short essay|email|advertisement|review|cover letter|thank-you note|fable|
-        movie plot|tweet|recipe|haiku|toast|complaint|invitation|script for a short video""".split(
-            "|"
-        )
+        movie plot|tweet|recipe|haiku|toast|complaint|invitation|script for a short video"""
     ),
     "tone": (
         "formal",
@@ -93,19 +92,19 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "number": tuple(
         str(n) for n in (2, 3, 3, 4, 5, 5, 6, 7, 8, 10, 12, 15, 20, 24, 30, 45, 60, 100)
     ),
-    "thing": tuple(
+    "thing": _choices(
         """apples|books|pencils|tickets|cookies|marbles|boxes|miles|dollars|flowers|students|eggs|
-        stickers|hours|liters of water|cars|cards|chairs|pages|coins|trees|bottles""".split("|")
+        stickers|hours|liters of water|cars|cards|chairs|pages|coins|trees|bottles"""
     ),
-    "country": tuple(
+    "country": _choices(
         """Japan|Brazil|Canada|Egypt|India|Norway|Kenya|Italy|Peru|Australia|France|Turkey|Mexico|
-        Germany|Thailand|South Africa|Greece|Vietnam|Argentina|Iceland|Poland|Morocco""".split("|")
+        Germany|Thailand|South Africa|Greece|Vietnam|Argentina|Iceland|Poland|Morocco"""
     ),
-    "sentence": tuple(
+    "sentence": _choices(
         """The weather is|I would like|My sister works|We went to|The train leaves|Can you tell me|
         Yesterday I|The children are|She has never|Our teacher said|The meeting will|There are many|
         He forgot|I am looking for|The restaurant on|Please send|In the summer|They decided|
-        If it rains|The book that""".split("|")
+        If it rains|The book that"""
     ),
     "feeling": ("happy", "disappointed", "angry", "surprised", "bored", "excited", "worried"),
 }
@@ -313,7 +312,7 @@ def fill(template: str, rng: np.random.Generator) -> str:
 
     def choose(match: re.Match[str]) -> str:
         values = SLOTS[match.group(1)]
-        return values[int(rng.integers(len(values)))].strip()
+        return values[int(rng.integers(len(values)))]
 
     return _SLOT.sub(choose, template)
 

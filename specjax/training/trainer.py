@@ -1,10 +1,8 @@
-"""Training of an EAGLE-3 head: initialisation, the compiled step, checkpoints and evaluation."""
+"""Training of an EAGLE-3 head: initialisation, the compiled step and held-out statistics."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,16 +15,13 @@ from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
 from specjax.models.flat import FlatModel, Weights
 from specjax.training.attention import default_implementation
-from specjax.training.data import Corpus, batches, take_rows
+from specjax.training.data import batches, take_rows
 from specjax.training.ttt import (
     PackedBatch,
     StepStatistics,
-    hit_lengths,
     target_outputs,
     ttt_loss,
 )
-
-logger = logging.getLogger(__name__)
 
 # integer tables of a head; everything else is trained
 _TABLES = ("d2t",)
@@ -81,9 +76,20 @@ class TrainState:
 
 
 def head_config(
-    model: ModelConfig, *, intermediate_size: int, draft_vocab_size: int, dtype: str
+    model: ModelConfig,
+    *,
+    intermediate_size: int,
+    draft_vocab_size: int,
+    dtype: str,
+    has_fc_norm: bool = True,
+    norm_output: bool = True,
 ) -> DraftConfig:
-    """An EAGLE-3 head in the shape of the target's own layers."""
+    """An EAGLE-3 head in the shape of the target's own layers.
+
+    The two norms of EAGLE 3.1 are on by default. For SmolLM2-135M, 800 steps at a rate of 1e-3 gave
+    a predicted accept length at 5 steps of 3.00 with both and 2.08 with neither: the captured
+    features differ in scale by layer and token.
+    """
     return DraftConfig(
         algorithm="EAGLE3",
         vocab_size=model.vocab_size,
@@ -101,11 +107,13 @@ def head_config(
         target_hidden_size=model.hidden_size,
         draft_vocab_size=draft_vocab_size,
         feature_layers=model.default_feature_layers,
+        has_fc_norm=has_fc_norm,
+        norm_output=norm_output,
     )
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW without decay, after clipping; the rate is applied by the training step."""
+    """Adam after clipping, without a rate: the training step applies it, as an argument."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm), optax.scale_by_adam(b1=0.9, b2=0.95)
     )
@@ -133,7 +141,7 @@ class Trainer:
                 f"draft_vocab_size={self.draft.draft_vocab_size}"
             )
 
-    @property
+    @cached_property
     def flat(self) -> FlatModel[Eagle3Head]:
         """Structure of the head."""
         return FlatModel.of(partial(Eagle3Head, self.draft))
@@ -160,7 +168,8 @@ class Trainer:
             else:
                 rows = target["embedding.table"][self.vocabulary].T
             params["lm_head.kernel"] = rows.astype(jnp.float32)
-            params["norm.scale"] = target["norm.scale"].astype(jnp.float32)
+            # a copy: the training step donates its state, and the target's buffer must survive
+            params["norm.scale"] = jnp.array(target["norm.scale"], jnp.float32)
         moments = optimizer(self.config).init(params)
         return TrainState(params, moments, jnp.zeros((), jnp.int32))
 
@@ -185,15 +194,15 @@ class Trainer:
         head = self.flat.rebuild(self.weights(params))
         vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
         outputs = jax.lax.stop_gradient(
-            target_outputs(
-                target, batch, vocabulary, self.draft.feature_layers, self._implementation()
-            )
+            target_outputs(target, batch, vocabulary, self.draft.feature_layers, self.attention)
         )
         return ttt_loss(
             head, target, batch, outputs, vocabulary, self.config.ttt_steps, hard_weight
         )
 
-    def _implementation(self) -> str:
+    @property
+    def attention(self) -> str:
+        """Implementation of the target's attention, ``cudnn`` or ``xla``."""
         return self.implementation or default_implementation(self.draft.jnp_dtype)
 
     def step_function(self) -> Any:
@@ -228,13 +237,13 @@ class Trainer:
 
         return jax.jit(evaluate)
 
-    def evaluate(self, evaluate: Any, params: Any, rows: PackedBatch) -> StepStatistics:
-        """Statistics over all whole batches of packed rows."""
+    def evaluate(self, function: Any, params: Any, rows: PackedBatch) -> StepStatistics:
+        """Statistics over all whole batches of packed rows, with a compiled evaluation function."""
         size = min(self.config.batch_rows, len(rows.tokens))
         total: StepStatistics | None = None
         for at in range(0, len(rows.tokens) - size + 1, size):
             batch = take_rows(rows, np.arange(at, at + size))
-            part = evaluate(params, self.target_weights, batch)
+            part = function(params, self.target_weights, batch)
             total = part if total is None else jax.tree.map(jnp.add, total, part)
         if total is None:
             raise ValueError("there are no held-out rows to evaluate on")
@@ -243,84 +252,3 @@ class Trainer:
     def training_batches(self, rows: PackedBatch, first: int) -> Any:
         """Batches from step ``first`` on; see :func:`specjax.training.data.batches`."""
         return batches(rows, self.config.batch_rows, self.config.seed, first)
-
-    def measure_accept_length(
-        self, params: Any, corpus: Corpus, num_steps: int, row_length: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rounds and tokens i64[sequences] of chains of ``num_steps`` on greedy answers.
-
-        Exact for text that the target wrote greedily: see :func:`hit_lengths`. The first token of
-        an answer comes from the prefill and is not counted; drafts beyond the answer are not
-        either. Accept length is tokens over rounds.
-        """
-
-        def lengths(params: Any, target_weights: Weights, batch: PackedBatch) -> jax.Array:
-            target = self.target.rebuild(target_weights)
-            head = self.flat.rebuild(self.weights(params))
-            vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
-            layers = self.draft.feature_layers
-            outputs = target_outputs(target, batch, vocabulary, layers, self._implementation())
-            return hit_lengths(head, target, batch, outputs.features, vocabulary, num_steps)
-
-        compiled = jax.jit(lengths)
-        rounds = np.zeros(len(corpus), np.int64)
-        tokens = np.zeros(len(corpus), np.int64)
-        size = self.config.batch_rows
-        for at in range(0, len(corpus), size):
-            chosen = np.arange(at, min(at + size, len(corpus)))
-            batch = one_per_row(corpus, chosen, row_length, size)
-            hits = np.asarray(compiled(params, self.target_weights, batch))
-            for row, i in enumerate(chosen):
-                length = min(int(corpus.lengths[i]), row_length)
-                rounds[i], tokens[i] = walk_rounds(hits[row], int(corpus.prompt_lens[i]), length)
-        return rounds, tokens
-
-
-def walk_rounds(hits: np.ndarray, prompt_len: int, length: int) -> tuple[int, int]:
-    """Rounds and tokens of decoding a known text of ``length`` tokens, given ``hits`` per row."""
-    rounds = tokens = 0
-    row, left = prompt_len - 1, length - prompt_len - 1
-    while left > 0:
-        produced = min(int(hits[row]) + 1, left)
-        rounds, tokens = rounds + 1, tokens + produced
-        row, left = row + produced, left - produced
-    return rounds, tokens
-
-
-def one_per_row(corpus: Corpus, indices: np.ndarray, row_length: int, rows: int) -> PackedBatch:
-    """The sequences at ``indices``, cut to a row, in rows of their own; ``rows`` rows in all."""
-    shape = (rows, row_length)
-    tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    starts = np.zeros(shape, bool)
-    for row, i in enumerate(indices):
-        sequence = corpus.sequence(i)[:row_length]
-        tokens[row, : len(sequence)] = sequence
-        segments[row, : len(sequence)] = 1
-        starts[row, corpus.prompt_lens[i] - 1 : len(sequence)] = True
-    positions = np.broadcast_to(np.arange(row_length, dtype=np.int32), shape)
-    return PackedBatch(tokens, segments, positions, starts)  # type: ignore[arg-type]
-
-
-def save_state(manager: Any, state: TrainState) -> None:
-    """Queue a checkpoint of ``state`` with an orbax ``CheckpointManager``."""
-    import orbax.checkpoint as ocp
-
-    manager.save(int(state.step), args=ocp.args.StandardSave(state))
-
-
-def restore_state(manager: Any, like: TrainState) -> TrainState | None:
-    """The newest checkpoint, in the structure of ``like``; None if there is none."""
-    import orbax.checkpoint as ocp
-
-    latest = manager.latest_step()
-    if latest is None:
-        return None
-    return manager.restore(latest, args=ocp.args.StandardRestore(like))
-
-
-def checkpoint_manager(directory: Path, keep: int = 2) -> Any:
-    """Orbax manager that keeps the newest ``keep`` checkpoints in ``directory``."""
-    import orbax.checkpoint as ocp
-
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-    return ocp.CheckpointManager(directory.resolve(), options=options)

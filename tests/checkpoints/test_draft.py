@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -90,6 +91,8 @@ def check_eagle3_layout(head: DraftCheckpoint, tensors: dict[str, np.ndarray], l
         expected["lm_head.kernel"] = tensors["lm_head.weight"].T
     if "embedding.table" in weights:
         expected["embedding.table"] = tensors["embed_tokens.weight"]
+    if "feature_norm.scale" in weights:
+        expected["feature_norm.scale"] = tensors["input_norm.weight"]
     if "d2t" in weights:
         expected["d2t"] = tensors["d2t"].astype(np.int32)
     for name, value in expected.items():
@@ -255,6 +258,56 @@ def test_eagle31_norms(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weights[f"fc_norms.{i}.scale"], norms[f"fc_norm.{i}.weight"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"norm_before_fc": True}, True),
+        ({"eagle_config": HEAD_CONFIG["eagle_config"] | {"norm_before_fc": True}}, True),
+        ({}, True),  # the tensor is there
+        ({"norm_before_fc": False}, False),
+    ],
+)
+def test_norm_before_fc(tmp_path: Path, changes: dict[str, Any], expected: bool) -> None:
+    tensors = head_tensors() | {"input_norm.weight": np.arange(3 * HIDDEN, dtype=np.float32)}
+    head = open_head(tmp_path, HEAD_CONFIG | changes, tensors)
+    assert head.config.norm_before_fc is expected
+    assert not head.config.has_fc_norm
+    if expected:
+        check_eagle3_layout(head, tensors, "midlayer")
+        return
+    with pytest.raises(ValueError, match=r"no place for 1 .*'input_norm\.weight' \(96,\)"):
+        head.load_weights()
+
+
+def test_norm_before_fc_must_be_stored_and_alone(tmp_path: Path) -> None:
+    config = HEAD_CONFIG | {"norm_before_fc": True}
+    head = open_head(tmp_path, config, head_tensors())
+    with pytest.raises(ValueError, match=r"lacks 1 .*'input_norm\.weight' \(96,\)"):
+        head.load_weights()
+    narrow = {"input_norm.weight": np.ones(HIDDEN, np.float32)}
+    with pytest.raises(ValueError, match=r"'input_norm\.weight' in .*\(32,\).*\(96,\)"):
+        open_head(tmp_path, config, head_tensors() | narrow).load_weights()
+    with pytest.raises(ValueError, match=r"config\.json: norm_before_fc=True .*has_fc_norm=True"):
+        open_head(tmp_path, config | {"fc_norm": True}, head_tensors())
+
+
+def test_norm_before_fc_spans_all_features(tmp_path: Path) -> None:
+    """The features of all layers are divided by one root mean square, then scaled and projected."""
+    tensors = head_tensors()
+    scale = np.linspace(0.5, 2, 3 * HIDDEN, dtype=np.float32)
+    config = HEAD_CONFIG | {"norm_before_fc": True, "rms_norm_eps": 0.25}
+    head = open_head(tmp_path, config, tensors | {"input_norm.weight": scale})
+    flat = FlatModel.of(lambda rngs: build_head(head.config, rngs))
+    weights = head.load_weights()
+    model = flat.rebuild(tuple(jnp.asarray(weights[name]) for name in flat.names))
+    # layers of unlike size: a norm for each would treat them alike
+    features = np.random.default_rng(0).normal(size=(1, 2, 3 * HIDDEN)).astype(np.float32)
+    features *= np.repeat([0.1, 1, 10], HIDDEN).astype(np.float32)
+    normed = features / np.sqrt((features**2).mean(-1, keepdims=True) + 0.25) * scale
+    expected = normed @ tensors["fc.weight"].T
+    np.testing.assert_allclose(model.fuse(jnp.asarray(features)), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_biases(tmp_path: Path) -> None:
     tensors = add_biases(head_tensors(), ("q_proj", "k_proj", "v_proj"))
     tensors["fc.bias"] = np.arange(HIDDEN, dtype=np.float32)
@@ -310,7 +363,6 @@ def test_eagle1_bias_is_expected_unless_denied(tmp_path: Path) -> None:
         ),
         ({"eagle_config": ...}, {}, r"the default for 3 layers, \(1, 0, -1\)"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {"num_hidden_layers": 9}, "use_aux"),
-        ({"norm_before_fc": True}, {}, "norm_before_fc=true"),
         ({"draft_vocab_size": 70}, {}, r"draft_vocab_size=70 must be.*61"),
         ({"num_hidden_layers": 2}, {}, "num_layers=2"),
         ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
@@ -455,11 +507,11 @@ LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embed
                 "qkv_bias",
                 "has_own_embedding",
                 "norm_before_residual",
-                "has_fc_norm",
                 "norm_output",
             )
         }
     ),
+    feature_norm=st.sampled_from([{}, {"has_fc_norm": True}, {"norm_before_fc": True}]),
     scaling=st.sampled_from([None, LLAMA3, RopeScaling(rope_type="linear", factor=2.0)]),
     layers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
     max_shard_bytes=st.sampled_from([1, 5_000, 4 * 1024**3]),
@@ -469,6 +521,7 @@ def test_export_round_trip(
     draft_vocab: int,
     dtype: str,
     flags: dict[str, bool],
+    feature_norm: dict[str, bool],
     scaling: RopeScaling | None,
     layers: tuple[int, ...],
     max_shard_bytes: int,
@@ -482,6 +535,7 @@ def test_export_round_trip(
         rope_scaling=scaling,
         feature_layers=layers,
         **flags,
+        **feature_norm,
     )
     weights = random_weights(config, 0)
     export_draft(path / "head", config, weights, max_shard_bytes=max_shard_bytes)

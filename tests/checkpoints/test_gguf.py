@@ -1,4 +1,4 @@
-"""GGUF files: the reader against the gguf library's, weights against the tensors they came from."""
+"""GGUF files: the reader, and weights against the tensors they were made from."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from specjax.checkpoints import open_target
+from specjax.checkpoints import gguf_reader, open_target
 from specjax.checkpoints.gguf_reader import GGUFFile
 from specjax.config import RopeScaling
 
@@ -199,7 +199,9 @@ def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
     assert ours.metadata["llama.a_float"] == 1e-5
     assert [t.name for t in theirs.tensors] == list(ours.tensors)
     for tensor in theirs.tensors:
-        np.testing.assert_array_equal(ours.read(tensor.name), tensor.data, err_msg=tensor.name)
+        found = ours.read(tensor.name)
+        np.testing.assert_array_equal(found, tensor.data, err_msg=tensor.name)
+        assert found.dtype == tensor.data.dtype
         assert ours.info(tensor.name).shape == tensor.data.shape
 
 
@@ -211,8 +213,7 @@ def test_truncated_file(tmp_path: Path, size: int) -> None:
     end = gguf.GGUFReader(path).tensors[-1]
     last = int(end.data_offset + end.n_bytes) - 1
     path.write_bytes(data[: last if size < 0 else size])
-    message = "not a GGUF file" if size == 3 else "truncated"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF file of version 2"):
         GGUFFile(path)
 
 
@@ -220,9 +221,42 @@ def test_damaged_header(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", target_tensors())
     data = path.read_bytes()
     path.write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
-    with pytest.raises(ValueError, match="version 1 is not supported"):
+    with pytest.raises(ValueError, match=r"is not a complete GGUF file.*version 1"):
         GGUFFile(path)
     # a length that reaches beyond the file
     path.write_bytes(data[:24] + (2**60).to_bytes(8, "little") + data[32:])
-    with pytest.raises(ValueError, match="broken or truncated"):
+    with pytest.raises(ValueError, match="is not a complete GGUF file"):
         GGUFFile(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="is not a complete GGUF file"):
+        GGUFFile(path)
+
+
+def test_big_endian_file_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_uint32("llama.block_count", 3)
+    writer.add_tensor("token_embd.weight", np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"model\.gguf is big-endian; only little-endian"):
+        GGUFFile(tmp_path / "model.gguf")
+
+
+def test_one_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening is slow for large vocabularies: weights read what the configuration was read from."""
+    path = write_gguf(tmp_path / "model.gguf", target_tensors())
+    opened = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: Path) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf_reader, "GGUFReader", Counted)
+    checkpoint = open_target(path)
+    checkpoint.load_weights()
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model=None"):
+        checkpoint.load_tokenizer()
+    assert opened == [path]

@@ -41,6 +41,7 @@ class HeadCase:
     fc_bias: bool = False
     qkv_bias: bool = False
     is_3_1: bool = False
+    norm_before_fc: bool = False
     is_speculators: bool = False
     norm_before_residual: bool = False
     style: str = "midlayer"
@@ -92,6 +93,8 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
         tensors["norm.weight"] = norm(h)
     if case.is_3_1:
         tensors |= {f"fc_norm.{i}.weight": norm(TARGET_HIDDEN) for i in range(3)}
+    if case.norm_before_fc:
+        tensors["input_norm.weight"] = norm(3 * TARGET_HIDDEN)
     if case.embedding == "own":
         tensors["embed_tokens.weight"] = noise(case.vocab, h)
     elif case.embedding == "copy":

@@ -87,6 +87,8 @@ class Draft:
         head, features = self.head, features.double()
         if head.algorithm == "EAGLE":
             return features
+        if "input_norm.weight" in head:
+            features = rms_norm(features, head["input_norm.weight"], head.eps)
         if "fc_norm.0.weight" in head:
             chunks = features.chunk(3, dim=-1)
             features = torch.cat(

@@ -94,6 +94,27 @@ CASES = {
     "speculators_plain_residual": HeadCase(
         is_speculators=True, style="layers.0", config={"norm_before_residual": False}
     ),
+    "speculators_norm_before_fc": HeadCase(
+        is_speculators=True,
+        style="layers.0",
+        norm_before_residual=True,
+        norm_before_fc=True,
+        config={"norm_before_fc": True},
+    ),
+    "eagle3_norm_before_fc": HeadCase(
+        hidden=40,
+        head_dim=10,
+        heads=4,
+        embedding="own",
+        norm_before_fc=True,
+        config={
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [0, 4, 6],
+                "use_aux_hidden_state": True,
+                "norm_before_fc": True,
+            }
+        },
+    ),
     "eagle1": HeadCase(
         algorithm="EAGLE", draft_vocab=VOCAB, lm_head="target", fc_bias=True, embedding="copy"
     ),

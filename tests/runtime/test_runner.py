@@ -25,6 +25,16 @@ def hlo_shape(array: jax.ShapeDtypeStruct) -> str:
     return f"f32[{','.join(map(str, array.shape))}]"
 
 
+def pool_copies(runner: ModelRunner, text: str) -> list[str]:
+    """Copies of a whole KV pool in the text of a compiled function."""
+    pools, _ = runner.abstract_state
+    copies = []
+    for pool in (pools.target, pools.draft):
+        assert hlo_shape(pool) in text
+        copies += re.findall(rf"= {re.escape(hlo_shape(pool))}\S* copy(?:-start)?\(", text)
+    return copies
+
+
 def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
     assert len(runner.compiled) == len(KEYS)
     for key in KEYS:
@@ -79,11 +89,12 @@ def test_old_pools_are_gone_after_a_dispatch(runner) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_no_function_copies_a_pool(runner, key) -> None:
     text = runner.compiled[key].as_text()
-    pools, _ = runner.abstract_state
-    for pool in (pools.target, pools.draft):
-        assert hlo_shape(pool) in text
-        copies = re.findall(rf"= {re.escape(hlo_shape(pool))}\S* copy(?:-start)?\(", text)
-        assert copies == []
+    assert pool_copies(runner, text) == []
+
+
+def test_rounds_in_one_call_copy_no_pool() -> None:
+    looping = make_runner(EAGLE3, 2, rounds=4)
+    assert pool_copies(looping, looping.compiled["round", 2, 4].as_text()) == []
 
 
 def test_dispatches_transfer_nothing_implicitly(runner) -> None:
@@ -97,7 +108,8 @@ def test_dispatches_transfer_nothing_implicitly(runner) -> None:
         runner.prefill(1, [30, 31], 16, None)
         for _ in range(3):
             packed = runner.round([1])
-    assert int(packed[0, -1]) >= 1
+    assert packed.shape == (1, 1, 4 + 3)
+    assert int(packed[0, 0, -1]) >= 1
     runner.clear_slot(1)
 
 

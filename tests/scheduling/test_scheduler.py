@@ -28,8 +28,15 @@ SEEDED = SamplingParams(temperature=0.6, top_p=0.95, max_new_tokens=24, ignore_e
 class Serving:
     """A scheduler over the tiny runner, with as many pages as asked for."""
 
-    def __init__(self, *, num_steps: int = STEPS, run_ahead: int = 0, num_pages: int = 0) -> None:
-        self.runner = copied_runner(num_steps)
+    def __init__(
+        self,
+        *,
+        num_steps: int = STEPS,
+        rounds: int = 1,
+        run_ahead: int = 0,
+        num_pages: int = 0,
+    ) -> None:
+        self.runner = copied_runner(num_steps, rounds)
         config = self.runner.config
         self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
         self.scheduler = Scheduler(self.runner, self.allocator, run_ahead=run_ahead)
@@ -54,15 +61,16 @@ class Serving:
         assert self.allocator.num_free == self.allocator.num_pages - 1
         tables = self.runner.tables
         assert not tables.page_table.any()
+        assert (tables.end_token_ids == -1).all()
         assert not tables.temperatures.any()
         assert (tables.top_ks == TARGET.vocab_size).all()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-@pytest.mark.parametrize("num_steps", [0, STEPS])
-def test_more_requests_than_slots_each_as_if_alone(num_steps, run_ahead, params) -> None:
-    serving = Serving(num_steps=num_steps, run_ahead=run_ahead)
+@pytest.mark.parametrize(("num_steps", "rounds"), [(0, 1), (STEPS, 1), (2, 4)])
+def test_more_requests_than_slots_each_as_if_alone(num_steps, rounds, run_ahead, params) -> None:
+    serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
     requests = serving.add(PROMPTS, params)
     serving.finish()
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, params, SEEDS)
@@ -158,11 +166,13 @@ def test_exactly_the_whole_pool() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     run_ahead=st.sampled_from([0, 1]),
+    shape=st.sampled_from([(STEPS, 1), (2, 4)]),
     num_pages=st.sampled_from([30, 151]),
     aborts=st.dictionaries(st.integers(0, 25), st.integers(0, len(PROMPTS) - 1), max_size=5),
 )
-def test_aborts_leave_the_others_alone(run_ahead, num_pages, aborts) -> None:
-    serving = Serving(run_ahead=run_ahead, num_pages=num_pages)
+def test_aborts_leave_the_others_alone(run_ahead, shape, num_pages, aborts) -> None:
+    num_steps, rounds = shape
+    serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead, num_pages=num_pages)
     requests = serving.add(PROMPTS, GREEDY)
     expected = plain_outputs(PROMPTS, GREEDY, SEEDS)
     aborted = set()
@@ -223,13 +233,14 @@ def test_one_new_token_needs_no_verify(run_ahead) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_an_end_token_inside_an_accepted_run_cuts_its_tail(run_ahead) -> None:
+@pytest.mark.parametrize(("num_steps", "rounds"), [(STEPS, 1), (2, 4)])
+def test_an_end_token_inside_an_accepted_run_cuts_its_tail(num_steps, rounds, run_ahead) -> None:
     outputs = zip(PROMPTS, plain_outputs(PROMPTS, GREEDY, SEEDS), strict=True)
     prompt = max(outputs, key=lambda pair: len(set(pair[1])))[0]
     whole = plain_output(tuple(prompt), GREEDY, 0)
     ended_on_a_draft = 0
     for token in dict.fromkeys(whole):
-        serving = Serving(run_ahead=run_ahead)
+        serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
         request = Request(
             "r",
             prompt,
@@ -238,7 +249,7 @@ def test_an_end_token_inside_an_accepted_run_cuts_its_tail(run_ahead) -> None:
             max_new_tokens=24,
             end_token_ids=frozenset([token]),
             decoder=None,
-            spec_width=STEPS,
+            spec_width=num_steps,
         )
         serving.scheduler.add(request)
         serving.finish()

@@ -44,10 +44,14 @@ def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
 
 
 def cut(ids: list[int], stops: list[str]) -> tuple[str, int, bool]:
-    """Text, completion tokens and whether a stop string ended it, by decoding every prefix."""
+    """Text, completion tokens and whether a stop string ended it, by decoding every prefix.
+
+    Text counts from where it ends with a whole character.
+    """
     for count in range(1, len(ids) + 1):
-        text = tokenizer().decode(ids[:count])
-        whole = text if count == len(ids) else text.rstrip("\ufffd")
+        whole = tokenizer().decode(ids[:count])
+        if count < len(ids) and whole.endswith("\ufffd"):
+            continue
         hits = [whole.find(stop) for stop in stops if stop in whole]
         if hits:
             return whole[: min(hits)], count, True

@@ -1,5 +1,7 @@
 """Training-time test equals what a head computes when it serves."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 from specjax.training.attention import masked_attention, packed_attend, ttt_attend
 from specjax.training.data import Corpus, pack
-from specjax.training.trainer import TrainConfig, one_per_row, walk_rounds
+from specjax.training.measure import one_per_row, walk_rounds
+from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import (
     hit_lengths,
     step_mask,
@@ -50,17 +53,20 @@ def _server(head, target, size=48):
     return run, (jnp.zeros(shape), jnp.zeros(shape))
 
 
-def _target_features(tiny, target, tokens, size=48):
-    """Features [n, F] of one text by itself, fused by nobody yet."""
-    padded = jnp.pad(jnp.asarray(tokens, jnp.int32), (0, size - len(tokens)))[None]
-    segments = (jnp.arange(size) < len(tokens)).astype(jnp.int32)[None]
+def _featurizer(tiny, target, size=48):
+    """Features [n, F] of one text by itself, as a function of its tokens."""
 
     @jax.jit
     def run(ids, segments):
         attend = packed_attend(segments, "xla")
         return target(ids, jnp.arange(size)[None], None, attend, tiny.draft.feature_layers)[1]
 
-    return run(padded, segments)[0, : len(tokens)]
+    def features(tokens):
+        ids = np.zeros((1, size), np.int32)
+        ids[0, : len(tokens)] = tokens
+        return run(ids, (np.arange(size) < len(tokens)).astype(np.int32)[None])[0, : len(tokens)]
+
+    return features
 
 
 def _outputs(tiny, target, batch, vocabulary):
@@ -68,23 +74,27 @@ def _outputs(tiny, target, batch, vocabulary):
     return jax.jit(lambda b: target_outputs(target, b, vocabulary, layers, "xla"))(batch)
 
 
-def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, corpus):
-    _, target, head = _models(tiny)
+@pytest.mark.parametrize("norms", [True, False])
+def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, corpus, norms):
+    draft = dataclasses.replace(tiny.draft, has_fc_norm=norms, norm_output=norms)
+    _, target, head = _models(dataclasses.replace(tiny, draft=draft))
     batch = pack(corpus, 48, 0)
-    assert (batch.segments[0].max() >= 2) and (batch.segments == 0).any()
+    assert batch.segments[0].max() >= 2
+    assert (batch.segments == 0).any()
     batch = jax.tree.map(lambda x: x[:2], batch)
     outputs = _outputs(tiny, target, batch, jnp.arange(40))
     states = jax.jit(lambda b, f: jnp.stack(list(ttt_states(head, target, b, f, STEPS))))(
         batch, outputs.features
     )
     run, empty = _server(head, target)
+    features_of = _featurizer(tiny, target)
     checked = 0
     for line in range(2):
         segments = np.asarray(batch.segments[line])
         for segment in range(1, segments.max() + 1):
             (where,) = np.nonzero(segments == segment)
             tokens = np.asarray(batch.tokens[line, where])
-            features = _target_features(tiny, target, tokens)
+            features = features_of(tokens)
             np.testing.assert_allclose(
                 outputs.features[line, where], features, rtol=2e-5, atol=2e-5
             )
@@ -108,12 +118,13 @@ def test_hit_lengths_equal_greedy_drafting(tiny, corpus):
     trainer, target, head = _models(tiny)
     vocabulary = jnp.asarray(trainer.vocabulary, jnp.int32)
     run, empty = _server(head, target)
+    features_of = _featurizer(tiny, target)
 
     def choose(state):
         return int(vocabulary[head.logits(state, target).argmax()])
 
     def draft(tokens, row, count):
-        fused = head.fuse(_target_features(tiny, target, tokens)[None])[0]
+        fused = head.fuse(features_of(tokens)[None])[0]
         cache = empty
         for i in range(row + 1):
             state, cache = run(cache, i, tokens[i + 1], fused[i])
@@ -126,8 +137,10 @@ def test_hit_lengths_equal_greedy_drafting(tiny, corpus):
     # a text in which the head is right most of the time, so that some chains are long
     tokens = [int(t) for t in corpus.sequence(0)[:6]]
     while len(tokens) < 24:
-        (follow,) = draft(tokens, len(tokens) - 2, 1)
-        tokens.append(follow if len(tokens) % 5 else (follow + 1) % 61)
+        row = len(tokens) - 2
+        drafts = draft(tokens, row, 4)
+        # features of the prefix do not change when the text grows, so the chain is right so far
+        tokens += [*drafts[:3], (drafts[3] + 1) % 61]
     text = Corpus.of([(tokens[:6], tokens[6:], "x")])
     batch = one_per_row(text, np.arange(1), 32, 1)
     outputs = _outputs(tiny, target, batch, vocabulary)
@@ -157,7 +170,7 @@ def test_loss_equals_a_plain_computation(tiny, corpus):
     expected = 0.0
     for step in range(STEPS):
         logs = np.asarray(jax.nn.log_softmax(head.logits(states[step], target), axis=-1))
-        rows, reached, accepted = [], 0, 0
+        rows = []
         for line in range(2):
             segments, starts = np.asarray(batch.segments[line]), np.asarray(batch.starts[line])
             for i in np.flatnonzero(starts):
@@ -220,7 +233,8 @@ def test_later_steps_never_see_later_rows(tiny, steps):
 def test_first_step_attention_is_causal_attention(tiny):
     key = jax.random.key(0)
     q, k, v = (
-        jax.random.normal(s, (2, 9, h, 8)) for s, h in zip(jax.random.split(key, 3), (4, 2, 2))
+        jax.random.normal(s, (2, 9, h, 8))
+        for s, h in zip(jax.random.split(key, 3), (4, 2, 2), strict=True)
     )
     segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2])
     _, ours = ttt_attend(segments)((), 0, q, k, v)

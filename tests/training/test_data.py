@@ -1,0 +1,90 @@
+"""Corpora, packing, splitting and the draft vocabulary."""
+
+import dataclasses
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from specjax.training.data import Corpus, batches, draft_vocabulary, pack
+
+
+def test_packing_keeps_every_sequence_whole_and_apart(corpus):
+    rows = pack(corpus, 24, 0)
+    found = []
+    for line in range(len(rows.tokens)):
+        segments = rows.segments[line]
+        used = np.count_nonzero(segments)
+        assert (segments[used:] == 0).all()
+        assert not rows.starts[line, used:].any()
+        for segment in range(1, segments.max() + 1):
+            where = segments == segment
+            assert (np.diff(np.flatnonzero(where)) == 1).all()
+            assert rows.positions[line, where].tolist() == list(range(where.sum()))
+            prompt = int(np.flatnonzero(rows.starts[line, where])[0]) + 1
+            assert rows.starts[line, where][prompt - 1 :].all()
+            found.append((prompt, rows.tokens[line, where].tolist()))
+    expected = [
+        (int(corpus.prompt_lens[i]), corpus.sequence(i)[:24].tolist()) for i in range(len(corpus))
+    ]
+    assert sorted(found) == sorted(expected)
+    # best fit: no two rows could be one
+    free = np.sort((rows.segments == 0).sum(axis=1))
+    assert free.sum() < 24 * 2
+
+
+def test_packing_cuts_long_sequences_and_drops_those_without_an_answer_left():
+    corpus = Corpus.of([([1] * 4, [2] * 20, "a"), ([3] * 9, [4] * 20, "a")])
+    rows = pack(corpus, 10, 0)
+    assert rows.tokens.tolist() == [[1] * 4 + [2] * 6]
+
+
+def test_held_out_prompts_are_not_trained_on(corpus):
+    doubled = corpus.select(np.concatenate([np.arange(len(corpus)), np.arange(10)]))
+    kept, held = doubled.split(0.25, 0)
+    assert len(kept) + len(held) == len(doubled)
+    prompts = [
+        {part.sequence(i)[: part.prompt_lens[i]].tobytes() for i in range(len(part))}
+        for part in (kept, held)
+    ]
+    assert not prompts[0] & prompts[1]
+    assert len(prompts[1]) == 10
+    with pytest.raises(ValueError, match="leaves nothing"):
+        doubled.split(1.0, 0)
+
+
+def test_corpus_survives_its_file(corpus, tmp_path):
+    corpus.save(tmp_path / "corpus.npz")
+    again = Corpus.load(tmp_path / "corpus.npz")
+    for field in dataclasses.fields(Corpus):
+        np.testing.assert_array_equal(getattr(again, field.name), getattr(corpus, field.name))
+    assert again.source_names == ("even", "odd")
+    assert again.answer_tokens == sum(corpus.lengths) - sum(corpus.prompt_lens)
+
+
+def test_draft_vocabulary_is_the_most_frequent_answer_tokens_ascending():
+    corpus = Corpus.of([([9] * 50, [5, 5, 5, 2, 2, 8], "a"), ([1], [2, 2, 11], "a")])
+    assert draft_vocabulary(corpus, 2, 12).tolist() == [2, 5]
+    assert draft_vocabulary(corpus, 4, 12).tolist() == [2, 5, 8, 11]
+    # tokens that never occur fill up from the lowest id; prompts do not count
+    assert draft_vocabulary(corpus, 6, 12).tolist() == [0, 1, 2, 5, 8, 11]
+    with pytest.raises(ValueError, match="draft_vocab_size=13"):
+        draft_vocabulary(corpus, 13, 12)
+
+
+def test_batches_resume_where_they_stopped(corpus):
+    rows = pack(corpus, 24, 0)
+    size, per_epoch = 3, len(rows.tokens) // 3
+    whole = list(islice(batches(rows, size, 5), 3 * per_epoch))
+    later = list(islice(batches(rows, size, 5, per_epoch + 1), per_epoch))
+    for a, b in zip(whole[per_epoch + 1 :], later, strict=False):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+    epochs = [
+        np.concatenate([b.tokens for b in whole[e * per_epoch : (e + 1) * per_epoch]])
+        for e in range(3)
+    ]
+    assert not np.array_equal(epochs[0], epochs[1])
+    if len(rows.tokens) % size == 0:
+        assert sorted(map(tuple, epochs[0])) == sorted(map(tuple, rows.tokens))
+    with pytest.raises(ValueError, match="batch_rows=1000"):
+        next(batches(rows, 1000, 0))
