@@ -1,9 +1,10 @@
 """Time one round of decoding: draft, verify, accept, compact, extend and state update.
 
 Two figures a row, both medians in ms: rounds dispatched back to back with the tokens left on the
-device, and rounds through ``Engine.generate`` with results read one round late. Beside them the floor:
-the bytes that a round cannot avoid reading (target weights, KV of the contexts, draft weights once
-a draft pass) at the copy bandwidth measured in the same run. 0 steps is plain decoding.
+device, and rounds through ``Engine.generate`` with results read one round late. Beside them the
+floor: the bytes that a round cannot avoid reading (target weights, KV of the contexts, draft
+weights once a draft pass) at the copy bandwidth measured in the same run. 0 steps is plain
+decoding.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from rich.table import Table
 import specjax
 from specjax import Engine, SamplingParams
 from specjax.presets import PRESETS, write_preset
+from specjax.runtime.buckets import MIN_ROWS_GPU
 from specjax.runtime.memory import kv_bytes_per_token
 
 
@@ -99,6 +101,7 @@ def engine_ms(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[fl
 
 
 def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--preset", choices=PRESETS, default="llama3.1-8b")
@@ -128,7 +131,8 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
         "rounds_per_dispatch": args.rounds_per_dispatch,
         "context_length": context,
         "max_running_requests": max(batches),
-        "batch_buckets": batches,
+        # what the engine would pick: a plain batch of one runs padded
+        "batch_buckets": batches if steps else [max(MIN_ROWS_GPU, batch) for batch in batches],
         "chunked_prefill_size": 512,
         "skip_tokenizer_init": True,
         "max_total_tokens": max(batches) * (context + args.page_size),
@@ -152,9 +156,8 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     console = Console(width=120)
     rng = np.random.default_rng(0)
-    table = Table(
-        title=f"{args.model or args.preset}, {args.dtype}, {device.device_kind}, jax {jax.__version__}"
-    )
+    name = args.model or args.preset
+    table = Table(title=f"{name}, {args.dtype}, {device.device_kind}, jax {jax.__version__}")
     for column in (
         "steps",
         "batch",

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.difference import Difference, encode_request, find_difference
+from specjax.difference import Difference, find_difference
+from specjax.inputs import tokenize_inputs
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,9 @@ def _difference(
 ) -> Difference | None:
     if output["output_ids"] == reference["output_ids"]:
         return None
+    (prompt_ids,), _ = tokenize_inputs(plain_engine.tokenizer, None, None, messages)
     return find_difference(
-        output["output_ids"],
-        reference["output_ids"],
-        encode_request(plain_engine.tokenizer, messages=messages),
-        plain_engine.logit_gap,
+        output["output_ids"], reference["output_ids"], prompt_ids, plain_engine.logit_gap
     )
 
 

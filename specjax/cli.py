@@ -26,6 +26,8 @@ ENGINE_ARGUMENTS = (
     "context_length",
     "page_size",
     "max_total_tokens",
+    "chunked_prefill_size",
+    "rounds_per_dispatch",
     "mem_fraction_static",
     "seed",
     "compile_cache_dir",
@@ -189,6 +191,10 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--context-length", type=int, metavar="N")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page")
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="size of the KV pool")
+    group.add_argument("--chunked-prefill-size", type=int, metavar="N", help="prompt tokens a pass")
+    group.add_argument(
+        "--rounds-per-dispatch", type=int, metavar="N", help="rounds in one call on the device"
+    )
     group.add_argument("--mem-fraction-static", type=float, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="seed of unseeded sampled requests")
     group.add_argument(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.difference import Difference, encode_request, find_difference
+from specjax.difference import Difference, find_difference
+from specjax.inputs import tokenize_inputs
 
 NUM_TIMED_RUNS = 3
 
@@ -97,10 +98,13 @@ def compare_with_plain(
         speculative, plain = outputs["speculative"], outputs["plain"]
         difference = None
         if speculative["output_ids"] != plain["output_ids"]:
+            (prompt_ids,), _ = tokenize_inputs(
+                engine.tokenizer, request.get("prompt"), None, request.get("messages")
+            )
             difference = find_difference(
                 speculative["output_ids"],
                 plain["output_ids"],
-                encode_request(engine.tokenizer, **request),
+                prompt_ids,
                 plain_engine.logit_gap,
             )
     speeds = {

@@ -1,10 +1,7 @@
 """Where two completions of one prompt part, and how close the decision was."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from specjax.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +57,3 @@ def find_difference(
         top_ids=(first, second),
         gap=gap,
     )
-
-
-def encode_request(
-    tokenizer: Tokenizer,
-    *,
-    prompt: str | None = None,
-    messages: Sequence[Mapping[str, Any]] | None = None,
-) -> list[int]:
-    """Returns the token ids that `Engine.generate` makes of one prompt or one conversation."""
-    if messages is None:
-        return tokenizer.encode(prompt or "")
-    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)

@@ -17,7 +17,7 @@ from specjax.config import SpeculativeConfig
 from specjax.diagnostics import two_best
 from specjax.inputs import Messages, check_ids, need_tokenizer, tokenize_inputs
 from specjax.kernels.tree_attention import attention_implementation
-from specjax.runtime.buckets import checked_buckets, prefill_buckets
+from specjax.runtime.buckets import MIN_ROWS_GPU, checked_buckets, prefill_buckets
 from specjax.runtime.compile_pool import enable_compile_cache
 from specjax.runtime.memory import device_memory, kv_bytes_per_token, plan_pools
 from specjax.runtime.paging import PageAllocator
@@ -176,7 +176,9 @@ class Engine:
                 num_pages=plan.num_pages,
                 pages_per_request=-(-self.context_length // page_size),
                 num_slots=slots + 1,
-                batch_buckets=checked_buckets(batch_buckets, slots),
+                batch_buckets=checked_buckets(
+                    batch_buckets, slots, 1 if on_cpu or speculative else MIN_ROWS_GPU
+                ),
                 prefill_buckets=prefill_buckets(chunk, self.context_length),
                 attention=attention_implementation(
                     "cpu" if on_cpu else "gpu",

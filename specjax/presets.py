@@ -40,7 +40,9 @@ LLAMA31_8B_EAGLE3 = DraftConfig(
     feature_layers=LLAMA31_8B.default_feature_layers,
     dtype="bfloat16",
 )
-PRESETS: dict[str, tuple[ModelConfig, DraftConfig]] = {"llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)}
+PRESETS: dict[str, tuple[ModelConfig, DraftConfig]] = {
+    "llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)
+}
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:

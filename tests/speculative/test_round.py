@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specjax.sampling_params import SamplingParams
-from specjax.speculative.stages import draft, extend, verify
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.round import rows_of, spec_round
+from specjax.speculative.stages import draft, extend, verify
 from specjax.speculative.tree import chain_input
 
 from ..tiny import (

@@ -13,7 +13,6 @@ from scipy.stats import chisquare
 from specjax.speculative.sampling import filter_logits, sample
 from specjax.types import SamplingTable
 
-
 jit_filter, jit_sample = jax.jit(filter_logits), jax.jit(sample)
 
 

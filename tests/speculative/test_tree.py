@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from specjax.speculative.tree import accept, chain_input
 from specjax.types import VerifyInput
 
-
 ROWS, STEPS = 8, 7
 jit_accept = jax.jit(accept, static_argnums=4)
 
@@ -66,7 +65,8 @@ def test_accept_equals_a_walk(tree):
     assert out.accept_index[1].tolist() == [-1] * (steps + 1)
     counts = (out.num_accepted_drafts, out.num_accepted_tokens, out.bonus_tokens)
     assert [int(x[1]) for x in counts] == [0, 0, 0]
-    assert not np.any(out.accept_tokens[1]) and not np.any(out.features[1])
+    assert not np.any(out.accept_tokens[1])
+    assert not np.any(out.features[1])
 
 
 def test_chain_layout():
