@@ -1,7 +1,8 @@
 """The vocabulary: arrays that pass between the stages of a round.
 
 Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S
-``num_steps``, K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden, F feature width.
+``num_steps``, K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden,
+F feature width.
 
 ``num_accepted_drafts`` counts drafted tokens that passed verification; ``num_accepted_tokens`` also
 counts the bonus token. They are separate arrays everywhere (SGLang change #23962).

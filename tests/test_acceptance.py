@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from specjax.acceptance import Answer, Stopwatch, by_category, evaluate, load_prompts, summarize
-from tests.tiny_checkpoints import write_head, write_target
+
+from .tiny_checkpoints import write_head, write_target
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "scripts" / "data" / "prompts.jsonl"

@@ -17,8 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from specjax.cli import build_parser, main
 from specjax.cli_accepts import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.tokenizer import IncrementalDecoder, Tokenizer
-from tests.settings import kept_cache_settings
-from tests.tiny_checkpoints import write_head, write_target
+
+from .settings import kept_cache_settings
+from .tiny_checkpoints import write_head, write_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -511,7 +512,7 @@ def test_real_engine_compares_equal_and_reports_json(
     meta = body["meta_info"]
     assert meta["completion_tokens"] == len(body["output_ids"]) == 12
     assert len(meta["output_is_draft"]) == 12
-    assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"]
+    assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"] > 0
     assert meta["prompt_tokens"] == len("<user>hello there<assistant>")
     # the first token comes from prefill; a round that ends on a draft gives no bonus token
     assert meta["completion_tokens"] == (
@@ -531,6 +532,7 @@ def test_real_engine_shows_accepts(
     monkeypatch.setenv("NO_COLOR", "1")
     assert main(["generate", "hello", "--raw", "--show-accepts", *real_options]) == 0
     marked = capsys.readouterr().out
+    assert marked.count("[") > plain_text.count("[")
     assert [c for c in marked if c not in "[]"] == [c for c in plain_text if c not in "[]"]
 
 
