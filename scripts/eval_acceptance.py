@@ -29,15 +29,7 @@ from specjax.acceptance import (
     summarize,
 )
 
-TABLE_COLUMNS = (
-    "category",
-    "requests",
-    "accept length",
-    "pooled",
-    "accept rate",
-    "accepted per round",
-    "identical",
-)
+TABLE_COLUMNS = ("requests", "length", "pooled", "rate", "identical")
 
 
 def describe_software() -> dict[str, Any]:
@@ -58,23 +50,21 @@ def describe_software() -> dict[str, Any]:
 
 
 def show_table(console: Any, overall: dict[str, Any], categories: dict[str, Any]) -> None:
-    """Prints one row per category and one for all."""
+    """Prints accept length and rate of each category and of all requests."""
     from rich.table import Table
 
-    table = Table(*TABLE_COLUMNS)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table("category", title="accept length and rate")
+    for name in TABLE_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
     for name, row in [*categories.items(), ("all", overall)]:
         if name == "all":
             table.add_section()
-        per_round = row["correct_drafts"] / row["verify_calls"] if row["verify_calls"] else 0.0
         table.add_row(
             name,
             str(row["requests"]),
             f"{row['accept_length']:.2f}",
             f"{row['accept_length_pooled']:.2f}",
             f"{row['accept_rate']:.3f}",
-            f"{per_round:.2f}",
             f"{row['identical']}/{row['compared']}" if row["compared"] else "-",
         )
     console.print(table)

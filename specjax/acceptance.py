@@ -28,7 +28,6 @@ class Answer:
     question_id: str
     category: str
     turn: int
-    output_ids: list[int]
     meta_info: dict[str, Any]
     equal: bool | None
     difference: Difference | None
@@ -128,7 +127,6 @@ def evaluate(
                         question_id=prompts[i].question_id,
                         category=prompts[i].category,
                         turn=turn,
-                        output_ids=list(output["output_ids"]),
                         meta_info=output["meta_info"],
                         equal=None if plain is None else difference is None,
                         difference=difference,

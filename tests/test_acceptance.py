@@ -31,7 +31,6 @@ def answer(category: str, tokens: int, verifies: int, histogram: list[int], **mo
         question_id="q",
         category=category,
         turn=0,
-        output_ids=[0] * tokens,
         meta_info={
             "completion_tokens": tokens,
             "spec_verify_ct": verifies,

@@ -81,7 +81,7 @@ class CompilePool:
 
         def finish(key: Hashable, lowered: Lowered) -> None:
             self._compiled[key] = lowered.compile()
-            bar.set_postfix_str(str(key))
+            bar.set_postfix_str(" ".join(map(str, key)) if isinstance(key, tuple) else str(key))
             bar.update()
 
         with bar, ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as executor:

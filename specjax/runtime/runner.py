@@ -17,12 +17,20 @@ from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.compile_pool import CompilePool
 from specjax.runtime.paging import PageView
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.round import prefill_chunk, spec_rounds
+from specjax.speculative.prefill import prefill_chunk
+from specjax.speculative.round import (
+    RoundConfig,
+    draft_stage,
+    extend_stage,
+    spec_rounds,
+    verify_stage,
+)
 from specjax.types import KVPools, SamplingTable
 
 # end tokens of a request that the device knows; models have one to four
 MAX_END_TOKENS = 8
 UNLIMITED = 2**31 - 1
+STAGES = {"draft": draft_stage, "verify": verify_stage, "extend": extend_stage}
 
 
 @dataclass(frozen=True)
@@ -130,22 +138,30 @@ class ModelRunner:
         )
         return pools, FutureMap.abstract(self.config.num_slots, 1, width, dtype)
 
-    def _bind(self, function: Any, **static: Any) -> Any:
-        """Jit a stage over flat weights, with the pools and the rows donated."""
+    def _bind(self, function: Any) -> Any:
+        """Jit a function of the round over flat weights, with the pools and the rows donated."""
         nets = self.networks
+        config = RoundConfig(
+            num_steps=self.config.num_steps,
+            feature_layers=nets.feature_layers,
+            num_rounds=self.config.rounds_per_dispatch,
+            simulate_accept_length=self.config.simulate_accept_length,
+        )
 
         def flat(
             target: Weights, head: Weights, pools: KVPools, future: FutureMap, *rest: Any
         ) -> Any:
             draft = None if nets.head is None else nets.head.rebuild(head)
-            bound = partial(function, feature_layers=nets.feature_layers, **static)
-            return bound(nets.target.rebuild(target), draft, pools, future, *rest)
+            return function(nets.target.rebuild(target), draft, pools, future, *rest, config=config)
 
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=(2, 3))
 
-    def compile(self, *, show_progress: bool) -> None:
-        """Compile the round of every batch bucket and the prefill of every chunk width."""
+    def compile(self, *, show_progress: bool, stages: bool = False) -> None:
+        """Compile the round of every batch bucket and the prefill of every chunk width.
+
+        With ``stages`` also draft, verify and extend on their own, for :meth:`staged_round`.
+        """
         config, nets = self.config, self.networks
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -154,14 +170,15 @@ class ModelRunner:
         view, sampling = jax.eval_shape(lambda: self._device_tables(self.tables))
         head = () if nets.head is None else nets.head.abstract
         common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
-        rounds = self._bind(
-            spec_rounds,
-            num_rounds=config.rounds_per_dispatch,
-            num_steps=config.num_steps,
-            simulate_accept_length=config.simulate_accept_length,
-        )
+        steps = config.num_steps
+        rounds = self._bind(spec_rounds)
         for batch in config.batch_buckets:
-            self.compiled.add(("round", config.num_steps, batch), rounds, (*common, ints(batch)))
+            arguments: tuple[Any, ...] = (*common, ints(batch))
+            self.compiled.add(("round", steps, batch), rounds, arguments)
+            for name, function in STAGES.items() if stages else ():
+                stage = self._bind(function)
+                self.compiled.add((name, steps, batch), stage, arguments)
+                arguments = (*common, ints(batch), jax.eval_shape(stage, *arguments)[2])
         prefill = self._bind(prefill_chunk)
         for width in config.prefill_buckets:
             arguments = (*common, ints(width + 1), ints(5))
@@ -280,14 +297,33 @@ class ModelRunner:
             ``slots``, then padding.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
+        self.pools, self.future, packed = self.compiled["round", self.config.num_steps, batch](
+            *self._inputs(), self._padded_slots(slots, batch)
+        )
+        packed.copy_to_host_async()
+        return packed
+
+    def staged_round(self, slots: Sequence[int]) -> jax.Array:
+        """One round as three dispatches; equal to :meth:`round`, for tests and profiles.
+
+        Returns:
+            i32 ``[1, bucket, A + 2]`` on the device.
+        """
+        batch = pick_bucket(len(slots), self.config.batch_buckets)
+        on_device = self._padded_slots(slots, batch)
+        passed: tuple[Any, ...] = ()
+        for name in STAGES:
+            self.pools, self.future, out = self.compiled[name, self.config.num_steps, batch](
+                *self._inputs(), on_device, *passed
+            )
+            passed = (out,)
+        return out[None]
+
+    def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))
         on_device = self._slots_on_device.get(padded)
         if on_device is None:
             # a batch keeps its slots for many rounds; the newest composition is all that matters
             on_device = jax.device_put(np.array(padded, np.int32))
             self._slots_on_device = {padded: on_device}
-        self.pools, self.future, packed = self.compiled["round", self.config.num_steps, batch](
-            *self._inputs(), on_device
-        )
-        packed.copy_to_host_async()
-        return packed
+        return on_device

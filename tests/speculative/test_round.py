@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.runtime.runner import ModelRunner
 from specjax.sampling_params import SamplingParams
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.round import rows_of, spec_round
-from specjax.speculative.stages import draft, extend, verify
+from specjax.speculative.round import rows_of
+from specjax.speculative.stages import extend, verify
 from specjax.speculative.tree import chain_input
 
 from ..tiny import (
@@ -159,47 +160,23 @@ def test_any_number_of_drafts_can_be_accepted(head):
     runner.clear_slot(1)
 
 
-def test_stages_equal_the_fused_round():
-    runner = make_runner(EAGLE3, 4)
-    start(runner, PROMPTS[2])
-    flat, weights = target_model()
-    target, model = flat.rebuild(weights), runner.networks.head.rebuild(head_weights(EAGLE3))
-    view, sampling = runner._device_tables(runner.tables)
-    slots = jnp.array([1], jnp.int32)
-    pools, future = jax.tree.map(jnp.copy, (runner.pools, runner.future))
-    _, fused, packed = spec_round(
-        target,
-        model,
-        pools,
-        future,
-        view,
-        sampling,
-        slots,
-        num_steps=4,
-        feature_layers=EAGLE3.feature_layers,
-    )
-
-    inputs = jax.tree.map(lambda leaf: leaf[slots], future.rows)
-    rows = replace(view, page_table=view.page_table[slots])
-    tree, kv_draft = draft(target, model, pools.draft, inputs, rows, 4)
-    out, _ = verify(
-        target,
-        pools.target,
-        tree,
-        inputs.seq_lens,
-        rows,
-        rows_of(sampling, slots),
-        slots > 0,
-        num_steps=4,
-        feature_layers=EAGLE3.feature_layers,
-    )
-    following, _ = extend(target, model, kv_draft, out, inputs.seq_lens, rows)
-    assert packed[0, :5].tolist() == out.accept_tokens[0].tolist()
-    assert packed[0, 5:].tolist() == [out.num_accepted_drafts[0], out.num_accepted_tokens[0]]
-    for name in ("topk_ids", "bonus_tokens", "seq_lens"):
-        assert getattr(fused.rows, name)[1].tolist() == getattr(following, name)[0].tolist()
-    np.testing.assert_allclose(fused.rows.hidden[1], following.hidden[0], rtol=1e-5, atol=1e-6)
-    runner.clear_slot(1)
+@pytest.mark.parametrize(("head", "steps"), [(EAGLE3, 4), (None, 0)])
+def test_compiled_stages_equal_the_fused_round(head, steps):
+    """Draft, verify and extend, each compiled ahead of time, against the one fused call."""
+    fused = make_runner(head, steps)
+    staged = ModelRunner(fused.networks, fused.config)
+    staged.compile(show_progress=False, stages=True)
+    staged.load(*fused.weights)
+    for runner in (fused, staged):
+        start(runner, PROMPTS[2])
+    for _ in range(4):
+        packed = np.asarray(fused.round([1]))
+        assert np.array_equal(np.asarray(staged.staged_round([1])), packed)
+        for ours, theirs in zip(
+            jax.tree.leaves(staged.future), jax.tree.leaves(fused.future), strict=True
+        ):
+            np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
+    fused.clear_slot(1)
 
 
 def test_padding_slot_stays_empty():
