@@ -71,8 +71,10 @@ def render_chat_template(
         variables: what else the template sees, for example ``add_generation_prompt``.
 
     Raises:
-        ValueError: if a message is malformed or the template refuses the conversation.
+        ValueError: if there is no message, one is malformed, or the template refuses them.
     """
+    if not messages:
+        raise ValueError("messages=[] is a conversation without turns; give at least one")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
@@ -81,5 +83,6 @@ def render_chat_template(
     try:
         plain = [dict(message) for message in messages]
         return _compile(template).render(messages=plain, **variables)
-    except jinja2.TemplateError as error:
+    # a template that adds content to a string meets content of another type with a TypeError
+    except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refused the conversation: {error}") from error

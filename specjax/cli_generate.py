@@ -9,6 +9,7 @@ from typing import Any
 
 from specjax.cli_accepts import AcceptPainter, use_colour
 from specjax.cli_compare import Comparison, compare_with_plain
+from specjax.sampling_params import SamplingParams
 from specjax.tokenizer import IncrementalDecoder
 
 SAMPLING_ARGUMENTS = (
@@ -40,6 +41,7 @@ def run_generate(
     """
     request = build_request(args)
     sampling = build_sampling(args)
+    SamplingParams.of(sampling)  # refused before a model is loaded
     plain = engine_args["speculative_algorithm"] is None
     for option in ("compare", "show_accepts"):
         if plain and getattr(args, option):

@@ -15,7 +15,13 @@ import numpy as np
 from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_target
 from specjax.config import SpeculativeConfig
 from specjax.diagnostics import two_best
-from specjax.inputs import Messages, check_ids, need_tokenizer, tokenize_inputs
+from specjax.inputs import (
+    Messages,
+    check_ids,
+    check_vocabulary,
+    need_tokenizer,
+    tokenize_inputs,
+)
 from specjax.kernels.tree_attention import attention_implementation
 from specjax.runtime.buckets import MIN_ROWS_GPU, checked_buckets, prefill_buckets
 from specjax.runtime.compile_pool import enable_compile_cache
@@ -123,9 +129,13 @@ class Engine:
             ("chunked_prefill_size", chunked_prefill_size),
             ("rounds_per_dispatch", rounds_per_dispatch),
             ("context_length", context_length),
+            ("page_size", page_size),
+            ("max_total_tokens", max_total_tokens),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value} must be an integer of at least 1")
+        if not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed} must be an integer of at least 0")
         enable_compile_cache(None if compile_cache_dir is None else str(compile_cache_dir))
 
         target = open_target(model, dtype="float32" if dtype == "auto" and on_cpu else dtype)
@@ -343,6 +353,7 @@ class Engine:
         if params.stop_strings:
             need_tokenizer(self.tokenizer, "stop")
         ends = set(params.stop_token_ids or ())
+        check_vocabulary("stop_token_ids", sorted(ends), self.target.config.vocab_size)
         if not params.ignore_eos:
             ends |= set(self.target.config.eos_token_ids)
         seed = params.sampling_seed

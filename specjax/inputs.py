@@ -62,14 +62,23 @@ def check_ids(ids: Sequence[int], vocab_size: int, context_length: int) -> None:
     """
     if not ids:
         raise ValueError("an input has no tokens; give at least one")
-    wrong = [i for i in ids if not 0 <= i < vocab_size]
-    if wrong:
-        raise ValueError(f"input_ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
+    check_vocabulary("input_ids", ids, vocab_size)
     if len(ids) >= context_length:
         raise ValueError(
             f"a prompt of {len(ids)} tokens leaves no room in context_length={context_length}; "
             "shorten it or raise context_length"
         )
+
+
+def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        ValueError: naming the argument, the ids and the vocabulary size.
+    """
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong:
+        raise ValueError(f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}")
 
 
 def _is_list(value: Any) -> bool:

@@ -136,7 +136,13 @@ class Tokenizer:
         return self._ids.get("unk_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; ``add_special_tokens`` adds what the checkpoint asks for."""
+        """Token ids of ``text``; ``add_special_tokens`` adds what the checkpoint asks for.
+
+        Raises:
+            ValueError: if the text holds half a surrogate pair, as undecodable bytes of a command
+                line do.
+        """
+        text.encode("utf-8")  # raises UnicodeEncodeError; the backend would raise a TypeError
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -327,6 +327,15 @@ def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == ("", "specjax: error: context_length=1 is too short\n")
 
 
+def test_bad_sampling_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = FakeEngine(answer="ok")
+    assert run("Hi", "--top-k", "0", engine=engine) == 2
+    assert capsys.readouterr().err == "specjax: error: top_k=0 must be -1 (off) or at least 1\n"
+    assert engine.made == []
+
+
 def test_unknown_options_exit_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["generate", "Hi", "--temprature", "1"])

@@ -214,6 +214,17 @@ def test_template_refusals() -> None:
     for messages in (["hi"], [{"content": "x"}], [{"role": "user", "content": "x"}, 3]):
         with pytest.raises(ValueError, match=r"messages\[\d\]"):
             tokenizer.apply_chat_template(messages)
+    with pytest.raises(ValueError, match="without turns"):
+        tokenizer.apply_chat_template([])
+    tokenizer.chat_template = "{{ '<user>' + messages[0].content }}"
+    for content in (None, 5, [{"type": "text", "text": "x"}]):
+        with pytest.raises(ValueError, match=r"refused the conversation: .* str"):
+            tokenizer.apply_chat_template([{"role": "user", "content": content}])
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        byte_fallback_tokenizer().encode("a\udcff")
 
 
 def test_messages_are_not_changed() -> None:
