@@ -416,6 +416,13 @@ def _context_length(context_length: int | None, config: Any) -> int:
                 f"context_length={context_length} exceeds the model's sliding window of {window}; "
                 "sliding-window attention is not supported beyond it; lower context_length"
             )
+        if context_length is None:
+            logger.warning(
+                "context_length=%d of %d: the sliding window, beyond which attention is not "
+                "supported",
+                window,
+                limit,
+            )
         limit = window
     if context_length is not None and context_length > limit:
         raise ValueError(

@@ -1,5 +1,6 @@
 """The engine on a tiny checkpoint: inputs, results, streams, threads, refusals."""
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -547,6 +548,20 @@ def test_speculative_arguments_need_an_algorithm(files) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             files.engine(speculative=False, **{name: value})
+
+
+def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
+    target = write_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    config |= {"model_type": "mistral", "sliding_window": 64}
+    (target / "config.json").write_text(
+        json.dumps(config | {"architectures": ["MistralForCausalLM"]})
+    )
+    with pytest.raises(ValueError, match=r"context_length=65 exceeds .* sliding window of 64"):
+        files.small(target=target, context_length=65)
+    with files.small(target=target, speculative=False) as made:
+        assert made.context_length == 64
+    assert "context_length=64 of 128: the sliding window" in caplog.text
 
 
 def test_missing_models_are_named() -> None:

@@ -227,7 +227,9 @@ class ModelRunner:
         tables.top_ks[slot] = top_k
         tables.top_ps[slot] = top_p
         tables.seeds[slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
-        ends = sorted(end_token_ids)[:MAX_END_TOKENS]
+        # a checkpoint may name end tokens outside its vocabulary; the model never produces them
+        vocab_size = self.networks.target_config.vocab_size
+        ends = sorted(i for i in end_token_ids if 0 <= i < vocab_size)[:MAX_END_TOKENS]
         tables.end_token_ids[slot] = -1
         tables.end_token_ids[slot, : len(ends)] = ends
         tables.dirty = True

@@ -260,6 +260,27 @@ def test_an_end_token_inside_an_accepted_run_cuts_its_tail(num_steps, rounds, ru
     assert ended_on_a_draft >= 2
 
 
+def test_end_tokens_outside_the_vocabulary_are_ignored() -> None:
+    """They come from checkpoints; neither their size nor their number hides the real one."""
+    whole = plain_output(tuple(PROMPTS[1]), GREEDY, 0)
+    serving = Serving()
+    request = Request(
+        "r",
+        PROMPTS[1],
+        GREEDY,
+        seed=0,
+        max_new_tokens=24,
+        end_token_ids=frozenset([*range(-9, 0), 2**40, whole[3]]),
+        decoder=None,
+        spec_width=STEPS,
+    )
+    serving.scheduler.add(request)
+    serving.scheduler.step()
+    assert whole[3] in serving.runner.tables.end_token_ids
+    serving.finish()
+    assert request.output_ids == whole[: whole.index(whole[3]) + 1]
+
+
 @pytest.mark.parametrize("prompt_len", [100, 127])
 @pytest.mark.parametrize("num_steps", [0, STEPS])
 def test_prompt_and_completion_may_fill_the_page_table(num_steps, prompt_len) -> None:
