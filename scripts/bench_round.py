@@ -67,18 +67,19 @@ def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
     slots = list(range(1, len(prompts) + 1))
     for slot, prompt in zip(slots, prompts, strict=True):
         pages = range(1 + (slot - 1) * pages_each, 1 + slot * pages_each)
-        runner.set_slot(slot, pages, temperature=0.0, top_k=1 << 30, top_p=1.0, seed=0)
+        runner.set_slot(slot, SamplingParams(temperature=0.0), seed=0)
+        runner.set_pages(slot, pages)
         for at in range(0, len(prompt), width):
             end = min(at + width, len(prompt))
             runner.prefill(slot, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
     for _ in range(3):
-        runner.round(slots).block_until_ready()
+        runner.round(slots).read()
     times = []
     for _ in range(5):
         started = time.perf_counter()
         for _ in range(rounds):
-            packed = runner.round(slots)
-        packed.block_until_ready()
+            result = runner.round(slots)
+        result.read()
         made = rounds * runner.config.rounds_per_dispatch
         times.append((time.perf_counter() - started) / made * 1e3)
     for slot in slots:

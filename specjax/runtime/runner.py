@@ -1,7 +1,7 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.compile_pool import CompilePool
 from specjax.runtime.paging import PageView
+from specjax.sampling_params import SamplingParams
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.prefill import prefill_chunk
 from specjax.speculative.round import (
@@ -30,6 +31,7 @@ from specjax.types import KVPools, SamplingTable
 # end tokens of a request that the device knows; models have one to four
 MAX_END_TOKENS = 8
 UNLIMITED = 2**31 - 1
+GREEDY = SamplingParams(temperature=0.0)
 STAGES = {"draft": draft_stage, "verify": verify_stage, "extend": extend_stage}
 
 
@@ -74,6 +76,20 @@ class RunnerConfig:
     simulate_accept_length: float | None = None
 
 
+@dataclass(frozen=True)
+class Dispatched:
+    """What a dispatch leaves on the device for the host, on its way there."""
+
+    tokens: jax.Array
+
+    def __post_init__(self) -> None:
+        self.tokens.copy_to_host_async()
+
+    def read(self) -> np.ndarray:
+        """Wait for the tokens."""
+        return np.asarray(self.tokens)
+
+
 @dataclass
 class HostTables:
     """Host copies of the per-slot tables; a change is uploaded before the next dispatch."""
@@ -84,7 +100,13 @@ class HostTables:
     top_ps: np.ndarray  # f32 [R]
     seeds: np.ndarray  # u32 [R, 2]
     end_token_ids: np.ndarray  # i32 [R, E]
-    dirty: bool = field(default=True)
+    pages_dirty: bool = True
+    sampling_dirty: bool = True
+
+    @property
+    def sampling(self) -> tuple[np.ndarray, ...]:
+        """The arrays of a :class:`SamplingTable`, in its order."""
+        return self.temperatures, self.top_ks, self.top_ps, self.seeds, self.end_token_ids
 
     @classmethod
     def empty(cls, num_slots: int, pages_per_request: int, vocab_size: int) -> "HostTables":
@@ -167,7 +189,8 @@ class ModelRunner:
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-        view, sampling = jax.eval_shape(lambda: self._device_tables(self.tables))
+        view = jax.eval_shape(lambda: self._view_of(self.tables))
+        sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
         head = () if nets.head is None else nets.head.abstract
         common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
         steps = config.num_steps
@@ -211,52 +234,49 @@ class ModelRunner:
     def set_slot(
         self,
         slot: int,
-        pages: Sequence[int],
+        params: SamplingParams,
         *,
-        temperature: float,
-        top_k: int,
-        top_p: float,
         seed: int,
         end_token_ids: Iterable[int] = (),
     ) -> None:
-        """Give a request slot its pages, sampling parameters and end tokens."""
-        tables = self.tables
-        tables.page_table[slot] = 0
-        tables.page_table[slot, : len(pages)] = pages
-        tables.temperatures[slot] = temperature
-        tables.top_ks[slot] = top_k
-        tables.top_ps[slot] = top_p
+        """Give a request slot its sampling parameters, noise seed and end tokens."""
+        tables, vocab_size = self.tables, self.networks.target_config.vocab_size
+        tables.temperatures[slot] = 0.0 if params.is_greedy else params.temperature
+        tables.top_ks[slot] = vocab_size if params.top_k == -1 else min(params.top_k, vocab_size)
+        tables.top_ps[slot] = params.top_p
         tables.seeds[slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
         # a checkpoint may name end tokens outside its vocabulary; the model never produces them
-        vocab_size = self.networks.target_config.vocab_size
         ends = sorted(i for i in end_token_ids if 0 <= i < vocab_size)[:MAX_END_TOKENS]
         tables.end_token_ids[slot] = -1
         tables.end_token_ids[slot, : len(ends)] = ends
-        tables.dirty = True
+        tables.sampling_dirty = True
+
+    def set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
+        """Write a slot's page table from entry ``first`` on; the entries behind become 0."""
+        row = self.tables.page_table[slot]
+        row[first : first + len(pages)] = pages
+        row[first + len(pages) :] = 0
+        self.tables.pages_dirty = True
 
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; what is still in flight ran before any new owner."""
-        vocab_size = self.networks.target_config.vocab_size
-        self.set_slot(slot, (), temperature=0.0, top_k=vocab_size, top_p=1.0, seed=0)
+        self.set_slot(slot, GREEDY, seed=0)
+        self.set_pages(slot, ())
 
-    def _device_tables(self, tables: HostTables) -> tuple[PageView, SamplingTable]:
-        page_table, *sampling = jax.device_put(
-            (
-                tables.page_table.copy(),
-                tables.temperatures.copy(),
-                tables.top_ks.copy(),
-                tables.top_ps.copy(),
-                tables.seeds.copy(),
-                tables.end_token_ids.copy(),
-            )
-        )
-        view = PageView(page_table, self.config.page_size, self.config.attention)
-        return view, SamplingTable(*sampling)
+    def _view_of(self, tables: HostTables) -> PageView:
+        page_table = jax.device_put(tables.page_table.copy())
+        return PageView(page_table, self.config.page_size, self.config.attention)
+
+    def _sampling_of(self, tables: HostTables) -> SamplingTable:
+        return SamplingTable(*jax.device_put([array.copy() for array in tables.sampling]))
 
     def _inputs(self) -> tuple[Any, ...]:
-        if self.tables.dirty:
-            self._view, self._sampling = self._device_tables(self.tables)
-            self.tables.dirty = False
+        if self.tables.pages_dirty:
+            self._view = self._view_of(self.tables)
+            self.tables.pages_dirty = False
+        if self.tables.sampling_dirty:
+            self._sampling = self._sampling_of(self.tables)
+            self.tables.sampling_dirty = False
         return (*self.weights, self.pools, self.future, self._view, self._sampling)
 
     def prefill(
@@ -266,7 +286,7 @@ class ModelRunner:
         start: int,
         next_token: int | None,
         max_new_tokens: int = UNLIMITED,
-    ) -> jax.Array:
+    ) -> Dispatched:
         """Dispatch one prompt chunk of a slot.
 
         Args:
@@ -277,7 +297,7 @@ class ModelRunner:
             max_new_tokens: tokens after which the row stops advancing.
 
         Returns:
-            i32 ``[1]`` on the device: the first sampled token, where the prompt ends.
+            i32 ``[1]``: the first sampled token, where the prompt ends.
         """
         width = pick_bucket(len(tokens), self.config.prefill_buckets)
         padded = np.zeros(width + 1, np.int32)
@@ -288,28 +308,26 @@ class ModelRunner:
         self.pools, self.future, token = self.compiled["prefill", width](
             *self._inputs(), *jax.device_put((padded, chunk))
         )
-        token.copy_to_host_async()
-        return token
+        return Dispatched(token)
 
-    def round(self, slots: Sequence[int]) -> jax.Array:
+    def round(self, slots: Sequence[int]) -> Dispatched:
         """Dispatch the rounds of one call for the given request slots.
 
         Returns:
-            i32 ``[rounds_per_dispatch, bucket, A + 2]`` on the device, rows in the order of
+            i32 ``[rounds_per_dispatch, bucket, A + 2]``, rows in the order of
             ``slots``, then padding.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         self.pools, self.future, packed = self.compiled["round", self.config.num_steps, batch](
             *self._inputs(), self._padded_slots(slots, batch)
         )
-        packed.copy_to_host_async()
-        return packed
+        return Dispatched(packed)
 
-    def staged_round(self, slots: Sequence[int]) -> jax.Array:
+    def staged_round(self, slots: Sequence[int]) -> Dispatched:
         """One round as three dispatches; equal to :meth:`round`, for tests and profiles.
 
         Returns:
-            i32 ``[1, bucket, A + 2]`` on the device.
+            i32 ``[1, bucket, A + 2]``.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         on_device = self._padded_slots(slots, batch)
@@ -319,7 +337,7 @@ class ModelRunner:
                 *self._inputs(), on_device, *passed
             )
             passed = (out,)
-        return out[None]
+        return Dispatched(out[None])
 
     def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))

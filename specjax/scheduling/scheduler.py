@@ -3,11 +3,10 @@
 from collections import deque
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
 from specjax.runtime.paging import PageAllocator
-from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.scheduling.request import Request
 
 
@@ -16,7 +15,7 @@ class InFlight:
     """A dispatched result that the host has not read: one prefill, or one round."""
 
     requests: tuple[Request, ...]
-    values: jax.Array
+    result: Dispatched
     is_round: bool
 
 
@@ -81,8 +80,8 @@ class Scheduler:
         self._admit()
         if self._running:
             slots = [request.slot for request in self._running]
-            packed = self._runner.round(slots)
-            self._in_flight.append(InFlight(tuple(self._running), packed, is_round=True))
+            result = self._runner.round(slots)
+            self._in_flight.append(InFlight(tuple(self._running), result, is_round=True))
         keep = self._run_ahead if self._running else 0
         while sum(entry.is_round for entry in self._in_flight) > keep:
             self._read(self._in_flight.popleft())
@@ -99,17 +98,13 @@ class Scheduler:
             self._waiting.popleft()
             request.pages = pages
             request.slot = self._free_slots.pop()
-            params = request.params
-            vocab_size = self._runner.networks.target_config.vocab_size
             self._runner.set_slot(
                 request.slot,
-                pages,
-                temperature=0.0 if params.is_greedy else params.temperature,
-                top_k=vocab_size if params.top_k == -1 else min(params.top_k, vocab_size),
-                top_p=params.top_p,
+                request.params,
                 seed=request.seed,
                 end_token_ids=request.end_token_ids,
             )
+            self._runner.set_pages(request.slot, pages)
             self._prefill(request)
             self._running.append(request)
 
@@ -124,7 +119,7 @@ class Scheduler:
         self._in_flight.append(InFlight((request,), token, is_round=False))
 
     def _read(self, entry: InFlight) -> None:
-        values = np.asarray(entry.values)
+        values = entry.result.read()
         for i, request in enumerate(entry.requests):
             if request.is_finished:
                 continue

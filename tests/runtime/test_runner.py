@@ -11,7 +11,7 @@ from specjax.runtime.runner import ModelRunner
 from specjax.sampling_params import SamplingParams
 
 from ..settings import counted_compilations
-from ..tiny import EAGLE3, TARGET, make_request, make_runner, run_requests
+from ..tiny import EAGLE3, make_request, make_runner, run_requests
 
 KEYS = [("round", 4, 1), ("round", 4, 4), ("prefill", 4), ("prefill", 16)]
 
@@ -99,7 +99,8 @@ def test_rounds_in_one_call_copy_no_pool() -> None:
 
 def test_dispatches_transfer_nothing_implicitly(runner) -> None:
     pages = list(range(1, 11))
-    runner.set_slot(1, pages, temperature=0.7, top_k=TARGET.vocab_size, top_p=1.0, seed=3)
+    runner.set_slot(1, SamplingParams(temperature=0.7), seed=3)
+    runner.set_pages(1, pages)
     with jax.transfer_guard("disallow"):
         # the guard itself works: a jitted function refuses an array of the host
         with pytest.raises(Exception, match=r"(?i)disallowed host-to-device"):
@@ -107,7 +108,8 @@ def test_dispatches_transfer_nothing_implicitly(runner) -> None:
         runner.prefill(1, list(range(6, 22)), 0, 30)
         runner.prefill(1, [30, 31], 16, None)
         for _ in range(3):
-            packed = runner.round([1])
+            result = runner.round([1])
+    packed = result.read()
     assert packed.shape == (1, 1, 4 + 3)
     assert int(packed[0, 0, -1]) >= 1
     runner.clear_slot(1)
@@ -128,7 +130,8 @@ def test_weights_are_needed_and_let_go() -> None:
 def test_seeds_are_kept_whole() -> None:
     made = make_runner(EAGLE3, 4)
     seed = 2**64 - 2**33 + 5
-    made.set_slot(2, [1], temperature=1.0, top_k=3, top_p=0.5, seed=seed)
+    made.set_slot(2, SamplingParams(top_k=3, top_p=0.5), seed=seed)
+    made.set_pages(2, [1])
     high, low = (int(word) for word in made.tables.seeds[2])
     assert high << 32 | low == seed
     made.clear_slot(2)

@@ -17,7 +17,6 @@ from specjax.speculative.tree import chain_input
 from ..tiny import (
     EAGLE,
     EAGLE3,
-    TARGET,
     dense_greedy,
     head_weights,
     make_request,
@@ -81,12 +80,12 @@ def test_a_row_stops_on_the_device():
     """At its last token and at an end token a row stops advancing inside a dispatch."""
     runner = make_runner(rounds=4)
     truth = dense_greedy(PROMPTS[3], 12)
-    set_up = {"temperature": 0.0, "top_k": 61, "top_p": 1.0, "seed": 0}
     for budget, ends, produced in ((7, (), 7), (12, (truth[4],), truth.index(truth[4]) + 1)):
-        runner.set_slot(1, range(1, 21), **set_up, end_token_ids=ends)
+        runner.set_slot(1, SamplingParams(temperature=0.0), seed=0, end_token_ids=ends)
+        runner.set_pages(1, range(1, 21))
         runner.prefill(1, PROMPTS[3][:16], 0, PROMPTS[3][16])
         runner.prefill(1, PROMPTS[3][16:], 16, None, budget)
-        packed = np.concatenate([np.asarray(runner.round([1])) for _ in range(3)])
+        packed = np.concatenate([runner.round([1]).read() for _ in range(3)])
         counts = packed[:, 0, -1]
         assert counts.tolist() == [1] * (produced - 1) + [0] * (12 - produced + 1)
         assert packed[: produced - 1, 0, 0].tolist() == truth[1:produced]
@@ -96,14 +95,13 @@ def test_a_row_stops_on_the_device():
 
 def start(runner, prompt):
     """Prefill one prompt into slot 1; returns the first token."""
-    runner.set_slot(
-        1, list(range(1, 21)), temperature=0.0, top_k=TARGET.vocab_size, top_p=1.0, seed=0
-    )
+    runner.set_slot(1, SamplingParams(temperature=0.0), seed=0)
+    runner.set_pages(1, range(1, 21))
     width = runner.config.prefill_buckets[-1]
     for at in range(0, len(prompt), width):
         end = min(at + width, len(prompt))
         token = runner.prefill(1, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
-    return int(token[0])
+    return int(token.read()[0])
 
 
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
@@ -116,7 +114,7 @@ def test_any_number_of_drafts_can_be_accepted(head):
     flat, weights = target_model()
     target = flat.rebuild(weights)
     model = runner.networks.head.rebuild(head_weights(head))
-    view, sampling = runner._device_tables(runner.tables)
+    view, sampling = runner._view_of(runner.tables), runner._sampling_of(runner.tables)
     slots = jnp.array([1, 0], jnp.int32)
     view = replace(view, page_table=view.page_table[slots])
     lens = jnp.array([len(prompt), 0], jnp.int32)
@@ -170,8 +168,8 @@ def test_compiled_stages_equal_the_fused_round(head, steps):
     for runner in (fused, staged):
         start(runner, PROMPTS[2])
     for _ in range(4):
-        packed = np.asarray(fused.round([1]))
-        assert np.array_equal(np.asarray(staged.staged_round([1])), packed)
+        packed = fused.round([1]).read()
+        assert np.array_equal(staged.staged_round([1]).read(), packed)
         for ours, theirs in zip(
             jax.tree.leaves(staged.future), jax.tree.leaves(fused.future), strict=True
         ):
@@ -184,7 +182,7 @@ def test_padding_slot_stays_empty():
     start(runner, PROMPTS[1])
     packed = None
     for _ in range(3):
-        packed = np.asarray(runner.round([1, 0, 0]))[0]
+        packed = runner.round([1, 0, 0]).read()[0]
     assert not packed[1:].any()
     assert int(runner.future.rows.seq_lens[0]) == 0
     runner.clear_slot(1)
