@@ -199,7 +199,8 @@ def specjax_tree_attention(
     scale: float,
 ) -> None:
     """One program: a tile of query rows of one KV head over one split of the context."""
-    *words_ref, out_ref, max_ref, sum_ref = refs
+    num_outputs = 1 if tiles.num_splits == 1 else 3
+    words_ref, (out_ref, *partial_refs) = refs[:-num_outputs], refs[-num_outputs:]
     rows, heads = q_ref.shape[1:3]
     pages, kv_heads = table_ref.shape[1], pool_ref.shape[3]
     group = heads // kv_heads
@@ -209,8 +210,9 @@ def specjax_tree_attention(
     seq_len = lens_ref[request]
 
     row = tile * tiles.block_rows + jnp.arange(tiles.block_rows)
-    token = jnp.minimum(row // group, rows - 1)
-    q = q_ref[request, token, head * group + row % group, :]
+    # rows behind the last one repeat the first ones: they store the same values to the same places
+    token, member = row % (rows * group) // group, head * group + row % group
+    q = q_ref[request, token, member, :]
     words = [ref[request, token, i] for ref in words_ref for i in range(2)]
     # a causal tile needs no key behind its own last token
     last_token = jnp.minimum(((tile + 1) * tiles.block_rows - 1) // group, rows - 1)
@@ -253,9 +255,26 @@ def specjax_tree_attention(
         jnp.zeros((tiles.block_rows, q.shape[1]), jnp.float32),
     )
     best, weight, mixed = jax.lax.fori_loop(first, last, step, carry)
+    if not partial_refs:
+        out_ref[request, token, member, :] = (mixed / weight[:, None]).astype(q.dtype)
+        return
+    max_ref, sum_ref = partial_refs
     out_ref[request, head, split, row, :] = mixed
     max_ref[request, head, split, row] = best
     sum_ref[request, head, split, row] = weight
+
+
+def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: Any) -> None:
+    """One program a (token, query head, request): the splits of one row into its output."""
+    heads, kv_heads = out_ref.shape[2], mixed_ref.shape[1]
+    group = heads // kv_heads
+    token, member, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head, row = member // group, token * group + member % group
+    best = max_ref[request, head, :, row]
+    decay = jnp.exp2(best - jnp.max(best))
+    weight = jnp.sum(sum_ref[request, head, :, row] * decay)
+    mixed = jnp.sum(mixed_ref[request, head, :, row, :] * decay[:, None], axis=0)
+    out_ref[request, token, member, :] = (mixed / weight).astype(out_ref.dtype)
 
 
 def _row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
@@ -305,14 +324,16 @@ def tree_attention_pallas(
         )
     row_tiles = -(-rows * group // tiles.block_rows)
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)
-    mixed, best, weight = triton_call(
+    output = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    parts = (
+        jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    out = triton_call(
         partial(specjax_tree_attention, tiles=tiles, page_size=page_size, scale=dim**-0.5),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
-        out_shape=(
-            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ),
+        out_shape=output if tiles.num_splits == 1 else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
@@ -324,15 +345,16 @@ def tree_attention_pallas(
         pool,
         *(() if tree_mask is None else (_mask_words(tree_mask),)),
     )
-    if tiles.num_splits > 1:
-        decay = jnp.exp2(best - jnp.max(best, axis=2, keepdims=True))
-        mixed = jnp.sum(mixed * decay[..., None], axis=2)
-        weight = jnp.sum(weight * decay, axis=2)
-    else:
-        mixed, weight = mixed[:, :, 0], weight[:, :, 0]
-    out = (mixed / weight[..., None]).astype(q.dtype)[:, :, : rows * group]
-    out = out.reshape(batch, kv_heads, rows, group, dim)
-    return jnp.swapaxes(out, 1, 2).reshape(q.shape)
+    if tiles.num_splits == 1:
+        return out
+    return triton_call(
+        specjax_merge_splits,
+        grid=(rows, heads, batch),
+        out_shape=output,
+        num_warps=max(1, min(4, tiles.num_splits * dim // 1024)),
+        num_stages=1,
+        interpret=interpret,
+    )(*out)
 
 
 IMPLEMENTATIONS = {

@@ -10,8 +10,10 @@ import numpy as np
 
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
+from specjax.models.layers import rotated
 
 
+@rotated
 def dense_attend(
     kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Any, jax.Array]:

@@ -155,7 +155,9 @@ class Engine:
                 draft, target, algorithm=speculative.algorithm, rope_theta=draft_rope_theta
             )
             logger.info("draft head: %s", head.describe())
-        networks = Networks.of(target.config, None if head is None else head.config)
+        networks = Networks.of(
+            target.config, None if head is None else head.config, "xla" if on_cpu else "pallas"
+        )
         self.context_length = _context_length(context_length, target.config)
         slots = max_running_requests or (4 if on_cpu else 32)
         chunk = chunked_prefill_size or (512 if on_cpu else 1024)

@@ -26,6 +26,7 @@ from specjax.models.layers import (
     Embedding,
     Linear,
     RMSNorm,
+    RopeTables,
     dot,
     rope_tables,
 )
@@ -86,7 +87,7 @@ class Eagle3Head(DraftHead):
     have it.
     """
 
-    def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DraftConfig, rngs: nnx.Rngs, kernels: str = "xla") -> None:
         super().__init__(config, rngs)
         dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
         self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtype=dtype, rngs=rngs)
@@ -111,7 +112,7 @@ class Eagle3Head(DraftHead):
             qk_norm=False,
             rngs=rngs,
         )
-        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
         self.mlp = MLP(config, bias=False, rngs=rngs)
         self.norm = RMSNorm(size, eps=eps, dtype=dtype)
 
@@ -134,8 +135,8 @@ class Eagle3Head(DraftHead):
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
         mixed, kv = self.attention(x, rope_tables(self.config, positions), kv, 0, attend)
-        x = residual + mixed
-        x = x + self.mlp(self.post_attention_norm(x))
+        x, normed = self.post_attention_norm.add(residual, mixed)
+        x = x + self.mlp(normed)
         return (self.norm(x) if self.config.norm_output else x), kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
@@ -146,7 +147,9 @@ class Eagle3Head(DraftHead):
 class EagleLayer(nnx.Module):
     """Llama decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
 
-    def __init__(self, config: DraftConfig, *, has_input_norm: bool, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: DraftConfig, *, has_input_norm: bool, rngs: nnx.Rngs, kernels: str
+    ) -> None:
         dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(size, eps=eps, dtype=dtype) if has_input_norm else None
         self.attention = Attention(
@@ -157,17 +160,17 @@ class EagleLayer(nnx.Module):
             qk_norm=False,
             rngs=rngs,
         )
-        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
         self.mlp = MLP(config, bias=False, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
+        self, x: jax.Array, rope: RopeTables, kv: Any, layer: int, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """Apply the layer to ``x [B, T, D]``; ``layer`` is its index in ``kv``."""
         normed = x if self.input_norm is None else self.input_norm(x)
         mixed, kv = self.attention(normed, rope, kv, layer, attend)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_norm(x)), kv
+        x, normed = self.post_attention_norm.add(x, mixed)
+        return x + self.mlp(normed), kv
 
 
 class EagleHead(DraftHead):
@@ -176,13 +179,14 @@ class EagleHead(DraftHead):
     The target feature is the hidden state after the target's final norm.
     """
 
-    def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DraftConfig, rngs: nnx.Rngs, kernels: str = "xla") -> None:
         super().__init__(config, rngs)
         size = config.hidden_size
         in_size = size + config.target_hidden_size
         self.fc = Linear(in_size, size, bias=config.fc_bias, dtype=config.jnp_dtype, rngs=rngs)
         self.layers = nnx.List(
-            EagleLayer(config, has_input_norm=i > 0, rngs=rngs) for i in range(config.num_layers)
+            EagleLayer(config, has_input_norm=i > 0, rngs=rngs, kernels=kernels)
+            for i in range(config.num_layers)
         )
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -204,6 +208,6 @@ class EagleHead(DraftHead):
         return self._head(hidden, target)
 
 
-def build_head(config: DraftConfig, rngs: nnx.Rngs) -> Eagle3Head | EagleHead:
+def build_head(config: DraftConfig, rngs: nnx.Rngs, kernels: str = "xla") -> Eagle3Head | EagleHead:
     """The head of a draft configuration, randomly initialised."""
-    return (Eagle3Head if config.algorithm == "EAGLE3" else EagleHead)(config, rngs)
+    return (Eagle3Head if config.algorithm == "EAGLE3" else EagleHead)(config, rngs, kernels)

@@ -14,10 +14,16 @@ import numpy as np
 from flax import nnx
 
 from specjax.config import RopeScaling, TransformerConfig
+from specjax.kernels.add_norm import add_norm, rms_norm
+from specjax.kernels.rope_store import rotate
 
-# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> (kv, out [B,T,N,H]).
-# It stores k and v, and returns the attention output; what `kv` is, is the caller's business.
-Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+# cosine and sine, float32 [B,T,1,H/2] each
+RopeTables = tuple[jax.Array, jax.Array]
+# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope) -> (kv, out [B,T,N,H]).
+# It rotates q and k, stores k and v, and returns the attention output; what `kv` is, is the
+# caller's business.
+Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array, RopeTables], tuple[Any, jax.Array]]
+AttendRotated = Callable[[Any, int, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -49,18 +55,25 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis, computed in float32."""
+    """Root-mean-square normalisation over the last axis, computed in float32.
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+    ``kernels`` names the implementation of the fused form, ``"xla"`` or ``"pallas"``.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype, kernels: str = "xla") -> None:
         self.scale = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
+        self.kernels = kernels
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise ``[..., size]``; the dtype stays."""
-        x32 = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        normed = (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return normed * self.scale[...]
+        return rms_norm(x, self.scale[...], self.eps)
+
+    def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """``x + delta`` and its norm; ``x`` and its norm where there is nothing to add."""
+        if delta is None:
+            return x, self(x)
+        return add_norm(x, delta, self.scale[...], eps=self.eps, implementation=self.kernels)
 
 
 class Embedding(nnx.Module):
@@ -105,19 +118,22 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
 
 
-def rope_tables(config: TransformerConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(config: TransformerConfig, positions: jax.Array) -> RopeTables:
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of integer positions ``[B, T]``."""
     inverse = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = positions.astype(jnp.float32)[..., None, None] * inverse
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate ``x [B, T, heads, H]`` in float32; the two halves of a head form the pairs."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+def rotated(attend: AttendRotated) -> Attend:
+    """The ``attend`` of a function that takes queries and keys already rotated."""
+
+    def rotate_first(
+        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
+    ) -> tuple[Any, jax.Array]:
+        return attend(kv, layer, rotate(q, *rope), rotate(k, *rope), v)
+
+    return rotate_first
 
 
 class Attention(nnx.Module):
@@ -146,18 +162,16 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], kv: Any, layer: int, attend: Attend
+        self, x: jax.Array, rope: RopeTables, kv: Any, layer: int, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """``[B, T, in_size]`` to ``[B, T, D]``, and kv as ``attend`` left it."""
         heads, kv_heads, dim = self.shape
         lead = x.shape[:-1]
-        q, k, v = jnp.split(self.qkv(x), (heads * dim, (heads + kv_heads) * dim), axis=-1)
-        q = q.reshape(*lead, heads, dim)
-        k = k.reshape(*lead, kv_heads, dim)
-        v = v.reshape(*lead, kv_heads, dim)
+        qkv = self.qkv(x).reshape(*lead, heads + 2 * kv_heads, dim)
+        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        kv, out = attend(kv, layer, apply_rope(q, rope), apply_rope(k, rope), v)
+        kv, out = attend(kv, layer, q, k, v, rope)
         return self.output(out.reshape(*lead, heads * dim)), kv
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
-from specjax.models.layers import Attend
+from specjax.models.layers import Attend, RopeTables
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +48,15 @@ class PageView:
             slots = jnp.where(offsets < num_valid[:, None], slots, 0)
 
         def attend(
-            kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+            kv: jax.Array,
+            layer: int,
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            rope: RopeTables,
         ) -> tuple[jax.Array, jax.Array]:
-            kv = kv.at[layer, slots].set(jnp.stack([k, v], axis=2))
+            store = "pallas" if self.implementation == "pallas" else "xla"
+            q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=store)
             out = tree_attention(
                 q,
                 kv,

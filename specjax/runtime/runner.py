@@ -45,11 +45,13 @@ class Networks:
     head_config: DraftConfig | None
 
     @classmethod
-    def of(cls, target: ModelConfig, head: DraftConfig | None) -> "Networks":
-        """Structures of two configurations."""
+    def of(
+        cls, target: ModelConfig, head: DraftConfig | None, kernels: str = "xla"
+    ) -> "Networks":
+        """Structures of two configurations; ``kernels`` as :class:`RMSNorm` has it."""
         return cls(
-            FlatModel.of(partial(CausalLM, target)),
-            None if head is None else FlatModel.of(partial(build_head, head)),
+            FlatModel.of(partial(CausalLM, target, kernels=kernels)),
+            None if head is None else FlatModel.of(partial(build_head, head, kernels=kernels)),
             target,
             head,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layers import Attend, precision_for
+from specjax.models.layers import Attend, precision_for, rotated
 
 NEGATIVE = -1e30
 
@@ -35,6 +35,7 @@ def packed_attend(segments: jax.Array, implementation: str) -> Attend:
     """Causal attention within the segments ``i32[B, T]`` of packed rows; threads no cache."""
     mask = causal_mask(segments)[:, None]
 
+    @rotated
     def attend(
         kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Any, jax.Array]:
@@ -72,6 +73,7 @@ def ttt_attend(segments: jax.Array) -> Attend:
     """
     mask = causal_mask(segments)[:, None, None]
 
+    @rotated
     def attend(
         kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Any, jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import Attend
+from specjax.models.layers import Attend, rotated
 from specjax.training.attention import masked_attention
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -34,6 +34,7 @@ class Rows:
 def _cached_attend(positions: jax.Array, implementation: str) -> Attend:
     """One new token per row at ``positions`` i32[B]; writes the cache and attends over it."""
 
+    @rotated
     def attend(
         cache: Cache, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Cache, jax.Array]:
@@ -66,6 +67,7 @@ def _cached_attend(positions: jax.Array, implementation: str) -> Attend:
 def _prompt_attend(slots: jax.Array, implementation: str) -> Attend:
     """Prompts from position 0, whose keys and values go to the cache rows ``slots`` i32[P]."""
 
+    @rotated
     def attend(
         cache: Cache, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Cache, jax.Array]:

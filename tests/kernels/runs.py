@@ -24,6 +24,6 @@ def _jitted(function: Callable[..., Any], options: tuple[tuple[str, Any], ...]) 
     return jax.jit(partial(function, **dict(options)))
 
 
-def run_jitted(function: Callable[..., Any], run: dict[str, Any], *args: np.ndarray) -> np.ndarray:
+def run_jitted(function: Callable[..., Any], run: dict[str, Any], *args: np.ndarray) -> Any:
     """``function(*args, **run)`` under jit, compiled once for each shape."""
-    return np.asarray(_jitted(function, tuple(run.items()))(*map(jnp.asarray, args)))
+    return jax.tree.map(np.asarray, _jitted(function, tuple(run.items()))(*map(jnp.asarray, args)))

@@ -104,7 +104,8 @@ def test_attend_stores_behind_the_sequence_and_invalid_rows_in_the_padding_page(
     k = 1 + jax.random.uniform(jax.random.key(0), (2, rows, kv_heads, dim))
     valid = None if num_valid is None else jnp.array(num_valid, jnp.int32)
     attend = view.attend(lens, rows, num_valid=valid)
-    pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k))(pool)
+    unrotated = (jnp.ones((2, rows, 1, dim // 2)), jnp.zeros((2, rows, 1, dim // 2)))
+    pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, unrotated))(pool)
     assert out.shape == k.shape
     assert not np.asarray(pool[0]).any()
     expected = {}

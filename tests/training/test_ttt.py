@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.models.layers import rope_tables, rotated
 from specjax.training.attention import masked_attention, packed_attend, ttt_attend
 from specjax.training.data import Corpus, pack
 from specjax.training.measure import one_per_row, walk_rounds
@@ -36,6 +37,7 @@ def _server(head, target, size=48):
 
     @jax.jit
     def step(cache, slot, token, hidden):
+        @rotated
         def attend(cache, layer, q, k, v):
             keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
@@ -237,6 +239,7 @@ def test_first_step_attention_is_causal_attention(tiny):
         for s, h in zip(jax.random.split(key, 3), (4, 2, 2), strict=True)
     )
     segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2])
-    _, ours = ttt_attend(segments)((), 0, q, k, v)
-    _, packed = packed_attend(segments, "xla")(None, 0, q, k, v)
+    rope = rope_tables(tiny.draft, jnp.broadcast_to(jnp.arange(9), (2, 9)))
+    _, ours = ttt_attend(segments)((), 0, q, k, v, rope)
+    _, packed = packed_attend(segments, "xla")(None, 0, q, k, v, rope)
     np.testing.assert_allclose(ours, packed, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,102 @@
+"""Residual addition and RMS normalisation in one launch.
+
+XLA makes two kernels of them (a reduction, then a product), 32 times two a pass of the
+Llama-3.1-8B shape. Axes: R rows, D hidden.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import check_implementation, power_of_two, triton_call
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square normalisation of ``x [..., D]``, computed in float32; the dtype stays."""
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale
+
+
+def add_norm_reference(
+    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Plain ``jax.numpy`` form of :func:`add_norm`."""
+    total = x + delta
+    return total, rms_norm(total, scale, eps)
+
+
+def specjax_add_norm(
+    x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
+) -> None:
+    """Kernel body: one program a row.
+
+    Lanes behind D repeat the first ones: they store the same values to the same places, which
+    needs no mask, and count nothing in the mean.
+    """
+    size = x_ref.shape[1]
+    row = pl.program_id(0)
+    lane = jnp.arange(power_of_two(size), dtype=jnp.int32)
+    column = lane % size
+    total = x_ref[row, column] + delta_ref[row, column]
+    total32 = total.astype(jnp.float32)
+    squares = jnp.where(lane < size, total32 * total32, 0.0)
+    inverse = jax.lax.rsqrt(jnp.sum(squares) / size + eps)
+    sum_ref[row, column] = total
+    normed_ref[row, column] = (total32 * inverse).astype(total.dtype) * scale_ref[column]
+
+
+def _add_norm_pallas(
+    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float, interpret: bool | None
+) -> tuple[jax.Array, jax.Array]:
+    size = x.shape[-1]
+    shape = jax.ShapeDtypeStruct((x.size // size, size), x.dtype)
+    total, normed = triton_call(
+        partial(specjax_add_norm, eps=eps),
+        grid=(shape.shape[0],),
+        out_shape=(shape, shape),
+        # 16 bytes a thread and load
+        num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
+        num_stages=1,
+        interpret=interpret,
+    )(x.reshape(shape.shape), delta.reshape(shape.shape), scale)
+    return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+def add_norm(
+    x: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    implementation: str = "xla",
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Add to the residual stream and normalise the sum.
+
+    Args:
+        x: ``[..., D]``, the residual stream.
+        delta: ``[..., D]``, what a block adds to it.
+        scale: ``[D]``.
+        eps: added to the mean square.
+        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
+        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
+
+    Returns:
+        ``x + delta`` and its norm times ``scale``, both ``[..., D]`` in the dtype of ``x``. The
+        mean square is taken of the sum as stored, in float32.
+
+    Raises:
+        ValueError: if the shapes do not belong together, or for an unknown implementation.
+    """
+    check_implementation(implementation)
+    if x.shape != delta.shape or scale.shape != x.shape[-1:]:
+        raise ValueError(
+            f"x {x.shape} and delta {delta.shape} must be equal and scale {scale.shape} their "
+            "last axis"
+        )
+    if implementation == "xla" or x.size == 0:
+        return add_norm_reference(x, delta, scale, eps)
+    return _add_norm_pallas(x, delta, scale, eps, interpret)

@@ -1,0 +1,177 @@
+"""Rotary positions for queries and keys, and the store of keys and values, in one launch.
+
+XLA makes three to four kernels of it, of which the scatter into the pool alone takes 4 to 6 us (32
+rows of 8 KV heads of 128, one H200). Axes: B requests, T new tokens a request, N query and KV
+key/value heads, H head dim; the pool is ``[L, slots, 2, KV, H]``.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import check_implementation, power_of_two, triton_call
+
+# programs that keep 132 multiprocessors busy with a few each
+ENOUGH_PROGRAMS = 1024
+MAX_TOKENS = 16
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate ``x [..., H]`` in float32 by tables ``[..., H / 2]``; its halves form the pairs."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def rope_store_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: jax.Array,
+    layer: int,
+    slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Plain ``jax.numpy`` form of :func:`rope_store`."""
+    stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
+    return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
+
+
+def specjax_rope_store(
+    layer_ref: Any,
+    slots_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    qkv_ref: Any,
+    pool_in: Any,
+    q_ref: Any,
+    pool_ref: Any,
+    *,
+    block: int,
+) -> None:
+    """Kernel body: one program a (block of tokens, head of q, k or v).
+
+    Lanes behind the last token repeat the first ones and store the same values to the same places.
+    """
+    del pool_in
+    tokens, half = cos_ref.shape
+    heads, kv_heads = q_ref.shape[1], pool_ref.shape[3]
+    head = pl.program_id(1)
+    token = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)) % tokens
+    low, high = pl.ds(0, half), pl.ds(half, half)
+    first, second = qkv_ref[token, head, low], qkv_ref[token, head, high]
+    layer = layer_ref[0]
+
+    def rotated() -> tuple[jax.Array, jax.Array]:
+        x, y = first.astype(jnp.float32), second.astype(jnp.float32)
+        cos, sin = cos_ref[token, :], sin_ref[token, :]
+        return (x * cos - y * sin).astype(first.dtype), (y * cos + x * sin).astype(first.dtype)
+
+    @pl.when(head < heads)
+    def _() -> None:
+        q_ref[token, head, low], q_ref[token, head, high] = rotated()
+
+    @pl.when((head >= heads) & (head < heads + kv_heads))
+    def _() -> None:
+        slot, at = slots_ref[token], head - heads
+        pool_ref[layer, slot, 0, at, low], pool_ref[layer, slot, 0, at, high] = rotated()
+
+    @pl.when(head >= heads + kv_heads)
+    def _() -> None:
+        slot, at = slots_ref[token], head - heads - kv_heads
+        pool_ref[layer, slot, 1, at, low] = first
+        pool_ref[layer, slot, 1, at, high] = second
+
+
+def _rope_store_pallas(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: jax.Array,
+    layer: int,
+    slots: jax.Array,
+    interpret: bool | None,
+) -> tuple[jax.Array, jax.Array]:
+    dim, heads = q.shape[-1], q.shape[-2]
+    # parts of one matrix product: XLA turns split and concatenation into nothing
+    qkv = jnp.concatenate([q, k, v], axis=-2).reshape(-1, heads + 2 * k.shape[-2], dim)
+    tokens, columns = qkv.shape[:2]
+    block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
+    rotated, pool = triton_call(
+        partial(specjax_rope_store, block=block),
+        grid=(pl.cdiv(tokens, block), columns),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype),
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        ),
+        num_warps=max(1, block // 8),
+        num_stages=1,
+        interpret=interpret,
+        input_output_aliases={5: 1},
+    )(
+        jnp.full((1,), layer, jnp.int32),
+        slots.reshape(-1),
+        cos.reshape(tokens, dim // 2),
+        sin.reshape(tokens, dim // 2),
+        qkv,
+        pool,
+    )
+    return rotated.reshape(q.shape), pool
+
+
+def rope_store(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: jax.Array,
+    layer: int,
+    slots: jax.Array,
+    *,
+    implementation: str = "xla",
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate queries and keys, and store keys and values in a layer of the KV pool.
+
+    In place where the caller donates ``pool``; otherwise XLA copies it first.
+
+    Args:
+        q: ``[B, T, N, H]``, not yet rotated.
+        k: ``[B, T, KV, H]``, not yet rotated.
+        v: ``[B, T, KV, H]``.
+        cos: f32 ``[B, T, 1, H / 2]``.
+        sin: f32 ``[B, T, 1, H / 2]``.
+        pool: ``[L, slots, 2, KV, H]``.
+        layer: index into L.
+        slots: i32 ``[B, T]``; equal ones (the padding page) keep any one of their tokens.
+        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
+        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
+
+    Returns:
+        The rotated queries and the pool.
+
+    Raises:
+        ValueError: if the shapes do not belong together, or for an unknown implementation.
+    """
+    check_implementation(implementation)
+    tables = (*q.shape[:2], 1, q.shape[-1] // 2)
+    if (
+        k.shape != v.shape
+        or k.shape[2:] != pool.shape[3:]
+        or slots.shape != q.shape[:2]
+        or cos.shape != tables
+        or sin.shape != tables
+    ):
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}, tables {cos.shape} and {sin.shape}, slots "
+            f"{slots.shape} and pool {pool.shape} do not belong together"
+        )
+    if implementation == "xla" or q.size == 0:
+        return rope_store_reference(q, k, v, cos, sin, pool, layer, slots)
+    return _rope_store_pallas(q, k, v, cos, sin, pool, layer, slots, interpret)

@@ -1,0 +1,67 @@
+"""Residual addition and norm, against numpy."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.add_norm import add_norm
+
+from .lowering import TRITON_CALL, lower_for_cuda
+from .runs import DEVICE, RUNS, run_jitted
+
+# XLA may keep the sum unrounded: three roundings to bfloat16, each by 2**-8 of the value at most
+BOUNDS = {"float32": 2e-6, "bfloat16": 3.1 * 2**-8}
+
+
+def brute_force(x, delta, scale, eps):
+    """The sum, rounded to the dtype, and its norm in float64."""
+    total = (x + delta).astype(x.dtype)
+    wide = total.astype(np.float64)
+    mean = (wide**2).mean(axis=-1, keepdims=True)
+    return total, wide / np.sqrt(mean + eps) * scale.astype(np.float64)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 5, 64), (2, 1, 576), (7, 96), (1, 4096)], ids=str)
+def test_equals_brute_force(shape, dtype, run):
+    rng = np.random.default_rng(0)
+    x, delta = (np.asarray(jnp.asarray(rng.standard_normal(shape) * 3, dtype)) for _ in range(2))
+    scale = np.asarray(jnp.asarray(1 + rng.standard_normal(shape[-1]), dtype))
+    for eps in (1e-5, 10.0):
+        options = {"eps": eps, **run}
+        total, normed = run_jitted(add_norm, options, x, delta, scale)
+        expected_total, expected = brute_force(x, delta, scale, eps)
+        assert total.dtype == normed.dtype == x.dtype
+        np.testing.assert_array_equal(total, expected_total)
+        error = np.abs(normed.astype(np.float64) - expected)
+        assert (error <= BOUNDS[dtype] * np.abs(expected) + 1e-6).all()
+
+
+def test_rows_do_not_depend_on_their_number():
+    """A verify of many rows gives what one row gives, bit for bit."""
+    rng = np.random.default_rng(1)
+    x, delta = (rng.standard_normal((6, 96)).astype(np.float32) for _ in range(2))
+    scale = np.ones(96, np.float32)
+    options = {"eps": 1e-5, "implementation": "pallas", "interpret": True}
+    whole = run_jitted(add_norm, options, x, delta, scale)[1]
+    for i in range(6):
+        one = run_jitted(add_norm, options, x[i : i + 1], delta[i : i + 1], scale)[1]
+        np.testing.assert_array_equal(one[0], whole[i])
+
+
+@pytest.mark.parametrize("size", [576, 4096])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lowers_for_cuda(size, dtype):
+    x = jnp.zeros((32, size), dtype)
+    text = lower_for_cuda(partial(add_norm, eps=1e-5, **DEVICE), x, x, x[0])
+    assert text.count(TRITON_CALL) == 1
+
+
+def test_bad_shapes():
+    x = jnp.zeros((2, 8))
+    with pytest.raises(ValueError, match="last axis"):
+        add_norm(x, x[:1], x[0], eps=1e-5)
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        add_norm(x, x, x[0], eps=1e-5, implementation="fast")

@@ -1,0 +1,109 @@
+"""Rotation and KV store, against numpy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.rope_store import rope_store
+
+from .lowering import TRITON_CALL, lower_for_cuda
+from .runs import DEVICE, RUNS
+
+BOUNDS = {"float32": 1e-6, "bfloat16": 2**-7}
+# batch, tokens, query heads, KV heads, head dim
+CASES = [(2, 3, 4, 2, 16), (1, 1, 9, 3, 64), (4, 5, 2, 2, 8), (8, 40, 4, 1, 16)]
+GPU_CASES = [*CASES, (1, 6, 9, 3, 64), (32, 8, 32, 8, 128), (1, 1024, 32, 8, 128)]
+
+
+def make_case(case, dtype):
+    batch, rows, heads, kv_heads, dim = case
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(np.arange(4, 4 + 2 * batch * rows))[: batch * rows]
+    slots = slots.reshape(batch, rows).astype(np.int32)
+    slots[-1, 0] = 0
+    if batch > 2:
+        slots[1] = 0  # a padding row
+    angles = rng.uniform(0, 6.3, (batch, rows, 1, dim // 2))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((batch, rows, n, dim)), dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    pool = jnp.asarray(rng.standard_normal((3, 4 + 2 * batch * rows, 2, kv_heads, dim)), dtype)
+    tables = [jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)]
+    return q, k, v, *tables, pool, jnp.asarray(slots)
+
+
+def turned(x, cos, sin):
+    """Each pair as a complex number times the table's."""
+    x, half = np.asarray(x, np.float64), x.shape[-1] // 2
+    z = (x[..., :half] + 1j * x[..., half:]) * (np.asarray(cos) + 1j * np.asarray(sin))
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_equals_brute_force(case, dtype, run):
+    if run.get("interpret") is not False and case not in CASES:
+        case = CASES[-1]
+    q, k, v, cos, sin, pool, slots = make_case(case, dtype)
+    call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], **run))
+    out, after = call(q, k, v, cos, sin, pool, slots)
+    assert (out.dtype, after.dtype) == (q.dtype, pool.dtype)
+    bound = BOUNDS[dtype] * 6
+    np.testing.assert_allclose(np.asarray(out, np.float64), turned(q, cos, sin), atol=bound)
+    at = np.asarray(slots)
+    live = at > 0
+    stored = np.asarray(after[1], np.float64)
+    keys = turned(k, cos, sin)
+    np.testing.assert_allclose(stored[at[live], 0], keys[live], atol=bound)
+    np.testing.assert_array_equal(np.asarray(after)[1, at[live], 1], np.asarray(v)[live])
+    # whatever the padding slot holds was one of the tokens sent there
+    assert np.isfinite(stored[0]).all()
+    others = np.setdiff1d(np.arange(1, pool.shape[1]), at)
+    before = np.asarray(pool)
+    np.testing.assert_array_equal(np.asarray(after)[1, others], before[1, others])
+    np.testing.assert_array_equal(np.asarray(after)[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", GPU_CASES[1:], ids=str)
+def test_lowers_for_cuda(case, dtype):
+    q, k, v, cos, sin, pool, slots = make_case(case, dtype)
+    call = partial(rope_store, layer=1, **DEVICE)
+    text = lower_for_cuda(
+        lambda *args: call(*args[:6], slots=args[6]), q, k, v, cos, sin, pool, slots
+    )
+    assert text.count(TRITON_CALL) == 1
+
+
+def test_parts_of_one_product_are_not_copied():
+    """Split and concatenation of queries, keys and values cancel out."""
+
+    @jax.jit
+    def joined(x, kernel):
+        qkv = (x @ kernel).reshape(2, 3, 8, 16)
+        return jnp.concatenate(jnp.split(qkv, (4, 6), axis=-2), axis=-2) * 2
+
+    text = joined.lower(jnp.zeros((2, 3, 32)), jnp.zeros((32, 128))).compile().as_text()
+    assert " slice(" not in text
+    assert " concatenate(" not in text
+
+
+def test_the_pool_is_updated_in_place():
+    q, k, v, cos, sin, pool, slots = make_case(CASES[0], "float32")
+    call = jax.jit(
+        lambda *args: rope_store(*args[:6], 1, args[6], implementation="xla"), donate_argnums=5
+    )
+    compiled = call.lower(q, k, v, cos, sin, pool, slots).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= pool.nbytes
+
+
+def test_bad_shapes():
+    q, k, v, cos, sin, pool, slots = make_case(CASES[0], "float32")
+    with pytest.raises(ValueError, match="do not belong together"):
+        rope_store(q, k, v, cos, sin, pool, 0, slots[:, :1])
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        rope_store(q, k, v, cos, sin, pool, 0, slots, implementation="fast")
