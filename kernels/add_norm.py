@@ -1,7 +1,9 @@
 """Residual addition and RMS normalisation in one launch.
 
 XLA makes two kernels of them (a reduction, then a product), 32 times two a pass of the
-Llama-3.1-8B shape. Axes: R rows, D hidden.
+Llama-3.1-8B shape. What is added may come as the partial sums of a matrix product that was split
+along its inner axis, whose reduction would be a launch of its own. Axes: R rows, D hidden, P
+partial sums.
 """
 
 from functools import partial
@@ -20,11 +22,16 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale
 
 
+def whole(x: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
+    """``x`` itself, or the sum of its partial sums where it has one axis more than ``ndim``."""
+    return x if x.ndim == ndim else jnp.sum(x, axis=0).astype(dtype)
+
+
 def add_norm_reference(
     x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """Plain ``jax.numpy`` form of :func:`add_norm`."""
-    total = x + delta
+    total = x + whole(delta, x.ndim, x.dtype)
     return total, rms_norm(total, scale, eps)
 
 
@@ -40,7 +47,11 @@ def specjax_add_norm(
     row = pl.program_id(0)
     lane = jnp.arange(power_of_two(size), dtype=jnp.int32)
     column = lane % size
-    total = x_ref[row, column] + delta_ref[row, column]
+    # partial sums are float32: their order of addition is the same for any number of rows
+    delta = delta_ref[0, row, column]
+    for i in range(1, delta_ref.shape[0]):
+        delta += delta_ref[i, row, column]
+    total = x_ref[row, column] + delta.astype(x_ref.dtype)
     total32 = total.astype(jnp.float32)
     squares = jnp.where(lane < size, total32 * total32, 0.0)
     inverse = jax.lax.rsqrt(jnp.sum(squares) / size + eps)
@@ -61,7 +72,7 @@ def _add_norm_pallas(
         num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
         num_stages=1,
         interpret=interpret,
-    )(x.reshape(shape.shape), delta.reshape(shape.shape), scale)
+    )(x.reshape(shape.shape), delta.reshape(-1, *shape.shape), scale)
     return total.reshape(x.shape), normed.reshape(x.shape)
 
 
@@ -78,7 +89,7 @@ def add_norm(
 
     Args:
         x: ``[..., D]``, the residual stream.
-        delta: ``[..., D]``, what a block adds to it.
+        delta: ``[..., D]``, what a block adds to it, or f32 ``[P, ..., D]``, its partial sums.
         scale: ``[D]``.
         eps: added to the mean square.
         implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
@@ -92,10 +103,10 @@ def add_norm(
         ValueError: if the shapes do not belong together, or for an unknown implementation.
     """
     check_implementation(implementation)
-    if x.shape != delta.shape or scale.shape != x.shape[-1:]:
+    if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
         raise ValueError(
-            f"x {x.shape} and delta {delta.shape} must be equal and scale {scale.shape} their "
-            "last axis"
+            f"x {x.shape} and delta {delta.shape} (partial sums aside) must be equal and scale "
+            f"{scale.shape} their last axis"
         )
     if implementation == "xla" or x.size == 0:
         return add_norm_reference(x, delta, scale, eps)

@@ -1,8 +1,9 @@
 """Rotary positions for queries and keys, and the store of keys and values, in one launch.
 
 XLA makes three to four kernels of it, of which the scatter into the pool alone takes 4 to 6 us (32
-rows of 8 KV heads of 128, one H200). Axes: B requests, T new tokens a request, N query and KV
-key/value heads, H head dim; the pool is ``[L, slots, 2, KV, H]``.
+rows of 8 KV heads of 128, one H200). Queries, keys and values may come as the partial sums of a
+matrix product that was split along its inner axis. Axes: B requests, T new tokens a request, N
+query and KV key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
 """
 
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from specjax.kernels.add_norm import whole
 from specjax.kernels.backend import check_implementation, power_of_two, triton_call
 
 # programs that keep 132 multiprocessors busy with a few each
@@ -36,6 +38,7 @@ def rope_store_reference(
     slots: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Plain ``jax.numpy`` form of :func:`rope_store`."""
+    q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
     stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
     return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
 
@@ -62,7 +65,11 @@ def specjax_rope_store(
     head = pl.program_id(1)
     token = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)) % tokens
     low, high = pl.ds(0, half), pl.ds(half, half)
-    first, second = qkv_ref[token, head, low], qkv_ref[token, head, high]
+    first, second = qkv_ref[0, token, head, low], qkv_ref[0, token, head, high]
+    for i in range(1, qkv_ref.shape[0]):
+        first += qkv_ref[i, token, head, low]
+        second += qkv_ref[i, token, head, high]
+    first, second = first.astype(q_ref.dtype), second.astype(q_ref.dtype)
     layer = layer_ref[0]
 
     def rotated() -> tuple[jax.Array, jax.Array]:
@@ -97,16 +104,17 @@ def _rope_store_pallas(
     slots: jax.Array,
     interpret: bool | None,
 ) -> tuple[jax.Array, jax.Array]:
-    dim, heads = q.shape[-1], q.shape[-2]
+    *lead, heads, dim = q.shape[-4:]
     # parts of one matrix product: XLA turns split and concatenation into nothing
-    qkv = jnp.concatenate([q, k, v], axis=-2).reshape(-1, heads + 2 * k.shape[-2], dim)
-    tokens, columns = qkv.shape[:2]
+    qkv = jnp.concatenate([q, k, v], axis=-2)
+    tokens, columns = slots.size, qkv.shape[-2]
+    qkv = qkv.reshape(-1, tokens, columns, dim)
     block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
     rotated, pool = triton_call(
         partial(specjax_rope_store, block=block),
         grid=(pl.cdiv(tokens, block), columns),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype),
+            jax.ShapeDtypeStruct((tokens, heads, dim), pool.dtype),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ),
         num_warps=max(1, block // 8),
@@ -121,7 +129,7 @@ def _rope_store_pallas(
         qkv,
         pool,
     )
-    return rotated.reshape(q.shape), pool
+    return rotated.reshape(*lead, heads, dim), pool
 
 
 def rope_store(
@@ -142,7 +150,8 @@ def rope_store(
     In place where the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
-        q: ``[B, T, N, H]``, not yet rotated.
+        q: ``[B, T, N, H]``, not yet rotated; like k and v of the pool's dtype, or all three
+            float32 partial sums with a leading axis P.
         k: ``[B, T, KV, H]``, not yet rotated.
         v: ``[B, T, KV, H]``.
         cos: f32 ``[B, T, 1, H / 2]``.
@@ -160,11 +169,11 @@ def rope_store(
         ValueError: if the shapes do not belong together, or for an unknown implementation.
     """
     check_implementation(implementation)
-    tables = (*q.shape[:2], 1, q.shape[-1] // 2)
+    tables = (*q.shape[-4:-2], 1, q.shape[-1] // 2)
     if (
         k.shape != v.shape
-        or k.shape[2:] != pool.shape[3:]
-        or slots.shape != q.shape[:2]
+        or k.shape[-2:] != pool.shape[3:]
+        or slots.shape != q.shape[-4:-2]
         or cos.shape != tables
         or sin.shape != tables
     ):

@@ -178,6 +178,13 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--top-p", type=float, metavar="X")
     group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--min-p", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument(
+        "--min-new-tokens", type=int, metavar="N", help="no end token before so many tokens"
+    )
     group.add_argument("--sampling-seed", type=int, metavar="N", help="makes sampling repeatable")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="stop string; may be given several times"

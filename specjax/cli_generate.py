@@ -17,6 +17,11 @@ SAMPLING_ARGUMENTS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_new_tokens",
     "sampling_seed",
     "stop",
     "ignore_eos",
@@ -49,6 +54,11 @@ def run_generate(
                 f"--{option.replace('_', '-')} needs speculation; "
                 "leave out --speculative-algorithm none"
             )
+    if args.json and args.show_accepts:
+        raise ValueError(
+            "--show-accepts colours a text and --json prints none; its output_is_draft says which "
+            "tokens were accepted"
+        )
     with make_engine(**engine_args) as engine:
         outputs = engine.generate(sampling_params=sampling, stream=True, **request)
         if args.json:

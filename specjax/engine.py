@@ -1,82 +1,59 @@
 """The engine: text or tokens in, text and figures out."""
 
+import atexit
 import logging
-import sys
-import threading
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import jax
-import numpy as np
 
-from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_target
-from specjax.config import SpeculativeConfig
+from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
 from specjax.diagnostics import two_best
-from specjax.inputs import (
-    Messages,
-    check_ids,
-    check_vocabulary,
-    need_tokenizer,
-    tokenize_inputs,
-)
-from specjax.kernels.tree_attention import attention_implementation
-from specjax.runtime.buckets import MIN_ROWS_GPU, checked_buckets, prefill_buckets
-from specjax.runtime.compile_pool import enable_compile_cache
-from specjax.runtime.memory import device_memory, kv_bytes_per_token, plan_pools
+from specjax.engine_args import EngineArgs
+from specjax.engine_parts import EngineParts, build_parts
+from specjax.inputs import Messages
+from specjax.request_factory import Params, RequestFactory
 from specjax.runtime.paging import PageAllocator
-from specjax.runtime.runner import ModelRunner, Networks, RunnerConfig
-from specjax.sampling_params import SamplingParams
-from specjax.scheduling.request import Request
+from specjax.runtime.runner import ModelRunner
+from specjax.scheduling.loop import EngineLoop
 from specjax.scheduling.scheduler import Scheduler
-from specjax.tokenizer import IncrementalDecoder
+from specjax.streaming import Batch, stream_batch, stream_batch_async, wait, wait_async
+from specjax.tokenizer import Tokenizer
+from specjax.weight_update import (
+    NewWeights,
+    replace_weights,
+    weights_from_disk,
+    weights_from_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NUM_STEPS = 5
-Params = SamplingParams | Mapping[str, Any] | None
+# a step in flight is waited for; at the interpreter's end a device that hangs must not hold it up
+CLOSE_SECONDS = 60.0
+EXIT_SECONDS = 5.0
 
 
 class Engine:
     """Generates text with a target model, speculatively or plainly, on one device.
 
     Everything that serving dispatches is compiled here, before the first request. The names follow
-    SGLang's ``Engine``.
+    SGLang's ``Engine``. All methods may be called from several threads at once; one thread of the
+    engine's own runs the requests of all of them together.
+
+    An engine ends with :meth:`close`, with its ``with`` block, when the last reference to it goes,
+    or with the interpreter.
 
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
-        draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
-        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, or ``None`` to decode plainly.
-        speculative_num_steps: drafted tokens a round; 5 by default.
-        speculative_eagle_topk: candidates a level; only 1 (a chain) is supported.
-        speculative_num_draft_tokens: rows of a verify; ``speculative_num_steps + 1`` for a chain.
-        draft_rope_theta: overrides the rotary base of the draft head.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, the checkpoint's on a
-            GPU.
-        context_length: prompt and completion together; the model's own limit by default.
-        page_size: tokens a KV page.
-        max_running_requests: requests decoded at once; 4 on a CPU and 32 on a GPU by default.
-        batch_buckets: batch sizes that rounds are compiled for; powers of two by default.
-        max_total_tokens: tokens in the KV pool.
-        mem_fraction_static: share of the device's memory for weights and KV where
-            ``max_total_tokens`` is not given.
-        chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
-        load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` reads its configuration
-            only and makes random weights on the device, for measurements of speed.
-        rounds_per_dispatch: rounds that one call on the device makes; more than 1 pays where a
-            round is shorter than its dispatch, at the price of coarser streaming.
-        skip_tokenizer_init: do without a tokenizer; only ``input_ids`` are accepted then.
-        seed: of the noise of requests that bring no ``sampling_seed``.
-        compile_cache_dir: folder of compiled functions, ``"auto"`` for the user's cache folder,
-            ``None`` to leave JAX's own setting alone.
-        show_progress: progress bar at start-up; by default where standard error is a terminal.
-        simulate_accept_length: accept this many tokens a round on average, right or wrong: for
-            measurements of speed, its text is of no meaning.
-        share_weights_with: an engine over the same model whose weights are used again.
+        share_weights_with: an engine over the same model whose weights are used again, as they are
+            now.
+        **options: the other attributes of :class:`~specjax.engine_args.EngineArgs`.
 
     Raises:
+        TypeError: for options that do not exist.
         ValueError: for arguments or checkpoints that do not work, with the knob to turn.
     """
 
@@ -84,153 +61,64 @@ class Engine:
         self,
         model: str | PathLike[str] = "smollm2-135m",
         *,
-        draft: str | PathLike[str] | None = None,
-        speculative_algorithm: str | None = None,
-        speculative_num_steps: int | None = None,
-        speculative_eagle_topk: int = 1,
-        speculative_num_draft_tokens: int | None = None,
-        draft_rope_theta: float | None = None,
-        dtype: str = "auto",
-        context_length: int | None = None,
-        page_size: int = 16,
-        max_running_requests: int | None = None,
-        batch_buckets: Sequence[int] | None = None,
-        max_total_tokens: int | None = None,
-        mem_fraction_static: float | None = None,
-        chunked_prefill_size: int | None = None,
-        load_format: str = "auto",
-        rounds_per_dispatch: int = 1,
-        skip_tokenizer_init: bool = False,
-        seed: int = 0,
-        compile_cache_dir: str | PathLike[str] | None = "auto",
-        show_progress: bool | None = None,
-        simulate_accept_length: float | None = None,
         share_weights_with: "Engine | None" = None,
+        **options: Any,
     ) -> None:
-        device = jax.devices()[0]
-        on_cpu = device.platform == "cpu"
-        if show_progress is None:
-            show_progress = sys.stderr.isatty()
-        speculative = _speculative_config(
-            speculative_algorithm,
-            speculative_num_steps,
-            speculative_eagle_topk,
-            speculative_num_draft_tokens,
-            {
-                "draft": draft,
-                "draft_rope_theta": draft_rope_theta,
-                "simulate_accept_length": simulate_accept_length,
-            },
-        )
-        if load_format not in ("auto", "dummy"):
-            raise ValueError(f"load_format={load_format!r} is not 'auto' or 'dummy'")
-        for name, value in (
-            ("max_running_requests", max_running_requests),
-            ("chunked_prefill_size", chunked_prefill_size),
-            ("rounds_per_dispatch", rounds_per_dispatch),
-            ("context_length", context_length),
-            ("page_size", page_size),
-            ("max_total_tokens", max_total_tokens),
-        ):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value} must be an integer of at least 1")
-        if not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed={seed} must be an integer of at least 0")
-        enable_compile_cache(None if compile_cache_dir is None else str(compile_cache_dir))
-
-        target = open_target(model, dtype="float32" if dtype == "auto" and on_cpu else dtype)
+        self.args = EngineArgs(model=model, **options)
         if share_weights_with is not None:
             share_weights_with._need_open()
-            if not _is_same(share_weights_with.target, target):
-                raise ValueError(
-                    f"share_weights_with is an engine over {share_weights_with.target.path} in "
-                    f"{share_weights_with.target.config.dtype}, not over {target.path} in "
-                    f"{target.config.dtype}"
-                )
-        head = None
-        if speculative is not None:
-            from specjax.checkpoints import open_draft
+        lender = None if share_weights_with is None else share_weights_with._parts
+        self._parts: EngineParts = build_parts(self.args, lender)
+        parts, args = self._parts, self.args
+        self._factory = RequestFactory(
+            parts.target.config,
+            parts.tokenizer,
+            context_length=parts.context_length,
+            num_steps=parts.runner.config.num_steps,
+            seed=args.seed,
+            timeout=args.request_timeout,
+        )
+        overlap = jax.default_backend() != "cpu" if args.overlap is None else args.overlap
+        runner = parts.runner
+        allocator = PageAllocator(runner.config.num_pages, args.page_size)
+        self._scheduler = Scheduler(
+            runner,
+            allocator,
+            run_ahead=int(overlap),
+            max_waiting_requests=args.max_waiting_requests,
+        )
+        self._loop = EngineLoop(self._scheduler)
+        self._is_closed = False
+        # behind JAX's own hook and so before it: the thread needs a device until it ends
+        self._at_exit = partial(_close_at_exit, weakref.ref(self._loop))
+        atexit.register(self._at_exit)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._at_exit)
+        self._finalizer.atexit = False
 
-            head = open_draft(
-                draft, target, algorithm=speculative.algorithm, rope_theta=draft_rope_theta
-            )
-            logger.info("draft head: %s", head.describe())
-        networks = Networks.of(
-            target.config, None if head is None else head.config, "xla" if on_cpu else "pallas"
-        )
-        self.context_length = _context_length(context_length, target.config)
-        slots = max_running_requests or (4 if on_cpu else 32)
-        chunk = chunked_prefill_size or (512 if on_cpu else 1024)
-        flats = (networks.target, networks.head)
-        arrays = [leaf for flat in flats if flat is not None for leaf in flat.abstract]
-        plan = plan_pools(
-            memory=device_memory(device),
-            on_cpu=on_cpu,
-            weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in arrays),
-            token_bytes=sum(
-                kv_bytes_per_token(c)
-                for c in (networks.target_config, networks.head_config)
-                if c is not None
-            ),
-            page_size=page_size,
-            context_length=self.context_length,
-            max_running_requests=slots,
-            max_total_tokens=max_total_tokens,
-            mem_fraction_static=mem_fraction_static,
-        )
-        logger.info("%s (%s): %s", target.name, target.config.dtype, plan.describe())
-        self._num_steps = 0 if speculative is None else speculative.num_steps
-        self.runner = ModelRunner(
-            networks,
-            RunnerConfig(
-                num_steps=self._num_steps,
-                page_size=page_size,
-                num_pages=plan.num_pages,
-                pages_per_request=-(-self.context_length // page_size),
-                num_slots=slots + 1,
-                batch_buckets=checked_buckets(
-                    batch_buckets, slots, 1 if on_cpu or speculative else MIN_ROWS_GPU
-                ),
-                prefill_buckets=prefill_buckets(chunk, self.context_length),
-                attention=attention_implementation(
-                    "cpu" if on_cpu else "gpu",
-                    [c.head_dim for c in (target.config, networks.head_config) if c is not None],
-                ),
-                rounds_per_dispatch=rounds_per_dispatch,
-                simulate_accept_length=simulate_accept_length,
-            ),
-        )
-        self.target: TargetCheckpoint = target
-        self.draft: DraftCheckpoint | None = head
-        with ThreadPoolExecutor(1) as executor:
-            loading = executor.submit(self._load_weights, share_weights_with, load_format)
-            self.tokenizer = None if skip_tokenizer_init else target.load_tokenizer()
-            self.runner.compile(show_progress=show_progress)
-            self.runner.load(*loading.result())
-        allocator = PageAllocator(plan.num_pages, page_size)
-        self._scheduler = Scheduler(self.runner, allocator, run_ahead=0 if on_cpu else 1)
-        self._lock = threading.RLock()
-        self._rng = np.random.default_rng(seed)
-        self._open: set[Request] = set()
-        self._closed = False
+    @property
+    def target(self) -> TargetCheckpoint:
+        """Where the target's weights come from, with its configuration."""
+        return self._parts.target
 
-    def _load_weights(self, other: "Engine | None", load_format: str) -> tuple[Any, Any]:
-        nets = self.runner.networks
-        if load_format == "dummy":
-            return nets.target.random(0), () if nets.head is None else nets.head.random(1)
-        target = head = None
-        if other is not None:
-            target = other.runner.weights[0]
-            if _is_same(other.draft, self.draft):
-                head = other.runner.weights[1]
-        if target is None:
-            target = jax.device_put(nets.target.order(self.target.load_weights()))
-        if head is None:
-            if self.draft is None or nets.head is None:
-                head = ()
-            else:
-                head = jax.device_put(nets.head.order(self.draft.load_weights()))
-        return target, head
+    @property
+    def draft(self) -> DraftCheckpoint | None:
+        """Where the draft head's weights come from; ``None`` in plain decoding."""
+        return self._parts.draft
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The device side; it belongs to the engine's thread."""
+        return self._parts.runner
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """``None`` with ``skip_tokenizer_init``."""
+        return self._parts.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and completion together."""
+        return self._parts.context_length
 
     def generate(
         self,
@@ -239,48 +127,156 @@ class Engine:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         messages: Messages | Sequence[Messages] | None = None,
+        rid: str | Sequence[str] | None = None,
+        return_logprob: bool | Sequence[bool] = False,
+        top_logprobs_num: int | Sequence[int] = 0,
+        timeout: float | None = None,
         stream: bool = False,
     ) -> Any:
         """Complete one input or a list of them.
+
+        Leaving early in any way (Ctrl-C, closing or forgetting a stream) aborts what still runs.
 
         Args:
             prompt: raw text; no chat template is applied.
             sampling_params: one for all inputs, or a list with one for each.
             input_ids: tokens instead of text.
             messages: a conversation (or a list of them) that goes through the chat template.
-            stream: yield cumulative results as they grow instead of returning the last.
+            rid: id of the request, for :meth:`abort`; a list for a list of inputs. An id may be
+                used again when its request has ended. Sample ``i`` of an input with ``n`` above 1
+                is ``"{rid}_{i}"``.
+            return_logprob: report the log probability of every token of the completion; a list for
+                a list of inputs.
+            top_logprobs_num: with ``return_logprob``, report this many best tokens too.
+            timeout: seconds after which the requests end with finish reason ``abort``;
+                ``request_timeout`` of the engine by default.
+            stream: yield cumulative results as they grow instead of returning the last. A slow
+                reader gets fewer and longer steps.
 
         Returns:
             For one input a dict with ``text``, ``output_ids`` (the completion only) and
-            ``meta_info``; for a list, a list of them. With ``stream`` an iterator of such dicts,
-            with ``index`` for a list of inputs.
+            ``meta_info``; for a list, a list of them. With ``n`` samples a list of ``n`` for each
+            input, one input after the other. A ``sampling_seed`` is that of sample 0; sample ``i``
+            is what the seed ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64`` gives. With
+            ``stream`` an iterator of such dicts, with the ``index`` in the list that there would
+            be.
 
         Raises:
             ValueError: for inputs or parameters that cannot be served.
+            EngineFault: if the engine failed while it ran the requests, or before.
         """
         self._need_open()
-        inputs, is_batch = tokenize_inputs(self.tokenizer, prompt, input_ids, messages)
-        for ids in inputs:
-            check_ids(ids, self.target.config.vocab_size, self.context_length)
-        if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
-            params = [SamplingParams.of(p) for p in sampling_params]
-            if len(params) != len(inputs):
-                raise ValueError(f"{len(params)} sampling_params for {len(inputs)} inputs")
-        else:
-            params = [SamplingParams.of(sampling_params)] * len(inputs)  # type: ignore[arg-type]
-        requests = [self._request(i, p) for i, p in zip(inputs, params, strict=True)]
-        for request in requests:
-            self._scheduler.check(request)
+        batch = self._factory.make(
+            prompt=prompt,
+            sampling_params=sampling_params,
+            input_ids=input_ids,
+            messages=messages,
+            rid=rid,
+            return_logprob=return_logprob,
+            top_logprobs_num=top_logprobs_num,
+            timeout=timeout,
+        )
+        self._check(batch)
         if stream:
-            return self._stream(requests, is_batch)
-        try:
-            self._submit(requests)
-            while not all(request.is_finished for request in requests):
-                self._step()
-        finally:
-            self._drop(requests)
-        results = [request.result() for request in requests]
-        return results if is_batch else results[0]
+            return stream_batch(self._loop, batch, owner=self)
+        return wait(self._loop, batch)
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        messages: Messages | Sequence[Messages] | None = None,
+        rid: str | Sequence[str] | None = None,
+        return_logprob: bool | Sequence[bool] = False,
+        top_logprobs_num: int | Sequence[int] = 0,
+        timeout: float | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """:meth:`generate` as a coroutine; with ``stream`` it returns an asynchronous iterator.
+
+        Cancelling it aborts what still runs.
+        """
+        self._need_open()
+        batch = self._factory.make(
+            prompt=prompt,
+            sampling_params=sampling_params,
+            input_ids=input_ids,
+            messages=messages,
+            rid=rid,
+            return_logprob=return_logprob,
+            top_logprobs_num=top_logprobs_num,
+            timeout=timeout,
+        )
+        self._check(batch)
+        if stream:
+            return stream_batch_async(self._loop, batch, owner=self)
+        return await wait_async(self._loop, batch)
+
+    def abort(self, rid: str) -> None:
+        """End the request of an id, and all its samples, with finish reason ``abort``.
+
+        Whoever waits for it gets the text so far. An id that does not run is ignored.
+        """
+        self.abort_request(rid)
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """:meth:`abort` under SGLang's name; with ``abort_all`` every request ends."""
+        if not isinstance(rid, str) or bool(rid) == abort_all:
+            raise ValueError(f"rid={rid!r}, abort_all={abort_all}: give one of them")
+        self._loop.abort_rid(None if abort_all else rid)
+
+    def update_weights_from_disk(
+        self,
+        model_path: str | PathLike[str] | None = None,
+        draft_path: str | PathLike[str] | None = None,
+    ) -> None:
+        """Replace the weights of the target, the draft head or both between two rounds.
+
+        Nothing compiles. Running requests go on with the text and the KV that they have, and what
+        follows comes from the new weights.
+
+        Args:
+            model_path: a checkpoint with the configuration of the running target.
+            draft_path: one with that of the running draft head.
+
+        Raises:
+            ValueError: if a checkpoint cannot be read or has another configuration; the weights
+                are as before then.
+        """
+        self._need_open()
+        target, draft, weights = weights_from_disk(
+            self.target,
+            self.draft,
+            model_path,
+            draft_path,
+            draft_rope_theta=self.args.draft_rope_theta,
+        )
+        self._replace_weights(weights)
+        self._parts.target, self._parts.draft = target, draft
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        *,
+        draft: bool = False,
+    ) -> None:
+        """Replace some or all weights between two rounds, as :meth:`update_weights_from_disk` does.
+
+        Args:
+            named_tensors: arrays by name: Hugging Face names (with all the parts of a weight that
+                is stored in several tensors, such as ``q_proj``, ``k_proj`` and ``v_proj``), or the
+                engine's own (``engine.runner.networks.target.names``). Shapes and dtypes are those
+                of the running weights.
+            draft: they are of the draft head.
+
+        Raises:
+            ValueError: naming the tensor that does not fit; the weights are as before then.
+        """
+        self._need_open()
+        nets = self.runner.networks
+        self._replace_weights(weights_from_tensors(nets, named_tensors, draft=draft))
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
         """The two best next tokens after ``input_ids`` and the gap of their logits.
@@ -293,11 +289,15 @@ class Engine:
 
     def close(self) -> None:
         """End what is running with finish reason ``abort`` and let the device memory go."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._drop(list(self._open))
+        self._is_closed = True
+        if not self._loop.close(CLOSE_SECONDS):
+            logger.warning(
+                "the engine's thread did not end within %.0f s; its memory goes when it does",
+                CLOSE_SECONDS,
+            )
+            return
+        if self._finalizer.detach() is not None:  # the first to get here
+            atexit.unregister(self._at_exit)
             self.runner.unload()
 
     def __enter__(self) -> "Engine":
@@ -307,128 +307,23 @@ class Engine:
         self.close()
 
     def _need_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise ValueError("the engine is closed")
 
-    def _submit(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            self._need_open()
-            self._open.update(requests)
-            for request in requests:
-                self._scheduler.add(request)
+    def _check(self, batch: Batch) -> None:
+        for request in batch.requests:
+            self._scheduler.check(request)
 
-    def _step(self) -> None:
-        with self._lock:
-            self._scheduler.step()
-
-    def _drop(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            for request in requests:
-                self._scheduler.abort(request)
-                self._open.discard(request)
-
-    def _stream(self, requests: list[Request], is_batch: bool) -> Iterator[dict[str, Any]]:
-        sent = [-1] * len(requests)
-        try:
-            # queued when first asked for, so that a stream that nobody reads holds nothing
-            self._submit(requests)
-            while True:
-                outs = []
-                with self._lock:
-                    is_over = all(request.is_finished for request in requests)
-                    for i, request in enumerate(requests):
-                        state = 2 * len(request.output_ids) + request.is_finished
-                        if state in (sent[i], 0):
-                            continue
-                        sent[i] = state
-                        out = request.result() | {"text": request.streamed_text()}
-                        out["meta_info"]["output_is_draft"] = list(request.output_is_draft)
-                        outs.append(out | ({"index": i} if is_batch else {}))
-                yield from outs
-                if is_over:
-                    return
-                self._step()
-        finally:
-            self._drop(requests)
-
-    def _request(self, input_ids: list[int], params: SamplingParams) -> Request:
-        if params.stop_strings:
-            need_tokenizer(self.tokenizer, "stop")
-        ends = set(params.stop_token_ids or ())
-        check_vocabulary("stop_token_ids", sorted(ends), self.target.config.vocab_size)
-        if not params.ignore_eos:
-            ends |= set(self.target.config.eos_token_ids)
-        seed = params.sampling_seed
-        with self._lock:
-            drawn = int(self._rng.integers(2**63))
-        return Request(
-            uuid.uuid4().hex,
-            input_ids,
-            params,
-            seed=drawn if seed is None else seed,
-            max_new_tokens=min(params.max_new_tokens, self.context_length - len(input_ids)),
-            end_token_ids=frozenset(ends),
-            decoder=None if self.tokenizer is None else IncrementalDecoder(self.tokenizer),
-            spec_width=self._num_steps,
-        )
+    def _replace_weights(self, new: NewWeights) -> None:
+        self._loop.run(partial(replace_weights, self.runner, new), is_vital=True)
 
 
-def _is_same(
-    one: TargetCheckpoint | DraftCheckpoint | None, other: TargetCheckpoint | DraftCheckpoint | None
-) -> bool:
-    """Whether two checkpoints give the same weights."""
-    if one is None or other is None:
-        return False
-    return one.config == other.config and one.path.resolve() == other.path.resolve()
+def _stop(loop: EngineLoop, at_exit: Any) -> None:
+    atexit.unregister(at_exit)
+    loop.stop()
 
 
-def _speculative_config(
-    algorithm: str | None,
-    num_steps: int | None,
-    topk: int,
-    num_draft_tokens: int | None,
-    others: Mapping[str, Any],
-) -> SpeculativeConfig | None:
-    if algorithm is None:
-        given = {
-            "speculative_num_steps": num_steps,
-            "speculative_num_draft_tokens": num_draft_tokens,
-            "speculative_eagle_topk": topk if topk != 1 else None,
-            **others,
-        }
-        unused = [name for name, value in given.items() if value is not None]
-        if unused:
-            raise ValueError(f"{unused} are given, but speculative_algorithm is None; set it")
-        return None
-    steps = DEFAULT_NUM_STEPS if num_steps is None else num_steps
-    return SpeculativeConfig(
-        algorithm=algorithm,
-        num_steps=steps,
-        topk=topk,
-        num_draft_tokens=steps + 1 if num_draft_tokens is None else num_draft_tokens,
-    )
-
-
-def _context_length(context_length: int | None, config: Any) -> int:
-    window = config.sliding_window
-    limit = config.max_position_embeddings
-    if window is not None and window < limit:
-        if context_length is not None and context_length > window:
-            raise ValueError(
-                f"context_length={context_length} exceeds the model's sliding window of {window}; "
-                "sliding-window attention is not supported beyond it; lower context_length"
-            )
-        if context_length is None:
-            logger.warning(
-                "context_length=%d of %d: the sliding window, beyond which attention is not "
-                "supported",
-                window,
-                limit,
-            )
-        limit = window
-    if context_length is not None and context_length > limit:
-        raise ValueError(
-            f"context_length={context_length} exceeds the model's limit of {limit} "
-            "(max_position_embeddings); lower context_length"
-        )
-    return context_length or limit
+def _close_at_exit(loop: "weakref.ref[EngineLoop]") -> None:
+    alive = loop()
+    if alive is not None:
+        alive.close(EXIT_SECONDS)

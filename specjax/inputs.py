@@ -81,6 +81,19 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}")
 
 
+def for_each_input(name: str, value: Any, count: int) -> list[Any]:
+    """One value for each input: those of a list, or the same for all.
+
+    Raises:
+        ValueError: for a list of another length than the inputs.
+    """
+    if not _is_list(value):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{len(value)} {name} for {count} inputs")
+    return list(value)
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 

@@ -2,7 +2,7 @@
 
 Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S
 ``num_steps``, K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden,
-F feature width.
+F feature width, E end tokens, M biased tokens.
 
 ``num_accepted_drafts`` counts drafted tokens that passed verification; ``num_accepted_tokens`` also
 counts the bonus token. They are separate arrays everywhere (SGLang change #23962).
@@ -38,6 +38,16 @@ class VerifyInput:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities that the target's raw logits give to tokens, and the best tokens there."""
+
+    chosen: jax.Array  # f32 [...]
+    top_ids: jax.Array  # i32 [..., N], the N most likely tokens in descending order
+    top_values: jax.Array  # f32 [..., N]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class VerifyOutput:
     """What the target accepted. Padding rows have zero counts and bonus token 0."""
 
@@ -47,6 +57,31 @@ class VerifyOutput:
     num_accepted_tokens: jax.Array  # i32 [B]
     bonus_tokens: jax.Array  # i32 [B], the last valid accept_tokens
     features: jax.Array  # [B, A, F], target features of the accepted path; zeros behind it
+    logprobs: Logprobs | None = None  # [B, A] of accept_tokens; zeros where no row asks for them
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundOutput:
+    """What the host reads of a round."""
+
+    packed: jax.Array  # i32 [B, A + 2]: accept_tokens, num_accepted_drafts, num_accepted_tokens
+    logprobs: Logprobs | None  # [B, A]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdjustmentTable:
+    """What changes a request's logits before temperature and filters, by request slot."""
+
+    counts_tokens: jax.Array  # bool [R], whether any of the three penalties is on
+    repetition_penalties: jax.Array  # f32 [R]; 1 turns it off
+    frequency_penalties: jax.Array  # f32 [R]; 0 turns it off
+    presence_penalties: jax.Array  # f32 [R]; 0 turns it off
+    min_new_tokens: jax.Array  # i32 [R], produced tokens before an end token may come
+    prompt_lens: jax.Array  # i32 [R], tokens of the history that the request has not produced
+    bias_ids: jax.Array  # i32 [R, M], then -1
+    bias_values: jax.Array  # f32 [R, M]
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +96,11 @@ class SamplingTable:
     temperatures: jax.Array  # f32 [R]
     top_ks: jax.Array  # i32 [R]; the vocabulary size turns it off
     top_ps: jax.Array  # f32 [R]; 1 turns it off
+    min_ps: jax.Array  # f32 [R]; 0 turns it off
     seeds: jax.Array  # u32 [R, 2], the request seed as two words
     end_token_ids: jax.Array  # i32 [R, E], tokens that end the request, then -1
+    top_logprobs: jax.Array  # i32 [R], best tokens to report beside the chosen one; -1 for nothing
+    adjustments: AdjustmentTable
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -175,7 +176,8 @@ def test_options_reach_the_engine_and_the_request() -> None:
         "bfloat16 --context-length 64 --page-size 8 --compile-cache-dir none --max-new-tokens 9 "
         "--temperature 0.5 --top-p 0.9 --top-k 40 --sampling-seed 7 --stop a --stop b --quiet "
         "--draft-rope-theta 5e5 --mem-fraction-static 0.5 --max-total-tokens 256 --seed 3 "
-        "--chunked-prefill-size 32 --rounds-per-dispatch 4"
+        "--chunked-prefill-size 32 --rounds-per-dispatch 4 --min-p 0.1 --min-new-tokens 2 "
+        "--repetition-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3"
     )
     assert run("Hi", *options.split(), engine=engine) == 0
     assert engine.made == [
@@ -203,6 +205,11 @@ def test_options_reach_the_engine_and_the_request() -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "min_new_tokens": 2,
         "sampling_seed": 7,
         "stop": ["a", "b"],
         "ignore_eos": False,
@@ -210,14 +217,11 @@ def test_options_reach_the_engine_and_the_request() -> None:
 
 
 def test_every_engine_option_is_an_argument_of_the_engine() -> None:
-    import inspect
-
     from specjax.cli import ENGINE_ARGUMENTS
-    from specjax.engine import Engine
+    from specjax.engine_args import EngineArgs
 
-    parameters = inspect.signature(Engine).parameters
-    extra = {"max_running_requests", "show_progress", "share_weights_with"}
-    assert {*ENGINE_ARGUMENTS, *extra} <= set(parameters)
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {*ENGINE_ARGUMENTS, "max_running_requests", "show_progress"} <= names
 
 
 def test_plain_decoding_reports_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,6 +309,7 @@ def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -
         (["--raw", "--system", "s"], "--system"),
         (["--speculative-algorithm", "none", "--compare"], "--compare"),
         (["--speculative-algorithm", "none", "--show-accepts"], "--show-accepts"),
+        (["--json", "--show-accepts"], "output_is_draft"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(

@@ -4,9 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,47 +16,17 @@ from specjax.diagnostics import next_logits
 
 from .settings import counted_compilations, kept_cache_settings
 from .tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
+from .tiny_engines import STEPS, Files, engine_files, is_idle, num_held
 
-STEPS = 3
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x", "0123456789" * 6]
 
 
-@dataclass
-class Files:
-    """Directories that all engines of this module share."""
-
-    target: Path
-    head: Path
-    cache: Path
-
-    def engine(self, *, speculative: bool = True, **changes: Any) -> Engine:
-        arguments: dict[str, Any] = {
-            "page_size": 4,
-            "max_running_requests": 2,
-            "chunked_prefill_size": 16,
-            "compile_cache_dir": self.cache,
-        }
-        if speculative:
-            arguments |= {
-                "draft": self.head,
-                "speculative_algorithm": "EAGLE3",
-                "speculative_num_steps": STEPS,
-            }
-        arguments |= changes
-        return Engine(arguments.pop("target", self.target), **arguments)
-
-    def small(self, **changes: Any) -> Engine:
-        """An engine with as little to compile as can be."""
-        return self.engine(**({"max_running_requests": 1, "chunked_prefill_size": 1} | changes))
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    root = tmp_path_factory.mktemp("engine")
-    with kept_cache_settings():
-        yield Files(write_target(root / "target"), write_head(root / "head"), root / "cache")
+    with engine_files(tmp_path_factory.mktemp("engine")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +41,6 @@ def plain(files: Files, engine: Engine) -> Iterator[Engine]:
     arguments = {"speculative": False, "max_total_tokens": 96, "share_weights_with": engine}
     with files.small(**arguments) as made:
         yield made
-
-
-def num_held(engine: Engine) -> int:
-    allocator = engine._scheduler._allocator
-    return allocator.num_pages - 1 - allocator.num_free
 
 
 def check_result(result: dict[str, Any], prompt_tokens: int) -> None:
@@ -141,7 +104,10 @@ def test_sampling_params_in_every_form(engine) -> None:
     short, long = engine.generate(["hi", "hi"], [mapping, GREEDY])
     assert short["output_ids"] == long["output_ids"][:3]
     assert len(long["output_ids"]) == 20
-    assert engine.generate("hi")["meta_info"]["completion_tokens"] <= 126
+    defaults = engine.generate("hi", {"ignore_eos": True})["meta_info"]
+    # 128 tokens by default, and room for 126 behind the prompt
+    assert defaults["completion_tokens"] == 126
+    assert defaults["finish_reason"] == {"type": "length", "length": 126}
 
 
 def test_end_token_ends_unless_ignored(engine) -> None:
@@ -273,16 +239,14 @@ def test_an_abandoned_stream_gives_everything_back(engine) -> None:
     for _ in engine.generate(TEXTS[4], GREEDY, stream=True):
         break  # the generator goes with its last reference
     assert num_held(engine) == 0
-    assert not engine._open
-    assert not engine._scheduler.has_work
+    assert is_idle(engine)
     assert engine.generate("hello", GREEDY)["text"] == expected
 
 
 def test_a_stream_that_nobody_reads_holds_nothing(engine) -> None:
     stream = engine.generate("hello", GREEDY, stream=True)
     engine.generate("x", GREEDY)
-    assert not engine._open
-    assert not engine._scheduler.has_work
+    assert is_idle(engine)
     assert list(stream)[-1]["text"] == engine.generate("hello", GREEDY)["text"]
 
 
@@ -330,7 +294,7 @@ def test_threads_share_an_engine(engine) -> None:
     for part in range(4):
         assert outputs[part] == expected[part::4]
     assert num_held(engine) == 0
-    assert not engine._open
+    assert is_idle(engine)
 
 
 # other engines
@@ -444,11 +408,28 @@ def test_closed_engines_refuse_work(files, engine) -> None:
 def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, capsys) -> None:
     with caplog.at_level("INFO", logger="specjax"):
         files.small(share_weights_with=engine, show_progress=True).close()
-    for part in ("weights 0.00 GB", "pages of 4 tokens", "EAGLE3 head", "rope_theta", "80 of 98"):
+    parts = (
+        "weights 0.00 GB",
+        "pages of 4 tokens",
+        "EAGLE3 head",
+        "rope_theta",
+        "80 of 98",
+        "3 drafted tokens a round",
+        "context of 128 tokens, 1 requests at once",
+    )
+    for part in parts:
         assert part in caplog.text
     output = capsys.readouterr()
     assert "compiling: 100%" in output.err
     assert output.out == ""
+    assert "EAGLE3 head" not in output.err  # the log has it
+    files.small(share_weights_with=engine, show_progress=True).close()
+    shown = capsys.readouterr()
+    for part in parts:
+        assert part in shown.err
+    assert shown.out == ""
+    files.small(share_weights_with=engine, show_progress=False).close()
+    assert capsys.readouterr().err == ""
 
 
 # refusals
@@ -473,7 +454,12 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"input_ids": [1] * 128}, "128 tokens leaves no room in context_length=128"),
-        ({"prompt": "a", "sampling_params": {"n": 2}}, r"\['n'\] are not supported"),
+        ({"prompt": "a", "sampling_params": {"top_pp": 2}}, r"\['top_pp'\] are not supported"),
+        ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' is not supported"),
+        ({"prompt": "a", "return_logprob": 1}, "return_logprob=1 must be a bool"),
+        ({"prompt": "a", "top_logprobs_num": 2}, "needs return_logprob=True"),
+        ({"prompt": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num=-1"),
+        ({"prompt": "a", "return_logprob": [True, True]}, "2 return_logprob for 1 inputs"),
         ({"prompt": "a", "sampling_params": {"temperature": -1}}, "temperature=-1"),
         (
             {"prompt": "a", "sampling_params": {"stop_token_ids": [2**40]}},
@@ -490,13 +476,13 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
 def test_bad_requests(engine, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         engine.generate(**arguments)
-    assert not engine._scheduler.has_work
+    assert is_idle(engine)
 
 
 def test_a_request_larger_than_the_pool_is_refused(plain) -> None:
     with pytest.raises(ValueError, match=r"pool holds 96; lower max_new_tokens or .*max_total_tok"):
         plain.generate(["a", "a"], [GREEDY, {"max_new_tokens": 97}])
-    assert not plain._scheduler.has_work
+    assert is_idle(plain)
     assert (
         plain.generate("a", {"max_new_tokens": 96, "ignore_eos": True})["meta_info"][
             "completion_tokens"

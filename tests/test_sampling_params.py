@@ -15,6 +15,13 @@ def test_defaults_are_those_of_sglang() -> None:
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "min_new_tokens": 0,
+        "n": 1,
         "stop": None,
         "stop_token_ids": None,
         "ignore_eos": False,
@@ -30,11 +37,41 @@ def test_of_takes_an_instance_a_mapping_or_nothing() -> None:
 
 
 def test_of_names_what_is_unknown_and_what_is_supported() -> None:
-    with pytest.raises(ValueError, match=r"\['min_p', 'n'\] are not supported.*'temperature'"):
-        SamplingParams.of({"n": 2, "min_p": 0.1, "top_k": 3})
+    with pytest.raises(ValueError, match=r"\['beams', 'top_a'\] are not supported.*'temperature'"):
+        SamplingParams.of({"top_a": 2, "beams": 0.1, "top_k": 3})
     for wrong in ("greedy", 3, ["top_k"]):
         with pytest.raises(ValueError, match="must be a SamplingParams, a mapping or None"):
             SamplingParams.of(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("json_schema", "{}", "constrained decoding"),
+        ("regex", "a*", "constrained decoding"),
+        ("ebnf", None, "constrained decoding"),
+        ("structural_tag", "x", "constrained decoding"),
+        ("stop_regex", "a+", "patterns"),
+        ("no_stop_trim", True, "always cut"),
+        ("skip_special_tokens", False, "always left out"),
+        ("spaces_between_special_tokens", True, "always left out"),
+        ("custom_params", {}, "logit processors"),
+        ("stream_interval", 4, "as soon as"),
+    ],
+)
+def test_parameters_of_sglang_are_refused_with_the_reason(name, value, reason) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.*not supported: .*{reason}") as caught:
+        SamplingParams.of({name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")],
+)
+def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
+    with pytest.raises(ValueError, match=f"'{theirs}' is called '{ours}'"):
+        SamplingParams.of({theirs: 1})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +91,40 @@ def test_of_names_what_is_unknown_and_what_is_supported() -> None:
         ("top_p", 1.01),
         ("top_p", float("nan")),
         ("top_p", None),
+        ("top_p", True),
+        ("temperature", 10**400),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("min_p", True),
+        ("min_p", None),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "1"),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", float("inf")),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.1),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", False),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 129),
+        ("min_new_tokens", 1.0),
+        ("n", 0),
+        ("n", 1.0),
+        ("n", True),
+        ("logit_bias", 3),
+        ("logit_bias", [3]),
+        ("logit_bias", {-1: 0.5}),
+        ("logit_bias", {1.0: 0.5}),
+        ("logit_bias", {"x": 0.5}),
+        ("logit_bias", {"-1": 0.5}),
+        ("logit_bias", {"": 0.5}),
+        ("logit_bias", {True: 0.5}),
+        ("logit_bias", {1: "2"}),
+        ("logit_bias", {1: float("-inf")}),
+        ("logit_bias", {1: 1e39}),
+        ("logit_bias", {1: 0.5, "1": 0.5}),
         ("top_k", 0),
         ("top_k", -2),
         ("top_k", 1.5),
@@ -95,6 +166,31 @@ def test_greedy(params, is_greedy) -> None:
     assert SamplingParams(**params).is_greedy is is_greedy
 
 
+def test_the_least_length_is_bounded_by_the_largest() -> None:
+    assert SamplingParams(max_new_tokens=4, min_new_tokens=4).min_new_tokens == 4
+    with pytest.raises(ValueError, match=r"min_new_tokens=5 must be .* max_new_tokens=4"):
+        SamplingParams(max_new_tokens=4, min_new_tokens=5)
+
+
+def test_biases_are_by_token_id() -> None:
+    assert SamplingParams(logit_bias={7: 1, "12": -100}).biases == {7: 1.0, 12: -100.0}
+    assert SamplingParams().biases == SamplingParams(logit_bias={}).biases == {}
+
+
+@pytest.mark.parametrize(
+    ("params", "has_penalties"),
+    [
+        ({}, False),
+        ({"logit_bias": {1: 2.0}, "min_new_tokens": 3}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"frequency_penalty": -0.5}, True),
+        ({"presence_penalty": 0.5}, True),
+    ],
+)
+def test_penalties(params, has_penalties) -> None:
+    assert SamplingParams(**params).has_penalties is has_penalties
+
+
 def test_stop_strings_are_a_tuple_in_every_form() -> None:
     for stop, strings in (
         (None, ()),
@@ -106,10 +202,24 @@ def test_stop_strings_are_a_tuple_in_every_form() -> None:
         assert SamplingParams(stop=stop).stop_strings == strings
 
 
-@given(st.integers(0, 2**64 - 1), st.floats(0, 1e6), st.floats(0, 1, exclude_min=True))
-def test_whole_ranges_are_allowed(seed, temperature, top_p) -> None:
-    params = SamplingParams(sampling_seed=seed, temperature=temperature, top_p=top_p)
-    assert (params.sampling_seed, params.temperature, params.top_p) == (seed, temperature, top_p)
+@given(
+    st.fixed_dictionaries(
+        {
+            "sampling_seed": st.integers(0, 2**64 - 1),
+            "temperature": st.floats(0, 1e6),
+            "top_p": st.floats(0, 1, exclude_min=True),
+            "min_p": st.floats(0, 1),
+            "frequency_penalty": st.floats(-2, 2),
+            "presence_penalty": st.floats(-2, 2),
+            "repetition_penalty": st.floats(0, 2, exclude_min=True),
+            "min_new_tokens": st.integers(0, 128),
+            "n": st.integers(1, 100),
+        }
+    )
+)
+def test_whole_ranges_are_allowed(given_params) -> None:
+    params = SamplingParams(**given_params)
+    assert {name: getattr(params, name) for name in given_params} == given_params
 
 
 def test_frozen() -> None:

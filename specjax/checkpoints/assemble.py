@@ -100,7 +100,8 @@ def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
             out[j : j + _BLOCK, i : i + _BLOCK] = tensor[i : i + _BLOCK, j : j + _BLOCK].T
 
 
-def _make(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
+def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
+    """One weight, in ``dtype``, owned by the caller."""
     if not recipe.transpose and len(recipe.parts) == 1:
         array = cast(source.read(recipe.parts[0].name), dtype)
         # owned and writable: a view would keep a memory map, and its file, alive
@@ -145,7 +146,7 @@ def assemble(
         raise ValueError(f"recipes miss {sorted(missing)} and have unknown {sorted(unknown)}")
 
     def make(name: str) -> np.ndarray:
-        array = _make(recipes[name], source, np.dtype(abstract[name].dtype))
+        array = make_weight(recipes[name], source, np.dtype(abstract[name].dtype))
         if array.shape != abstract[name].shape:
             raise ValueError(
                 f"weight {name!r} from {[part.name for part in recipes[name].parts]} has shape "

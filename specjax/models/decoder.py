@@ -46,9 +46,10 @@ class DecoderLayer(nnx.Module):
             output_bias=config.output_bias,
             qk_norm=config.qk_norm,
             rngs=rngs,
+            kernels=kernels,
         )
         self.post_attention_norm = norm()
-        self.mlp = MLP(config, bias=config.mlp_bias, rngs=rngs)
+        self.mlp = MLP(config, bias=config.mlp_bias, rngs=rngs, kernels=kernels)
 
     def __call__(
         self,
@@ -59,7 +60,7 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """Apply the layer to ``x + delta``, both ``[B, T, D]``.
+        """Apply the layer to ``x + delta``, both ``[B, T, D]`` (or ``delta`` in partial sums).
 
         Additions wait for the norm behind them, with which they make one kernel.
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.config import DraftConfig
+from specjax.kernels.add_norm import whole
 from specjax.models.decoder import CausalLM
 from specjax.models.layers import (
     MLP,
@@ -111,9 +112,10 @@ class Eagle3Head(DraftHead):
             output_bias=False,
             qk_norm=False,
             rngs=rngs,
+            kernels=kernels,
         )
         self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
-        self.mlp = MLP(config, bias=False, rngs=rngs)
+        self.mlp = MLP(config, bias=False, rngs=rngs, kernels=kernels)
         self.norm = RMSNorm(size, eps=eps, dtype=dtype)
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -136,7 +138,7 @@ class Eagle3Head(DraftHead):
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
         mixed, kv = self.attention(x, rope_tables(self.config, positions), kv, 0, attend)
         x, normed = self.post_attention_norm.add(residual, mixed)
-        x = x + self.mlp(normed)
+        x = x + whole(self.mlp(normed), x.ndim, x.dtype)
         return (self.norm(x) if self.config.norm_output else x), kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
@@ -159,9 +161,10 @@ class EagleLayer(nnx.Module):
             output_bias=False,
             qk_norm=False,
             rngs=rngs,
+            kernels=kernels,
         )
         self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
-        self.mlp = MLP(config, bias=False, rngs=rngs)
+        self.mlp = MLP(config, bias=False, rngs=rngs, kernels=kernels)
 
     def __call__(
         self, x: jax.Array, rope: RopeTables, kv: Any, layer: int, attend: Attend
@@ -170,7 +173,7 @@ class EagleLayer(nnx.Module):
         normed = x if self.input_norm is None else self.input_norm(x)
         mixed, kv = self.attention(normed, rope, kv, layer, attend)
         x, normed = self.post_attention_norm.add(x, mixed)
-        return x + self.mlp(normed), kv
+        return x + whole(self.mlp(normed), x.ndim, x.dtype), kv
 
 
 class EagleHead(DraftHead):

@@ -38,6 +38,31 @@ def dot(x: jax.Array, kernel: jax.Array, out_dtype: jnp.dtype | None = None) -> 
     )
 
 
+# most rows whose small products pay a split along the inner axis, and the widest split output
+MAX_SPLIT_ROWS = 63
+MAX_SPLIT_COLUMNS = 36864
+
+
+def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
+    """Into how many partial sums a product of few rows is split, a power of two up to 8.
+
+    A matrix of few columns keeps too few multiprocessors busy in one piece. XLA splits such
+    products itself (4 or 8 ways at the Llama-3.1-8B shape), with a launch for the reduction, which
+    costs more than the split gains from 64 rows on. A single row is left
+    to XLA.
+    """
+    parts = 8
+    while parts > 1 and (
+        rows == 1
+        or rows > MAX_SPLIT_ROWS
+        or parts * out_size > MAX_SPLIT_COLUMNS
+        or in_size % parts
+        or in_size // parts < 64
+    ):
+        parts //= 2
+    return parts
+
+
 class Linear(nnx.Module):
     """Affine map with a ``kernel [in, out]`` and an optional ``bias [out]``."""
 
@@ -52,6 +77,24 @@ class Linear(nnx.Module):
         """``[..., in]`` to ``[..., out]``."""
         out = dot(x, self.kernel[...])
         return out if self.bias is None else out + self.bias[...]
+
+    def partial_sums(self, x: jax.Array, kernels: str) -> jax.Array:
+        """``[..., in]`` to f32 ``[P, ..., out]`` whose sum over P is the product.
+
+        The product itself, ``[..., out]``, where a split does not pay or the reader could not add.
+        """
+        kernel = self.kernel[...]
+        size, out_size = kernel.shape
+        parts = num_partial_sums(x.size // size, size, out_size)
+        if kernels != "pallas" or x.dtype == jnp.float32 or self.bias is not None or parts == 1:
+            return self(x)
+        sums = jnp.einsum(
+            "rpi,pio->pro",
+            x.reshape(-1, parts, size // parts),
+            kernel.reshape(parts, size // parts, out_size),
+            preferred_element_type=jnp.float32,
+        )
+        return sums.reshape(parts, *x.shape[:-1], out_size)
 
 
 class RMSNorm(nnx.Module):
@@ -148,8 +191,10 @@ class Attention(nnx.Module):
         output_bias: bool,
         qk_norm: bool,
         rngs: nnx.Rngs,
+        kernels: str = "xla",
     ) -> None:
         dtype = config.jnp_dtype
+        self.kernels = kernels
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
         out = (heads + 2 * kv_heads) * dim
@@ -164,26 +209,30 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: RopeTables, kv: Any, layer: int, attend: Attend
     ) -> tuple[jax.Array, Any]:
-        """``[B, T, in_size]`` to ``[B, T, D]``, and kv as ``attend`` left it."""
+        """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and kv as attend left it."""
         heads, kv_heads, dim = self.shape
-        lead = x.shape[:-1]
-        qkv = self.qkv(x).reshape(*lead, heads + 2 * kv_heads, dim)
+        # query and key norms read whole products
+        qkv = self.qkv(x) if self.q_norm else self.qkv.partial_sums(x, self.kernels)
+        qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, dim)
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         kv, out = attend(kv, layer, q, k, v, rope)
-        return self.output(out.reshape(*lead, heads * dim)), kv
+        return self.output.partial_sums(out.reshape(*x.shape[:-1], heads * dim), self.kernels), kv
 
 
 class MLP(nnx.Module):
     """SwiGLU feed-forward: ``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
 
-    def __init__(self, config: TransformerConfig, *, bias: bool, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, bias: bool, rngs: nnx.Rngs, kernels: str = "xla"
+    ) -> None:
+        self.kernels = kernels
         inner, dtype = config.intermediate_size, config.jnp_dtype
         self.gate_up = Linear(config.hidden_size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(inner, config.hidden_size, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., D]`` to ``[..., D]``."""
+        """``[..., D]`` to ``[..., D]`` or its partial sums."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down.partial_sums(jax.nn.silu(gate) * up, self.kernels)

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # each compilation has threads of its own, and autotuning shares the device
 MAX_THREADS = 8
+CompilerOptions = dict[str, str | bool] | None
 
 
 def enable_compile_cache(directory: str | Path | None) -> Path | None:
@@ -66,12 +67,18 @@ class CompilePool:
     """
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[Hashable, Callable[[], Lowered]]] = []
+        self._jobs: list[tuple[Hashable, Callable[[], Lowered], CompilerOptions]] = []
         self._compiled: dict[Hashable, Compiled] = {}
 
-    def add(self, key: Hashable, function: Any, arguments: Sequence[Any]) -> None:
+    def add(
+        self,
+        key: Hashable,
+        function: Any,
+        arguments: Sequence[Any],
+        compiler_options: CompilerOptions = None,
+    ) -> None:
         """Register a jitted function with abstract arguments under ``key``."""
-        self._jobs.append((key, lambda: function.lower(*arguments)))
+        self._jobs.append((key, lambda: function.lower(*arguments), compiler_options))
 
     def compile(self, *, show_progress: bool) -> None:
         """Compile what was added, tracing in this thread and compiling in others."""
@@ -79,13 +86,15 @@ class CompilePool:
         started = time.perf_counter()
         bar = tqdm(total=len(jobs), desc="compiling", unit="fn", disable=not show_progress)
 
-        def finish(key: Hashable, lowered: Lowered) -> None:
-            self._compiled[key] = lowered.compile()
+        def finish(key: Hashable, lowered: Lowered, options: CompilerOptions) -> None:
+            self._compiled[key] = lowered.compile(compiler_options=options)
             bar.set_postfix_str(" ".join(map(str, key)) if isinstance(key, tuple) else str(key))
             bar.update()
 
         with bar, ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as executor:
-            pending = [executor.submit(finish, key, lower()) for key, lower in jobs]
+            pending = [
+                executor.submit(finish, key, lower(), options) for key, lower, options in jobs
+            ]
             for future in pending:
                 future.result()
         seconds = time.perf_counter() - started

@@ -1,23 +1,25 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import DraftConfig, ModelConfig, TransformerConfig
-from specjax.models.decoder import CausalLM
-from specjax.models.eagle import build_head
-from specjax.models.flat import FlatModel, Weights
+from specjax.config import TransformerConfig
+from specjax.models.flat import Weights
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.compile_pool import CompilePool
+from specjax.runtime.dispatched import Dispatched as Dispatched
+from specjax.runtime.networks import Networks as Networks
 from specjax.runtime.paging import PageView
+from specjax.runtime.runner_config import RunnerConfig as RunnerConfig
+from specjax.runtime.runner_config import compiler_options
+from specjax.runtime.slot_tables import HostTables as HostTables
+from specjax.runtime.slot_tables import check_slot_limits
 from specjax.sampling_params import SamplingParams
-from specjax.speculative.future_map import FutureMap
+from specjax.speculative.future_map import FutureMap, record_cached
 from specjax.speculative.prefill import prefill_chunk
 from specjax.speculative.round import (
     RoundConfig,
@@ -26,101 +28,11 @@ from specjax.speculative.round import (
     spec_rounds,
     verify_stage,
 )
-from specjax.types import KVPools, SamplingTable
+from specjax.types import KVPools, RoundOutput, SamplingTable
 
-# end tokens of a request that the device knows; models have one to four
-MAX_END_TOKENS = 8
 UNLIMITED = 2**31 - 1
 GREEDY = SamplingParams(temperature=0.0)
 STAGES = {"draft": draft_stage, "verify": verify_stage, "extend": extend_stage}
-
-
-@dataclass(frozen=True)
-class Networks:
-    """Structures of target and draft, without weights."""
-
-    target: FlatModel[CausalLM]
-    head: FlatModel[Any] | None
-    target_config: ModelConfig
-    head_config: DraftConfig | None
-
-    @classmethod
-    def of(
-        cls, target: ModelConfig, head: DraftConfig | None, kernels: str = "xla"
-    ) -> "Networks":
-        """Structures of two configurations; ``kernels`` as :class:`RMSNorm` has it."""
-        return cls(
-            FlatModel.of(partial(CausalLM, target, kernels=kernels)),
-            None if head is None else FlatModel.of(partial(build_head, head, kernels=kernels)),
-            target,
-            head,
-        )
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Target layers that the head reads."""
-        return () if self.head_config is None else self.head_config.feature_layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerConfig:
-    """Static sizes of a runner; ``num_slots`` counts the padding slot 0."""
-
-    num_steps: int
-    page_size: int
-    num_pages: int
-    pages_per_request: int
-    num_slots: int
-    batch_buckets: tuple[int, ...]
-    prefill_buckets: tuple[int, ...]
-    attention: str
-    rounds_per_dispatch: int = 1
-    simulate_accept_length: float | None = None
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """What a dispatch leaves on the device for the host, on its way there."""
-
-    tokens: jax.Array
-
-    def __post_init__(self) -> None:
-        self.tokens.copy_to_host_async()
-
-    def read(self) -> np.ndarray:
-        """Wait for the tokens."""
-        return np.asarray(self.tokens)
-
-
-@dataclass
-class HostTables:
-    """Host copies of the per-slot tables; a change is uploaded before the next dispatch."""
-
-    page_table: np.ndarray  # i32 [R, P]
-    temperatures: np.ndarray  # f32 [R]
-    top_ks: np.ndarray  # i32 [R]
-    top_ps: np.ndarray  # f32 [R]
-    seeds: np.ndarray  # u32 [R, 2]
-    end_token_ids: np.ndarray  # i32 [R, E]
-    pages_dirty: bool = True
-    sampling_dirty: bool = True
-
-    @property
-    def sampling(self) -> tuple[np.ndarray, ...]:
-        """The arrays of a :class:`SamplingTable`, in its order."""
-        return self.temperatures, self.top_ks, self.top_ps, self.seeds, self.end_token_ids
-
-    @classmethod
-    def empty(cls, num_slots: int, pages_per_request: int, vocab_size: int) -> "HostTables":
-        """Tables of greedy rows without pages."""
-        return cls(
-            page_table=np.zeros((num_slots, pages_per_request), np.int32),
-            temperatures=np.zeros(num_slots, np.float32),
-            top_ks=np.full(num_slots, vocab_size, np.int32),
-            top_ps=np.ones(num_slots, np.float32),
-            seeds=np.zeros((num_slots, 2), np.uint32),
-            end_token_ids=np.full((num_slots, MAX_END_TOKENS), -1, np.int32),
-        )
 
 
 def _pool_shape(config: TransformerConfig, slots: int) -> jax.ShapeDtypeStruct:
@@ -160,15 +72,23 @@ class ModelRunner:
             if head is None
             else (head.hidden_size, head.jnp_dtype)
         )
-        return pools, FutureMap.abstract(self.config.num_slots, 1, width, dtype)
+        config = self.config
+        return pools, FutureMap.abstract(config.num_slots, 1, width, dtype, config.context)
 
-    def _bind(self, function: Any) -> Any:
+    @property
+    def max_top_logprobs(self) -> int:
+        """Most likely tokens that a request may ask for at each position."""
+        return min(self.config.max_top_logprobs, self.networks.target_config.vocab_size)
+
+    def _bind(self, function: Any, *, greedy: bool = False) -> Any:
         """Jit a function of the round over flat weights, with the pools and the rows donated."""
         nets = self.networks
         config = RoundConfig(
             num_steps=self.config.num_steps,
             feature_layers=nets.feature_layers,
             num_rounds=self.config.rounds_per_dispatch,
+            max_top_logprobs=self.max_top_logprobs,
+            greedy=greedy,
             simulate_accept_length=self.config.simulate_accept_length,
         )
 
@@ -197,9 +117,14 @@ class ModelRunner:
         common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
         steps = config.num_steps
         rounds = self._bind(spec_rounds)
+        greedy_rounds = self._bind(spec_rounds, greedy=True)
         for batch in config.batch_buckets:
             arguments: tuple[Any, ...] = (*common, ints(batch))
-            self.compiled.add(("round", steps, batch), rounds, arguments)
+            options = None
+            if config.on_gpu:
+                options = compiler_options(batch * (steps + 1))
+                self.compiled.add(("greedy_round", steps, batch), greedy_rounds, arguments, options)
+            self.compiled.add(("round", steps, batch), rounds, arguments, options)
             for name, function in STAGES.items() if stages else ():
                 stage = self._bind(function)
                 self.compiled.add((name, steps, batch), stage, arguments)
@@ -208,6 +133,9 @@ class ModelRunner:
         for width in config.prefill_buckets:
             arguments = (*common, ints(width + 1), ints(5))
             self.compiled.add(("prefill", width), prefill, arguments)
+        record = jax.jit(record_cached, donate_argnums=0)
+        future = self.abstract_state[1]
+        self.compiled.add(("record_cached",), record, (future, ints(), ints(config.context)))
         self.compiled.compile(show_progress=show_progress)
 
     def load(self, target: Weights, head: Weights) -> None:
@@ -233,32 +161,72 @@ class ModelRunner:
             raise RuntimeError("the runner has no weights yet; call load()")
         return self._weights
 
+    def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
+        """Put a weight of the same shape and dtype in the place of weight ``index``.
+
+        Dispatches from now on read it; nothing compiles.
+        """
+        target, head = self.weights
+        changed = list(head if draft else target)
+        changed[index] = weight
+        self._weights = (target, tuple(changed)) if draft else (tuple(changed), head)
+
+    def check(
+        self, params: SamplingParams, end_token_ids: Collection[int] = (), top_logprobs: int = -1
+    ) -> None:
+        """Refuse what :meth:`set_slot` cannot take.
+
+        Raises:
+            ValueError: with the value and the limit.
+        """
+        check_slot_limits(params, end_token_ids, self.networks.target_config.vocab_size)
+        if not -1 <= top_logprobs <= self.max_top_logprobs:
+            raise ValueError(
+                f"top_logprobs_num={top_logprobs} must be from 0 to {self.max_top_logprobs}"
+            )
+
     def set_slot(
         self,
         slot: int,
         params: SamplingParams,
         *,
         seed: int,
-        end_token_ids: Iterable[int] = (),
+        end_token_ids: Collection[int] = (),
+        prompt_len: int = 0,
+        top_logprobs: int = -1,
+        cached_ids: Sequence[int] = (),
     ) -> None:
-        """Give a request slot its sampling parameters, noise seed and end tokens."""
-        tables, vocab_size = self.tables, self.networks.target_config.vocab_size
-        tables.temperatures[slot] = 0.0 if params.is_greedy else params.temperature
-        tables.top_ks[slot] = vocab_size if params.top_k == -1 else min(params.top_k, vocab_size)
-        tables.top_ps[slot] = params.top_p
-        tables.seeds[slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
-        # a checkpoint may name end tokens outside its vocabulary; the model never produces them
-        ends = sorted(i for i in end_token_ids if 0 <= i < vocab_size)[:MAX_END_TOKENS]
-        tables.end_token_ids[slot] = -1
-        tables.end_token_ids[slot, : len(ends)] = ends
-        tables.sampling_dirty = True
+        """Give a request slot its sampling parameters.
+
+        Args:
+            slot: request slot.
+            params: sampling parameters, which passed :meth:`check`.
+            seed: of the request's noise.
+            end_token_ids: tokens that end it.
+            prompt_len: tokens of its own prompt; what is prefilled behind them counts as produced.
+            top_logprobs: most likely tokens to report at each position; -1 for no
+                log-probabilities at all.
+            cached_ids: the start of the text that no prefill brings, since its KV is cached.
+        """
+        vocab_size = self.networks.target_config.vocab_size
+        self.tables.set_sampling(
+            slot,
+            params,
+            vocab_size,
+            seed=seed,
+            end_token_ids=end_token_ids,
+            prompt_len=prompt_len,
+            top_logprobs=top_logprobs,
+        )
+        if params.has_penalties and len(cached_ids) > 0:
+            history = np.zeros(self.config.context, np.int32)
+            history[: len(cached_ids)] = cached_ids
+            arguments = jax.device_put((np.int32(slot), history))
+            self.future = self.compiled["record_cached",](self.future, *arguments)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
         """Write a slot's page table from entry ``first`` on; the entries behind become 0."""
-        row = self.tables.page_table[slot]
-        row[first : first + len(pages)] = pages
-        row[first + len(pages) :] = 0
-        self.tables.pages_dirty = True
+        self.tables.set_pages(slot, pages, first)
 
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; what is still in flight ran before any new owner."""
@@ -270,7 +238,8 @@ class ModelRunner:
         return PageView(page_table, self.config.page_size, self.config.attention)
 
     def _sampling_of(self, tables: HostTables) -> SamplingTable:
-        return SamplingTable(*jax.device_put([array.copy() for array in tables.sampling]))
+        # the copy stays as it is while the host goes on writing
+        return jax.device_put(jax.tree.map(np.copy, tables.sampling))
 
     def _inputs(self) -> tuple[Any, ...]:
         if self.tables.pages_dirty:
@@ -307,10 +276,10 @@ class ModelRunner:
         padded[len(tokens)] = 0 if next_token is None else next_token
         is_final = next_token is None
         chunk = np.array([slot, start, len(tokens), is_final, max_new_tokens], np.int32)
-        self.pools, self.future, token = self.compiled["prefill", width](
+        self.pools, self.future, out = self.compiled["prefill", width](
             *self._inputs(), *jax.device_put((padded, chunk))
         )
-        return Dispatched(token)
+        return self._dispatched(out, [slot] if is_final else [])
 
     def round(self, slots: Sequence[int]) -> Dispatched:
         """Dispatch the rounds of one call for the given request slots.
@@ -320,10 +289,12 @@ class ModelRunner:
             ``slots``, then padding.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
-        self.pools, self.future, packed = self.compiled["round", self.config.num_steps, batch](
+        is_greedy = self.config.on_gpu and self.tables.is_plain[list(slots)].all()
+        name = "greedy_round" if is_greedy else "round"
+        self.pools, self.future, out = self.compiled[name, self.config.num_steps, batch](
             *self._inputs(), self._padded_slots(slots, batch)
         )
-        return Dispatched(packed)
+        return self._dispatched(out, slots)
 
     def staged_round(self, slots: Sequence[int]) -> Dispatched:
         """One round as three dispatches; equal to :meth:`round`, for tests and profiles.
@@ -339,7 +310,11 @@ class ModelRunner:
                 *self._inputs(), on_device, *passed
             )
             passed = (out,)
-        return Dispatched(out[None])
+        return self._dispatched(jax.tree.map(lambda leaf: leaf[None], out), slots)
+
+    def _dispatched(self, out: RoundOutput, slots: Sequence[int]) -> Dispatched:
+        wants_logprobs = self.tables.wants_logprobs(slots)
+        return Dispatched(out.packed, out.logprobs if wants_logprobs else None)
 
     def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))

@@ -1,53 +1,20 @@
 """One request: its tokens, its text, when it ends, and its figures."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from specjax.runtime.dispatched import HostLogprobs
 from specjax.sampling_params import SamplingParams
+from specjax.scheduling.completion_text import CompletionText
+from specjax.scheduling.spec_counts import SpecCounts
 from specjax.tokenizer import IncrementalDecoder
 
-
-@dataclass
-class SpecCounts:
-    """Speculative figures of a request; every accepted-draft count is without the bonus token.
-
-    Drafts behind a stop do not count, accepted or not: in the round that ends the request, only
-    drafts for the positions of kept tokens are proposals.
-    """
-
-    width: int  # drafted tokens a round, at most
-    num_correct_drafts: int = 0
-    num_proposed_drafts: int = 0
-    histogram: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.histogram = [0] * (self.width + 1)
-
-    def add(self, num_steps: int, num_accepted_drafts: int, num_kept: int, is_last: bool) -> int:
-        """Count one verify of which ``num_kept`` tokens stay; returns the drafts among them."""
-        correct = min(num_accepted_drafts, num_kept)
-        self.num_correct_drafts += correct
-        self.num_proposed_drafts += min(num_steps, num_kept) if is_last else num_steps
-        self.histogram[correct] += 1
-        return correct
-
-    def meta_info(self, completion_tokens: int) -> dict[str, Any]:
-        """The figures under SGLang's names."""
-        verifies = sum(self.histogram)
-        proposed = self.num_proposed_drafts
-        return {
-            "spec_verify_ct": verifies,
-            "spec_accept_length": completion_tokens / verifies if verifies else 0.0,
-            "spec_accept_rate": self.num_correct_drafts / proposed if proposed else 0.0,
-            "spec_num_correct_drafts": self.num_correct_drafts,
-            "spec_num_proposed_drafts": proposed,
-            "spec_correct_drafts_histogram": list(self.histogram),
-        }
+TokenLogprob = tuple[float, int, None]
 
 
 class Request:
-    """A request from admission to its end.
+    """A request from the caller to its end.
 
     Args:
         rid: identity, unique in the engine.
@@ -58,6 +25,10 @@ class Request:
         end_token_ids: tokens that end it (none of the model's own with ``ignore_eos``).
         decoder: text of the completion, or ``None`` without a tokenizer.
         spec_width: drafted tokens a round; 0 for plain decoding.
+        return_logprob: keep the log probability of every completion token.
+        top_logprobs_num: with ``return_logprob``, keep those of this many best tokens too.
+        timeout: seconds from now after which it ends with finish reason ``abort``.
+        clock: seconds; the scheduler's.
     """
 
     def __init__(
@@ -71,23 +42,34 @@ class Request:
         end_token_ids: frozenset[int],
         decoder: IncrementalDecoder | None,
         spec_width: int,
+        return_logprob: bool = False,
+        top_logprobs_num: int = 0,
+        timeout: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rid = rid
         self.input_ids = input_ids
         self.params = params
         self.seed = seed
         self.max_new_tokens = max_new_tokens
+        self.end_token_ids = end_token_ids
+        self.return_logprob = return_logprob
+        self.top_logprobs_num = top_logprobs_num
+        self.timeout = timeout
         self.slot = 0
         self.pages: list[int] = []
         self.output_ids: list[int] = []
         self.output_is_draft: list[bool] = []
-        self.text = ""
+        self.output_token_logprobs: list[TokenLogprob] = []
+        self.output_top_logprobs: list[list[TokenLogprob]] = []
         self.finish_reason: dict[str, Any] | None = None
-        self.end_token_ids = end_token_ids
-        self._decoder = decoder
-        self._spec = SpecCounts(spec_width) if spec_width else None
-        self._created = time.perf_counter()
-        self._ended = 0.0
+        self.admitted_time: float | None = None
+        self.first_token_time: float | None = None
+        self.spec = SpecCounts(spec_width) if spec_width else None
+        self._text = CompletionText(decoder, params.stop_strings)
+        self._clock = clock
+        self.created_time = clock()
+        self.ended_time: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -95,38 +77,74 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities are kept beside the tokens."""
+        return self.return_logprob
+
+    @property
+    def top_logprobs(self) -> int:
+        """``top_logprobs_num``, or -1 where no log probabilities are kept at all."""
+        return self.top_logprobs_num if self.return_logprob else -1
+
+    @property
     def max_kv_tokens(self) -> int:
         """Tokens that ever need a place in the KV pool: the last one is never read back."""
         return len(self.input_ids) + self.max_new_tokens - 1
 
-    def append_first(self, token: int) -> None:
-        """Take the token that prefill sampled."""
-        self._append(token, is_draft=False)
+    @property
+    def num_left(self) -> int:
+        """Completion tokens that may still come."""
+        return self.max_new_tokens - len(self.output_ids)
 
-    def append_round(self, tokens: list[int], num_accepted_drafts: int, num_steps: int) -> None:
-        """Take the tokens of one verify, up to where the request ends."""
+    @property
+    def text(self) -> str:
+        """Text of the completion so far."""
+        return self._text.text
+
+    def append_first(self, token: int, logprobs: HostLogprobs | None = None) -> None:
+        """Take the token that prefill sampled, with log probabilities ``[1]``."""
+        self._append(token, is_draft=False)
+        self._append_logprobs(self.output_ids[-1:], logprobs)
+
+    def append_round(
+        self,
+        tokens: Sequence[int],
+        num_accepted_drafts: int,
+        num_steps: int,
+        logprobs: HostLogprobs | None = None,
+    ) -> int:
+        """Take the tokens of one verify up to where the request ends, and return their number.
+
+        Args:
+            tokens: accepted drafts and the bonus token.
+            num_accepted_drafts: of them.
+            num_steps: drafted tokens.
+            logprobs: beside the tokens, ``[A]``.
+        """
         kept = 0
         for i, token in enumerate(tokens):
             self._append(token, is_draft=i < num_accepted_drafts)
             kept += 1
-            if self.is_finished:
+            if self.finish_reason is not None:
                 break
-        if self._spec is not None:
-            self._spec.add(num_steps, num_accepted_drafts, kept, is_last=self.is_finished)
+        if self.spec is not None:
+            self.spec.add(num_steps, num_accepted_drafts, kept, is_last=self.is_finished)
+        self._append_logprobs(tokens[:kept], logprobs)
+        return kept
 
     def finish(self, reason: dict[str, Any]) -> None:
         """End the request."""
         if self.is_finished:
             return
         self.finish_reason = reason
-        self._ended = time.perf_counter()
+        self.ended_time = self._clock()
 
     def _append(self, token: int, *, is_draft: bool) -> None:
         self.output_ids.append(token)
         self.output_is_draft.append(is_draft)
         is_end = token in self.end_token_ids
         is_last = is_end or len(self.output_ids) >= self.max_new_tokens
-        matched = self._add_text(None if is_end else token, flush=is_last)
+        matched = self._text.add(None if is_end else token, flush=is_last)
         if matched is not None:
             self.finish({"type": "stop", "matched": matched})
         elif is_end:
@@ -134,49 +152,44 @@ class Request:
         elif is_last:
             self.finish({"type": "length", "length": len(self.output_ids)})
 
-    def _add_text(self, token: int | None, *, flush: bool) -> str | None:
-        """Add a token's text; the stop string that it completes, if any, is cut off.
-
-        With ``flush`` the text that was held back as half a character comes too.
-        """
-        if self._decoder is None:
-            return None
-        stops = self.params.stop_strings
-        # a new match ends in the new text, so it starts no earlier than this
-        search_from = max(0, len(self.text) - max(map(len, stops), default=0) + 1)
-        if token is not None:
-            self.text += self._decoder.push([token])
-        if flush:
-            self.text += self._decoder.flush()
-        found = [(self.text.find(stop, search_from), stop) for stop in stops]
-        hits = [(at, stop) for at, stop in found if at >= 0]
-        if not hits:
-            return None
-        at, stop = min(hits)
-        self.text = self.text[:at]
-        return stop
+    def _append_logprobs(self, kept: Sequence[int], logprobs: HostLogprobs | None) -> None:
+        if logprobs is None or not self.return_logprob:
+            return
+        count, num_top = len(kept), self.top_logprobs_num
+        for value, token in zip(logprobs.chosen[:count].tolist(), kept, strict=True):
+            self.output_token_logprobs.append((value, token, None))
+        if num_top:
+            ids = logprobs.top_ids[:count, :num_top].tolist()
+            values = logprobs.top_values[:count, :num_top].tolist()
+            for best in zip(values, ids, strict=True):
+                self.output_top_logprobs.append([(v, i, None) for v, i in zip(*best, strict=True)])
 
     def result(self) -> dict[str, Any]:
-        """What the caller gets: text, completion ids and ``meta_info``, cumulative."""
+        """What the caller gets: text, completion ids and ``meta_info``, cumulative.
+
+        Times are in seconds from when the request was made; ``None`` for what has not happened.
+        """
+        now = self._clock() if self.ended_time is None else self.ended_time
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": self.finish_reason,
             "prompt_tokens": len(self.input_ids),
             "completion_tokens": len(self.output_ids),
-            "e2e_latency": (self._ended or time.perf_counter()) - self._created,
+            "e2e_latency": now - self.created_time,
+            "queue_time": self._since_created(self.admitted_time),
+            "time_to_first_token": self._since_created(self.first_token_time),
         }
-        if self._spec is not None:
-            meta |= self._spec.meta_info(len(self.output_ids))
+        if self.spec is not None:
+            meta |= self.spec.meta_info(len(self.output_ids))
+        if self.return_logprob:
+            meta["output_token_logprobs"] = list(self.output_token_logprobs)
+            if self.top_logprobs_num:
+                meta["output_top_logprobs"] = list(self.output_top_logprobs)
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:
         """Text that no later token can take back: the start of a stop string is held."""
-        if self.is_finished:
-            return self.text
-        held = 0
-        for stop in self.params.stop_strings:
-            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:size]):
-                    held = size
-                    break
-        return self.text[: len(self.text) - held]
+        return self.text if self.is_finished else self._text.streamed()
+
+    def _since_created(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.created_time

@@ -21,14 +21,19 @@ class FutureMap:
 
     ``remaining`` is the number of tokens that a request may still produce; a row without any is
     treated as padding, so a request that ended is not advanced by the rounds already dispatched.
+    ``tokens`` is the history by absolute position, for penalties: prompt and produced tokens, the
+    bonus token included. Behind them it holds anything.
     """
 
     rows: DraftInput
     remaining: jax.Array  # i32 [R]
+    tokens: jax.Array  # i32 [R, C]
 
     @classmethod
-    def abstract(cls, num_slots: int, topk: int, hidden_size: int, dtype: jnp.dtype) -> "FutureMap":
-        """Shapes and dtypes for ``num_slots`` slots, padding included."""
+    def abstract(
+        cls, num_slots: int, topk: int, hidden_size: int, dtype: jnp.dtype, context: int
+    ) -> "FutureMap":
+        """Shapes and dtypes for ``num_slots`` slots of ``context`` tokens, padding included."""
 
         def shape(*tail: int, dtype: jnp.dtype) -> Any:
             return jax.ShapeDtypeStruct((num_slots, *tail), dtype)
@@ -41,7 +46,8 @@ class FutureMap:
                 bonus_tokens=shape(dtype=jnp.dtype(jnp.int32)),
                 seq_lens=shape(dtype=jnp.dtype(jnp.int32)),
             ),
-            shape(dtype=jnp.dtype(jnp.int32)),
+            remaining=shape(dtype=jnp.dtype(jnp.int32)),
+            tokens=shape(context, dtype=jnp.dtype(jnp.int32)),
         )
 
 
@@ -74,6 +80,31 @@ def spend(
     left = jnp.where(ended, 0, jnp.maximum(future.remaining[slots] - counts, 0))
     left = jnp.where(slots > 0, left, 0)
     return replace(future, remaining=future.remaining.at[slots].set(left))
+
+
+def record(
+    future: FutureMap, slots: jax.Array, starts: jax.Array, tokens: jax.Array, counts: jax.Array
+) -> FutureMap:
+    """Write tokens into the history.
+
+    Args:
+        future: rows by slot.
+        slots: i32 ``[B]``.
+        starts: i32 ``[B]``, the absolute position of the first token.
+        tokens: i32 ``[B, N]``.
+        counts: i32 ``[B]``, how many of them are valid.
+    """
+    context = future.tokens.shape[1]
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_valid = (offsets < counts[:, None]) & (slots > 0)[:, None]
+    places = jnp.where(is_valid, starts[:, None] + offsets, context)
+    written = future.tokens.at[slots[:, None], places].set(tokens, mode="drop")
+    return replace(future, tokens=written)
+
+
+def record_cached(future: FutureMap, slot: jax.Array, tokens: jax.Array) -> FutureMap:
+    """Replace the history of slot i32 ``[]`` by tokens i32 ``[C]``."""
+    return replace(future, tokens=future.tokens.at[slot].set(tokens))
 
 
 def stash(future: FutureMap, slots: jax.Array, draft_input: DraftInput) -> FutureMap:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from specjax.models.decoder import CausalLM
 from specjax.runtime.paging import PageView
-from specjax.speculative.future_map import FutureMap, publish, resolve, spend, stash
-from specjax.speculative.round import RoundConfig, rows_of
-from specjax.speculative.sampling import sample
+from specjax.speculative.future_map import FutureMap, publish, record, resolve, spend, stash
+from specjax.speculative.round import RoundConfig
+from specjax.speculative.sampling import rows_of, target_tokens
 from specjax.speculative.stages import Head, propose
-from specjax.types import KVPools, SamplingTable
+from specjax.speculative.tree import chain_input
+from specjax.types import KVPools, RoundOutput, SamplingTable
 
 
 def prefill_chunk(
@@ -25,7 +26,7 @@ def prefill_chunk(
     chunk: jax.Array,
     *,
     config: RoundConfig,
-) -> tuple[KVPools, FutureMap, jax.Array]:
+) -> tuple[KVPools, FutureMap, RoundOutput]:
     """Run one chunk of a prompt through target and draft.
 
     The draft reads the same positions with its token ids shifted left by one: behind the last
@@ -44,8 +45,8 @@ def prefill_chunk(
         config: static sizes of a round.
 
     Returns:
-        The pools, the rows by slot, and i32 ``[1]``, the sampled token (of meaning only where the
-        prompt ends).
+        The pools, the rows by slot, and what the host reads: ``packed`` i32 ``[1]``, the sampled
+        token, and its log-probabilities ``[1]`` (of meaning only where the prompt ends).
     """
     slot, start, num_tokens, is_final, budget = (chunk[i : i + 1] for i in range(5))
     width = tokens.shape[0] - 1
@@ -59,9 +60,15 @@ def prefill_chunk(
     last = (num_tokens - 1)[:, None, None]
     logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     new_len = start + num_tokens
-    params = rows_of(sampling, slot)
-    token = sample(logits, new_len[:, None], params)[:, 0]
     future = publish(future, slot, new_len)
+    future = record(future, slot, start, tokens[None, :-1], num_tokens)
+    params = rows_of(sampling, jnp.where(is_final > 0, slot, 0))  # slot 0 is greedy: no noise
+    root = chain_input(jnp.take(tokens, num_tokens - 1)[None], new_len - 1)
+    drawn, logprobs = target_tokens(
+        logits, root, params, future.tokens, slot, num_top=config.max_top_logprobs
+    )
+    token = drawn[:, 0]
+    future = record(future, slot, new_len, drawn, is_final)
     future = replace(future, remaining=future.remaining.at[slot].set(budget))
     future = spend(future, slot, token[:, None], is_final, params.end_token_ids)
     inputs = replace(resolve(future, slot), bonus_tokens=token)
@@ -75,4 +82,5 @@ def prefill_chunk(
         recurrent = jnp.take_along_axis(states, last, axis=1)[:, 0]
         topk_probs, topk_ids = propose(head, target, recurrent)
         inputs = replace(inputs, topk_probs=topk_probs, topk_ids=topk_ids, hidden=recurrent)
-    return KVPools(target=kv_target, draft=kv_draft), stash(future, slot, inputs), token
+    out = RoundOutput(token, jax.tree.map(lambda leaf: leaf[:, 0], logprobs))
+    return KVPools(target=kv_target, draft=kv_draft), stash(future, slot, inputs), out

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 
 from specjax.models.decoder import CausalLM
 from specjax.runtime.paging import PageView
-from specjax.speculative.future_map import FutureMap, publish, resolve, spend, stash
+from specjax.speculative.future_map import FutureMap, publish, record, resolve, spend, stash
+from specjax.speculative.logprobs import zero_logprobs
+from specjax.speculative.sampling import rows_of
 from specjax.speculative.stages import Head, draft, extend, verify
-from specjax.types import KVPools, SamplingTable, VerifyInput, VerifyOutput
+from specjax.types import KVPools, RoundOutput, SamplingTable, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +28,17 @@ class RoundConfig:
         num_steps: drafted tokens a row; 0 decodes plainly, without a head.
         feature_layers: target layers that the head reads.
         num_rounds: rounds in one call.
+        max_top_logprobs: most likely tokens that a row may ask for.
+        greedy: rows are greedy, with nothing that changes logits, and ask for no log-probabilities.
         simulate_accept_length: accept this many tokens on average, for measurements of speed.
     """
 
     num_steps: int
     feature_layers: tuple[int, ...] = ()
     num_rounds: int = 1
+    max_top_logprobs: int = 0
+    greedy: bool = False
     simulate_accept_length: float | None = None
-
-
-def rows_of(table: SamplingTable, slots: jax.Array) -> SamplingTable:
-    """Sampling parameters of request slots i32 ``[B]``."""
-    return jax.tree.map(lambda leaf: leaf[slots], table)
 
 
 def _active(future: FutureMap, slots: jax.Array) -> jax.Array:
@@ -89,13 +90,17 @@ def verify_stage(
         inputs.seq_lens,
         _pages_of(view, slots),
         params,
-        slots > 0,
+        future.tokens,
+        slots,
         num_steps=config.num_steps,
         feature_layers=config.feature_layers,
+        num_top_logprobs=config.max_top_logprobs,
+        greedy=config.greedy,
         simulate_accept_length=config.simulate_accept_length,
     )
     counts = verified.num_accepted_tokens
     future = publish(future, slots, inputs.seq_lens + counts)
+    future = record(future, slots, inputs.seq_lens + 1, verified.accept_tokens, counts)
     future = spend(future, slots, verified.accept_tokens, counts, params.end_token_ids)
     if head is None:
         future = stash(future, slots, replace(inputs, bonus_tokens=verified.bonus_tokens))
@@ -113,13 +118,8 @@ def extend_stage(
     verified: VerifyOutput,
     *,
     config: RoundConfig,
-) -> tuple[KVPools, FutureMap, jax.Array]:
-    """Let the head read what was accepted, and pack what the host wants to know.
-
-    Returns:
-        The pools, the rows for the next round, and i32 ``[B, A + 2]``: ``accept_tokens``,
-        ``num_accepted_drafts``, ``num_accepted_tokens``.
-    """
+) -> tuple[KVPools, FutureMap, RoundOutput]:
+    """Let the head read what was accepted, and pack what the host wants to know."""
     counts = verified.num_accepted_tokens
     if head is not None and pools.draft is not None:
         # verification has published the new lengths, and the end of a request
@@ -129,7 +129,7 @@ def extend_stage(
         following, kv = extend(target, head, pools.draft, verified, before, pages)
         pools, future = replace(pools, draft=kv), stash(future, slots, following)
     columns = [verified.accept_tokens, verified.num_accepted_drafts[:, None], counts[:, None]]
-    return pools, future, jnp.concatenate(columns, axis=1)
+    return pools, future, RoundOutput(jnp.concatenate(columns, axis=1), verified.logprobs)
 
 
 def spec_round(
@@ -142,7 +142,7 @@ def spec_round(
     slots: jax.Array,
     *,
     config: RoundConfig,
-) -> tuple[KVPools, FutureMap, jax.Array]:
+) -> tuple[KVPools, FutureMap, RoundOutput]:
     """One round: draft, verify, compact and extend; plain decoding where ``num_steps`` is 0.
 
     Args:
@@ -156,7 +156,7 @@ def spec_round(
         config: static sizes.
 
     Returns:
-        The pools, the rows for the next round, and what the host reads, see :func:`extend_stage`.
+        The pools, the rows for the next round, and what the host reads.
     """
     fixed = (view, sampling, slots)
     pools, future, tree = draft_stage(target, head, pools, future, *fixed, config=config)
@@ -174,23 +174,28 @@ def spec_rounds(
     slots: jax.Array,
     *,
     config: RoundConfig,
-) -> tuple[KVPools, FutureMap, jax.Array]:
+) -> tuple[KVPools, FutureMap, RoundOutput]:
     """``config.num_rounds`` rounds in one call, for models whose round is short.
 
     Returns:
-        As :func:`spec_round`, with what the host reads stacked to i32 ``[num_rounds, B, A + 2]``.
+        As :func:`spec_round`, with a leading axis of ``num_rounds`` on what the host reads.
     """
     fixed = (view, sampling, slots)
     if config.num_rounds == 1:
-        pools, future, packed = spec_round(target, head, pools, future, *fixed, config=config)
-        return pools, future, packed[None]
+        pools, future, out = spec_round(target, head, pools, future, *fixed, config=config)
+        return pools, future, jax.tree.map(lambda leaf: leaf[None], out)
 
     def step(
-        i: jax.Array, carry: tuple[KVPools, FutureMap, jax.Array]
-    ) -> tuple[KVPools, FutureMap, jax.Array]:
-        pools, future, packed = carry
-        pools, future, values = spec_round(target, head, pools, future, *fixed, config=config)
-        return pools, future, packed.at[i].set(values)
+        i: jax.Array, carry: tuple[KVPools, FutureMap, RoundOutput]
+    ) -> tuple[KVPools, FutureMap, RoundOutput]:
+        pools, future, outs = carry
+        pools, future, out = spec_round(target, head, pools, future, *fixed, config=config)
+        return pools, future, jax.tree.map(lambda all, new: all.at[i].set(new), outs, out)
 
-    packed = jnp.zeros((config.num_rounds, slots.shape[0], config.num_steps + 3), jnp.int32)
-    return jax.lax.fori_loop(0, config.num_rounds, step, (pools, future, packed))
+    rounds = (config.num_rounds, slots.shape[0])
+    accepted = (*rounds, config.num_steps + 1)
+    outs = RoundOutput(
+        jnp.zeros((*rounds, config.num_steps + 3), jnp.int32),
+        None if config.greedy else zero_logprobs(accepted, config.max_top_logprobs),
+    )
+    return jax.lax.fori_loop(0, config.num_rounds, step, (pools, future, outs))

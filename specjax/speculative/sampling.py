@@ -5,38 +5,22 @@ Exactness rests on this rule: at every verified row the target draws its token w
 same position, so accepting a draft only if it equals the draw keeps the output the same token for
 token, and accepts each draft with the target's own probability.
 
-Filters apply in the order temperature, top-k, top-p; top-p works on the distribution that top-k
-left, as in SGLang's verification, vLLM and Hugging Face transformers.
+The order is SGLang's: penalties and bias, temperature, top-k, top-p, min-p. Top-p works on the
+distribution that top-k left, as in SGLang's verification, vLLM and Hugging Face transformers.
 """
 
 import jax
 import jax.numpy as jnp
 
-from specjax.types import SamplingTable
+from specjax.speculative.filters import filter_logits
+from specjax.speculative.logprobs import token_logprobs, zero_logprobs
+from specjax.speculative.penalties import adjust_logits, is_adjusting
+from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 
-def filter_logits(logits: jax.Array, top_ks: jax.Array, top_ps: jax.Array) -> jax.Array:
-    """Set the logits outside top-k and top-p to -inf.
-
-    Args:
-        logits: f32 ``[N, V]``, already divided by the temperature.
-        top_ks: i32 ``[N]``; V or more keeps all.
-        top_ps: f32 ``[N]``; 1 keeps all.
-
-    Returns:
-        f32 ``[N, V]``. Ties with the last kept logit are kept for top-k; the smallest set of
-        tokens whose probability reaches top-p is kept for top-p, and never less than one token.
-    """
-    descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-    last = jnp.clip(top_ks, 1, logits.shape[-1])[:, None] - 1
-    kth = jnp.take_along_axis(descending, last, axis=-1)
-    kept = jnp.where(descending >= kth, descending, -jnp.inf)
-    probs = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    inside = (before < top_ps[:, None]) | (top_ps[:, None] >= 1.0)
-    inside = inside.at[:, 0].set(True) & (kept > -jnp.inf)
-    threshold = jnp.min(jnp.where(inside, kept, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
+def rows_of(table: SamplingTable, slots: jax.Array) -> SamplingTable:
+    """Sampling parameters of request slots i32 ``[B]``."""
+    return jax.tree.map(lambda leaf: leaf[slots], table)
 
 
 def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
@@ -61,7 +45,7 @@ def sample(logits: jax.Array, positions: jax.Array, sampling: SamplingTable) -> 
         i32 ``[B, T]``. Rows with temperature 0 take the argmax (the lowest id among equals).
     """
     batch, rows, vocab_size = logits.shape
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = _argmax(logits)
 
     def per_row(values: jax.Array) -> jax.Array:
         return jnp.repeat(values, rows, axis=0)
@@ -69,16 +53,73 @@ def sample(logits: jax.Array, positions: jax.Array, sampling: SamplingTable) -> 
     def draw() -> jax.Array:
         temperatures = per_row(sampling.temperatures)[:, None]
         scaled = logits.reshape(-1, vocab_size) / jnp.where(temperatures > 0, temperatures, 1.0)
-        filtering = jnp.any((sampling.top_ks < vocab_size) | (sampling.top_ps < 1.0))
-        kept = jax.lax.cond(
-            filtering,
-            lambda x: filter_logits(x, per_row(sampling.top_ks), per_row(sampling.top_ps)),
-            lambda x: x,
-            scaled,
+
+        def with_noise(kept: jax.Array) -> jax.Array:
+            seeds = per_row(sampling.seeds)
+            return kept + position_noise(seeds, positions.reshape(-1), vocab_size)
+
+        filters = [per_row(f) for f in (sampling.top_ks, sampling.top_ps, sampling.min_ps)]
+        # The noise is added on both sides, since what a conditional returns is in memory: an argmax
+        # into which the noise is fused takes 4.6 ms instead of 2.7 (CPU, 6 rows of 49152).
+        noisy = jax.lax.cond(
+            is_filtering(sampling, vocab_size),
+            lambda: with_noise(filter_logits(scaled, *filters)),
+            lambda: with_noise(scaled),
         )
-        noise = position_noise(per_row(sampling.seeds), positions.reshape(-1), vocab_size)
-        drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32).reshape(batch, rows)
-        return jnp.where(sampling.temperatures[:, None] > 0, drawn, greedy)
+        drawn = _argmax(noisy).reshape(batch, rows)
+        return jnp.where(sampling.temperatures[:, None] > 0, drawn, best)
 
     # noise and filters cost several passes over the logits: a greedy batch skips them
-    return jax.lax.cond(jnp.any(sampling.temperatures > 0), draw, lambda: greedy)
+    return jax.lax.cond(jnp.any(sampling.temperatures > 0), draw, lambda: best)
+
+
+def is_filtering(sampling: SamplingTable, vocab_size: int) -> jax.Array:
+    """Whether any row leaves tokens out, bool ``[]``."""
+    return jnp.any(
+        (sampling.top_ks < vocab_size) | (sampling.top_ps < 1.0) | (sampling.min_ps > 0.0)
+    )
+
+
+def target_tokens(
+    logits: jax.Array,
+    tree: VerifyInput,
+    sampling: SamplingTable,
+    history: jax.Array,
+    slots: jax.Array,
+    *,
+    num_top: int,
+    greedy: bool = False,
+) -> tuple[jax.Array, Logprobs | None]:
+    """The token that the target puts behind every row of a tree, and its log-probability.
+
+    Args:
+        logits: f32 ``[B, T, V]``, the target's raw logits.
+        tree: the verified tree; one row where nothing was drafted.
+        sampling: parameters of the B rows.
+        history: i32 ``[R, C]``, tokens by request slot, up to the root of the tree.
+        slots: i32 ``[B]``.
+        num_top: most likely tokens that a row may ask for.
+        greedy: all rows are greedy and ask for nothing else: only the argmax is compiled.
+
+    Returns:
+        i32 ``[B, T]`` and the log-probabilities, zeros where no row asks for them, ``None`` where
+        ``greedy``.
+    """
+    if greedy:
+        return _argmax(logits), None
+    adjusted = jax.lax.cond(
+        is_adjusting(tree, sampling.adjustments),
+        lambda: adjust_logits(logits, tree, sampling, history[slots]),
+        lambda: logits,
+    )
+    tokens = sample(adjusted, tree.positions + 1, sampling)
+    logprobs = jax.lax.cond(
+        jnp.any(sampling.top_logprobs >= 0),
+        lambda: token_logprobs(logits, tokens, sampling.top_logprobs, num_top),
+        lambda: zero_logprobs(tokens.shape, num_top),
+    )
+    return tokens, logprobs
+
+
+def _argmax(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)

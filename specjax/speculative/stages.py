@@ -5,13 +5,16 @@ token ``i``, token ``i + 1``), so the first recurrent draft pass sits at positio
 ``docs/how_it_works.md`` for a worked example.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.compact_tree import compact_tree
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head, EagleHead
 from specjax.runtime.paging import PageView
-from specjax.speculative.sampling import sample
+from specjax.speculative.sampling import target_tokens
 from specjax.speculative.tree import accept, chain_input
 from specjax.types import DraftInput, SamplingTable, VerifyInput, VerifyOutput
 
@@ -63,10 +66,13 @@ def verify(
     seq_lens: jax.Array,
     view: PageView,
     sampling: SamplingTable,
-    valid: jax.Array,
+    history: jax.Array,
+    slots: jax.Array,
     *,
     num_steps: int,
     feature_layers: tuple[int, ...],
+    num_top_logprobs: int = 0,
+    greedy: bool = False,
     simulate_accept_length: float | None = None,
 ) -> tuple[VerifyOutput, jax.Array]:
     """One target pass over a drafted chain: draw the target's token at every row and accept.
@@ -78,17 +84,30 @@ def verify(
         seq_lens: i32 ``[B]``, tokens in the pool.
         view: pages of the batch.
         sampling: parameters of the B rows.
-        valid: bool ``[B]``, false for padding rows.
+        history: i32 ``[R, C]``, tokens by request slot, up to the root of the chain.
+        slots: i32 ``[B]``, request slots, 0 for padding rows.
         num_steps: S.
         feature_layers: of the draft head.
+        num_top_logprobs: most likely tokens that a row may ask for.
+        greedy: rows ask for nothing but the best token, see :func:`target_tokens`.
         simulate_accept_length: for measurements of speed, see :func:`accept`.
     """
     rows = tree.draft_tokens.shape[1]
     hidden, features, kv = target(
         tree.draft_tokens, tree.positions, kv, view.attend(seq_lens, rows), feature_layers
     )
-    tokens = sample(target.logits(hidden), tree.positions + 1, sampling)
-    return accept(tree, tokens, features, valid, num_steps, simulate_accept_length), kv
+    tokens, logprobs = target_tokens(
+        target.logits(hidden),
+        tree,
+        sampling,
+        history,
+        slots,
+        num_top=num_top_logprobs,
+        greedy=greedy,
+    )
+    verified = accept(tree, tokens, features, slots > 0, num_steps, simulate_accept_length)
+    compacted = jax.tree.map(lambda v: compact_tree(v, verified.accept_index), logprobs)
+    return replace(verified, logprobs=compacted), kv
 
 
 def extend(

@@ -39,6 +39,20 @@ def test_equals_brute_force(shape, dtype, run):
         assert (error <= BOUNDS[dtype] * np.abs(expected) + 1e-6).all()
 
 
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("size", [96, 4096])
+def test_partial_sums(size, run):
+    rng = np.random.default_rng(2)
+    x = np.asarray(jnp.asarray(rng.standard_normal((2, 3, size)), jnp.bfloat16))
+    parts = rng.standard_normal((8, 2, 3, size)).astype(np.float32)
+    scale = np.ones(size, x.dtype)
+    total, normed = run_jitted(add_norm, {"eps": 1e-5, **run}, x, parts, scale)
+    wide = parts.astype(np.float64).sum(axis=0) + x.astype(np.float64)
+    np.testing.assert_allclose(total.astype(np.float64), wide, rtol=2**-7, atol=2**-6)
+    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(normed.astype(np.float64), expected, rtol=2**-6, atol=2**-7)
+
+
 def test_rows_do_not_depend_on_their_number():
     """A verify of many rows gives what one row gives, bit for bit."""
     rng = np.random.default_rng(1)
@@ -55,8 +69,9 @@ def test_rows_do_not_depend_on_their_number():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lowers_for_cuda(size, dtype):
     x = jnp.zeros((32, size), dtype)
-    text = lower_for_cuda(partial(add_norm, eps=1e-5, **DEVICE), x, x, x[0])
-    assert text.count(TRITON_CALL) == 1
+    for delta in (x, jnp.zeros((8, *x.shape), jnp.float32)):
+        text = lower_for_cuda(partial(add_norm, eps=1e-5, **DEVICE), x, delta, x[0])
+        assert text.count(TRITON_CALL) == 1
 
 
 def test_bad_shapes():

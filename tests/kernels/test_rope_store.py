@@ -68,6 +68,25 @@ def test_equals_brute_force(case, dtype, run):
     np.testing.assert_array_equal(np.asarray(after)[[0, 2]], before[[0, 2]])
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_partial_sums(run):
+    """Four partial sums give what their sum gives."""
+    *qkv, cos, sin, pool, slots = make_case((2, 3, 4, 2, 16), "bfloat16")
+    rng = np.random.default_rng(1)
+    shares = [jnp.asarray(rng.standard_normal((3, *x.shape)), jnp.float32) for x in qkv]
+    parts = [
+        jnp.concatenate([s, x.astype(jnp.float32)[None] - s.sum(axis=0)[None]])
+        for s, x in zip(shares, qkv, strict=True)
+    ]
+    call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], **run))
+    for one, other in zip(
+        call(*qkv, cos, sin, pool, slots), call(*parts, cos, sin, pool, slots), strict=True
+    ):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2**-6, atol=2**-6
+        )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", GPU_CASES[1:], ids=str)
 def test_lowers_for_cuda(case, dtype):

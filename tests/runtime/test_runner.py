@@ -35,9 +35,17 @@ def pool_copies(runner: ModelRunner, text: str) -> list[str]:
     return copies
 
 
+def history_copies(runner: ModelRunner, text: str) -> list[str]:
+    """Copies of the token history in the text of a compiled function."""
+    shape = f"s32[{runner.config.num_slots},{runner.config.context}]"
+    assert shape in text
+    return re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text)
+
+
 def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
-    assert len(runner.compiled) == len(KEYS)
-    for key in KEYS:
+    keys = [*KEYS, ("record_cached",)]
+    assert len(runner.compiled) == len(keys)
+    for key in keys:
         assert runner.compiled[key] is not None
 
 
@@ -58,6 +66,9 @@ def test_serving_never_compiles(runner, run_ahead) -> None:
                 temperature=[0.0, 0.7, 1.3][i % 3],
                 top_k=[-1, 5][i % 2],
                 top_p=[1.0, 0.8, 0.9][i % 3],
+                min_p=[0.0, 0.05][i % 2],
+                repetition_penalty=[1.0, 1.2][i % 2],
+                logit_bias=[None, {7: 2.0}][i // 2 % 2],
                 max_new_tokens=int(rng.integers(1, 12)),
             ),
             seed=i,
@@ -90,11 +101,14 @@ def test_old_pools_are_gone_after_a_dispatch(runner) -> None:
 def test_no_function_copies_a_pool(runner, key) -> None:
     text = runner.compiled[key].as_text()
     assert pool_copies(runner, text) == []
+    assert history_copies(runner, text) == []
 
 
 def test_rounds_in_one_call_copy_no_pool() -> None:
     looping = make_runner(EAGLE3, 2, rounds=4)
-    assert pool_copies(looping, looping.compiled["round", 2, 4].as_text()) == []
+    text = looping.compiled["round", 2, 4].as_text()
+    assert pool_copies(looping, text) == []
+    assert history_copies(looping, text) == []
 
 
 def test_dispatches_transfer_nothing_implicitly(runner) -> None:
@@ -132,8 +146,8 @@ def test_seeds_are_kept_whole() -> None:
     seed = 2**64 - 2**33 + 5
     made.set_slot(2, SamplingParams(top_k=3, top_p=0.5), seed=seed)
     made.set_pages(2, [1])
-    high, low = (int(word) for word in made.tables.seeds[2])
+    high, low = (int(word) for word in made.tables.sampling.seeds[2])
     assert high << 32 | low == seed
     made.clear_slot(2)
     assert not made.tables.page_table.any()
-    assert not made.tables.seeds.any()
+    assert not made.tables.sampling.seeds.any()

@@ -61,9 +61,9 @@ class Serving:
         assert self.allocator.num_free == self.allocator.num_pages - 1
         tables = self.runner.tables
         assert not tables.page_table.any()
-        assert (tables.end_token_ids == -1).all()
-        assert not tables.temperatures.any()
-        assert (tables.top_ks == TARGET.vocab_size).all()
+        assert (tables.sampling.end_token_ids == -1).all()
+        assert not tables.sampling.temperatures.any()
+        assert (tables.sampling.top_ks == TARGET.vocab_size).all()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -276,7 +276,7 @@ def test_end_tokens_outside_the_vocabulary_are_ignored() -> None:
     )
     serving.scheduler.add(request)
     serving.scheduler.step()
-    assert whole[3] in serving.runner.tables.end_token_ids
+    assert whole[3] in serving.runner.tables.sampling.end_token_ids
     serving.finish()
     assert request.output_ids == whole[: whole.index(whole[3]) + 1]
 

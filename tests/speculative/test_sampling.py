@@ -1,4 +1,4 @@
-"""Sampling: filters against a sort in numpy, frequencies against the softmax, keyed noise."""
+"""Sampling: frequencies against the softmax, noise keyed by seed and position only."""
 
 from dataclasses import replace
 
@@ -6,72 +6,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from specjax.speculative.sampling import filter_logits, sample
-from specjax.types import SamplingTable
+from specjax.sampling_params import SamplingParams
+from specjax.speculative.sampling import sample, target_tokens
+from specjax.speculative.tree import chain_input
 
-jit_filter, jit_sample = jax.jit(filter_logits), jax.jit(sample)
+from .reference import kept_by_sorting
+from .tables import equal_rows, sampling_rows
 
-
-def table(n, temperature=1.0, top_k=10**6, top_p=1.0, seeds=None):
-    seeds = np.arange(n) if seeds is None else np.asarray(seeds)
-    return SamplingTable(
-        temperatures=jnp.full(n, temperature, jnp.float32),
-        top_ks=jnp.full(n, top_k, jnp.int32),
-        top_ps=jnp.full(n, top_p, jnp.float32),
-        seeds=jnp.asarray(np.stack([np.zeros(n), seeds], axis=1), jnp.uint32),
-        end_token_ids=jnp.full((n, 1), -1, jnp.int32),
-    )
-
-
-def kept_by_sorting(logits, top_k, top_p):
-    """Tokens that survive top-k, then top-p on what is left."""
-    order = np.argsort(-logits, kind="stable")[: min(top_k, len(logits))]
-    probs = np.exp(logits[order] - logits.max())
-    probs /= probs.sum()
-    kept, total = set(), 0.0
-    for token, p in zip(order, probs, strict=True):
-        if kept and total >= top_p:
-            break
-        kept.add(int(token))
-        total += p
-    return kept
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 25), st.floats(0.05, 1.0))
-def test_filters_equal_sorting(seed, top_k, top_p):
-    logits = np.random.default_rng(seed).normal(size=20).astype(np.float32) * 3
-    kept = jit_filter(
-        jnp.asarray(logits)[None], jnp.array([top_k]), jnp.array([top_p], jnp.float32)
-    )
-    assert set(np.flatnonzero(np.isfinite(np.asarray(kept)[0])).tolist()) == kept_by_sorting(
-        logits, top_k, top_p
-    )
-
-
-def test_filters_are_per_row():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
-    kept = filter_logits(logits, jnp.array([1, 8, 3]), jnp.array([1.0, 1.0, 1e-6], jnp.float32))
-    assert np.isfinite(np.asarray(kept)).sum(axis=1).tolist() == [1, 8, 1]
+jit_sample = jax.jit(sample)
+SEEDED = SamplingParams()
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 100, 1.0), (0.5, 100, 1.0), (1.5, 4, 1.0), (1.0, 100, 0.7), (0.8, 5, 0.8)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, -1, 1.0, 0.0),
+        (0.5, -1, 1.0, 0.0),
+        (1.5, 4, 1.0, 0.0),
+        (1.0, -1, 0.7, 0.0),
+        (0.8, 5, 0.8, 0.0),
+        (1.2, -1, 1.0, 0.2),
+        (2.0, 7, 0.9, 0.3),
+    ],
 )
-def test_frequencies_match_the_softmax(temperature, top_k, top_p):
+def test_frequencies_match_the_softmax(temperature, top_k, top_p, min_p):
     n = 20_000
     logits = np.random.default_rng(3).normal(size=9).astype(np.float32)
-    drawn = sample(
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    drawn = jit_sample(
         jnp.broadcast_to(jnp.asarray(logits), (n, 1, 9)),
         jnp.full((n, 1), 17, jnp.int32),
-        table(n, temperature, top_k, top_p),
+        equal_rows(n, params, 9),
     )
-    kept = sorted(kept_by_sorting(logits / temperature, top_k, top_p))
+    limit = 9 if top_k == -1 else top_k
+    kept = sorted(kept_by_sorting(logits / temperature, limit, top_p, min_p)[0])
     probs = np.exp(logits[kept].astype(np.float64) / temperature)
     counts = np.bincount(np.asarray(drawn)[:, 0], minlength=9)
     assert counts.sum() == counts[kept].sum()
@@ -82,28 +53,54 @@ def test_noise_depends_on_seed_and_position_only():
     rng = np.random.default_rng(1)
     logits = jnp.asarray(rng.normal(size=(3, 4, 50)), jnp.float32)
     positions = jnp.asarray(rng.integers(0, 99, size=(3, 4)), jnp.int32)
-    together = np.asarray(sample(logits, positions, table(3, seeds=[4, 5, 6])))
+    rows = [SEEDED, replace(SEEDED, top_k=50), replace(SEEDED, top_p=0.999)]
+    table = sampling_rows(rows, 50)
+    together = np.asarray(jit_sample(logits, positions, table))
     for b in range(3):
         for t in range(4):
             alone = jit_sample(
                 logits[b : b + 1, t : t + 1],
                 positions[b : b + 1, t : t + 1],
-                table(1, seeds=[4 + b]),
+                sampling_rows(rows[b : b + 1], 50, seed=b),
             )
             assert int(alone[0, 0]) == together[b, t]
-    other = sample(logits, positions + 1, table(3, seeds=[4, 5, 6]))
-    assert np.any(np.asarray(other) != together)
+    for other in (
+        jit_sample(logits, positions + 1, table),
+        jit_sample(logits, positions, replace(table, seeds=table.seeds + jnp.uint32(1))),
+        jit_sample(logits, positions, replace(table, seeds=table.seeds[:, ::-1] + jnp.uint32(7))),
+    ):
+        assert np.any(np.asarray(other) != together)
 
 
 def test_greedy_rows_stay_greedy_beside_sampled_ones():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(64, 1, 30)), jnp.float32)
-    mixed = table(64, temperature=5.0)
-    cold = jnp.where(jnp.arange(64) % 2 == 0, 0.0, 5.0)
-    drawn = sample(
-        logits,
-        jnp.zeros((64, 1), jnp.int32),
-        replace(mixed, temperatures=cold),
-    )
+    hot = SamplingParams(temperature=5.0)
+    drawn = jit_sample(logits, jnp.zeros((64, 1), jnp.int32), sampling_rows([GREEDY, hot] * 32, 30))
     best = np.argmax(np.asarray(logits), axis=-1)
     assert np.array_equal(np.asarray(drawn)[::2], best[::2])
     assert np.any(np.asarray(drawn)[1::2] != best[1::2])
+
+
+def test_filters_of_greedy_rows_are_off():
+    """They would change nothing, and cost a pass over the logits for the whole batch."""
+    table = sampling_rows([SamplingParams(temperature=0.7, top_k=1, top_p=0.5, min_p=0.1)], 30)
+    assert float(table.temperatures[0]) == 0
+    assert (int(table.top_ks[0]), float(table.top_ps[0]), float(table.min_ps[0])) == (30, 1, 0)
+
+
+def test_the_greedy_form_takes_the_best_token_and_nothing_else():
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(3, 2, 30)), jnp.float32)
+    tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
+    slots, history = jnp.arange(3, dtype=jnp.int32), jnp.zeros((3, 16), jnp.int32)
+    for greedy in (False, True):
+        tokens, logprobs = target_tokens(
+            logits,
+            tree,
+            sampling_rows([GREEDY] * 3, 30),
+            history,
+            slots,
+            num_top=4,
+            greedy=greedy,
+        )
+        assert np.array_equal(tokens, np.argmax(np.asarray(logits), axis=-1))
+        assert (logprobs is None) == greedy

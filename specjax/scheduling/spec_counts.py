@@ -1,0 +1,42 @@
+"""Speculative figures of one request."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpecCounts:
+    """Speculative figures of a request; every accepted-draft count is without the bonus token.
+
+    Drafts behind a stop do not count, accepted or not: in the round that ends the request, only
+    drafts for the positions of kept tokens are proposals.
+    """
+
+    width: int  # drafted tokens a round, at most
+    num_correct_drafts: int = 0
+    num_proposed_drafts: int = 0
+    num_verifies: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.histogram = [0] * (self.width + 1)
+
+    def add(self, num_steps: int, num_accepted_drafts: int, num_kept: int, is_last: bool) -> None:
+        """Count one verify of which ``num_kept`` tokens stay."""
+        correct = min(num_accepted_drafts, num_kept)
+        self.num_correct_drafts += correct
+        self.num_proposed_drafts += min(num_steps, num_kept) if is_last else num_steps
+        self.num_verifies += 1
+        self.histogram[correct] += 1
+
+    def meta_info(self, completion_tokens: int) -> dict[str, Any]:
+        """The figures under SGLang's names."""
+        verifies, proposed = self.num_verifies, self.num_proposed_drafts
+        return {
+            "spec_verify_ct": verifies,
+            "spec_accept_length": completion_tokens / verifies if verifies else 0.0,
+            "spec_accept_rate": self.num_correct_drafts / proposed if proposed else 0.0,
+            "spec_num_correct_drafts": self.num_correct_drafts,
+            "spec_num_proposed_drafts": proposed,
+            "spec_correct_drafts_histogram": list(self.histogram),
+        }

@@ -1,0 +1,108 @@
+"""Top-k, top-p and min-p without sorting the vocabulary.
+
+Every filter keeps the tokens from some logit on upwards, so it is enough to find that logit. It is
+found bit by bit: floats are ordered as their bits are, once the sign is folded in, and 32 counts or
+sums over the vocabulary decide the 32 bits. Ties need no care, since equal logits share their bits.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+# where -inf lies among all 32-bit floats in ascending order
+LOWEST_KEY = 0x007FFFFF
+SMALLEST_NORMAL = 0x00800000
+
+
+def _value(keys: jax.Array) -> jax.Array:
+    """The float of each place u32 in the ascending order of floats; NaN outside the infinities.
+
+    Subnormal floats are zero: a CPU compares them so, but would hand them on.
+    """
+    top = jnp.uint32(1 << 31)
+    bits = jnp.where(keys >= top, keys ^ top, ~keys)
+    bits = jnp.where((bits & (top - 1)) < SMALLEST_NORMAL, 0, bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _largest(reaches: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """The largest float f32 ``[rows]`` for which ``reaches`` is true, -inf where there is none.
+
+    ``reaches`` maps f32 ``[rows]`` to bool ``[rows]``; it is false for NaN, and true below any
+    value for which it is true.
+    """
+
+    def decide(i: jax.Array, keys: jax.Array) -> jax.Array:
+        higher = keys + (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(reaches(_value(higher)), higher, keys)
+
+    lowest = jnp.full(rows, LOWEST_KEY, jnp.uint32)
+    return _value(jax.lax.fori_loop(0, 32, decide, lowest))
+
+
+def top_k_threshold(logits: jax.Array, top_ks: jax.Array) -> jax.Array:
+    """The k-th largest logit of each row, f32 ``[N]``; -inf where k exceeds V.
+
+    Args:
+        logits: f32 ``[N, V]``.
+        top_ks: i32 ``[N]``.
+    """
+
+    def reaches(values: jax.Array) -> jax.Array:
+        return jnp.sum(logits >= values[:, None], axis=-1, dtype=jnp.int32) >= top_ks
+
+    return _largest(reaches, logits.shape[0])
+
+
+def top_p_threshold(logits: jax.Array, weights: jax.Array, top_ps: jax.Array) -> jax.Array:
+    """The smallest logit of the smallest set that holds a share of the weight, f32 ``[N]``.
+
+    Args:
+        logits: f32 ``[N, V]``.
+        weights: f32 ``[N, V]``, ascending with the logits, 1 for the largest.
+        top_ps: f32 ``[N]``, the share; from 1 on the threshold is -inf.
+    """
+    goals = top_ps * jnp.sum(weights, axis=-1)
+    # a product that underflows would be reached by no tokens at all
+    goals = jnp.maximum(goals, jnp.finfo(jnp.float32).tiny)
+
+    def reaches(values: jax.Array) -> jax.Array:
+        inside = jnp.where(logits >= values[:, None], weights, 0.0)
+        return (jnp.sum(inside, axis=-1) >= goals) & (top_ps < 1.0)
+
+    return _largest(reaches, logits.shape[0])
+
+
+def filter_logits(
+    logits: jax.Array, top_ks: jax.Array, top_ps: jax.Array, min_ps: jax.Array
+) -> jax.Array:
+    """Set the logits outside top-k, top-p and min-p to -inf, in this order.
+
+    Args:
+        logits: f32 ``[N, V]``, already divided by the temperature; -inf is allowed.
+        top_ks: i32 ``[N]``; V or more keeps all.
+        top_ps: f32 ``[N]``; 1 keeps all.
+        min_ps: f32 ``[N]``; 0 keeps all.
+
+    Returns:
+        f32 ``[N, V]`` with at least one token a row. Top-k keeps ties with the k-th logit. Top-p
+        keeps the smallest set of tokens whose probability, on what top-k left, reaches ``top_ps``,
+        and ties with its last. Min-p keeps tokens at least ``min_ps`` times as likely as the best.
+    """
+    rows, vocab_size = logits.shape
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    everything = jnp.full(rows, -jnp.inf, jnp.float32)
+    kth = jax.lax.cond(
+        jnp.any(top_ks < vocab_size),
+        lambda: top_k_threshold(logits, jnp.maximum(top_ks, 1)),
+        lambda: everything,
+    )
+    weights = jnp.where(logits >= kth[:, None], weights, 0.0)
+    last = jax.lax.cond(
+        jnp.any(top_ps < 1.0),
+        lambda: top_p_threshold(logits, weights, top_ps),
+        lambda: everything,
+    )
+    kept = (logits >= jnp.maximum(kth, last)[:, None]) & (weights >= min_ps[:, None])
+    return jnp.where(kept, logits, -jnp.inf)

@@ -1,0 +1,100 @@
+"""Penalties, logit bias and the minimum length: changes of the logits at every verified row.
+
+Every row sees the tokens before it on its own path: the history of the request, and the drafts
+between the root and the row. What a row is charged for is therefore what plain decoding would have
+charged at that position, and accepting drafts changes no token.
+
+The order is SGLang's: frequency and presence, repetition, logit bias. Temperature and filters come
+after. Frequency and presence count the tokens that the request produced; repetition takes those of
+the prompt as well, as in vLLM and Hugging Face transformers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import AdjustmentTable, SamplingTable, VerifyInput
+
+
+def is_adjusting(tree: VerifyInput, adjustments: AdjustmentTable) -> jax.Array:
+    """Whether :func:`adjust_logits` would change anything in the batch, bool ``[]``."""
+    return jnp.any(
+        adjustments.counts_tokens
+        | (adjustments.bias_ids[:, 0] >= 0)
+        | _is_too_early(tree, adjustments)[:, 0]
+    )
+
+
+def adjust_logits(
+    logits: jax.Array, tree: VerifyInput, sampling: SamplingTable, history: jax.Array
+) -> jax.Array:
+    """Apply penalties, logit bias and the minimum length.
+
+    Args:
+        logits: f32 ``[B, T, V]`` of a verified tree.
+        tree: its tokens, positions and mask.
+        sampling: parameters of the B rows.
+        history: i32 ``[B, C]``, the tokens of each request up to the root of its tree.
+
+    Returns:
+        f32 ``[B, T, V]``.
+    """
+    adjustments = sampling.adjustments
+    logits = jax.lax.cond(
+        jnp.any(adjustments.counts_tokens),
+        lambda: _penalize(logits, tree, adjustments, history),
+        lambda: logits,
+    )
+    logits = _at(logits, adjustments.bias_ids[:, None]).add(
+        adjustments.bias_values[:, None], mode="drop"
+    )
+    ends = sampling.end_token_ids[:, None]
+    forbidden = jnp.where(_is_too_early(tree, adjustments)[:, :, None], ends, -1)
+    return _at(logits, forbidden).set(-jnp.inf, mode="drop")
+
+
+def _is_too_early(tree: VerifyInput, adjustments: AdjustmentTable) -> jax.Array:
+    """Rows bool ``[B, T]`` at which the request has produced less than its minimum."""
+    produced = tree.positions + 1 - adjustments.prompt_lens[:, None]
+    return produced < adjustments.min_new_tokens[:, None]
+
+
+def _at(values: jax.Array, ids: jax.Array) -> Any:
+    """``values`` ``[B, T, V]`` at tokens i32 ``[B, 1 or T, N]``, for updates; -1 is left out."""
+    batch, rows, vocab_size = values.shape
+    # -1 would wrap to the last token
+    ids = jnp.where(ids >= 0, ids, vocab_size)
+    b = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    t = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    return values.at[b, t, ids]
+
+
+def _penalize(
+    logits: jax.Array, tree: VerifyInput, adjustments: AdjustmentTable, history: jax.Array
+) -> jax.Array:
+    batch, rows, vocab_size = logits.shape
+    index = jnp.arange(history.shape[1], dtype=jnp.int32)
+    is_prompt = index < adjustments.prompt_lens[:, None]
+    is_known = index <= tree.positions[:, :1]
+    once = jnp.zeros((batch, 1, vocab_size), jnp.int32)
+
+    def count(mask: jax.Array) -> jax.Array:
+        ids = jnp.where(mask, history, -1)[:, None]
+        return _at(once, ids).add(1, mode="drop")
+
+    # the root, in column 0, is in the history already
+    on_path = tree.tree_mask & (jnp.arange(rows, dtype=jnp.int32) > 0)
+    drafts = jnp.where(on_path, tree.draft_tokens[:, None], -1)
+    produced = jnp.broadcast_to(count(is_known & ~is_prompt), logits.shape)
+    produced = _at(produced, drafts).add(1, mode="drop")
+    was_produced = produced > 0
+    was_seen = was_produced | (count(is_known & is_prompt) > 0)
+
+    def per_row(values: jax.Array) -> jax.Array:
+        return values[:, None, None]
+
+    logits = logits - per_row(adjustments.frequency_penalties) * produced.astype(jnp.float32)
+    logits = logits - per_row(adjustments.presence_penalties) * was_produced.astype(jnp.float32)
+    penalty = jnp.where(was_seen, per_row(adjustments.repetition_penalties), 1.0)
+    return jnp.where(logits > 0, logits / penalty, logits * penalty)

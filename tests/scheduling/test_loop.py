@@ -1,0 +1,408 @@
+"""The engine loop with a scheduler that hands out counting tokens."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+
+from specjax.scheduling.loop import Call, EngineFault, EngineLoop
+
+SECONDS = 10.0  # nothing here takes longer unless it hangs
+
+
+class CountingRequest:
+    """Ends after ``length`` tokens; ``None`` runs until it is aborted."""
+
+    def __init__(self, rid: str, length: int | None = 3) -> None:
+        self.rid = rid
+        self.length = length
+        self.output_ids: list[int] = []
+        self.output_is_draft: list[bool] = []
+        self.finish_reason: dict[str, Any] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def finish(self, reason: dict[str, Any]) -> None:
+        self.finish_reason = self.finish_reason or reason
+
+    def streamed_text(self) -> str:
+        return " ".join(map(str, self.output_ids))
+
+    def result(self) -> dict[str, Any]:
+        return {"output_ids": list(self.output_ids), "meta_info": {"reason": self.finish_reason}}
+
+
+class CountingScheduler:
+    """One token a step for every request, in one thread only."""
+
+    def __init__(self) -> None:
+        self.running: list[CountingRequest] = []
+        self.num_steps = 0
+        self.threads: set[str] = set()
+        self.full = False
+        self.error_at: int | None = None
+        # a step waits here where a test holds it
+        self.entered = threading.Event()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def add(self, request: CountingRequest) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.full:
+            raise ValueError("the queue is full")
+        self.running.append(request)
+
+    def abort(self, request: CountingRequest) -> None:
+        self.threads.add(threading.current_thread().name)
+        request.finish({"type": "abort"})
+        self.running.remove(request)
+
+    def step(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.num_steps += 1
+        self.entered.set()
+        assert self.may_go_on.wait(SECONDS)
+        if self.num_steps == self.error_at:
+            raise OSError("the device fell off")
+        for request in list(self.running):
+            request.output_ids.append(len(request.output_ids))
+            request.output_is_draft.append(False)
+            if len(request.output_ids) == request.length:
+                request.finish({"type": "length"})
+                self.running.remove(request)
+        time.sleep(0)
+
+    def hold(self) -> None:
+        """Make steps wait, and return when one does."""
+        self.may_go_on.clear()
+        self.entered.clear()
+        assert self.entered.wait(SECONDS)
+
+
+class Caller:
+    """A call and its mailbox."""
+
+    def __init__(self, loop: EngineLoop, *requests: CountingRequest, **options: Any) -> None:
+        self.items: SimpleQueue[Any] = SimpleQueue()
+        self.call = Call(requests, self.items.put, **options)  # type: ignore[arg-type]
+        loop.submit(self.call)
+
+    def take(self) -> Any:
+        item = self.items.get(timeout=SECONDS)
+        self.call.is_pending = False
+        return item
+
+    def rest(self) -> list[Any]:
+        """All items up to the last, which ends the call."""
+        items = [self.take()]
+        while isinstance(items[-1], list):
+            items.append(self.take())
+        assert self.call.is_over
+        return items
+
+
+@pytest.fixture
+def scheduler() -> CountingScheduler:
+    return CountingScheduler()
+
+
+@pytest.fixture
+def loop(scheduler: CountingScheduler) -> Iterator[EngineLoop]:
+    made = EngineLoop(scheduler)  # type: ignore[arg-type]
+    yield made
+    scheduler.may_go_on.set()
+    assert made.close(SECONDS)
+    assert scheduler.threads <= {"specjax-engine"}
+
+
+def test_a_call_hears_of_its_end_once(loop) -> None:
+    short, long = CountingRequest("a", 2), CountingRequest("b", 9)
+    caller = Caller(loop, short, long)
+    assert caller.rest() == [None]
+    assert (len(short.output_ids), len(long.output_ids)) == (2, 9)
+    loop.run(lambda: None)
+    with pytest.raises(Empty):
+        caller.items.get_nowait()
+
+
+def test_a_call_without_requests_ends(loop) -> None:
+    assert Caller(loop).rest() == [None]
+
+
+def test_a_stream_grows_and_ends_with_the_last_state(loop) -> None:
+    caller = Caller(
+        loop, CountingRequest("a", 4), CountingRequest("b", 7), is_stream=True, is_batch=True
+    )
+    *outputs, end = caller.rest()
+    assert end is None
+    for index, length in ((0, 4), (1, 7)):
+        mine = [output for items in outputs for output in items if output["index"] == index]
+        lengths = [len(output["output_ids"]) for output in mine]
+        assert lengths == sorted(set(lengths))
+        assert lengths[-1] == length
+        assert mine[-1]["meta_info"]["reason"] == {"type": "length"}
+        assert [output["text"] for output in mine] == [
+            " ".join(map(str, range(n))) for n in lengths
+        ]
+        assert all(len(o["meta_info"]["output_is_draft"]) == len(o["output_ids"]) for o in mine)
+
+
+def test_a_slow_reader_gets_fewer_outputs(loop) -> None:
+    caller = Caller(loop, CountingRequest("a", 500), is_stream=True)
+    Caller(loop, CountingRequest("b", 500)).rest()
+    outputs = caller.rest()
+    # one that waited for the reader, and the last
+    assert len(outputs) == 3
+    assert len(outputs[1][0]["output_ids"]) == 500
+
+
+def test_the_thread_sleeps_without_work(loop, scheduler) -> None:
+    Caller(loop, CountingRequest("a")).rest()
+    steps = scheduler.num_steps
+    started = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - started < 0.1
+    assert scheduler.num_steps == steps == 3
+
+
+def test_calls_run_together(loop, scheduler) -> None:
+    first = Caller(loop, CountingRequest("a", None))
+    scheduler.hold()
+    others = [Caller(loop, CountingRequest(f"b{i}", 5)) for i in range(3)]
+    steps = scheduler.num_steps
+    scheduler.may_go_on.set()
+    assert [other.rest() for other in others] == [[None]] * 3
+    assert scheduler.num_steps - steps >= 5
+    loop.abort(first.call)
+    assert first.rest() == [None]
+    assert first.call.requests[0].finish_reason == {"type": "abort"}
+
+
+def test_aborts_by_id_group_and_all(loop) -> None:
+    requests = [CountingRequest(rid, None) for rid in ("x_0", "x_1", "y_0", "y_1", "z")]
+    callers = [
+        Caller(loop, *requests[:2], groups=["x", "x"]),
+        Caller(loop, *requests[2:4], groups=["y", "y"]),
+        Caller(loop, requests[4]),
+    ]
+    for rid in ("nobody", "y_1", "x"):
+        loop.abort_rid(rid)
+    assert callers[0].rest() == [None]
+    ended = loop.run(lambda: [request.is_finished for request in requests])
+    assert ended == [True, True, False, True, False]
+    loop.abort_rid(None)
+    assert [caller.rest() for caller in callers[1:]] == [[None]] * 2
+
+
+def test_an_id_runs_once(loop) -> None:
+    first = Caller(loop, CountingRequest("a", None))
+    (error,) = Caller(loop, CountingRequest("b", None), CountingRequest("a")).rest()
+    assert isinstance(error, ValueError)
+    assert "rid='a'" in str(error)
+    assert Caller(loop, CountingRequest("b")).rest() == [None]  # its first request has gone too
+    loop.abort(first.call)
+    assert Caller(loop, CountingRequest("a")).rest() == [None]  # at once
+    assert first.rest() == [None]
+    assert loop.run(lambda: loop._by_rid) == {}
+
+
+def test_an_id_is_free_when_its_own_request_has_ended(loop) -> None:
+    first = Caller(loop, CountingRequest("a", 1), CountingRequest("b", None), is_stream=True)
+    assert len(first.take()) == 2
+    again = Caller(loop, CountingRequest("a", None))
+    loop.abort(first.call)
+    first.rest()
+    loop.abort_rid("a")  # the second of that name
+    assert again.rest() == [None]
+    assert loop.run(lambda: loop._by_rid) == {}
+
+
+def test_a_refused_request_takes_its_call_along(loop, scheduler) -> None:
+    other = Caller(loop, CountingRequest("a", None))
+    loop.run(lambda: setattr(scheduler, "full", True))
+    (error,) = Caller(loop, CountingRequest("b"), CountingRequest("c")).rest()
+    assert str(error) == "the queue is full"
+    loop.run(lambda: setattr(scheduler, "full", False))
+    assert Caller(loop, CountingRequest("b")).rest() == [None]
+    assert not other.call.is_over
+    loop.abort(other.call)
+
+
+def test_a_call_that_nobody_can_hear_is_aborted(loop, scheduler) -> None:
+    deaf = Call(
+        [CountingRequest("a", None)],  # type: ignore[list-item]
+        lambda _: False,
+        is_stream=True,
+    )
+    loop.submit(deaf)
+    deadline = time.monotonic() + SECONDS
+    while not deaf.is_over:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert loop.run(lambda: scheduler.has_work) is False
+    assert Caller(loop, CountingRequest("a")).rest() == [None]
+
+
+def test_functions_run_between_steps(loop, scheduler) -> None:
+    Caller(loop, CountingRequest("a", None))
+    name, steps = loop.run(lambda: (threading.current_thread().name, scheduler.num_steps))
+    assert name == "specjax-engine"
+
+    def divide() -> float:
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run(divide)
+    deadline = time.monotonic() + SECONDS
+    while loop.run(lambda: scheduler.num_steps) < steps + 2:  # it goes on
+        assert time.monotonic() < deadline
+
+
+def test_a_fault_reaches_everyone(loop, scheduler) -> None:
+    scheduler.error_at = 3
+    callers = [
+        Caller(loop, CountingRequest("a", None), CountingRequest("b", 1)),
+        Caller(loop, CountingRequest("c", None), is_stream=True),
+    ]
+    errors = [caller.rest()[-1] for caller in callers]
+    errors += [Caller(loop, CountingRequest("d"), is_stream=s).rest()[-1] for s in (False, True)]
+    for error in errors:
+        assert isinstance(error, EngineFault)
+        assert isinstance(error.__cause__, OSError)
+        assert "the device fell off" in str(error)
+    assert len(set(map(id, errors))) == len(errors)
+    reasons = [request.finish_reason["type"] for c in callers for request in c.call.requests]
+    assert reasons == ["abort", "length", "abort"]
+    with pytest.raises(EngineFault, match="make a new engine"):
+        loop.run(lambda: None)
+    loop.abort(callers[0].call)
+    loop.abort_rid(None)
+    assert loop.close(SECONDS)
+    assert isinstance(Caller(loop, CountingRequest("e")).rest()[-1], EngineFault)
+    assert scheduler.num_steps == 3
+
+
+def test_a_vital_function_that_fails_is_a_fault(loop) -> None:
+    caller = Caller(loop, CountingRequest("a", None))
+
+    def fail() -> None:
+        raise OSError("half done")
+
+    with pytest.raises(OSError, match="half done"):
+        loop.run(fail, is_vital=True)
+    assert isinstance(caller.rest()[-1], EngineFault)
+
+
+def test_closing_ends_everything(loop, scheduler) -> None:
+    callers = [Caller(loop, CountingRequest(f"{i}", None), is_stream=i > 0) for i in range(2)]
+    scheduler.hold()
+    closing = threading.Thread(target=loop.close, args=(SECONDS,))
+    closing.start()
+    assert not loop.close(0.01)  # the step is in the way
+    late = Caller(loop, CountingRequest("late"))
+    scheduler.may_go_on.set()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    for caller in callers:
+        assert caller.rest()[-1] is None
+        assert caller.call.requests[0].finish_reason == {"type": "abort"}
+    later = Caller(loop, CountingRequest("later"))
+    for refused in (late, later):
+        (error,) = refused.rest()
+        assert isinstance(error, ValueError)
+        assert "closed" in str(error)
+    with pytest.raises(ValueError, match="closed"):
+        loop.run(lambda: None)
+    loop.abort(later.call)
+    loop.abort_rid(None)
+    assert loop.close(SECONDS)
+    assert not scheduler.running
+
+
+def test_submissions_race_with_the_end(scheduler) -> None:
+    """Whenever a loop ends, every call that was submitted hears of it."""
+    for delay in range(20):
+        loop = EngineLoop(scheduler)  # type: ignore[arg-type]
+        callers: list[Caller] = []
+        start, closed = threading.Barrier(2), threading.Event()
+
+        def submit(
+            loop: EngineLoop = loop,
+            callers: list[Caller] = callers,
+            start: threading.Barrier = start,
+            closed: threading.Event = closed,
+        ) -> None:
+            start.wait()
+            while not closed.is_set():
+                callers.append(Caller(loop, CountingRequest(f"{len(callers)}", 1)))
+            callers.append(Caller(loop, CountingRequest("late", 1)))
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        start.wait()
+        time.sleep(delay * 1e-4)
+        assert loop.close(SECONDS)
+        closed.set()
+        thread.join(SECONDS)
+        ends = [caller.rest()[-1] for caller in callers]
+        assert all(end is None or "closed" in str(end) for end in ends)
+        assert ends[-1] is not None
+
+
+def test_aborting_from_a_collection_inside_a_step(loop, scheduler, monkeypatch) -> None:
+    """A stream that is forgotten in a reference cycle may be collected by the loop's own thread."""
+    caller = Caller(loop, CountingRequest("a", None), is_stream=True)
+
+    class Abandoned:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            loop.abort(caller.call)
+
+    step = scheduler.step
+
+    def step_and_collect() -> None:
+        gc.collect()
+        step()
+
+    monkeypatch.setattr(scheduler, "step", step_and_collect)
+    Abandoned()
+    assert caller.rest()[-1] is None
+    assert caller.call.requests[0].finish_reason == {"type": "abort"}
+
+
+def test_a_stopped_loop_can_be_collected(scheduler) -> None:
+    loop = EngineLoop(scheduler)  # type: ignore[arg-type]
+    Caller(loop, CountingRequest("a", 2)).rest()
+    thread = loop._thread
+    gone = weakref.ref(loop)
+    loop.stop()
+    thread.join(SECONDS)
+    del loop
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_sleeping_thread_holds_nothing_of_its_callers(loop) -> None:
+    request = CountingRequest("a", 2)
+    caller = Caller(loop, request, is_stream=True)
+    caller.rest()
+    loop.run(lambda: None)
+    gone = weakref.ref(request), weakref.ref(caller.call)
+    del request, caller
+    deadline = time.monotonic() + SECONDS
+    while any(one() is not None for one in gone):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

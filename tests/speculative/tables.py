@@ -1,0 +1,31 @@
+"""Sampling tables for tests of the device side."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.runtime.slot_tables import HostTables
+from specjax.sampling_params import SamplingParams
+from specjax.types import SamplingTable
+
+
+def sampling_rows(rows: Iterable[SamplingParams], vocab_size: int, **slot: Any) -> SamplingTable:
+    """The parameters of some rows as the device has them; row ``i`` has the seed ``i``."""
+    rows = list(rows)
+    tables = HostTables.empty(len(rows), 1, vocab_size)
+    for i, params in enumerate(rows):
+        defaults = {"seed": i, "end_token_ids": (), "prompt_len": 0, "top_logprobs": -1}
+        tables.set_sampling(i, params, vocab_size, **(defaults | slot))
+    return jax.device_put(tables.sampling)
+
+
+def equal_rows(count: int, params: SamplingParams, vocab_size: int) -> SamplingTable:
+    """``count`` rows with the same parameters and the seeds 0, 1, 2, ..."""
+    one = sampling_rows([params], vocab_size)
+    many = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), one)
+    seeds = np.stack([np.zeros(count), np.arange(count)], axis=1)
+    return replace(many, seeds=jnp.asarray(seeds, jnp.uint32))

@@ -1,0 +1,165 @@
+"""Whatever the sampling parameters: rounds give what dense decoding in numpy gives."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling_params import SamplingParams
+
+from ..copying import copied_runner
+from ..tiny import EAGLE3, make_runner
+from .driver import Job, dense_decode, resumed, serve, staged_runner, start
+
+END = 5
+RNG = np.random.default_rng(4)
+BIAS = {END: 25.0, "9": -3.0, 30: 1.5}
+COUNT = 24
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(**({"max_new_tokens": COUNT} | changes))
+
+
+# the parameters of neighbouring rows differ as much as they can
+PARAMS = [
+    params(temperature=0.0, repetition_penalty=1.4),
+    params(temperature=0.8, frequency_penalty=0.7, presence_penalty=0.5, top_p=0.95),
+    params(temperature=0.0),
+    params(temperature=0.0, logit_bias=BIAS, min_new_tokens=7),
+    params(temperature=1.1, min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.2),
+    params(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.3),
+    params(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02),
+    params(temperature=1.0, logit_bias=BIAS, min_new_tokens=11, repetition_penalty=0.8),
+    params(temperature=0.0, min_new_tokens=COUNT, logit_bias={END: 50.0}),
+    params(temperature=1.5, top_k=8, min_new_tokens=3, logit_bias={END: 4.0}),
+]
+JOBS = [
+    Job(
+        prompt=tuple(RNG.integers(6, 61, size=size).tolist()),
+        params=one,
+        seed=2**40 + 11 * i,
+        ends=(END, 60),
+        top_logprobs=[-1, 0, 3, 20][i % 4],
+    )
+    for i, (one, size) in enumerate(zip(PARAMS, (5, 17, 1, 16, 30, 3, 8, 33, 4, 12), strict=True))
+]
+
+
+@cache
+def expected(is_copied: bool):
+    runner = copied_runner(0) if is_copied else make_runner()
+    return [dense_decode(runner.weights[0], job) for job in JOBS]
+
+
+def check(runner: ModelRunner, jobs, truths, skip: int = 0) -> float:
+    """Compare tokens behind the first ``skip`` and log-probabilities; returns tokens a round."""
+    outputs = serve(runner, jobs)
+    for job, output, truth in zip(jobs, outputs, truths, strict=True):
+        assert output.tokens == truth.tokens[skip:], job
+        np.testing.assert_allclose(output.chosen, truth.chosen[skip:], atol=1e-4)
+        assert [list(top) for top in output.top] == [list(top) for top in truth.top[skip:]]
+        for ours, theirs in zip(output.top, truth.top[skip:], strict=True):
+            np.testing.assert_allclose(list(ours.values()), list(theirs.values()), atol=1e-4)
+    return sum(len(o.tokens) for o in outputs) / max(1, sum(o.num_rounds for o in outputs))
+
+
+def test_the_jobs_reach_every_case():
+    """End tokens come as soon as they may, and not before; others run to their last token."""
+    lengths = [len(output.tokens) for output in expected(False)]
+    assert lengths[3] == 8
+    assert lengths[7] == 12
+    assert lengths[8] == COUNT
+    assert lengths.count(COUNT) >= 5
+    neutral = [replace(job, params=params(temperature=0.0)) for job in JOBS]
+    plain = [dense_decode(make_runner().weights[0], job).tokens for job in neutral]
+    assert sum(a == b.tokens for a, b in zip(plain, expected(False), strict=True)) <= 2
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_plain_rounds_equal_dense_decoding(rounds):
+    check(make_runner(rounds=rounds), JOBS, expected(False))
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(4, 1), (2, 4)])
+def test_speculation_equals_dense_decoding(steps, rounds):
+    check(make_runner(EAGLE3, steps, rounds=rounds), JOBS, expected(False))
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(4, 1), (2, 4)])
+def test_speculation_equals_dense_decoding_where_drafts_are_accepted(steps, rounds):
+    """Charges for accepted drafts of the same round decide here."""
+    assert check(copied_runner(steps, rounds), JOBS, expected(True)) > 1.5
+
+
+def test_the_order_of_rows_changes_nothing():
+    runner = copied_runner(4)
+    order = np.random.default_rng(0).permutation(len(JOBS)).tolist()
+    shuffled = serve(runner, [JOBS[i] for i in order])
+    assert [o.tokens for o in shuffled] == [expected(True)[i].tokens for i in order]
+
+
+@pytest.mark.parametrize(("steps", "count"), [(0, 5), (4, 1), (4, 6)])
+def test_resuming_behind_some_tokens_changes_nothing(steps, count):
+    """The prefilled text is prompt and output; penalties tell them apart."""
+    pairs = zip(JOBS, expected(True), strict=True)
+    longer = [(job, truth) for job, truth in pairs if len(truth.tokens) > count]
+    assert len(longer) >= 6
+    jobs = [resumed(job, truth, count) for job, truth in longer]
+    check(copied_runner(steps), jobs, [truth for _, truth in longer], skip=count)
+
+
+@pytest.mark.parametrize("index", [0, 1, 4, 5])
+def test_tokens_that_no_prefill_brings_are_charged_for(index):
+    """The first pages of the text are those of another request, as in a prefix cache."""
+    runner = copied_runner(4)
+    whole = replace(JOBS[index], ends=())
+    truth = dense_decode(runner.weights[0], whole)
+    job = resumed(whole, truth, 9)
+    page = runner.config.page_size
+    num_cached = (len(job.text) - 1) // page * page
+    assert num_cached >= page
+    start(runner, 3, Job(prompt=job.text, params=params(temperature=0.0)))
+    shared = runner.tables.page_table[3, : num_cached // page].tolist()
+    # histories of the slot's earlier owners are of no meaning
+    runner.future = replace(runner.future, tokens=jax.numpy.full_like(runner.future.tokens, 7))
+    outputs = serve(runner, [job], num_cached=num_cached, pages=[*shared, *range(1, 12)])
+    assert outputs[0].tokens == truth.tokens[9:]
+    runner.clear_slot(3)
+
+
+def test_compiled_stages_report_the_same_log_probabilities():
+    fused, staged = make_runner(EAGLE3, 4), staged_runner(EAGLE3, 4)
+    for runner in (fused, staged):
+        start(runner, 1, JOBS[3])
+        start(runner, 2, JOBS[6])
+    for _ in range(3):
+        ours, theirs = staged.staged_round([2, 1]), fused.round([2, 1])
+        assert np.array_equal(ours.read(), theirs.read())
+        found, truth = ours.read_logprobs(), theirs.read_logprobs()
+        assert found.chosen.shape == (1, 4, 5)
+        assert found.top_ids.shape == found.top_values.shape == (1, 4, 5, 20)
+        for a, b in zip(vars(found).values(), vars(truth).values(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        behind = np.arange(5) >= ours.read()[0, :, -1:]
+        assert not found.chosen[0][behind].any()
+        assert not found.top_values[0][behind].any()
+    for runner in (fused, staged):
+        runner.clear_slot(1)
+        runner.clear_slot(2)
+
+
+def test_log_probabilities_come_only_where_they_are_asked_for():
+    runner = make_runner(EAGLE3, 4)
+    quiet, loud = (replace(JOBS[2], top_logprobs=n) for n in (-1, 0))
+    assert start(runner, 1, quiet).read_logprobs() is None
+    assert start(runner, 2, loud).read_logprobs().chosen.shape == (1,)
+    assert runner.round([1]).read_logprobs() is None
+    found = runner.round([1, 2]).read_logprobs()
+    assert found.chosen[0, 1, 0] < 0
+    assert not found.top_values.any()
+    for slot in (1, 2):
+        runner.clear_slot(slot)
