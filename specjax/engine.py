@@ -16,10 +16,13 @@ from specjax.engine_args import EngineArgs
 from specjax.engine_parts import EngineParts, build_parts
 from specjax.inputs import Messages
 from specjax.request_factory import Params, RequestFactory
+from specjax.runtime.metrics import EngineMetrics
 from specjax.runtime.paging import PageAllocator
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.loop import EngineLoop
+from specjax.scheduling.prefix_cache import PrefixCache
 from specjax.scheduling.scheduler import Scheduler
+from specjax.server_info import server_info
 from specjax.streaming import Batch, stream_batch, stream_batch_async, wait, wait_async
 from specjax.tokenizer import Tokenizer
 from specjax.weight_update import (
@@ -81,11 +84,19 @@ class Engine:
         overlap = jax.default_backend() != "cpu" if args.overlap is None else args.overlap
         runner = parts.runner
         allocator = PageAllocator(runner.config.num_pages, args.page_size)
+        cache = None
+        if not args.disable_radix_cache:
+            lookahead = 0 if parts.draft is None else 1
+            cache = PrefixCache(allocator, args.page_size, lookahead=lookahead)
+        num_kv_tokens = (runner.config.num_pages - 1) * args.page_size
+        self._metrics = EngineMetrics(parts.target.name, num_kv_tokens)
         self._scheduler = Scheduler(
             runner,
             allocator,
             run_ahead=int(overlap),
+            prefix_cache=cache,
             max_waiting_requests=args.max_waiting_requests,
+            metrics=self._metrics,
         )
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
@@ -120,6 +131,19 @@ class Engine:
         """Prompt and completion together."""
         return self._parts.context_length
 
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Figures since the start; ``metrics.registry`` is for ``prometheus_client``."""
+        return self._metrics
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Arguments, sizes and state, in the shape of SGLang's ``get_server_info``.
+
+        ``internal_states`` is a list with one dict: requests, KV use, throughput, acceptance and
+        memory now and since the start. Everything in it is plain data for ``json.dumps``.
+        """
+        return server_info(self.args, self._parts, self._metrics.snapshot())
+
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -145,9 +169,11 @@ class Engine:
             rid: id of the request, for :meth:`abort`; a list for a list of inputs. An id may be
                 used again when its request has ended. Sample ``i`` of an input with ``n`` above 1
                 is ``"{rid}_{i}"``.
-            return_logprob: report the log probability of every token of the completion; a list for
-                a list of inputs.
-            top_logprobs_num: with ``return_logprob``, report this many best tokens too.
+            return_logprob: report ``(log probability, token id, None)`` of every completion token
+                in ``meta_info["output_token_logprobs"]``, from the raw logits: neither temperature
+                nor filters, penalties and bias are applied. A list for a list of inputs.
+            top_logprobs_num: with ``return_logprob``, report this many best tokens at each position
+                in ``meta_info["output_top_logprobs"]`` too; a list for a list of inputs.
             timeout: seconds after which the requests end with finish reason ``abort``;
                 ``request_timeout`` of the engine by default.
             stream: yield cumulative results as they grow instead of returning the last. A slow
@@ -227,6 +253,14 @@ class Engine:
             raise ValueError(f"rid={rid!r}, abort_all={abort_all}: give one of them")
         self._loop.abort_rid(None if abort_all else rid)
 
+    def flush_cache(self) -> None:
+        """Forget all KV, cached prefixes included.
+
+        Running requests keep their text, and compute its KV again.
+        """
+        self._need_open()
+        self._loop.run(self._scheduler.flush_cache)
+
     def update_weights_from_disk(
         self,
         model_path: str | PathLike[str] | None = None,
@@ -234,8 +268,8 @@ class Engine:
     ) -> None:
         """Replace the weights of the target, the draft head or both between two rounds.
 
-        Nothing compiles. Running requests go on with the text and the KV that they have, and what
-        follows comes from the new weights.
+        Nothing compiles. No KV of the old weights is used again: the prefix cache is flushed, and
+        running requests keep their text, compute its KV anew and go on with the new weights.
 
         Args:
             model_path: a checkpoint with the configuration of the running target.
@@ -315,7 +349,12 @@ class Engine:
             self._scheduler.check(request)
 
     def _replace_weights(self, new: NewWeights) -> None:
-        self._loop.run(partial(replace_weights, self.runner, new), is_vital=True)
+        self._loop.run(partial(_replace_weights, self._scheduler, self.runner, new), is_vital=True)
+
+
+def _replace_weights(scheduler: Scheduler, runner: ModelRunner, new: NewWeights) -> None:
+    scheduler.flush_cache()
+    replace_weights(runner, new)
 
 
 def _stop(loop: EngineLoop, at_exit: Any) -> None:

@@ -36,6 +36,7 @@ class EngineArgs:
         max_total_tokens: tokens in the KV pool.
         mem_fraction_static: share of the device's memory for weights and KV where
             ``max_total_tokens`` is not given.
+        disable_radix_cache: compute every prompt anew instead of keeping KV pages by prefix.
         chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
         overlap: dispatch a round before the one before it is read. The results are the same; by
             default on a GPU only, since a CPU has no time to win by it.
@@ -73,6 +74,7 @@ class EngineArgs:
     batch_buckets: Sequence[int] | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
+    disable_radix_cache: bool = False
     chunked_prefill_size: int | None = None
     overlap: bool | None = None
     load_format: str = "auto"
@@ -99,7 +101,7 @@ class EngineArgs:
             is_int = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_int and not (value is None and name in optional):
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
-        for name in ("overlap", "skip_tokenizer_init", "show_progress"):
+        for name in ("disable_radix_cache", "overlap", "skip_tokenizer_init", "show_progress"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in optional):
                 raise ValueError(f"{name}={value!r} must be a bool")

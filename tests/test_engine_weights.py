@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,32 @@ def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_eng
     old = old_engine.generate(input_ids=prompt, sampling_params=LONG)["output_ids"]
     same = next(i for i, (ours, theirs) in enumerate(zip(ids, old, strict=True)) if ours != theirs)
     assert same >= lengths[0] > 0
-    # the kept text was in the KV pool before the new weights; what follows is not the old text
-    assert ids[lengths[0] :] != old[lengths[0] :]
+    # no KV of the old weights is used again: behind the kept text it is as if the prompt had it
+    assert any(
+        ids[k:]
+        == new_engine.generate(
+            input_ids=prompt + ids[:k], sampling_params=replace(LONG, max_new_tokens=110 - k)
+        )["output_ids"]
+        for k in range(lengths[0], same + 1)
+    )
     assert num_held(engine) == 0
+
+
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_flush_cache(files, old_engine, disable_radix_cache) -> None:
+    """A prompt is found in the cache until it is flushed, or never without one."""
+    prompt = list(range(1, 14))
+    options = {"input_ids": prompt, "sampling_params": GREEDY}
+    with files.small(
+        speculative=False, share_weights_with=old_engine, disable_radix_cache=disable_radix_cache
+    ) as engine:
+        results = [engine.generate(**options) for _ in range(2)]
+        engine.flush_cache()
+        results.append(engine.generate(**options))
+        assert num_held(engine) == 0
+    cached = [r["meta_info"]["cached_tokens"] for r in results]
+    assert cached == ([0, 0, 0] if disable_radix_cache else [0, 12, 0])
+    assert len({tuple(r["output_ids"]) for r in results}) == 1
 
 
 @pytest.mark.parametrize("draft", [False, True])
@@ -247,6 +271,8 @@ def test_a_plain_engine_has_no_draft(files, old_engine) -> None:
             plain.update_weights_from_disk(draft_path=files.head)
     with pytest.raises(ValueError, match="closed"):
         plain.update_weights_from_tensor({})
+    with pytest.raises(ValueError, match="closed"):
+        plain.flush_cache()
 
 
 def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatch) -> None:

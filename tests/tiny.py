@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +107,16 @@ def make_runner(
 
 
 def make_request(
-    input_ids: list[int], params: SamplingParams, *, seed: int = 0, width: int = 0, rid: str = "r"
+    input_ids: list[int],
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    width: int = 0,
+    rid: str = "r",
+    decoder: Any = None,
+    **options: Any,
 ) -> Request:
-    """A request without a tokenizer; token 5 ends it unless ``ignore_eos``."""
+    """A request, without a tokenizer if none is given; token 5 ends it unless ``ignore_eos``."""
     return Request(
         rid,
         input_ids,
@@ -116,8 +124,9 @@ def make_request(
         seed=seed,
         max_new_tokens=params.max_new_tokens,
         end_token_ids=frozenset(() if params.ignore_eos else (5,)),
-        decoder=None,
+        decoder=decoder,
         spec_width=width,
+        **options,
     )
 
 

@@ -52,9 +52,11 @@ def engine_files(root: Path) -> Iterator[Files]:
 
 
 def num_held(engine: Engine) -> int:
-    """Pages in use, once the engine's thread has done what it was asked for so far."""
-    allocator = engine._scheduler._allocator
-    return engine._loop.run(lambda: allocator.num_pages - 1 - allocator.num_free)
+    """Pages of running requests, once the engine's thread has done what it was asked for."""
+    allocator, cache = engine._scheduler._allocator, engine._scheduler._budget._cache
+    return engine._loop.run(
+        lambda: allocator.num_pages - 1 - allocator.num_free - (cache.num_pages if cache else 0)
+    )
 
 
 def is_idle(engine: Engine) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -287,9 +288,13 @@ class EngineLoop:
         self._fault = error
         calls, self._calls = self._calls, []
         self._by_rid.clear()
+        message = f"the engine loop failed: {error!r}"
+        # what failed may fail again; no caller waits for that
+        with suppress(Exception):
+            self._scheduler.fail_all(message)
         for call in calls:
             for request in call.requests:
-                request.finish({"type": "abort", "message": f"the engine loop failed: {error!r}"})
+                request.finish({"type": "abort", "message": message})
             call.fail(self._refusal())
 
     def _refusal(self) -> Exception:

@@ -56,15 +56,16 @@ class Request:
         self.return_logprob = return_logprob
         self.top_logprobs_num = top_logprobs_num
         self.timeout = timeout
-        self.slot = 0
-        self.pages: list[int] = []
         self.output_ids: list[int] = []
         self.output_is_draft: list[bool] = []
         self.output_token_logprobs: list[TokenLogprob] = []
         self.output_top_logprobs: list[list[TokenLogprob]] = []
         self.finish_reason: dict[str, Any] | None = None
+        self.cached_tokens = 0  # of the prompt, at its first admission
+        self.num_retractions = 0
         self.admitted_time: float | None = None
         self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
         self.spec = SpecCounts(spec_width) if spec_width else None
         self._text = CompletionText(decoder, params.stop_strings)
         self._clock = clock
@@ -167,7 +168,8 @@ class Request:
     def result(self) -> dict[str, Any]:
         """What the caller gets: text, completion ids and ``meta_info``, cumulative.
 
-        Times are in seconds from when the request was made; ``None`` for what has not happened.
+        ``cached_tokens`` counts prompt tokens whose KV was in the prefix cache. Times are in
+        seconds from when the request was made; ``None`` for what has not happened.
         """
         now = self._clock() if self.ended_time is None else self.ended_time
         meta: dict[str, Any] = {
@@ -175,6 +177,8 @@ class Request:
             "finish_reason": self.finish_reason,
             "prompt_tokens": len(self.input_ids),
             "completion_tokens": len(self.output_ids),
+            "cached_tokens": self.cached_tokens,
+            "num_retractions": self.num_retractions,
             "e2e_latency": now - self.created_time,
             "queue_time": self._since_created(self.admitted_time),
             "time_to_first_token": self._since_created(self.first_token_time),

@@ -1,7 +1,15 @@
 """Speculative figures of one request."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class SpecTotals(NamedTuple):
+    """Verifies, and drafts proposed and accepted by them."""
+
+    verifies: int = 0
+    proposed: int = 0
+    correct: int = 0
 
 
 @dataclass
@@ -28,6 +36,11 @@ class SpecCounts:
         self.num_proposed_drafts += min(num_steps, num_kept) if is_last else num_steps
         self.num_verifies += 1
         self.histogram[correct] += 1
+
+    @property
+    def totals(self) -> SpecTotals:
+        """The counts so far."""
+        return SpecTotals(self.num_verifies, self.num_proposed_drafts, self.num_correct_drafts)
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         """The figures under SGLang's names."""

@@ -12,7 +12,7 @@ from specjax.config import TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
-from specjax.models.layers import Attend
+from specjax.models.layers import Attend, rotated
 
 Cache = dict[int, tuple[jax.Array, jax.Array]]
 
@@ -45,6 +45,7 @@ def dense_attend(positions: np.ndarray, window: int | None = None) -> Attend:
     """Attention of a dense cache whose slot is the position; rows see slots up to their own."""
     rows = np.arange(positions.shape[0])[:, None]
 
+    @rotated
     def attend(
         cache: Cache, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Cache, jax.Array]:

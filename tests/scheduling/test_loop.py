@@ -205,12 +205,14 @@ def test_aborts_by_id_group_and_all(loop) -> None:
     assert [caller.rest() for caller in callers[1:]] == [[None]] * 2
 
 
-def test_an_id_runs_once(loop) -> None:
+def test_an_id_runs_once(loop, scheduler) -> None:
     first = Caller(loop, CountingRequest("a", None))
     (error,) = Caller(loop, CountingRequest("b", None), CountingRequest("a")).rest()
     assert isinstance(error, ValueError)
     assert "rid='a'" in str(error)
-    assert Caller(loop, CountingRequest("b")).rest() == [None]  # its first request has gone too
+    # its first request has gone too
+    assert [request.rid for request in loop.run(lambda: list(scheduler.running))] == ["a"]
+    assert Caller(loop, CountingRequest("b")).rest() == [None]
     loop.abort(first.call)
     assert Caller(loop, CountingRequest("a")).rest() == [None]  # at once
     assert first.rest() == [None]
@@ -223,7 +225,10 @@ def test_an_id_is_free_when_its_own_request_has_ended(loop) -> None:
     again = Caller(loop, CountingRequest("a", None))
     loop.abort(first.call)
     first.rest()
-    loop.abort_rid("a")  # the second of that name
+    loop.run(lambda: None)
+    (error,) = Caller(loop, CountingRequest("a")).rest()  # the second of that name runs on
+    assert "rid='a'" in str(error)
+    loop.abort_rid("a")
     assert again.rest() == [None]
     assert loop.run(lambda: loop._by_rid) == {}
 
@@ -399,7 +404,6 @@ def test_a_sleeping_thread_holds_nothing_of_its_callers(loop) -> None:
     request = CountingRequest("a", 2)
     caller = Caller(loop, request, is_stream=True)
     caller.rest()
-    loop.run(lambda: None)
     gone = weakref.ref(request), weakref.ref(caller.call)
     del request, caller
     deadline = time.monotonic() + SECONDS

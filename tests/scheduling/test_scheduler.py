@@ -1,6 +1,5 @@
 """Many requests at once: each gets what it would get alone, in order, and gives everything back."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,62 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.runtime.paging import PageAllocator
 from specjax.sampling_params import SamplingParams
 from specjax.scheduling.request import Request
-from specjax.scheduling.scheduler import Scheduler
 
-from ..copying import copied_runner, plain_output, plain_outputs
-from ..tiny import TARGET, dense_greedy, make_request, make_runner, run_requests
+from ..copying import plain_output, plain_outputs
+from ..tiny import dense_greedy, make_request, make_runner, run_requests
+from .serving import STEPS, Serving
 from .test_counts import check_identities
 
-STEPS = 4
 RNG = np.random.default_rng(4)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (2, 17, 5, 40, 1, 16, 33, 9, 3, 64)]
 SEEDS = range(len(PROMPTS))
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.6, top_p=0.95, max_new_tokens=24, ignore_eos=True)
-
-
-class Serving:
-    """A scheduler over the tiny runner, with as many pages as asked for."""
-
-    def __init__(
-        self,
-        *,
-        num_steps: int = STEPS,
-        rounds: int = 1,
-        run_ahead: int = 0,
-        num_pages: int = 0,
-    ) -> None:
-        self.runner = copied_runner(num_steps, rounds)
-        config = self.runner.config
-        self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
-        self.scheduler = Scheduler(self.runner, self.allocator, run_ahead=run_ahead)
-
-    def add(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
-        requests = [
-            make_request(prompt, params, seed=i, width=self.runner.config.num_steps)
-            for i, prompt in enumerate(prompts)
-        ]
-        for request in requests:
-            self.scheduler.check(request)
-            self.scheduler.add(request)
-        return requests
-
-    def finish(self) -> None:
-        while self.scheduler.has_work:
-            self.scheduler.step()
-        self.check_clean()
-
-    def check_clean(self) -> None:
-        """Every page and slot is back, and the tables on the host are empty."""
-        assert self.allocator.num_free == self.allocator.num_pages - 1
-        tables = self.runner.tables
-        assert not tables.page_table.any()
-        assert (tables.sampling.end_token_ids == -1).all()
-        assert not tables.sampling.temperatures.any()
-        assert (tables.sampling.top_ks == TARGET.vocab_size).all()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -104,10 +60,10 @@ def test_first_come_first_served() -> None:
     serving = Serving()
     requests = serving.add(PROMPTS, GREEDY)
     while serving.scheduler.has_work:
-        serving.scheduler.step()
+        serving.step()
         started = [bool(request.output_ids) for request in requests]
         assert started == sorted(started, reverse=True)
-        assert sum(bool(request.pages) for request in requests) <= 4
+        assert len(serving.rows) <= 4
     serving.check_clean()
 
 
@@ -119,29 +75,13 @@ def test_admission_waits_for_pages_in_order(run_ahead) -> None:
     requests = serving.add(PROMPTS, GREEDY)
     waited_with_free_slots = False
     while serving.scheduler.has_work:
-        serving.scheduler.step()
-        held = sum(bool(request.pages) for request in requests)
-        waiting = [r for r in requests if not r.is_finished and not r.pages]
-        waited_with_free_slots |= bool(waiting) and held < 4
-        started = [bool(r.pages) or r.is_finished for r in requests]
+        serving.step()
+        started = [r.is_finished or r in serving.running for r in requests]
+        waited_with_free_slots |= len(serving.rows) < 4 and not all(started)
         assert started == sorted(started, reverse=True)
     assert waited_with_free_slots
     serving.check_clean()
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, GREEDY, SEEDS)
-
-
-def test_pages_never_overlap_between_requests() -> None:
-    serving = Serving(run_ahead=1)
-    requests = serving.add(PROMPTS, GREEDY)
-    while serving.scheduler.has_work:
-        serving.scheduler.step()
-        pages = [page for request in requests for page in request.pages]
-        assert len(set(pages)) == len(pages)
-        assert 0 not in pages
-        slots = [request.slot for request in requests if request.pages]
-        assert len(set(slots)) == len(slots)
-        assert 0 not in slots
-    serving.check_clean()
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
@@ -151,6 +91,12 @@ def test_a_request_that_never_fits_is_refused() -> None:
     too_long = make_request(list(range(6, 14)), SamplingParams(max_new_tokens=10))
     with pytest.raises(ValueError, match=r"20 KV tokens, but the pool holds 16.*max_total_tokens"):
         serving.scheduler.check(too_long)
+    long = make_request(list(range(6, 14)), SamplingParams(max_new_tokens=122))
+    with pytest.raises(ValueError, match=r"132 KV tokens, but a request holds 128.*context_length"):
+        Serving().scheduler.check(long)
+    many = make_request([6], SamplingParams(), return_logprob=True, top_logprobs_num=21)
+    with pytest.raises(ValueError, match="top_logprobs_num=21 must be from 0 to 20"):
+        serving.scheduler.check(many)
 
 
 def test_exactly_the_whole_pool() -> None:
@@ -166,13 +112,20 @@ def test_exactly_the_whole_pool() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     run_ahead=st.sampled_from([0, 1]),
+    is_cached=st.booleans(),
     shape=st.sampled_from([(STEPS, 1), (2, 4)]),
     num_pages=st.sampled_from([30, 151]),
     aborts=st.dictionaries(st.integers(0, 25), st.integers(0, len(PROMPTS) - 1), max_size=5),
 )
-def test_aborts_leave_the_others_alone(run_ahead, shape, num_pages, aborts) -> None:
+def test_aborts_leave_the_others_alone(run_ahead, is_cached, shape, num_pages, aborts) -> None:
     num_steps, rounds = shape
-    serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead, num_pages=num_pages)
+    serving = Serving(
+        num_steps=num_steps,
+        rounds=rounds,
+        run_ahead=run_ahead,
+        num_pages=num_pages,
+        is_cached=is_cached,
+    )
     requests = serving.add(PROMPTS, GREEDY)
     expected = plain_outputs(PROMPTS, GREEDY, SEEDS)
     aborted = set()
@@ -185,8 +138,8 @@ def test_aborts_leave_the_others_alone(run_ahead, shape, num_pages, aborts) -> N
             serving.scheduler.abort(request)
             serving.scheduler.abort(request)  # twice is as good as once
             assert request.is_finished
-            assert request.pages == []
-        serving.scheduler.step()
+            assert request not in serving.running
+        serving.step()
         step += 1
     serving.check_clean()
     for i, request in enumerate(requests):
@@ -275,7 +228,7 @@ def test_end_tokens_outside_the_vocabulary_are_ignored() -> None:
         spec_width=STEPS,
     )
     serving.scheduler.add(request)
-    serving.scheduler.step()
+    serving.step()
     assert whole[3] in serving.runner.tables.sampling.end_token_ids
     serving.finish()
     assert request.output_ids == whole[: whole.index(whole[3]) + 1]
@@ -309,7 +262,7 @@ def test_results_are_cumulative_and_carry_their_identity() -> None:
     (request,) = serving.add(PROMPTS[:1], GREEDY)
     seen: list[list[int]] = []
     while serving.scheduler.has_work:
-        serving.scheduler.step()
+        serving.step()
         out = request.result()
         assert out["meta_info"]["id"] == "r"
         assert out["meta_info"]["prompt_tokens"] == len(PROMPTS[0])

@@ -1,0 +1,171 @@
+"""A scheduler over the tiny runner, watched from outside while it works."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.runtime.dispatched import Dispatched
+from specjax.runtime.paging import PageAllocator
+from specjax.runtime.runner import HostTables, ModelRunner
+from specjax.sampling_params import SamplingParams
+from specjax.scheduling.prefix_cache import PrefixCache
+from specjax.scheduling.request import Request
+from specjax.scheduling.scheduler import Scheduler
+
+from ..copying import copied_runner
+from ..tiny import TARGET, make_request
+
+STEPS = 4
+
+
+class WatchedRunner:
+    """Checks what the scheduler dispatches against what is on the device.
+
+    Attributes:
+        calls: the names of the dispatches so far, in order.
+        largest_batch: rows of the largest round.
+    """
+
+    def __init__(self, runner: ModelRunner, caps: Callable[[], dict[int, int]]) -> None:
+        self._runner = runner
+        self._caps = caps
+        self.calls: list[str] = []
+        self.largest_batch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def prefill(
+        self, slot: int, tokens: Sequence[int], start: int, next_token: int | None, budget: int
+    ) -> Dispatched:
+        self.check_pages(slot, start, start + len(tokens))
+        self.calls.append("prefill")
+        return self._runner.prefill(slot, tokens, start, next_token, budget)
+
+    def round(self, slots: Sequence[int]) -> Dispatched:
+        config = self._runner.config
+        lengths, caps = self.lengths(), self._caps()
+        assert slots
+        assert len(set(slots)) == len(slots)
+        for slot in slots:
+            length = int(lengths[slot])
+            end = length + config.rounds_per_dispatch * (config.num_steps + 1)
+            self.check_pages(slot, length, min(end, caps[slot]))
+        self.calls.append("round")
+        self.largest_batch = max(self.largest_batch, len(slots))
+        return self._runner.round(slots)
+
+    def lengths(self) -> np.ndarray:
+        """KV lengths by slot as the device has them, behind all that was dispatched."""
+        return np.asarray(self._runner.future.rows.seq_lens)
+
+    def check_pages(self, slot: int, start: int, end: int) -> None:
+        """Positions ``[start, end)`` of a slot are in pages that no other slot has."""
+        size, table = self._runner.config.page_size, self._runner.tables.page_table
+        written = table[slot, start // size : -(-end // size)]
+        assert written.all(), f"slot {slot} writes {start}..{end} without pages"
+        others = np.delete(table, slot, axis=0)
+        assert not np.isin(written, others).any(), f"slot {slot} writes into pages of another"
+
+
+class Serving:
+    """A scheduler over the tiny runner, with as many pages as asked for."""
+
+    def __init__(
+        self,
+        *,
+        num_steps: int = STEPS,
+        rounds: int = 1,
+        run_ahead: int = 0,
+        num_pages: int = 0,
+        is_cached: bool = False,
+        runner: ModelRunner | None = None,
+        **options: Any,
+    ) -> None:
+        self.runner = copied_runner(num_steps, rounds) if runner is None else runner
+        config = self.runner.config
+        # a test that failed before may have left its slots
+        self.runner.tables = HostTables.empty(
+            config.num_slots, config.pages_per_request, TARGET.vocab_size
+        )
+        self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
+        self.cache = None
+        if is_cached:
+            lookahead = 1 if config.num_steps else 0
+            self.cache = PrefixCache(self.allocator, config.page_size, lookahead=lookahead)
+        self.watched = WatchedRunner(self.runner, self.caps)
+        self.scheduler = Scheduler(
+            self.watched,  # type: ignore[arg-type]
+            self.allocator,
+            run_ahead=run_ahead,
+            prefix_cache=self.cache,
+            **options,
+        )
+
+    def caps(self) -> dict[int, int]:
+        """KV tokens, at most, of the request in each slot."""
+        return {row.slot: row.request.max_kv_tokens for row in self.rows}
+
+    @property
+    def rows(self) -> list[Any]:
+        return self.scheduler._running
+
+    @property
+    def running(self) -> list[Request]:
+        return [row.request for row in self.rows]
+
+    def add(
+        self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
+    ) -> list[Request]:
+        requests = [
+            make_request(prompt, params, seed=i, width=self.runner.config.num_steps, **options)
+            for i, prompt in enumerate(prompts)
+        ]
+        self.add_all(requests)
+        return requests
+
+    def add_all(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.scheduler.check(request)
+            self.scheduler.add(request)
+
+    def step(self) -> None:
+        """A step, behind which every page is accounted for."""
+        self.scheduler.step()
+        self.check_pages()
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+        self.check_clean()
+
+    def check_pages(self) -> None:
+        """Every page is free, cached, or one row's own; the page tables say what rows have."""
+        cached = set() if self.cache is None else self.cache._held
+        free = set(self.allocator._free)
+        own = [page for row in self.rows for page in row.pages[row.num_shared :]]
+        shared = {page for row in self.rows for page in row.pages[: row.num_shared]}
+        assert shared <= cached
+        everything = [*free, *cached, *own]
+        assert sorted(everything) == list(range(1, self.allocator.num_pages))
+        table = np.zeros_like(self.runner.tables.page_table)
+        for row in self.rows:
+            table[row.slot, : len(row.pages)] = row.pages
+        np.testing.assert_array_equal(self.runner.tables.page_table, table)
+
+    def check_clean(self) -> None:
+        """Every page is free or cached, no lock is left, and the tables on the host are empty."""
+        assert not self.rows
+        self.check_pages()
+        num_cached = 0
+        if self.cache is not None:
+            num_cached = self.cache.num_pages
+            assert self.cache.num_evictable == num_cached
+        assert self.allocator.num_free + num_cached == self.allocator.num_pages - 1
+        tables = self.runner.tables
+        assert not tables.page_table.any()
+        assert (tables.sampling.end_token_ids == -1).all()
+        assert not tables.sampling.temperatures.any()
+        assert (tables.sampling.top_ks == TARGET.vocab_size).all()
+        assert sorted(self.scheduler._free_slots) == list(range(1, self.runner.config.num_slots))

@@ -1,0 +1,130 @@
+"""Timeouts, a full queue, faults, and work that nobody needs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specjax.sampling_params import SamplingParams
+from specjax.scheduling.scheduler import QueueFullError
+
+from ..copying import plain_output
+from ..tiny import make_request
+from .serving import STEPS, Serving
+
+RNG = np.random.default_rng(12)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 5, 20, 3, 7, 8)]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_timeout_ends_running_and_waiting_requests(run_ahead) -> None:
+    clock = Clock()
+    serving = Serving(run_ahead=run_ahead, clock=clock)
+    timeouts = [None, 5.0, 50.0, None, 5.0, 50.0]  # the last two wait: there are four slots
+    requests = [
+        make_request(prompt, GREEDY, seed=i, width=STEPS, timeout=timeout, clock=clock)
+        for i, (prompt, timeout) in enumerate(zip(PROMPTS, timeouts, strict=True))
+    ]
+    serving.add_all(requests)
+    for _ in range(4):
+        serving.step()
+    assert serving.scheduler.num_waiting == 2
+    clock.now += 4.9
+    serving.step()
+    assert not any(r.is_finished for r in requests)
+    clock.now += 0.1
+    serving.step()
+    late = [requests[1], requests[4]]
+    assert [r for r in requests if r.is_finished] == late
+    for request in late:
+        assert request.finish_reason == {
+            "type": "abort",
+            "message": "the timeout of 5.0 s has passed",
+        }
+        assert request.ended_time == 105.0
+    assert requests[4].output_ids == []
+    assert len(requests[1].output_ids) > 0
+    serving.finish()
+    for i, request in enumerate(requests):
+        whole = plain_output(tuple(request.input_ids), GREEDY, i)
+        assert request.output_ids == whole[: len(request.output_ids)]
+        assert request in late or len(request.output_ids) == 40
+
+
+def test_a_full_queue_refuses_and_says_why() -> None:
+    serving = Serving(max_waiting_requests=1)
+    requests = serving.add(PROMPTS[:5], GREEDY)  # four slots and one that waits
+    (other,) = [make_request(PROMPTS[5], GREEDY, width=STEPS)]
+    with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
+        serving.scheduler.add(other)
+    serving.step()
+    with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
+        serving.scheduler.add(other)
+    while serving.scheduler.num_waiting:
+        serving.step()
+    serving.scheduler.add(other)
+    serving.finish()
+    assert [len(r.output_ids) for r in (*requests, other)] == [40] * 6
+
+
+def test_no_queue_at_all_is_no_refusal_while_slots_are_free() -> None:
+    serving = Serving(max_waiting_requests=0)
+    requests = serving.add(PROMPTS[:4], GREEDY)
+    with pytest.raises(QueueFullError):
+        serving.add(PROMPTS[4:5], GREEDY)
+    serving.finish()
+    assert all(len(r.output_ids) == 40 for r in requests)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("call", ["prefill", "round"])
+def test_a_fault_ends_all_requests_and_leaves_nothing(call, is_cached, monkeypatch) -> None:
+    serving = Serving(run_ahead=1, is_cached=is_cached)
+    requests = serving.add(PROMPTS, GREEDY)
+    for _ in range(2):
+        serving.step()
+
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.watched, call, fail)
+        with pytest.raises(MemoryError):
+            serving.finish()
+    serving.scheduler.fail_all("the step failed")
+    assert not serving.scheduler.has_work
+    reason = {"type": "abort", "message": "the step failed"}
+    assert all(r.is_finished for r in requests)
+    assert [r.finish_reason for r in requests].count(reason) > 2
+    serving.check_clean()
+    assert serving.allocator.num_free == serving.allocator.num_pages - 1
+    # and the scheduler serves on
+    again = serving.add(PROMPTS[:2], GREEDY)
+    serving.finish()
+    assert [r.output_ids for r in again] == [
+        plain_output(tuple(p), GREEDY, i) for i, p in enumerate(PROMPTS[:2])
+    ]
+
+
+@pytest.mark.parametrize(("num_steps", "rounds"), [(0, 1), (2, 4)])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_no_round_in_vain(num_steps, rounds, run_ahead) -> None:
+    """Plain rounds bring one token each, so their number is known beforehand."""
+    serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
+    serving.add([PROMPTS[0]], replace(GREEDY, max_new_tokens=8))
+    serving.finish()
+    most = 7 if num_steps == 0 else 2
+    assert serving.watched.calls.count("round") <= most
+    if num_steps == 0:
+        assert serving.watched.calls.count("round") == 7

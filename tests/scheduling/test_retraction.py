@@ -1,0 +1,196 @@
+"""Requests that lose their pages go on later as if nothing had happened."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specjax.sampling_params import SamplingParams
+
+from ..copying import plain_outputs
+from ..tiny import make_request
+from .serving import STEPS, Serving
+from .test_counts import check_identities
+
+RNG = np.random.default_rng(4)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 17, 5, 40, 1, 16, 33, 9, 3, 20)]
+SEEDS = range(len(PROMPTS))
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=50, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95)
+CHARGED = replace(
+    SEEDED, repetition_penalty=1.3, frequency_penalty=0.4, min_new_tokens=30, ignore_eos=False
+)
+# the largest request needs 23 pages
+FEW = 1 + 25
+
+
+class Letters:
+    """A decoder of one letter a token."""
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(chr(0x100 + i) for i in ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, CHARGED], ids=["greedy", "seeded", "charged"])
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize(("num_steps", "rounds"), [(STEPS, 1), (2, 4), (0, 1)])
+def test_output_does_not_tell(num_steps, rounds, run_ahead, is_cached, params) -> None:
+    serving = Serving(
+        num_steps=num_steps,
+        rounds=rounds,
+        run_ahead=run_ahead,
+        num_pages=FEW,
+        is_cached=is_cached,
+    )
+    requests = serving.add(PROMPTS, params, decoder=Letters())
+    serving.finish()
+    expected = plain_outputs(PROMPTS, params, SEEDS)
+    assert [r.output_ids for r in requests] == expected
+    assert sum(r.num_retractions for r in requests) >= 3
+    for request in requests:
+        ids = request.output_ids
+        has_end = ids[-1] in request.end_token_ids
+        assert request.text == Letters().push(ids[:-1] if has_end else ids)
+        meta = request.result()["meta_info"]
+        assert meta["num_retractions"] == request.num_retractions
+        if num_steps:
+            check_identities(request)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_the_oldest_always_advances(run_ahead) -> None:
+    serving = Serving(run_ahead=run_ahead, num_pages=FEW)
+    requests = serving.add(PROMPTS, GREEDY)
+    while serving.scheduler.has_work:
+        unfinished = [r for r in requests if not r.is_finished]
+        oldest = unfinished[0]
+        before = len(oldest.output_ids)
+        # admitted, two chunks at most of its prefill, a round read late
+        for _ in range(5):
+            serving.step()
+        assert oldest.is_finished or len(oldest.output_ids) > before
+    assert requests[0].num_retractions == 0
+
+
+def test_the_newest_goes_first_and_the_order_stays() -> None:
+    serving = Serving(run_ahead=1, num_pages=FEW)
+    requests = serving.add(PROMPTS, GREEDY)
+    number = {id(request): i for i, request in enumerate(requests)}
+    retracted = 0
+    while serving.scheduler.has_work:
+        before = serving.running
+        counts = [r.num_retractions for r in before]
+        serving.step()
+        order = [number[id(r)] for r in (*serving.running, *serving.scheduler._waiting)]
+        assert order == sorted(order)
+        changed = [r.num_retractions > n for r, n in zip(before, counts, strict=True)]
+        kept = [not lost for r, lost in zip(before, changed, strict=True) if not r.is_finished]
+        assert kept == sorted(kept, reverse=True)
+        retracted += sum(changed)
+    assert retracted >= 3
+    serving.check_clean()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_log_probabilities_stay_beside_their_tokens(run_ahead) -> None:
+    def serve(num_pages: int):
+        serving = Serving(run_ahead=run_ahead, num_pages=num_pages)
+        requests = [
+            make_request(
+                prompt,
+                [GREEDY, SEEDED][i % 2],
+                seed=i,
+                width=STEPS,
+                return_logprob=i != 3,
+                top_logprobs_num=0 if i == 3 else i % 4,
+            )
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        serving.add_all(requests)
+        serving.finish()
+        return requests
+
+    undisturbed, retracted = serve(0), serve(FEW)
+    assert sum(r.num_retractions for r in retracted) >= 3
+    assert not any(r.num_retractions for r in undisturbed)
+    for i, (one, other) in enumerate(zip(undisturbed, retracted, strict=True)):
+        assert one.output_ids == other.output_ids
+        if i == 3:
+            assert "output_token_logprobs" not in other.result()["meta_info"]
+            assert other.output_token_logprobs == []
+            continue
+        meta = other.result()["meta_info"]
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == other.output_ids
+        values = [[entry[0] for entry in r.output_token_logprobs] for r in (one, other)]
+        np.testing.assert_allclose(*values, atol=1e-4)
+        if i % 4 == 0:
+            assert "output_top_logprobs" not in meta
+            continue
+        tops = [
+            np.array([[v for v, _, _ in top] for top in r.output_top_logprobs])
+            for r in (one, other)
+        ]
+        assert tops[0].shape == (len(one.output_ids), i % 4)
+        np.testing.assert_allclose(*tops, atol=1e-4)
+        for (value, token, _), top in zip(
+            other.output_token_logprobs, other.output_top_logprobs, strict=True
+        ):
+            for best, best_token, nothing in top:
+                assert nothing is None
+                assert best_token != token or best == value
+
+
+def test_a_retracted_request_can_be_aborted() -> None:
+    serving = Serving(run_ahead=1, num_pages=FEW)
+    requests = serving.add(PROMPTS, GREEDY)
+    expected = plain_outputs(PROMPTS, GREEDY, SEEDS)
+    num_aborted = 0
+    while serving.scheduler.has_work:
+        serving.step()
+        for request in list(serving.scheduler._waiting):
+            if request.num_retractions:
+                serving.scheduler.abort(request)
+                num_aborted += 1
+    serving.check_clean()
+    assert num_aborted
+    for request, whole in zip(requests, expected, strict=True):
+        assert request.output_ids == whole[: len(request.output_ids)]
+        assert (request.finish_reason == {"type": "abort"}) == (len(request.output_ids) < 50)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
+    serving = Serving(run_ahead=run_ahead, is_cached=is_cached)
+    requests = serving.add(PROMPTS, SEEDED)
+    for i in range(12):
+        serving.step()
+        if i % 3 == 2:
+            serving.scheduler.flush_cache()
+            assert serving.allocator.num_free == serving.allocator.num_pages - 1
+            assert serving.scheduler.num_running == 0
+            assert not serving.scheduler._in_flight
+    serving.finish()
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, SEEDED, SEEDS)
+    assert requests[0].num_retractions > 0
+
+
+def test_requests_that_leave_early_do_not_wait_for_the_whole_pool() -> None:
+    """Room for two whole requests, but all four start, since none of them gets far."""
+    params = replace(GREEDY, max_new_tokens=80)
+    prompts = [prompt[:4] for prompt in PROMPTS[:4]]
+    expected = [output[:7] for output in plain_outputs(prompts, params, range(4))]
+    serving = Serving(num_pages=1 + 2 * 21)
+    requests = serving.add(prompts, params)
+    for request, output in zip(requests, expected, strict=True):
+        request.end_token_ids = frozenset(output[-1:])
+    serving.step()
+    assert serving.scheduler.num_waiting == 0
+    serving.finish()
+    for request, output in zip(requests, expected, strict=True):
+        assert request.output_ids == output[: output.index(output[-1]) + 1]
+        assert request.num_retractions == 0
