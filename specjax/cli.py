@@ -8,38 +8,22 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from specjax.cli_engine import (
+    add_memory_options,
+    add_model_options,
+    add_speculation_options,
+    engine_arguments,
+)
 from specjax.cli_generate import run_generate
+from specjax.cli_warmup import add_warmup_parser, run_warmup
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-ENGINE_ARGUMENTS = (
-    "model",
-    "draft",
-    "speculative_algorithm",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "draft_rope_theta",
-    "dtype",
-    "context_length",
-    "page_size",
-    "max_total_tokens",
-    "chunked_prefill_size",
-    "rounds_per_dispatch",
-    "mem_fraction_static",
-    "seed",
-    "compile_cache_dir",
-)
-
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the ``specjax`` command.
-
-    Engine options that were not given stay out of the namespace, so that `Engine` keeps the only
-    copy of their defaults.
-    """
+    """Returns the parser of the ``specjax`` command."""
     parser = argparse.ArgumentParser(
         prog="specjax", description="Lossless speculative decoding of language models in JAX."
     )
@@ -54,11 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     generate.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from stdin")
-    _add_model_options(generate.add_argument_group("model"))
-    _add_speculation_options(generate.add_argument_group("speculation"))
+    model = generate.add_argument_group("model")
+    add_model_options(model)
+    _add_prompt_options(model)
+    add_speculation_options(generate.add_argument_group("speculation"))
     _add_sampling_options(generate.add_argument_group("sampling"))
-    _add_memory_options(generate.add_argument_group("memory and start-up"))
+    add_memory_options(generate.add_argument_group("memory and start-up"))
     _add_output_options(generate.add_argument_group("output"))
+    add_warmup_parser(commands)
     return parser
 
 
@@ -72,21 +59,26 @@ def main(
         make_engine: called with `Engine`'s keyword arguments; None means `Engine` itself.
 
     Returns:
-        0; 1 where float32 texts with and without speculation differ; 2 for bad input; 130 after an
-        interrupt; 141 when the reader of standard output went away.
+        0; 1 where float32 texts with and without speculation differ, or a warm-up could not write;
+        2 for bad input; 130 after an interrupt; 141 when the reader of standard output went away.
     """
     args = build_parser().parse_args(argv)
+    engine_args = engine_arguments(args) | {"show_progress": not args.quiet}
     for stream in (sys.stdout, sys.stderr):
         # a terminal that cannot show a character gets "?" instead of a traceback
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         with _logging_to_stderr(logging.WARNING if args.quiet else logging.INFO):
-            if make_engine is None:
-                from specjax.engine import Engine
+            if args.command == "warmup":
+                status = run_warmup(args, engine_args)
+            else:
+                if make_engine is None:
+                    from specjax.engine import Engine
 
-                make_engine = Engine
-            status = run_generate(args, _engine_arguments(args), make_engine)
+                    make_engine = Engine
+                engine_args |= {"max_running_requests": 1}
+                status = run_generate(args, engine_args, make_engine)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -100,15 +92,6 @@ def main(
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"specjax: error: {message}", file=sys.stderr)
         return EXIT_BAD_INPUT
-
-
-def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the keyword arguments of `Engine` that the command line sets."""
-    given = {name: getattr(args, name) for name in ENGINE_ARGUMENTS if hasattr(args, name)}
-    for name in ("speculative_algorithm", "compile_cache_dir"):
-        if given.get(name) == "none":
-            given[name] = None
-    return given | {"max_running_requests": 1, "show_progress": not args.quiet}
 
 
 class _StderrHandler(logging.Handler):
@@ -138,37 +121,9 @@ class _logging_to_stderr:
         self._logger.setLevel(self._old_level)
 
 
-def _add_model_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", help="embedded name, checkpoint directory or repo id (default: smollm2-135m)"
-    )
-    group.add_argument(
-        "--draft", help="draft head: directory or repo id (default: the model's own)"
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="auto (default): float32 on a CPU, the checkpoint's own on a GPU",
-    )
+def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--raw", action="store_true", default=False, help="no chat template")
     group.add_argument("--system", default=None, help="system message of the chat template")
-
-
-def _add_speculation_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--speculative-algorithm",
-        choices=("EAGLE3", "EAGLE", "none"),
-        default="EAGLE3",
-        help="none decodes plainly (default: EAGLE3)",
-    )
-    group.add_argument(
-        "--speculative-num-steps", type=int, metavar="N", help="tokens drafted per round"
-    )
-    group.add_argument("--speculative-eagle-topk", type=int, metavar="N")
-    group.add_argument("--speculative-num-draft-tokens", type=int, metavar="N")
-    group.add_argument(
-        "--draft-rope-theta", type=float, metavar="X", help="override the head's rotary base"
-    )
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
@@ -191,23 +146,6 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ignore-eos", action="store_true", default=False, help="go on after the end token"
-    )
-
-
-def _add_memory_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--context-length", type=int, metavar="N")
-    group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page")
-    group.add_argument("--max-total-tokens", type=int, metavar="N", help="size of the KV pool")
-    group.add_argument("--chunked-prefill-size", type=int, metavar="N", help="prompt tokens a pass")
-    group.add_argument(
-        "--rounds-per-dispatch", type=int, metavar="N", help="rounds in one call on the device"
-    )
-    group.add_argument("--mem-fraction-static", type=float, metavar="X")
-    group.add_argument("--seed", type=int, metavar="N", help="seed of unseeded sampled requests")
-    group.add_argument(
-        "--compile-cache-dir",
-        metavar="DIR",
-        help="where compiled functions are kept; none: nowhere",
     )
 
 

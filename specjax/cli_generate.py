@@ -114,6 +114,12 @@ def figures(meta: dict[str, Any]) -> str:
             f"accept rate {meta['spec_accept_rate']:.2f}",
             f"{meta['spec_verify_ct']} verify calls",
         ]
+    if "spec_ema_accept_len" in meta:
+        parts += [
+            f"{meta['spec_num_steps']} steps at the end, {meta['spec_num_switches']} switches",
+            f"{meta['spec_ema_accept_len']:.2f} drafts accepted on average",
+            f"{meta['spec_num_wasted_drafts']} drafts wasted",
+        ]
     return " | ".join([*parts, f"finished by {meta['finish_reason']['type']}"])
 
 

@@ -159,6 +159,10 @@ class DraftConfig(TransformerConfig):
         return len(self.feature_layers) * self.target_hidden_size
 
 
+# rows of a verify that attention tiles at once, less the root
+MAX_STEPS = 63
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """What one speculative round does. ``num_draft_tokens`` counts the root: ``num_steps + 1``."""
@@ -171,9 +175,9 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.algorithm not in ("EAGLE3", "EAGLE"):
             raise ValueError(f"speculative_algorithm={self.algorithm!r} is not 'EAGLE3' or 'EAGLE'")
-        if not isinstance(self.num_steps, int) or not 1 <= self.num_steps <= 63:
+        if not isinstance(self.num_steps, int) or not 1 <= self.num_steps <= MAX_STEPS:
             raise ValueError(
-                f"speculative_num_steps={self.num_steps} must be an integer from 1 to 63; "
+                f"speculative_num_steps={self.num_steps} must be an integer from 1 to {MAX_STEPS}; "
                 "set speculative_algorithm=None to decode without speculation"
             )
         if self.topk != 1:

@@ -12,6 +12,7 @@ import jax
 
 from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
 from specjax.diagnostics import two_best
+from specjax.engine_adaptive import make_controller
 from specjax.engine_args import EngineArgs
 from specjax.engine_parts import EngineParts, build_parts
 from specjax.inputs import Messages
@@ -88,8 +89,9 @@ class Engine:
         if not args.disable_radix_cache:
             lookahead = 0 if parts.draft is None else 1
             cache = PrefixCache(allocator, args.page_size, lookahead=lookahead)
+        self._controller = make_controller(args, runner)
         num_kv_tokens = (runner.config.num_pages - 1) * args.page_size
-        self._metrics = EngineMetrics(parts.target.name, num_kv_tokens)
+        self._metrics = EngineMetrics(parts.target.name, num_kv_tokens, controller=self._controller)
         self._scheduler = Scheduler(
             runner,
             allocator,
@@ -97,6 +99,7 @@ class Engine:
             prefix_cache=cache,
             max_waiting_requests=args.max_waiting_requests,
             metrics=self._metrics,
+            controller=self._controller,
         )
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
@@ -142,7 +145,7 @@ class Engine:
         ``internal_states`` is a list with one dict: requests, KV use, throughput, acceptance and
         memory now and since the start. Everything in it is plain data for ``json.dumps``.
         """
-        return server_info(self.args, self._parts, self._metrics.snapshot())
+        return server_info(self.args, self._parts, self._metrics.snapshot(), self._controller)
 
     def generate(
         self,

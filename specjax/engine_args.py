@@ -1,14 +1,23 @@
 """Arguments of an engine, checked as far as they can be without model and device."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
-from specjax.config import SpeculativeConfig
+from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
+from specjax.config import MAX_STEPS, SpeculativeConfig
 
 DEFAULT_NUM_STEPS = 5
+DEFAULT_POLICY = "cost"
+BOOLS = (
+    "speculative_adaptive",
+    "disable_radix_cache",
+    "overlap",
+    "skip_tokenizer_init",
+    "show_progress",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +31,10 @@ class EngineArgs:
         speculative_num_steps: drafted tokens a round; 5 by default.
         speculative_eagle_topk: candidates a level; only 1 (a chain) is supported.
         speculative_num_draft_tokens: rows of a verify; ``speculative_num_steps + 1`` for a chain.
+        speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
+            ``speculative_num_steps`` is where it begins.
+        speculative_adaptive_config: path of a JSON file, or its values, for
+            ``speculative_adaptive``; see ``docs/adaptive_decoding.md``.
         draft_rope_theta: overrides the rotary base of the draft head.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, the checkpoint's on a
             GPU.
@@ -64,6 +77,8 @@ class EngineArgs:
     speculative_num_steps: int | None = None
     speculative_eagle_topk: int = 1
     speculative_num_draft_tokens: int | None = None
+    speculative_adaptive: bool = False
+    speculative_adaptive_config: str | PathLike[str] | Mapping[str, Any] | None = None
     draft_rope_theta: float | None = None
     dtype: str = "auto"
     context_length: int | None = None
@@ -101,7 +116,7 @@ class EngineArgs:
             is_int = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_int and not (value is None and name in optional):
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
-        for name in ("disable_radix_cache", "overlap", "skip_tokenizer_init", "show_progress"):
+        for name in BOOLS:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in optional):
                 raise ValueError(f"{name}={value!r} must be a bool")
@@ -109,13 +124,43 @@ class EngineArgs:
             raise ValueError(f"load_format={self.load_format!r} is not 'auto' or 'dummy'")
         check_timeout("request_timeout", self.request_timeout)
         speculative, accepted = self.speculative, self.simulate_accept_length
+        if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
+            raise ValueError(
+                f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
+                "speculative_adaptive is False; set it"
+            )
+        most = self.tiers[-1]
+        if most > MAX_STEPS:
+            raise ValueError(
+                f"speculative_adaptive_config has candidate_steps={list(self.tiers)}, but at most "
+                f"{MAX_STEPS} are supported"
+            )
         if speculative is not None and accepted is not None:
-            most = speculative.num_steps + 1
-            if not _is_number(accepted) or not 1 <= accepted <= most:
+            if not _is_number(accepted) or not 1 <= accepted <= most + 1:
                 raise ValueError(
                     f"simulate_accept_length={accepted!r} must be a number from 1 to "
-                    f"speculative_num_steps + 1 = {most}"
+                    f"speculative_num_steps + 1 = {most + 1}"
                 )
+
+    @property
+    def adaptive(self) -> AdaptiveConfig | None:
+        """How the drafted tokens are chosen; ``None`` where they stay as they are.
+
+        Raises:
+            ValueError: for a configuration that is not valid.
+        """
+        if not self.speculative_adaptive:
+            return None
+        config = load_adaptive_config(self.speculative_adaptive_config)
+        return config.resolve(config.policy or DEFAULT_POLICY)
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Every number of drafted tokens that a round can have, ascending."""
+        adaptive, speculative = self.adaptive, self.speculative
+        if adaptive is not None:
+            return adaptive.candidate_steps
+        return (0 if speculative is None else speculative.num_steps,)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -127,6 +172,8 @@ class EngineArgs:
                 "speculative_eagle_topk": (
                     self.speculative_eagle_topk if self.speculative_eagle_topk != 1 else None
                 ),
+                "speculative_adaptive": self.speculative_adaptive or None,
+                "speculative_adaptive_config": self.speculative_adaptive_config,
                 "draft": self.draft,
                 "draft_rope_theta": self.draft_rope_theta,
                 "simulate_accept_length": self.simulate_accept_length,

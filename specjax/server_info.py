@@ -1,17 +1,24 @@
 """What an engine says of itself: arguments, sizes and state, in the shape of SGLang's."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
+from specjax.adaptive import AdaptiveController
 from specjax.engine_args import EngineArgs
 from specjax.engine_parts import EngineParts
 from specjax.runtime.memory import kv_bytes_per_token
-from specjax.runtime.metrics import Totals
+from specjax.runtime.totals import Totals
 
 
-def server_info(args: EngineArgs, parts: EngineParts, totals: Totals) -> dict[str, Any]:
+def server_info(
+    args: EngineArgs,
+    parts: EngineParts,
+    totals: Totals,
+    controller: AdaptiveController | None = None,
+) -> dict[str, Any]:
     """Arguments and sizes, and under ``internal_states`` a list with one dict of the state.
 
     Everything is plain data that ``json.dumps`` takes.
@@ -20,6 +27,7 @@ def server_info(args: EngineArgs, parts: EngineParts, totals: Totals) -> dict[st
         args: what the engine was told.
         parts: what came of it; sizes replace the arguments that left them open.
         totals: its figures now.
+        controller: what chooses the drafted tokens, if anything does.
     """
     config = parts.runner.config
     capacity = (config.num_pages - 1) * config.page_size
@@ -34,11 +42,13 @@ def server_info(args: EngineArgs, parts: EngineParts, totals: Totals) -> dict[st
         "max_total_num_tokens": capacity,
         "max_req_input_len": parts.context_length - 1,
         "version": version("specjax"),
-        "internal_states": [_state(parts, totals, capacity)],
+        "internal_states": [_state(parts, totals, capacity, controller)],
     }
 
 
-def _state(parts: EngineParts, totals: Totals, capacity: int) -> dict[str, Any]:
+def _state(
+    parts: EngineParts, totals: Totals, capacity: int, controller: AdaptiveController | None
+) -> dict[str, Any]:
     state = {
         "num_running_reqs": totals.num_running,
         "num_queue_reqs": totals.num_waiting,
@@ -55,16 +65,17 @@ def _state(parts: EngineParts, totals: Totals, capacity: int) -> dict[str, Any]:
         "cache_hit_rate": totals.cache_hit_rate,
         "memory_usage": _memory_usage(parts, capacity),
     }
-    config = parts.runner.config
     if parts.draft is not None:
         state |= {
-            "speculative_num_steps": config.num_steps,
+            "speculative_num_steps": parts.runner.speculative_num_steps,
             "avg_spec_accept_length": totals.accept_length,
             "spec_accept_rate": totals.accept_rate,
             "spec_verify_ct": totals.num_verifies,
             "spec_num_proposed_drafts": totals.num_proposed_drafts,
             "spec_num_correct_drafts": totals.num_accepted_drafts,
         }
+    if controller is not None:
+        state["adaptive"] = controller.describe()
     return state
 
 
@@ -84,7 +95,10 @@ def _memory_usage(parts: EngineParts, capacity: int) -> dict[str, Any]:
 
 def _plain(args: EngineArgs) -> dict[str, Any]:
     given = {f.name: getattr(args, f.name) for f in fields(args)}
-    return {
-        name: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for name, value in given.items()
-    }
+    return {name: _plain_value(value) for name, value in given.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return dict(value) if isinstance(value, Mapping) else value

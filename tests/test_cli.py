@@ -217,7 +217,7 @@ def test_options_reach_the_engine_and_the_request() -> None:
 
 
 def test_every_engine_option_is_an_argument_of_the_engine() -> None:
-    from specjax.cli import ENGINE_ARGUMENTS
+    from specjax.cli_engine import ENGINE_ARGUMENTS
     from specjax.engine_args import EngineArgs
 
     names = {field.name for field in dataclasses.fields(EngineArgs)}

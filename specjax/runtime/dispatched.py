@@ -23,10 +23,14 @@ class HostLogprobs:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Arrays on their way from the device to the host."""
+    """Arrays on their way from the device to the host.
+
+    ``num_steps`` is what the round drafted; 0 for plain decoding and prefill.
+    """
 
     tokens: jax.Array
     logprobs: Logprobs | None = None
+    num_steps: int = 0
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.tokens, self.logprobs)):

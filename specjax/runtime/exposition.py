@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -14,14 +13,17 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-if TYPE_CHECKING:
-    from specjax.runtime.metrics import Histogram, Totals
+from specjax.adaptive import AdaptiveController
+from specjax.runtime.totals import Histogram, Totals
 
 PREFIX = "specjax:"
 
 
 def make_registry(
-    read: Callable[[], "Totals"], model_name: str, max_total_tokens: int
+    read: Callable[[], Totals],
+    model_name: str,
+    max_total_tokens: int,
+    controller: AdaptiveController | None = None,
 ) -> CollectorRegistry:
     """A registry of its own for one engine.
 
@@ -29,9 +31,10 @@ def make_registry(
         read: its figures of the moment of a scrape.
         model_name: value of the only label that everything has.
         max_total_tokens: tokens that the KV pool holds.
+        controller: what chooses the drafted tokens, if anything does.
     """
     registry = CollectorRegistry()
-    registry.register(TotalsCollector(read, model_name, max_total_tokens))
+    registry.register(TotalsCollector(read, model_name, max_total_tokens, controller))
     return registry
 
 
@@ -39,8 +42,13 @@ class TotalsCollector(Collector):
     """Makes all families from one reading of the figures."""
 
     def __init__(
-        self, read: Callable[[], "Totals"], model_name: str, max_total_tokens: int
+        self,
+        read: Callable[[], Totals],
+        model_name: str,
+        max_total_tokens: int,
+        controller: AdaptiveController | None,
     ) -> None:
+        self._controller = controller
         self._read = read
         self._labels = {"model_name": model_name}
         self._max_total_tokens = max_total_tokens
@@ -73,6 +81,8 @@ class TotalsCollector(Collector):
             ("spec_accepted_drafts", now.num_accepted_drafts, "Drafts that were accepted."),
         ):
             yield self._family(CounterMetricFamily, name, value, help_text)
+        if self._controller is not None:
+            yield from self._adaptive(self._controller)
         yield self._by_mode(now)
         for name, histogram, help_text in (
             ("queue_time", now.queue_time, "From a request's making to its prefill."),
@@ -81,6 +91,19 @@ class TotalsCollector(Collector):
             ("e2e_request_latency", now.e2e_latency, "From the making of a request to its end."),
         ):
             yield self._histogram(f"{name}_seconds", histogram, help_text)
+
+    def _adaptive(self, controller: AdaptiveController) -> Iterator[Metric]:
+        steps, ema = controller.worker.speculative_num_steps, controller.ema_accept_len
+        for name, value, help_text in (
+            ("spec_num_steps", steps, "Drafted tokens of a round now."),
+            ("spec_ema_accept_len", ema, "Accepted drafts of a verify, moving average."),
+        ):
+            yield self._family(GaugeMetricFamily, name, value, help_text)
+        for name, value, help_text in (
+            ("spec_num_switches", controller.switches, "Changes of the drafted tokens."),
+            ("spec_wasted_drafts", controller.wasted_drafts, "Drafts that were not accepted."),
+        ):
+            yield self._family(CounterMetricFamily, name, value, help_text)
 
     def _family(
         self,
@@ -93,7 +116,7 @@ class TotalsCollector(Collector):
         family.add_metric(tuple(self._labels.values()), value)
         return family
 
-    def _by_mode(self, now: "Totals") -> Metric:
+    def _by_mode(self, now: Totals) -> Metric:
         family = CounterMetricFamily(
             PREFIX + "realtime_tokens",
             "Tokens computed or found in the cache, those of resumed requests included.",
@@ -107,7 +130,7 @@ class TotalsCollector(Collector):
             family.add_metric((*self._labels.values(), mode), value)
         return family
 
-    def _histogram(self, name: str, histogram: "Histogram", help_text: str) -> Metric:
+    def _histogram(self, name: str, histogram: Histogram, help_text: str) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, help_text, labels=tuple(self._labels))
         bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
         counts = accumulate(histogram.counts)

@@ -1,12 +1,14 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.adaptive.controller import SpecRuntimeState
 from specjax.config import TransformerConfig
 from specjax.models.flat import Weights
 from specjax.runtime.buckets import pick_bucket
@@ -14,25 +16,16 @@ from specjax.runtime.compile_pool import CompilePool
 from specjax.runtime.dispatched import Dispatched as Dispatched
 from specjax.runtime.networks import Networks as Networks
 from specjax.runtime.paging import PageView
+from specjax.runtime.round_functions import STAGES, RoundFunctions, TierRounds
 from specjax.runtime.runner_config import RunnerConfig as RunnerConfig
-from specjax.runtime.runner_config import compiler_options
 from specjax.runtime.slot_tables import HostTables as HostTables
 from specjax.runtime.slot_tables import check_slot_limits
 from specjax.sampling_params import SamplingParams
-from specjax.speculative.future_map import FutureMap, record_cached
-from specjax.speculative.prefill import prefill_chunk
-from specjax.speculative.round import (
-    RoundConfig,
-    draft_stage,
-    extend_stage,
-    spec_rounds,
-    verify_stage,
-)
+from specjax.speculative.future_map import FutureMap
 from specjax.types import KVPools, RoundOutput, SamplingTable
 
 UNLIMITED = 2**31 - 1
 GREEDY = SamplingParams(temperature=0.0)
-STAGES = {"draft": draft_stage, "verify": verify_stage, "extend": extend_stage}
 
 
 def _pool_shape(config: TransformerConfig, slots: int) -> jax.ShapeDtypeStruct:
@@ -57,6 +50,9 @@ class ModelRunner:
         self._view: PageView | None = None
         self._sampling: SamplingTable | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
+        self._state: Any = None
+        # the state of the last round, where it left nothing to draft from
+        self._resting: Any = None
 
     @property
     def abstract_state(self) -> tuple[KVPools, FutureMap]:
@@ -80,63 +76,22 @@ class ModelRunner:
         """Most likely tokens that a request may ask for at each position."""
         return min(self.config.max_top_logprobs, self.networks.target_config.vocab_size)
 
-    def _bind(self, function: Any, *, greedy: bool = False) -> Any:
-        """Jit a function of the round over flat weights, with the pools and the rows donated."""
-        nets = self.networks
-        config = RoundConfig(
-            num_steps=self.config.num_steps,
-            feature_layers=nets.feature_layers,
-            num_rounds=self.config.rounds_per_dispatch,
-            max_top_logprobs=self.max_top_logprobs,
-            greedy=greedy,
-            simulate_accept_length=self.config.simulate_accept_length,
-        )
-
-        def flat(
-            target: Weights, head: Weights, pools: KVPools, future: FutureMap, *rest: Any
-        ) -> Any:
-            draft = None if nets.head is None else nets.head.rebuild(head)
-            return function(nets.target.rebuild(target), draft, pools, future, *rest, config=config)
-
-        flat.__name__ = f"specjax_{function.__name__}"
-        return jax.jit(flat, donate_argnums=(2, 3))
-
     def compile(self, *, show_progress: bool, stages: bool = False) -> None:
-        """Compile the round of every batch bucket and the prefill of every chunk width.
+        """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
 
         With ``stages`` also draft, verify and extend on their own, for :meth:`staged_round`.
         """
-        config, nets = self.config, self.networks
-
-        def ints(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
+        nets = self.networks
         view = jax.eval_shape(lambda: self._view_of(self.tables))
         sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
         head = () if nets.head is None else nets.head.abstract
         common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
-        steps = config.num_steps
-        rounds = self._bind(spec_rounds)
-        greedy_rounds = self._bind(spec_rounds, greedy=True)
-        for batch in config.batch_buckets:
-            arguments: tuple[Any, ...] = (*common, ints(batch))
-            options = None
-            if config.on_gpu:
-                options = compiler_options(batch * (steps + 1))
-                self.compiled.add(("greedy_round", steps, batch), greedy_rounds, arguments, options)
-            self.compiled.add(("round", steps, batch), rounds, arguments, options)
-            for name, function in STAGES.items() if stages else ():
-                stage = self._bind(function)
-                self.compiled.add((name, steps, batch), stage, arguments)
-                arguments = (*common, ints(batch), jax.eval_shape(stage, *arguments)[2])
-        prefill = self._bind(prefill_chunk)
-        for width in config.prefill_buckets:
-            arguments = (*common, ints(width + 1), ints(5))
-            self.compiled.add(("prefill", width), prefill, arguments)
-        record = jax.jit(record_cached, donate_argnums=0)
-        future = self.abstract_state[1]
-        self.compiled.add(("record_cached",), record, (future, ints(), ints(config.context)))
+        functions = RoundFunctions(nets, self.config, self.max_top_logprobs, common)
+        for job in functions.jobs(stages=stages):
+            self.compiled.add(job.key, job.function, job.arguments, job.options)
         self.compiled.compile(show_progress=show_progress)
+        steps = self.config.num_steps
+        self._state = self.build_adaptive_runtime_state(steps, steps + 1)
 
     def load(self, target: Weights, head: Weights) -> None:
         """Take weights (flat, in the order of the networks) and allocate the pools.
@@ -147,6 +102,22 @@ class ModelRunner:
         self.pools, self.future = jax.jit(
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_state)
         )()
+
+    def reset_rows(
+        self, seq_lens: np.ndarray | None = None, remaining: np.ndarray | None = None
+    ) -> None:
+        """Forget what is between rounds; nothing compiles.
+
+        Args:
+            seq_lens: i32 ``[R]``, tokens that the rows have in the pool, for measurements.
+            remaining: i32 ``[R]``, tokens that they may still produce.
+        """
+        future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state[1])
+        if seq_lens is not None and remaining is not None:
+            rows = replace(future.rows, seq_lens=seq_lens)
+            future = replace(future, rows=rows, remaining=remaining)
+        self.future = jax.device_put(future)
+        self._resting = None
 
     def unload(self) -> None:
         """Let weights and pools go."""
@@ -281,23 +252,73 @@ class ModelRunner:
         )
         return self._dispatched(out, [slot] if is_final else [])
 
+    @property
+    def speculative_num_steps(self) -> int:
+        """Drafted tokens of the rounds to come."""
+        return self._state.speculative_num_steps
+
+    def build_adaptive_runtime_state(self, steps: int, draft_tokens: int) -> SpecRuntimeState:
+        """What a tier runs with: its compiled functions, by batch bucket.
+
+        Raises:
+            ValueError: for a step count that is not compiled.
+        """
+        if steps not in self.config.tiers or draft_tokens != steps + 1:
+            raise ValueError(
+                f"steps={steps} with {draft_tokens} rows is not one of the compiled tiers "
+                f"{self.config.tiers}, of one row more than steps each"
+            )
+
+        def by_bucket(name: str) -> Any:
+            found = {
+                batch: self.compiled[name, steps, batch]
+                for batch in self.config.batch_buckets
+                if (name, steps, batch) in self.compiled
+            }
+            return found or None
+
+        rounds = map(by_bucket, ("round", "greedy_round", "drafting_round"))
+        return SpecRuntimeState(
+            speculative_num_steps=steps,
+            speculative_num_draft_tokens=draft_tokens,
+            topk=1,
+            round=TierRounds(*rounds),
+            **{name: by_bucket(name) for name in STAGES},
+        )
+
+    def apply_runtime_state(self, state: SpecRuntimeState) -> None:
+        """Run rounds with this state from the next dispatch on."""
+        self._state = state
+
     def round(self, slots: Sequence[int]) -> Dispatched:
         """Dispatch the rounds of one call for the given request slots.
+
+        Between rounds that leave nothing to draft from and the first one that drafts, one more
+        runs without drafts.
 
         Returns:
             i32 ``[rounds_per_dispatch, bucket, A + 2]``, rows in the order of
             ``slots``, then padding.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
-        is_greedy = self.config.on_gpu and self.tables.is_plain[list(slots)].all()
-        name = "greedy_round" if is_greedy else "round"
-        self.pools, self.future, out = self.compiled[name, self.config.num_steps, batch](
+        state = self._state
+        if self._resting is not None and state.speculative_num_steps > 0:
+            state = self._resting
+            functions = state.round.drafting
+            self._resting = None
+        else:
+            is_plain = self.tables.is_plain[list(slots)].all()
+            functions = (state.round.greedy if is_plain else None) or state.round.any
+            self._resting = None if state.round.drafting is None else state
+        self.pools, self.future, out = functions[batch](
             *self._inputs(), self._padded_slots(slots, batch)
         )
-        return self._dispatched(out, slots)
+        return self._dispatched(out, slots, state.speculative_num_steps)
 
     def staged_round(self, slots: Sequence[int]) -> Dispatched:
         """One round as three dispatches; equal to :meth:`round`, for tests and profiles.
+
+        It needs the stages to be compiled.
 
         Returns:
             i32 ``[1, bucket, A + 2]``.
@@ -306,15 +327,16 @@ class ModelRunner:
         on_device = self._padded_slots(slots, batch)
         passed: tuple[Any, ...] = ()
         for name in STAGES:
-            self.pools, self.future, out = self.compiled[name, self.config.num_steps, batch](
+            self.pools, self.future, out = getattr(self._state, name)[batch](
                 *self._inputs(), on_device, *passed
             )
             passed = (out,)
-        return self._dispatched(jax.tree.map(lambda leaf: leaf[None], out), slots)
+        out = jax.tree.map(lambda leaf: leaf[None], out)
+        return self._dispatched(out, slots, self.speculative_num_steps)
 
-    def _dispatched(self, out: RoundOutput, slots: Sequence[int]) -> Dispatched:
+    def _dispatched(self, out: RoundOutput, slots: Sequence[int], num_steps: int = 0) -> Dispatched:
         wants_logprobs = self.tables.wants_logprobs(slots)
-        return Dispatched(out.packed, out.logprobs if wants_logprobs else None)
+        return Dispatched(out.packed, out.logprobs if wants_logprobs else None, num_steps)
 
     def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))

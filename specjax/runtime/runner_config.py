@@ -10,6 +10,9 @@ from specjax.runtime.compile_pool import CompilerOptions
 class RunnerConfig:
     """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
 
+    ``num_steps`` is the largest tier, for which everything is sized; ``other_tiers`` are smaller
+    step counts that rounds are compiled for as well.
+
     ``on_gpu`` compiles what pays on a GPU only: rounds of greedy batches apart from the others.
     A conditional there is a read-back by the host in the middle of a round: without the one around
     the sampler a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
@@ -27,6 +30,19 @@ class RunnerConfig:
     simulate_accept_length: float | None = None
     max_top_logprobs: int = 20
     on_gpu: bool = False
+    other_tiers: tuple[int, ...] = ()
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Step counts that rounds are compiled for, ascending."""
+        return (*self.other_tiers, self.num_steps)
+
+    def __post_init__(self) -> None:
+        if list(self.tiers) != sorted(set(self.tiers)) or self.tiers[0] < 0:
+            raise ValueError(
+                f"other_tiers={self.other_tiers} must ascend from 0 on and stay below "
+                f"num_steps={self.num_steps}"
+            )
 
     @property
     def context(self) -> int:

@@ -27,12 +27,10 @@ class Reader:
     """Gives the requests the tokens of results, oldest first.
 
     Args:
-        num_steps: drafted tokens a round.
         metrics: hears of tokens and drafts.
     """
 
-    def __init__(self, num_steps: int, metrics: SchedulerMetrics) -> None:
-        self._num_steps = num_steps
+    def __init__(self, metrics: SchedulerMetrics) -> None:
         self._metrics = metrics
 
     def fetch(self, entry: InFlight) -> tuple[list[Any], HostLogprobs | None]:
@@ -57,6 +55,7 @@ class Reader:
         row: Row,
         index: int,
         rounds: list[list[list[int]]],
+        num_steps: int,
         logprobs: HostLogprobs | None,
         now: float,
     ) -> None:
@@ -67,6 +66,7 @@ class Reader:
             index: its place in the batch.
             rounds: for each round and place in the batch the tokens, the number of accepted drafts
                 and the number of tokens, 0 where the row was stopped already.
+            num_steps: drafted tokens of these rounds.
             logprobs: of the whole call.
             now: time of reading.
         """
@@ -79,7 +79,7 @@ class Reader:
             if count == 0 or request.is_finished:
                 break
             beside = None if logprobs is None else _at(logprobs, number, index)
-            kept += request.append_round(tokens[:count], drafts, self._num_steps, beside)
+            kept += request.append_round(tokens[:count], drafts, num_steps, beside)
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)

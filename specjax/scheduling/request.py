@@ -119,7 +119,7 @@ class Request:
         Args:
             tokens: accepted drafts and the bonus token.
             num_accepted_drafts: of them.
-            num_steps: drafted tokens.
+            num_steps: drafted tokens; 0 where speculation was off, which is no verify.
             logprobs: beside the tokens, ``[A]``.
         """
         kept = 0

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from specjax.adaptive.controller import AdaptiveController
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.paging import PageAllocator
 from specjax.runtime.runner import ModelRunner
@@ -49,6 +50,7 @@ class Scheduler:
             :meth:`add` refuses.
         clock: seconds, for timeouts and figures; that of the requests.
         metrics: hears what happens.
+        controller: chooses the drafted tokens of each round, by what it hears of earlier ones.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Scheduler:
         max_waiting_requests: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         metrics: SchedulerMetrics | None = None,
+        controller: AdaptiveController | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
@@ -69,7 +72,8 @@ class Scheduler:
         self._max_waiting = max_waiting_requests
         self._clock = clock
         self._metrics: SchedulerMetrics = NoMetrics() if metrics is None else metrics
-        self._reader = Reader(runner.config.num_steps, self._metrics)
+        self._controller = controller
+        self._reader = Reader(self._metrics)
         self._waiting: deque[Request] = deque()
         self._running: list[Row] = []
         self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
@@ -269,6 +273,8 @@ class Scheduler:
         return rows
 
     def _dispatch_round(self, rows: list[Row]) -> None:
+        if self._controller is not None:
+            self._controller.activate_for_batch(len(rows))
         result = self._runner.round([row.slot for row in rows])
         for row in rows:
             row.unread_rounds += self._runner.config.rounds_per_dispatch
@@ -287,16 +293,34 @@ class Scheduler:
         # a chunk that is not the last is waited for too, so that the device is never far behind
         values, logprobs = self._reader.fetch(entry)
         now = self._clock()
+        num_steps = entry.result.num_steps
+        if entry.is_round and self._controller is not None:
+            self._report_accepted(entry, values, num_steps)
         for i, row in enumerate(entry.rows):
             if row.is_released:
                 continue
             if entry.is_round:
-                self._reader.take_rounds(row, i, values, logprobs, now)
+                self._reader.take_rounds(row, i, values, num_steps, logprobs, now)
             elif entry.is_last_chunk:
                 self._reader.take_first(row, values[0], logprobs, now)
             if row.request.is_finished:
                 self._report_end(row.request)
                 self._release(row)
+
+    def _report_accepted(
+        self, entry: InFlight, rounds: list[list[list[int]]], num_steps: int
+    ) -> None:
+        """Tell the controller what each round accepted of requests that had not ended by then."""
+        assert self._controller is not None
+        for batch in rounds:
+            counts = [
+                batch[i][-2]
+                for i, row in enumerate(entry.rows)
+                if batch[i][-1] > 0 and not row.is_released
+            ]
+            self._controller.on_verify_complete(
+                counts, executed_steps=num_steps, batch_size=len(entry.rows)
+            )
 
     # endings
 
@@ -310,6 +334,8 @@ class Scheduler:
         )
 
     def _report_end(self, request: Request) -> None:
+        if self._controller is not None and request.spec is not None:
+            request.spec.ema_accept_len = self._controller.ema_accept_len
         reason, ended = request.finish_reason, request.ended_time
         assert reason is not None
         assert ended is not None

@@ -30,6 +30,9 @@ class RoundConfig:
         num_rounds: rounds in one call.
         max_top_logprobs: most likely tokens that a row may ask for.
         greedy: rows are greedy, with nothing that changes logits, and ask for no log-probabilities.
+        drafts_next: leave what the next round drafts from. Without, a head keeps its KV only, so
+            that drafting can begin again later: its attention, feed-forward and output head are not
+            computed for a head of one layer. A round that drafts after all proposes a stale token.
         simulate_accept_length: accept this many tokens on average, for measurements of speed.
     """
 
@@ -38,6 +41,7 @@ class RoundConfig:
     num_rounds: int = 1
     max_top_logprobs: int = 0
     greedy: bool = False
+    drafts_next: bool = True
     simulate_accept_length: float | None = None
 
 
@@ -124,9 +128,11 @@ def extend_stage(
     if head is not None and pools.draft is not None:
         # verification has published the new lengths, and the end of a request
         slots = jnp.where(counts > 0, slots, 0)
-        before = resolve(future, slots).seq_lens - counts
-        pages = _pages_of(view, slots)
+        inputs = resolve(future, slots)
+        before, pages = inputs.seq_lens - counts, _pages_of(view, slots)
         following, kv = extend(target, head, pools.draft, verified, before, pages)
+        if not config.drafts_next:
+            following = replace(inputs, bonus_tokens=verified.bonus_tokens)
         pools, future = replace(pools, draft=kv), stash(future, slots, following)
     columns = [verified.accept_tokens, verified.num_accepted_drafts[:, None], counts[:, None]]
     return pools, future, RoundOutput(jnp.concatenate(columns, axis=1), verified.logprobs)

@@ -69,7 +69,8 @@ def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
         run_requests(make_runner(head, steps, rounds=rounds), requests, run_ahead=run_ahead)
         figures = [request.result() for request in requests]
         for out in figures:
-            out["meta_info"].pop("e2e_latency")
+            for name in ("e2e_latency", "queue_time", "time_to_first_token"):
+                assert out["meta_info"].pop(name) > 0
         results.append(figures)
     assert results[0] == results[1]
     reasons = {out["meta_info"]["finish_reason"]["type"] for out in results[0]}

@@ -1,0 +1,79 @@
+"""Acceptance of drafts by position, estimated from the counts of verified rounds.
+
+Position i is the i-th drafted token; its conditional acceptance is the share of rows that accept
+it among those that accepted all before it. A row that ran ``steps`` drafts and accepted k tells
+about positions 1 to min(k + 1, steps): k that were accepted, and the one that was not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Acceptance assumed of the first draft before any was verified; one row's evidence.
+FIRST_GUESS = 0.7
+# Rows that the acceptance one position earlier weighs in the estimate of a position.
+NEIGHBOUR_ROWS = 2.0
+# Rows of evidence that a position keeps while no row reaches it: its estimate stays, and a single
+# fresh round outweighs it.
+STALE_ROWS = 1.0
+
+
+@dataclass(frozen=True)
+class AcceptanceEstimates:
+    """Exponentially weighted rows that tried, and that accepted, each position from the first."""
+
+    tried: tuple[float, ...]
+    accepted: tuple[float, ...]
+
+    @classmethod
+    def of_length(cls, num_positions: int) -> "AcceptanceEstimates":
+        """Estimates of ``num_positions`` positions before any round."""
+        nothing = (0.0,) * num_positions
+        return cls(((1.0, *nothing))[:num_positions], ((FIRST_GUESS, *nothing))[:num_positions])
+
+
+def observe(
+    estimates: AcceptanceEstimates,
+    num_accepted_drafts: Sequence[int],
+    executed_steps: int,
+    window: float,
+) -> AcceptanceEstimates:
+    """Estimates after one round.
+
+    Args:
+        estimates: those before.
+        num_accepted_drafts: counts of the live rows, each at most ``executed_steps``.
+        executed_steps: drafts of each row; 0 for a plain round.
+        window: rounds over which the weight of evidence falls to 1/e. Without new evidence it
+            falls as fast, but not below ``STALE_ROWS``.
+    """
+    keep = 1.0 - 1.0 / window
+    tried, accepted = list(estimates.tried), list(estimates.accepted)
+    for i in range(len(tried)):
+        rows = sum(k >= i for k in num_accepted_drafts) if i < executed_steps else 0
+        if rows:
+            tried[i] = keep * tried[i] + rows
+            accepted[i] = keep * accepted[i] + sum(k > i for k in num_accepted_drafts)
+        elif tried[i] > STALE_ROWS:
+            weight = max(keep, STALE_ROWS / tried[i])
+            tried[i] *= weight
+            accepted[i] *= weight
+    return AcceptanceEstimates(tuple(tried), tuple(accepted))
+
+
+def conditional_acceptance(estimates: AcceptanceEstimates) -> tuple[float, ...]:
+    """The estimate for each position; one without evidence takes that of the one before."""
+    result: list[float] = []
+    for tried, accepted in zip(estimates.tried, estimates.accepted, strict=True):
+        if result:
+            tried, accepted = tried + NEIGHBOUR_ROWS, accepted + NEIGHBOUR_ROWS * result[-1]
+        result.append(accepted / tried)
+    return tuple(result)
+
+
+def expected_tokens(acceptance: Sequence[float], steps: int) -> float:
+    """Tokens of a row in a round of ``steps`` drafts, with the bonus token."""
+    total = reached = 1.0
+    for p in acceptance[:steps]:
+        reached *= p
+        total += reached
+    return total

@@ -1,0 +1,107 @@
+"""A model of decoding: drafts are accepted by chance, rounds take the measured time."""
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specjax.adaptive.round_times import RoundTimes
+
+Times = Mapping[int, tuple[float, ...]]
+
+# milliseconds of a round with 0, 1, 3 and 7 steps on an H200
+LLAMA_8B: Times = {
+    1: (4.19, 4.44, 4.89, 5.75),
+    8: (4.52, 4.73, 5.19, 6.60),
+    32: (5.57, 5.95, 7.30, 10.52),
+}
+SMOLLM2: Times = {1: (0.95, 1.30, 1.75, 2.65)}
+
+
+def round_times(table: Times) -> RoundTimes:
+    return RoundTimes(
+        {
+            (steps, bucket): ms * 1e-3
+            for bucket, row in table.items()
+            for steps, ms in zip((0, 1, 3, 7), row, strict=True)
+        }
+    )
+
+
+class Policy(Protocol):
+    def steps_for_batch(self, batch_size: int) -> int: ...
+
+    def on_verify_complete(
+        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+    ) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Static:
+    steps: int
+
+    def steps_for_batch(self, batch_size: int) -> int:
+        return self.steps
+
+    def on_verify_complete(
+        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+    ) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tokens that each row generates, and the chance of the first drafts (the last one repeats)."""
+
+    tokens: int
+    acceptance: tuple[float, ...]
+
+    def chance(self, position: int) -> float:
+        return self.acceptance[min(position, len(self.acceptance) - 1)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens: int
+    seconds: float
+    tiers: tuple[int, ...]  # of each round
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def simulate(
+    policy: Policy,
+    phases: Sequence[Phase],
+    times: RoundTimes,
+    *,
+    batch_size: int = 1,
+    delay: int = 2,
+    seed: int = 0,
+) -> Outcome:
+    """Run the phases; a result reaches the policy after ``delay`` further rounds were started."""
+    rng = random.Random(seed)
+    results: deque[tuple[int, list[int]]] = deque()
+    tokens, seconds, tiers = 0, 0.0, []
+    for phase in phases:
+        left = phase.tokens * batch_size
+        while left > 0:
+            steps = policy.steps_for_batch(batch_size)
+            counts = []
+            for _ in range(batch_size):
+                count = 0
+                while count < steps and rng.random() < phase.chance(count):
+                    count += 1
+                counts.append(count)
+            made = sum(counts) + batch_size
+            tokens += made
+            left -= made
+            seconds += times.seconds(steps, batch_size)
+            tiers.append(steps)
+            results.append((steps, counts))
+            if len(results) > delay:
+                executed, reported = results.popleft()
+                policy.on_verify_complete(reported, executed_steps=executed, batch_size=batch_size)
+    return Outcome(tokens, seconds, tuple(tiers))

@@ -1,0 +1,147 @@
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax.adaptive import AdaptiveConfig, AdaptiveSlot, CostSettings, load_adaptive_config
+
+WRONG = [
+    ({"candidate_steps": []}, "candidate_steps=[]"),
+    ({"candidate_steps": None}, "candidate_steps=None"),
+    ({"candidate_steps": "137"}, "candidate_steps='137'"),
+    ({"candidate_steps": 3}, "candidate_steps=3"),
+    ({"candidate_steps": [1, -1]}, "-1"),
+    ({"candidate_steps": [1, True]}, "True"),
+    ({"candidate_steps": [1, 2.0]}, "2.0"),
+    ({"ema_alpha": 0}, "ema_alpha=0"),
+    ({"ema_alpha": 1.01}, "ema_alpha=1.01"),
+    ({"ema_alpha": True}, "ema_alpha=True"),
+    ({"ema_alpha": "0.2"}, "ema_alpha='0.2'"),
+    ({"ema_alpha": math.nan}, "ema_alpha=nan"),
+    ({"ema_alpha": None}, "ema_alpha=None"),
+    ({"warmup_batches": -1}, "warmup_batches=-1"),
+    ({"warmup_batches": 1.0}, "warmup_batches=1.0"),
+    ({"warmup_batches": False}, "warmup_batches=False"),
+    ({"update_interval": 0}, "update_interval=0"),
+    ({"max_probe_interval": 0}, "max_probe_interval=0"),
+    ({"down_hysteresis": -math.inf}, "down_hysteresis=-inf"),
+    ({"up_hysteresis": math.inf}, "up_hysteresis=inf"),
+    ({"up_hysteresis": 10**400}, "up_hysteresis=1000"),
+    ({"up_hysteresis": -0.3}, "up_hysteresis=-0.3"),
+    ({"down_hysteresis": 0.1}, "down_hysteresis=0.1"),
+    ({"alpha": 0.2}, "'alpha'=0.2"),
+    ({"policy": "greedy"}, "policy='greedy'"),
+    ({"policy": None}, "policy=None"),
+    ({"policy": ["ema"]}, "policy=['ema']"),
+    ({"cost": []}, "cost=[]"),
+    ({"cost": {"window": 3}}, "'cost.window'=3"),
+    ({"cost": {"acceptance_window": 1}}, "acceptance_window=1"),
+    ({"cost": {"rate_hysteresis": -0.1}}, "rate_hysteresis=-0.1"),
+    ({"cost": {"probe_budget": 0}}, "probe_budget=0"),
+    ({"cost": {"probe_budget": 1.0}}, "probe_budget=1.0"),
+    ({"cost": {"min_probe_interval": 0}}, "min_probe_interval=0"),
+    ({"cost": {"min_probe_interval": 65}}, "max_probe_interval=64"),
+    ({"cost": {"max_deficit_rounds": 0}}, "max_deficit_rounds=0"),
+    ({"cost": {"max_credit_rounds": math.nan}}, "max_credit_rounds=nan"),
+    ({"8": []}, "slot '8'=[]"),
+    ({"0": {}}, "slot '0'"),
+    ({"08": {}}, "slot '08'"),
+    ({"-8": {}}, "'-8'"),
+    ({"٣": {}}, "'٣'"),
+    ({"1": {}, "8": {"update_interval": 0}}, "slot '8': update_interval=0"),
+    ({"1": {}, "8": {"interval": 4}}, "'8.interval'=4"),
+    ({"8": {"policy": "ema"}}, "'8.policy'='ema'"),
+    ({"8": {"16": {}}}, "'8.16'"),
+    ({"up_hysteresis": 0.1, "1": {}, "8": {"down_hysteresis": 0.2}}, "slot '8': up_hysteresis=0.1"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(w[0])[:40] for w in WRONG])
+def test_a_wrong_value_is_named_in_a_file_as_in_a_mapping(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "adaptive.json"
+    path.write_text(json.dumps(values))
+    for source in (values, path, str(path)):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            load_adaptive_config(source)
+        assert (str(path) in str(caught.value)) == (source is not values)
+
+
+def test_keys_of_mappings_are_strings() -> None:
+    with pytest.raises(ValueError, match="unknown key 8="):
+        load_adaptive_config({8: {}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\xff"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "adaptive.json"
+    path.write_bytes(text.encode("latin-1"))
+    for broken in (path, tmp_path, tmp_path / "missing.json"):
+        with pytest.raises(ValueError, match=broken.name):
+            load_adaptive_config(broken)
+
+
+def test_other_sources_are_refused() -> None:
+    with pytest.raises(ValueError, match="neither a path nor a mapping"):
+        load_adaptive_config(5)  # type: ignore[arg-type]
+
+
+def test_candidates_are_sorted_and_unique() -> None:
+    config = load_adaptive_config({"candidate_steps": [7, 1, 3, 1]})
+    assert config.slots[0].candidate_steps == (1, 3, 7)
+    with pytest.raises(ValueError, match=r"\(7, 1\) must be \(1, 7\)"):
+        AdaptiveSlot(candidate_steps=(7, 1))
+
+
+def test_equal_hysteresis_is_allowed() -> None:
+    (slot,) = load_adaptive_config({"up_hysteresis": 1, "down_hysteresis": 1}).slots
+    assert (slot.up_hysteresis, slot.down_hysteresis) == (1, 1)
+
+
+def test_slots_inherit_what_stands_outside_of_them() -> None:
+    config = load_adaptive_config(
+        {
+            "32": {"candidate_steps": [0, 1]},
+            "ema_alpha": 0.5,
+            "4": {"ema_alpha": 0.25},
+            "policy": "ema",
+            "cost": {"probe_budget": 0.01},
+        }
+    )
+    assert config == AdaptiveConfig(
+        slots=(
+            AdaptiveSlot(min_batch_size=4, ema_alpha=0.25),
+            AdaptiveSlot(min_batch_size=32, ema_alpha=0.5, candidate_steps=(0, 1)),
+        ),
+        policy="ema",
+        cost=CostSettings(probe_budget=0.01),
+    )
+    assert [config.slot_index(n) for n in (1, 4, 31, 32, 33)] == [0, 0, 0, 1, 1]
+    with pytest.raises(ValueError, match="batch_size=0"):
+        config.slot_index(0)
+    resolved = config.resolve("ema")
+    assert [slot.candidate_steps for slot in resolved.slots] == [(1, 3, 7), (0, 1)]
+    assert resolved.candidate_steps == (0, 1, 3, 7)
+
+
+def test_a_policy_refuses_the_configuration_of_another() -> None:
+    assert load_adaptive_config({}).resolve("cost").candidate_steps == (0, 1, 3, 7)
+    with pytest.raises(ValueError, match="policy='cost'"):
+        load_adaptive_config({"policy": "cost"}).resolve("ema")
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert load_adaptive_config(None) == load_adaptive_config({}) == AdaptiveConfig()
+    config = AdaptiveConfig()
+    assert load_adaptive_config(config) is config
+
+
+@pytest.mark.parametrize("sizes", [[], [2, 1], [4, 4]])
+def test_slots_ascend(sizes: list[int]) -> None:
+    slots = tuple(AdaptiveSlot(min_batch_size=size) for size in sizes)
+    with pytest.raises(ValueError, match="must ascend"):
+        AdaptiveConfig(slots=slots)

@@ -1,0 +1,263 @@
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.adaptive import CostAwarePolicy, RoundTimes
+from specjax.adaptive.cost import choose
+from specjax.adaptive.estimates import (
+    FIRST_GUESS,
+    AcceptanceEstimates,
+    conditional_acceptance,
+    expected_tokens,
+    observe,
+)
+
+from .simulation import LLAMA_8B, SMOLLM2, round_times
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_expected_tokens_sum_the_chances_to_be_reached() -> None:
+    assert expected_tokens((), 0) == 1.0
+    assert expected_tokens((0.5, 0.5, 1.0, 0.9), 3) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
+    assert expected_tokens((1.0,) * 7, 7) == 8.0
+    assert expected_tokens((0.9, 0.0, 1.0), 3) == pytest.approx(1.9)
+
+
+def test_a_round_informs_positions_up_to_the_first_rejection() -> None:
+    nothing = AcceptanceEstimates((0.0,) * 5, (0.0,) * 5)
+    seen = observe(nothing, [0, 1, 3], executed_steps=3, window=16)
+    assert seen.tried == (3, 2, 1, 0, 0)
+    assert seen.accepted == (2, 1, 1, 0, 0)
+    # the window weighs what was tried again; what was not keeps its share
+    again = observe(seen, [0], executed_steps=1, window=4)
+    assert again.tried == pytest.approx((3.25, 1.5, 1, 0, 0))
+    assert again.accepted == pytest.approx((1.5, 0.75, 1, 0, 0))
+    for _ in range(100):
+        again = observe(again, [0], executed_steps=0, window=4)
+    assert again.tried == pytest.approx((1, 1, 1, 0, 0))
+    assert again.accepted[0] == pytest.approx(1.5 / 3.25)
+
+
+def test_positions_without_evidence_follow_the_one_before() -> None:
+    assert conditional_acceptance(AcceptanceEstimates.of_length(3)) == (FIRST_GUESS,) * 3
+    estimates = AcceptanceEstimates((10.0, 8.0, 0.0), (5.0, 8.0, 0.0))
+    assert conditional_acceptance(estimates) == pytest.approx((0.5, 0.9, 0.9))
+    assert AcceptanceEstimates.of_length(0) == AcceptanceEstimates((), ())
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_estimates_approach_the_chances(chances: list[float], seed: int) -> None:
+    rng = random.Random(seed)
+    steps = len(chances)
+    estimates = AcceptanceEstimates.of_length(steps)
+    for _ in range(60):
+        counts = []
+        for _ in range(200):
+            count = 0
+            while count < steps and rng.random() < chances[count]:
+                count += 1
+            counts.append(count)
+        estimates = observe(estimates, counts, steps, window=30)
+    for rows, chance, estimate in zip(
+        estimates.tried, chances, conditional_acceptance(estimates), strict=True
+    ):
+        if rows > 1000:
+            assert estimate == pytest.approx(chance, abs=0.09)
+
+
+def test_choice() -> None:
+    rates = {0: 1.0, 1: 1.1, 3: 1.12}
+    assert choose(rates, 1, 0.0, 1.0, 0.02) == 1  # gains less than the hysteresis
+    assert choose(rates, 1, 0.0, 1.0, 0.01) == 3
+    assert choose(rates, 7, 0.0, 1.0, 0.02) == 3  # no candidate of this slot
+    assert choose({0: 1.0, 1: 0.999}, 1, 0.0, 1.0, 0.02) == 0  # no hysteresis in favour of a loss
+    assert choose(rates, 3, 1.1, 1.0, 0.02) == 0  # too much was lost
+    assert choose(rates, 0, 0.1, 1.0, 0.02) == 0  # not repaid
+    assert choose({1: 1.0, 3: 2.0}, 1, 1.1, 1.0, 0.02) == 3  # step 0 is no candidate
+    assert choose({0: 1.0, 1: 1.0}, 7, 0.0, 1.0, 0.02) == 0  # the cheaper of equals
+
+
+def feed(policy: CostAwarePolicy, counts_of_rows: list[int], batch_size: int = 1) -> int:
+    steps = policy.steps_for_batch(batch_size)
+    counts = [min(count, steps) for count in counts_of_rows]
+    policy.on_verify_complete(counts, executed_steps=steps, batch_size=batch_size)
+    return steps
+
+
+@pytest.mark.parametrize("initial", [0, 1, 3, 7])
+def test_full_acceptance_reaches_the_top_and_none_the_bottom(initial: int) -> None:
+    policy = CostAwarePolicy(round_times(SMOLLM2), initial)
+    assert [feed(policy, [7]) for _ in range(60)][-10:] == [7] * 10
+    off = [feed(policy, [0]) for _ in range(700)]
+    assert off[40:].count(0) > 0.97 * len(off[40:])
+    probes = [i for i, steps in enumerate(off) if steps and i > 40]
+    assert probes  # one round each, further and further apart
+    gaps = [b - a for a, b in pairwise(probes)]
+    assert max(gaps) <= 64 + 2
+    assert all(off[i + 1] == 0 for i in probes)
+    assert 7 in [feed(policy, [7]) for _ in range(100)]
+
+
+def test_probes_back_off_to_the_limit() -> None:
+    # what a probe loses is earned again in one round, so that its interval alone is the limit
+    times = RoundTimes({(0, 1): 1.0, (1, 1): 1.5})
+    cost = {"max_probe_interval": 32, "probe_budget": 0.6}
+    policy = CostAwarePolicy(times, 0, {"candidate_steps": [0, 1], "cost": cost})
+    tiers = [feed(policy, [0]) for _ in range(200)]
+    probes = [i for i, steps in enumerate(tiers) if steps]
+    gaps = [b - a for a, b in pairwise(probes) if b > a + 1]
+    assert gaps[:4] == [9, 17, 33, 33]
+    assert set(gaps[4:]) == {33}
+    feed(policy, [1])
+    for _ in range(40):
+        feed(policy, [1])
+    assert policy.current_steps == 1
+    assert policy.state.probe_interval == 8
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_losses_stay_within_the_stated_bounds(delay: int) -> None:
+    # an adversary accepts nothing, except just enough now and then to be probed again
+    times = round_times(SMOLLM2)
+    rng = random.Random(delay)
+    policy = CostAwarePolicy(times, 7)
+    settings_ = policy.config.cost
+    plain = times.seconds(0, 1)
+    lost = plain_seconds = 0.0
+    pending: list[tuple[int, int]] = []
+    for _ in range(3000):
+        steps = policy.steps_for_batch(1)
+        count = steps if rng.random() < 0.15 else 0
+        lost += times.seconds(steps, 1) - (1 + count) * plain
+        plain_seconds += plain if steps == 0 else 0.0
+        in_flight = (delay + 1) * (times.seconds(7, 1) - plain)
+        limit = settings_.max_deficit_rounds * plain + in_flight
+        assert lost <= settings_.probe_budget * plain_seconds + limit + 1e-9
+        pending.append((steps, count))
+        if len(pending) > delay:
+            executed, reported = pending.pop(0)
+            policy.on_verify_complete([reported], executed_steps=executed, batch_size=1)
+
+
+def test_probes_of_deeper_tiers_keep_to_their_budget() -> None:
+    times = RoundTimes({(1, 1): 1.0, (3, 1): 3.0})
+    cost = {"min_probe_interval": 8, "max_probe_interval": 8}
+    policy = CostAwarePolicy(times, 1, {"candidate_steps": [1, 3], "cost": cost})
+    tiers = [feed(policy, [1]) for _ in range(1000)]
+    probes = [i for i, steps in enumerate(tiers) if steps == 3]
+    # a probe makes 2 tokens in 3 seconds, where the chosen tier makes 6: 2 seconds to earn
+    assert len(probes) > 10
+    gaps = [b - a for a, b in pairwise(probes)]
+    assert min(gaps[1:]) >= 2 / 0.03
+    assert 2 * len(probes) <= 0.03 * sum(times.seconds(steps, 1) for steps in tiers) + 2
+
+
+def test_a_loss_to_plain_decoding_is_repaid_before_the_next_probe() -> None:
+    policy = CostAwarePolicy(round_times(SMOLLM2), 7)
+    while policy.current_steps:
+        feed(policy, [0])
+    plain = policy.model.times.seconds(0, 1)
+    policy.state = replace(policy.state, steps=0, deficit=3 * plain, debt=0.0, waited=0)
+    tiers = [feed(policy, [0]) for _ in range(200)]
+    assert tiers.index(1) in (101, 102)
+
+
+def test_a_gain_pays_for_the_fall_that_ends_it() -> None:
+    rounds = {}
+    for credit in (0, 40):
+        config = {"cost": {"max_credit_rounds": credit}}
+        policy = CostAwarePolicy(round_times(SMOLLM2), 7, config)
+        plain = policy.model.times.seconds(0, 1)
+        for _ in range(200):
+            feed(policy, [7])
+        assert policy.state.deficit == pytest.approx(-credit * plain)
+        while policy.current_steps:
+            feed(policy, [0])
+        rounds[credit] = [feed(policy, [0]) for _ in range(1000)].index(1)
+    assert rounds[40] < 20 < 300 < rounds[0]
+
+
+def test_a_tier_that_loses_to_plain_decoding_does_not_stay() -> None:
+    times = RoundTimes({(0, 1): 1.0, (1, 1): 2.1, (7, 1): 9.0})
+    policy = CostAwarePolicy(times, 7, {"candidate_steps": [0, 1, 7]})
+    tiers = [feed(policy, [7]) for _ in range(2000)]  # even full acceptance does not pay
+    assert tiers.count(0) > 0.95 * len(tiers)
+    assert all(steps == 0 or tiers[i + 1] == 0 for i, steps in enumerate(tiers[2:-1], 2))
+
+
+def test_results_of_other_tiers_are_used() -> None:
+    policy = CostAwarePolicy(round_times(LLAMA_8B), 1)
+    before = policy.acceptance
+    for _ in range(20):
+        policy.on_verify_complete([7], executed_steps=7, batch_size=1)
+    assert min(policy.acceptance) > 0.9 > max(before)
+    assert policy.current_steps == 7
+
+
+def test_the_batch_decides_by_its_own_times() -> None:
+    times = RoundTimes({(0, 1): 1.0, (7, 1): 1.1, (0, 8): 1.0, (7, 8): 9.0})
+    policy = CostAwarePolicy(times, 7, {"candidate_steps": [0, 7]})
+    for _ in range(20):
+        policy.on_verify_complete([3], executed_steps=7, batch_size=1)
+    assert [policy.steps_for_batch(n) for n in (1, 2, 8, 1)] == [7, 0, 0, 7]
+    with pytest.raises(ValueError, match="batch_size=9"):
+        policy.steps_for_batch(9)
+
+
+def test_slots_limit_the_candidates() -> None:
+    config = {"1": {}, "4": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [0]}}
+    policy = CostAwarePolicy(round_times(LLAMA_8B), 7, config)
+    for _ in range(300):
+        for size in (1, 5, 8):
+            tier = feed(policy, [2] * size, size)
+            assert tier in {1: (0, 1, 3, 7), 5: (1, 3), 8: (0,)}[size]
+
+
+def test_empty_rounds_change_nothing_and_wrong_ones_are_refused() -> None:
+    policy = CostAwarePolicy(round_times(SMOLLM2), 3)
+    before = policy.state
+    assert not policy.on_verify_complete([], executed_steps=3, batch_size=1)
+    assert policy.state is before
+    for counts, steps in (([4], 3), ([-1], 3), ([1], 0), ([2], 5)):
+        with pytest.raises(ValueError, match="steps="):
+            policy.on_verify_complete(counts, executed_steps=steps, batch_size=1)
+    with pytest.raises(ValueError, match=r"candidate_steps=\[5\] have no round times"):
+        CostAwarePolicy(round_times(SMOLLM2), 3, {"candidate_steps": [1, 5]})
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_the_tier_is_a_candidate_and_the_same_counts_lead_to_the_same_state(
+    data: st.DataObject,
+) -> None:
+    times = round_times(LLAMA_8B)
+    config = {"candidate_steps": data.draw(st.lists(st.sampled_from([0, 1, 3, 7]), min_size=1))}
+    first, second = (CostAwarePolicy(times, 3, config) for _ in range(2))
+    for _ in range(data.draw(st.integers(0, 60))):
+        size = data.draw(st.integers(1, 12))
+        executed = data.draw(st.sampled_from(first.candidate_steps))
+        counts = data.draw(st.lists(st.integers(0, executed), max_size=size))
+        before = first.steps_for_batch(size)
+        changed = first.on_verify_complete(counts, executed_steps=executed, batch_size=size)
+        second.on_verify_complete(counts, executed_steps=executed, batch_size=size)
+        assert first.state == second.state
+        assert first.steps_for_batch(size) in first.candidate_steps
+        assert changed == (first.steps_for_batch(size) != before)
+
+
+def test_policies_do_not_import_jax() -> None:
+    code = (
+        "import sys, types; package = types.ModuleType('specjax');"
+        f"package.__path__ = [{str(ROOT / 'specjax')!r}]; sys.modules['specjax'] = package;"
+        "import specjax.adaptive; sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,91 @@
+"""Throughput of the policies in a model of decoding; see simulation.py."""
+
+from itertools import pairwise
+
+import pytest
+
+from specjax.adaptive import AdaptiveSpeculativeParams, CostAwarePolicy, RoundTimes
+
+from .simulation import LLAMA_8B, SMOLLM2, Phase, Policy, Static, Times, round_times, simulate
+
+TIERS = (0, 1, 3, 7)
+TOKENS = 500  # of each row and phase
+CASES = [(SMOLLM2, 1), (LLAMA_8B, 1), (LLAMA_8B, 8), (LLAMA_8B, 32)]
+IDS = ["smollm2-1", "8b-1", "8b-8", "8b-32"]
+
+
+def acceptance(first: float) -> tuple[float, ...]:
+    """Deeper drafts are a little worse."""
+    return tuple(first * 0.97**i for i in range(7))
+
+
+def transition(low: float, high: float, tokens: int = TOKENS) -> list[Phase]:
+    return [Phase(tokens, acceptance(low)), Phase(tokens, acceptance(high))] * 2
+
+
+def rate(
+    policy: type[CostAwarePolicy] | type[AdaptiveSpeculativeParams] | int,
+    phases: list[Phase],
+    times: RoundTimes,
+    batch_size: int,
+) -> float:
+    seconds = 0.0
+    tokens = 0
+    for seed in range(4 if batch_size == 1 else 1):
+        chosen: Policy
+        if isinstance(policy, int):
+            chosen = Static(policy)
+        elif policy is CostAwarePolicy:
+            chosen = CostAwarePolicy(times, 3)
+        else:
+            chosen = AdaptiveSpeculativeParams(3)
+        outcome = simulate(chosen, phases, times, batch_size=batch_size, seed=seed)
+        seconds += outcome.seconds
+        tokens += outcome.tokens
+    return tokens / seconds
+
+
+@pytest.mark.parametrize(("table", "batch_size"), CASES, ids=IDS)
+@pytest.mark.parametrize(("low", "high"), [(0.03, 0.95), (0.2, 0.8), (0.3, 0.9), (0.35, 0.97)])
+def test_changing_acceptance_beats_every_fixed_tier(
+    table: Times, batch_size: int, low: float, high: float
+) -> None:
+    times = round_times(table)
+    phases = transition(low, high)
+    fixed = [rate(steps, phases, times, batch_size) for steps in TIERS]
+    adaptive = rate(CostAwarePolicy, phases, times, batch_size)
+    assert adaptive >= 1.0 * max(fixed)
+    assert adaptive >= 1.1 * min(fixed)
+    assert adaptive >= 0.97 * fixed[0]
+
+
+@pytest.mark.parametrize(("table", "batch_size"), CASES, ids=IDS)
+@pytest.mark.parametrize("first", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.95])
+def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: float) -> None:
+    times = round_times(table)
+    phases = [Phase(2 * TOKENS, acceptance(first))]
+    fixed = [rate(steps, phases, times, batch_size) for steps in TIERS]
+    adaptive = rate(CostAwarePolicy, phases, times, batch_size)
+    assert adaptive >= 0.96 * max(fixed)
+    assert adaptive >= 0.97 * fixed[0]
+
+
+def test_the_ema_policy_does_not_know_what_a_round_costs() -> None:
+    times = round_times(SMOLLM2)
+    phases = [Phase(TOKENS, acceptance(0.1))]
+    plain = rate(0, phases, times, 1)
+    assert rate(AdaptiveSpeculativeParams, phases, times, 1) < 0.85 * plain
+    assert rate(CostAwarePolicy, phases, times, 1) > 0.97 * plain
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 5])
+def test_late_results_are_put_up_with(delay: int) -> None:
+    times = round_times(SMOLLM2)
+    phases = transition(0.1, 0.9)
+    plain = simulate(Static(0), phases, times).rate
+    outcome = simulate(CostAwarePolicy(times, 3), phases, times, delay=delay)
+    assert outcome.rate > 1.1 * plain
+    # both high phases are found
+    middle = [i for i, steps in enumerate(outcome.tiers) if steps == 7]
+    gaps = [b - a for a, b in pairwise(middle)]
+    assert max(gaps) > 200
