@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.adaptive import SpecRuntimeState
+from specjax.runtime.round_functions import TierRounds
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.slot_tables import MAX_END_TOKENS, MAX_LOGIT_BIAS, HostTables
 from specjax.sampling_params import SamplingParams
@@ -120,17 +122,6 @@ def test_limits_themselves_are_accepted():
     assert wide.is_plain.all()
 
 
-class Spy(dict):
-    """Compiled functions that note what is called."""
-
-    def __init__(self, compiled):
-        self.compiled, self.called = compiled, []
-
-    def __getitem__(self, key):
-        self.called.append(key[0])
-        return self.compiled[key]
-
-
 def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
     """It gives the same tokens, and is left when a row asks for more."""
     made = make_runner()
@@ -138,7 +129,16 @@ def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
     runner = ModelRunner(made.networks, config)
     runner.compile(show_progress=False)
     runner.load(*made.weights)
-    runner.compiled = Spy(runner.compiled)
+    called = []
+
+    def spied(name: str):
+        function = runner.compiled[name, 0, 4]
+        return {4: lambda *args: called.append(name) or function(*args)}
+
+    rounds = TierRounds(any=spied("round"), greedy=spied("greedy_round"), drafting=None)
+    runner.apply_runtime_state(
+        SpecRuntimeState(speculative_num_steps=0, speculative_num_draft_tokens=1, round=rounds)
+    )
     for one in (made, runner):
         one.set_slot(1, GREEDY, seed=0)
         one.set_slot(2, GREEDY, seed=0)
@@ -150,11 +150,10 @@ def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
     runner.set_slot(2, GREEDY, seed=0, top_logprobs=3)
     assert runner.round([1]).read_logprobs() is None
     assert runner.round([1, 2]).read_logprobs() is not None
-    rounds = [name for name in runner.compiled.called if name.endswith("round")]
-    assert rounds == ["greedy_round"] * 3 + ["round"]
+    assert called == ["greedy_round"] * 3 + ["round"]
     # a conditional lets a GPU wait for the host
     for name, is_free in (("greedy_round", True), ("round", False)):
-        text = runner.compiled.compiled[name, 0, 4].as_text()
+        text = runner.compiled[name, 0, 4].as_text()
         assert ("conditional" not in text) == is_free
     made.clear_slot(1)
     made.clear_slot(2)
