@@ -322,10 +322,11 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes = figure.subplots(len(timelines) + 1, squeeze=False)[:, 0]
     for axis, (mode, line) in zip(axes, timelines.items(), strict=False):
         draw_timeline(axis, mode, line)
+        axis.set_xlim(0, max(line["phases"][-1]["end"] for line in timelines.values()))
     draw_bars(axes[-1], result)
     figure.suptitle(
         f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}: "
-        f"{settings['concurrency']} requests at once, {settings['max_tokens']} tokens each"
+        f"{settings['max_tokens']} tokens a request, {settings['concurrency']} at once"
     )
     figure.savefig(path, format="png", dpi=120)
 
@@ -347,10 +348,9 @@ def draw_timeline(axis: Any, mode: str, line: Mapping[str, Any]) -> None:
         statistics.fmean(lengths[max(0, i + 1 - PLOT_WINDOW) : i + 1]) for i in range(len(lengths))
     ]
     verify_times = [record["time"] for record in verified]
-    label = f"accept length, mean of {PLOT_WINDOW} verifies"
+    label = f"accept length,\nmean of {PLOT_WINDOW} verifies"
     axis.plot(verify_times, average, color="tab:red", lw=1.6, label=label)
     axis.set_ylim(0, 1.25 * (max(steps, default=1) + 1))
-    axis.set_xlim(0, line["phases"][-1]["end"])
     axis.set_xlabel("seconds")
     axis.set_title(f"policy {mode}", loc="left", fontsize="medium")
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
@@ -364,7 +364,7 @@ def draw_bars(axis: Any, result: Mapping[str, Any]) -> None:
     for i, mode in enumerate(modes):
         places = [group - 0.4 + (i + 0.5) * width for group in range(len(groups))]
         heights = [rows[mode]["throughput"] for rows in groups.values()]
-        label = f"{mode} steps" if is_steps(mode) else mode
+        label = f"{mode} drafted" if is_steps(mode) else mode
         axis.bar(places, heights, width=0.92 * width, label=label, color=f"C{i}")
     axis.set_xticks(range(len(groups)), list(groups))
     axis.set_ylabel("tokens / s")

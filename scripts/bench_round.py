@@ -167,6 +167,8 @@ def main() -> None:
         "floor ms",
         "ratio",
         "accept length",
+        "ready s",
+        "peak GB",
     ):
         table.add_column(column, justify="right")
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +213,8 @@ def main() -> None:
                     with args.output.open("a") as file:
                         file.write(line + "\n")
                 figures = (on_device, through, floor, through / floor, accept)
-                table.add_row(str(steps), str(batch), *(f"{x:.2f}" for x in figures))
+                sizes = (f"{ready:.0f}", f"{row['peak_gb']:.1f}")
+                table.add_row(str(steps), str(batch), *(f"{x:.2f}" for x in figures), *sizes)
             engine.close()
     console.print(table)
     label = f" (simulated: {args.simulate_accept_length})" if args.simulate_accept_length else ""

@@ -17,8 +17,26 @@ WORKLOADS = {
     "transition": ("low", "high", "low", "high"),
 }
 PROMPTS: dict[str, tuple[str, ...]] = {
-    "high": ("Count from 1 to 100. Write one number on each line and nothing else.",),
-    "low": ("Write a long poem about the sea in winter. Do not repeat any line.",),
+    "high": (
+        "Count from 1 to 100. Write one number on each line and nothing else.",
+        "List the even numbers from 2 to 200, separated by commas.",
+        "Draw a line of 200 stars, like this: * * * * * *",
+        "List the odd numbers from 1 to 199, separated by commas.",
+        "Print the number 1 on 256 lines, one number on each line, and nothing else.",
+        "List the multiples of 5 from 5 to 500, separated by commas.",
+        "Write A B A B A B and go on for 200 letters.",
+        "Write the numbers from 1 to 90 as a numbered list, with the number as a word.",
+    ),
+    "low": (
+        "Describe what a passenger sees from a slow night train across Siberia.",
+        "Tell a story about two sisters who inherit an island and quarrel over a goat.",
+        "Escribe una carta a un amigo sobre un viaje en tren por las montañas.",
+        "Tell me about an old man who repairs umbrellas in Lisbon, and why he stopped.",
+        "Schreibe eine kurze Geschichte über einen Bäcker und einen Drachen.",
+        "Write the opening of a detective novel in which a baker is missing.",
+        "Write about what colours would sound like if they were instruments in an orchestra.",
+        "Tell a strange story about a clockmaker who finds a door in a lake.",
+    ),
 }
 # rounds that one tier runs in the warm-up before the next has its turn
 WARM_UP_ROUNDS = 2

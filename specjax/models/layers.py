@@ -169,11 +169,13 @@ def rope_tables(config: TransformerConfig, positions: jax.Array) -> RopeTables:
 
 
 def rotated(attend: AttendRotated) -> Attend:
-    """The ``attend`` of a function that takes queries and keys already rotated."""
+    """The ``attend`` of a function that takes queries and keys whole and already rotated."""
 
     def rotate_first(
         kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
     ) -> tuple[Any, jax.Array]:
+        if q.ndim == 5:  # partial sums, which only bfloat16 products come as
+            q, k, v = (x.sum(axis=0).astype(jnp.bfloat16) for x in (q, k, v))
         return attend(kv, layer, rotate(q, *rope), rotate(k, *rope), v)
 
     return rotate_first
