@@ -4,9 +4,10 @@
         --repeats 3 --json figures.json --plot tiers.png
 
 All modes run in one process, over the same weights and prompts, each with an engine of its own that
-is warmed up first; every repeat runs the modes in another order, and medians count. `--modes` takes
-`plain` (no drafts), fixed numbers of drafted tokens, and the adaptive policies `cost` and `ema`.
-A policy keeps what it knows from one phase to the next and from one repeat to the next.
+is warmed up first. Each phase is run by all modes before the next one begins, each time in another
+order, so that a drift of the device's clocks meets all of them; medians of the repeats count.
+`--modes` takes `plain` (no drafts), fixed numbers of drafted tokens, and the adaptive policies `cost`
+and `ema`. A policy keeps what it knows from one phase to the next and from one repeat to the next.
 
 The exit status is 1 where float32 texts differ between modes, and 2 for bad input.
 """
@@ -234,15 +235,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         total = args.repeats * len(engines) * len(phases)
         with tqdm(total=total, unit="phase", file=sys.stderr) as bar:
             for repeat in range(args.repeats):
-                shift = repeat % len(args.modes)
-                for mode in args.modes[shift:] + args.modes[:shift]:
+                for mode in args.modes:
                     engines[mode].flush_cache()
-                    done = []
-                    for phase in phases:
+                    runs[mode].append([])
+                for i, phase in enumerate(phases):
+                    shift = (repeat + i) % len(args.modes)
+                    for mode in args.modes[shift:] + args.modes[:shift]:
                         bar.set_description(f"{mode}, {phase.name}")
-                        done.append(run_phase(engines[mode], phase, args))
+                        runs[mode][-1].append(run_phase(engines[mode], phase, args))
                         bar.update()
-                    runs[mode].append(done)
         settings = describe_settings(args, next(iter(engines.values())))
         records = {mode: recorder(engine) for mode, engine in engines.items()}
         policies = {

@@ -188,14 +188,21 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]
     return result
 
 
-def timeline(runs: Sequence[PhaseRun], rounds: Sequence[Round]) -> list[dict[str, float]]:
-    """The rounds of a run, with seconds since its start."""
-    start, end = runs[0].start, runs[-1].start + runs[-1].seconds
-    return [
-        asdict(record) | {"time": record.time - start}
-        for record in rounds
-        if start <= record.time <= end
-    ]
+def timeline(
+    phases: Sequence[Phase], runs: Sequence[PhaseRun], rounds: Sequence[Round]
+) -> dict[str, Any]:
+    """Phases and rounds of a run in seconds since its start, without the time between phases."""
+    marks, records, start = [], [], 0.0
+    for phase, run in zip(phases, runs, strict=True):
+        end = start + run.seconds
+        marks.append({"name": phase.name, "kind": phase.kind, "start": start, "end": end})
+        records += [
+            asdict(record) | {"time": record.time - run.start + start}
+            for record in rounds
+            if run.start <= record.time <= run.start + run.seconds
+        ]
+        start = end
+    return {"phases": marks, "rounds": records}
 
 
 def summarize(
@@ -226,14 +233,7 @@ def summarize(
         if record is not None:
             ordered = sorted(runs[mode], key=lambda run: sum(phase.seconds for phase in run))
             shown = ordered[(len(ordered) - 1) // 2]
-            timelines[mode] = {
-                "phases": [
-                    {"name": p.name, "kind": p.kind, "start": r.start - shown[0].start}
-                    | {"end": r.start + r.seconds - shown[0].start}
-                    for p, r in zip(phases, shown, strict=True)
-                ],
-                "rounds": timeline(shown, record.rounds),
-            }
+            timelines[mode] = timeline(phases, shown, record.rounds)
     return {
         "settings": dict(settings),
         "overall": overall,

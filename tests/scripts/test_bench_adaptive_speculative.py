@@ -8,6 +8,7 @@ import pytest
 
 from specjax.bench_adaptive import (
     PROMPTS,
+    Phase,
     PhaseRun,
     RecordingPolicy,
     Round,
@@ -210,12 +211,17 @@ def test_a_kind_goes_on_with_its_next_prompts(short_prompts):
     assert [phase.name for phase in make_phases("high", 1)] == ["high"]
 
 
-def test_a_timeline_holds_the_rounds_of_its_run():
-    runs = [PhaseRun(10.0, 1.0, [], []), PhaseRun(11.0, 2.0, [], [])]
-    rounds = [Round(time, 3, 1, 2) for time in (9.5, 10.5, 12.5, 13.5)]
-    assert timeline(runs, rounds) == [
-        {"time": time, "steps": 3, "rows": 1, "accepted": 2} for time in (0.5, 2.5)
-    ]
+def test_a_timeline_leaves_out_what_lies_between_phases():
+    phases = [Phase("low", "low", ()), Phase("high", "high", ())]
+    runs = [PhaseRun(10.0, 1.0, [], []), PhaseRun(15.0, 2.0, [], [])]
+    rounds = [Round(time, 3, 1, 2) for time in (9.5, 10.5, 12.5, 16.5, 17.5)]
+    assert timeline(phases, runs, rounds) == {
+        "phases": [
+            {"name": "low", "kind": "low", "start": 0.0, "end": 1.0},
+            {"name": "high", "kind": "high", "start": 1.0, "end": 3.0},
+        ],
+        "rounds": [{"time": time, "steps": 3, "rows": 1, "accepted": 2} for time in (0.5, 2.5)],
+    }
 
 
 class Fixed:
