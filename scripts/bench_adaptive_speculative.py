@@ -6,8 +6,9 @@
 All modes run in one process, over the same weights and prompts, each with an engine of its own that
 is warmed up first. Each phase is run by all modes before the next one begins, each time in another
 order, so that a drift of the device's clocks meets all of them; medians of the repeats count.
-`--modes` takes `plain` (no drafts), fixed numbers of drafted tokens, and the adaptive policies `cost`
-and `ema`. A policy keeps what it knows from one phase to the next and from one repeat to the next.
+`--modes` takes `plain` (no drafts), fixed numbers of drafted tokens, and the adaptive policies
+`cost` and `ema`. A policy keeps what it knows from one phase to the next and from one repeat to the
+next.
 
 The exit status is 1 where float32 texts differ between modes, and 2 for bad input.
 """
@@ -18,9 +19,11 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +310,11 @@ def format_notes(result: Mapping[str, Any]) -> str:
         ratio = depth["high_over_low"]
         suffix = "" if ratio is None else f"; high over low {ratio:.2f}"
         lines.append(f"accept length with {depth['steps']} steps: {lengths}{suffix}")
-    for mode, state in result["policies"].items():
-        tiers = {steps: tier["rounds"] for steps, tier in state["tiers"].items()}
-        lines.append(f"{mode}: {state['switches']} switches, rounds by steps {tiers}")
+    for mode, line in result["timelines"].items():
+        steps = [record["steps"] for record in line["rounds"]]
+        switches = sum(before != after for before, after in pairwise(steps))
+        tiers = dict(sorted(Counter(steps).items()))
+        lines.append(f"{mode}: {switches} switches, rounds by drafted tokens {tiers}")
     lines.append(f"texts equal to those of the first run: {result['equal_share']:.1%}")
     return "\n".join(lines)
 

@@ -4,6 +4,8 @@ from importlib.metadata import version as _version
 
 from specjax.engine import Engine as Engine
 from specjax.sampling_params import SamplingParams as SamplingParams
+from specjax.scheduling.loop import EngineFault as EngineFault
+from specjax.scheduling.scheduler import QueueFullError as QueueFullError
 
 __version__ = _version("specjax")
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["Engine", "EngineFault", "QueueFullError", "SamplingParams", "__version__"]

@@ -175,7 +175,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.algorithm not in ("EAGLE3", "EAGLE"):
             raise ValueError(f"speculative_algorithm={self.algorithm!r} is not 'EAGLE3' or 'EAGLE'")
-        if not isinstance(self.num_steps, int) or not 1 <= self.num_steps <= MAX_STEPS:
+        if type(self.num_steps) is not int or not 1 <= self.num_steps <= MAX_STEPS:
             raise ValueError(
                 f"speculative_num_steps={self.num_steps} must be an integer from 1 to {MAX_STEPS}; "
                 "set speculative_algorithm=None to decode without speculation"

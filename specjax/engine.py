@@ -15,7 +15,7 @@ from specjax.diagnostics import two_best
 from specjax.engine_adaptive import make_controller
 from specjax.engine_args import EngineArgs
 from specjax.engine_parts import EngineParts, build_parts
-from specjax.inputs import Messages
+from specjax.inputs import Messages, check_ids
 from specjax.request_factory import Params, RequestFactory
 from specjax.runtime.metrics import EngineMetrics
 from specjax.runtime.paging import PageAllocator
@@ -192,6 +192,7 @@ class Engine:
 
         Raises:
             ValueError: for inputs or parameters that cannot be served.
+            QueueFullError: if ``max_waiting_requests`` wait already.
             EngineFault: if the engine failed while it ran the requests, or before.
         """
         self._need_open()
@@ -252,7 +253,7 @@ class Engine:
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """:meth:`abort` under SGLang's name; with ``abort_all`` every request ends."""
-        if not isinstance(rid, str) or bool(rid) == abort_all:
+        if not isinstance(rid, str) or not isinstance(abort_all, bool) or bool(rid) == abort_all:
             raise ValueError(f"rid={rid!r}, abort_all={abort_all}: give one of them")
         self._loop.abort_rid(None if abort_all else rid)
 
@@ -262,7 +263,8 @@ class Engine:
         Running requests keep their text, and compute its KV again.
         """
         self._need_open()
-        self._loop.run(self._scheduler.flush_cache)
+        # half a flush has lost results that requests wait for
+        self._loop.run(self._scheduler.flush_cache, is_vital=True)
 
     def update_weights_from_disk(
         self,
@@ -322,6 +324,7 @@ class Engine:
         """
         self._need_open()
         nets = self.runner.networks
+        check_ids(input_ids, self.target.config.vocab_size, self.context_length)
         return two_best(nets.target, self.runner.weights[0], list(input_ids))
 
     def close(self) -> None:

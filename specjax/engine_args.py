@@ -11,6 +11,7 @@ from specjax.config import MAX_STEPS, SpeculativeConfig
 
 DEFAULT_NUM_STEPS = 5
 DEFAULT_POLICY = "cost"
+PATHS = ("model", "draft", "compile_cache_dir")
 BOOLS = (
     "speculative_adaptive",
     "disable_radix_cache",
@@ -120,6 +121,19 @@ class EngineArgs:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in optional):
                 raise ValueError(f"{name}={value!r} must be a bool")
+        for name in PATHS:
+            value = getattr(self, name)
+            if not isinstance(value, str | PathLike) and (value is not None or name == "model"):
+                raise ValueError(f"{name}={value!r} must be a text or a path")
+        for name in ("draft_rope_theta", "mem_fraction_static"):
+            value = getattr(self, name)
+            if value is not None and not _is_number(value):
+                raise ValueError(f"{name}={value!r} must be a number")
+        buckets = self.batch_buckets
+        if buckets is not None and not (
+            isinstance(buckets, Sequence) and all(type(size) is int for size in buckets)
+        ):
+            raise ValueError(f"batch_buckets={buckets!r} must be a list of integers")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format={self.load_format!r} is not 'auto' or 'dummy'")
         check_timeout("request_timeout", self.request_timeout)
@@ -205,4 +219,4 @@ def check_timeout(name: str, seconds: float | None) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf

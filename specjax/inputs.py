@@ -103,11 +103,15 @@ def _id_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
     is_batch = _is_list(plain) and len(plain) > 0 and not isinstance(plain[0], int | np.integer)
     rows = [_without_arrays(row) for row in plain] if is_batch else [plain]
     for row in rows:
-        if not _is_list(row) or not all(isinstance(i, int | np.integer) for i in row):
+        if not _is_list(row) or not all(_is_id(i) for i in row):
             raise ValueError(
                 f"input_ids={input_ids!r} must be a list of token ids or a list of such lists"
             )
     return [[int(i) for i in row] for row in rows], is_batch
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _without_arrays(value: Any) -> Any:

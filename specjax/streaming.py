@@ -101,6 +101,8 @@ def _streaming_call(batch: Batch, deliver: Any) -> Call:
 @contextmanager
 def _submitted(loop: EngineLoop, call: Call) -> Iterator[None]:
     """Submit a call, and abort it where the block is left before it is over."""
+    for request in call.requests:
+        request.arrive()
     try:
         loop.submit(call)
         yield

@@ -118,6 +118,8 @@ def weights_from_tensors(
     if flat is None:
         raise ValueError("draft=True, but the engine decodes plainly and has no draft head")
     tensors = {name: _as_array(name, value) for name, value in dict(named_tensors).items()}
+    if not tensors:
+        raise ValueError("named_tensors are empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     weights = {name: tensor for name, tensor in tensors.items() if name in abstract}
     rest = {name: tensor for name, tensor in tensors.items() if name not in abstract}

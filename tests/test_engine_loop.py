@@ -167,7 +167,8 @@ def test_a_fault_reaches_every_caller_and_every_later_one(files, engine, monkeyp
         ]
         errors = [future.exception(SECONDS) for future in futures]
     later: list[Callable[[], Any]] = [whole_call, streamed, from_asyncio, streamed_in_asyncio]
-    later.append(lambda: made.update_weights_from_tensor({}))
+    name, weight = made.runner.networks.target.names[0], made.runner.weights[0][0]
+    later.append(lambda: made.update_weights_from_tensor({name: weight}))
     for function in later:
         with pytest.raises(EngineFault) as caught:
             function()

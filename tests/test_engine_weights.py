@@ -275,6 +275,36 @@ def test_a_plain_engine_has_no_draft(files, old_engine) -> None:
         plain.flush_cache()
 
 
+def test_a_flush_that_fails_is_a_fault_of_all(files, old_engine, monkeypatch) -> None:
+    """Results that were lost half-way must leave nobody waiting."""
+    with files.small(share_weights_with=old_engine, overlap=True) as engine:
+        scheduler = engine._scheduler
+        flush = scheduler.flush_cache
+
+        def fail(entry: Any) -> Any:
+            raise OSError("the read failed")
+
+        def failing_flush() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler._reader, "fetch", fail)
+                flush()
+
+        monkeypatch.setattr(scheduler, "flush_cache", failing_flush)
+        stream = engine.generate(input_ids=[3, 4, 5], sampling_params=LONG, stream=True)
+        next(stream)
+        with pytest.raises(OSError, match="the read failed"):
+            engine.flush_cache()
+        with pytest.raises(EngineFault, match="the read failed"):
+            list(stream)
+        with pytest.raises(EngineFault):
+            engine.generate("hello", GREEDY)
+
+
+def test_nothing_to_replace_is_refused(engine) -> None:
+    with pytest.raises(ValueError, match="named_tensors are empty"):
+        engine.update_weights_from_tensor({})
+
+
 def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatch) -> None:
     """The weights are a mixture then, which nobody should be served from."""
     names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]

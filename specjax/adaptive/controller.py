@@ -89,7 +89,8 @@ class AdaptiveController:
         self.worker = worker
         self.policy = policy
         self.switches = 0
-        self.tiers: dict[int, TierCounts] = {}
+        # all of them from the start, since other threads read the figures
+        self.tiers = {steps: TierCounts() for steps in policy.candidate_steps}
         self._ema = 0.0
         self._draft_tokens = draft_tokens
         self._states: dict[int, SpecRuntimeState] = {}
@@ -150,7 +151,7 @@ class AdaptiveController:
                 f"num_accepted_drafts={num_accepted_drafts} must be within 0 and "
                 f"executed_steps={executed_steps}"
             )
-        tier = self.tiers.setdefault(executed_steps, TierCounts())
+        tier = self.tiers[executed_steps]
         tier.rounds += 1
         tier.proposed += executed_steps * len(num_accepted_drafts)
         tier.accepted += sum(num_accepted_drafts)
@@ -213,6 +214,7 @@ class AdaptiveController:
                     "accepted_drafts": tier.accepted,
                 }
                 for steps, tier in sorted(self.tiers.items())
+                if tier.rounds
             },
             **self.policy.describe(),
         }

@@ -1,5 +1,6 @@
 """An engine's figures as Prometheus families, under SGLang's names with the prefix ``specjax:``."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
@@ -48,7 +49,8 @@ class TotalsCollector(Collector):
         max_total_tokens: int,
         controller: AdaptiveController | None,
     ) -> None:
-        self._controller = controller
+        # a registry that outlives its engine must not keep the device's memory
+        self._controller = None if controller is None else weakref.ref(controller)
         self._read = read
         self._labels = {"model_name": model_name}
         self._max_total_tokens = max_total_tokens
@@ -81,8 +83,9 @@ class TotalsCollector(Collector):
             ("spec_accepted_drafts", now.num_accepted_drafts, "Drafts that were accepted."),
         ):
             yield self._family(CounterMetricFamily, name, value, help_text)
-        if self._controller is not None:
-            yield from self._adaptive(self._controller)
+        controller = None if self._controller is None else self._controller()
+        if controller is not None:
+            yield from self._adaptive(controller)
         yield self._by_mode(now)
         for name, histogram, help_text in (
             ("queue_time", now.queue_time, "From a request's making to its prefill."),

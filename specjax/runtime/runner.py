@@ -51,8 +51,9 @@ class ModelRunner:
         self._sampling: SamplingTable | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._state: Any = None
-        # the state of the last round, where it left nothing to draft from
+        # slots whose last round left nothing to draft from, and the state that it ran with
         self._resting: Any = None
+        self._rested: set[int] = set()
 
     @property
     def abstract_state(self) -> tuple[KVPools, FutureMap]:
@@ -117,7 +118,7 @@ class ModelRunner:
             rows = replace(future.rows, seq_lens=seq_lens)
             future = replace(future, rows=rows, remaining=remaining)
         self.future = jax.device_put(future)
-        self._resting = None
+        self._rested.clear()
 
     def unload(self) -> None:
         """Let weights and pools go."""
@@ -203,6 +204,7 @@ class ModelRunner:
         """Detach a slot from its pages; what is still in flight ran before any new owner."""
         self.set_slot(slot, GREEDY, seed=0)
         self.set_pages(slot, ())
+        self._rested.discard(slot)
 
     def _view_of(self, tables: HostTables) -> PageView:
         page_table = jax.device_put(tables.page_table.copy())
@@ -241,6 +243,7 @@ class ModelRunner:
         Returns:
             i32 ``[1]``: the first sampled token, where the prompt ends.
         """
+        self._rested.discard(slot)
         width = pick_bucket(len(tokens), self.config.prefill_buckets)
         padded = np.zeros(width + 1, np.int32)
         padded[: len(tokens)] = tokens
@@ -302,14 +305,16 @@ class ModelRunner:
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         state = self._state
-        if self._resting is not None and state.speculative_num_steps > 0:
+        if state.speculative_num_steps > 0 and not self._rested.isdisjoint(slots):
             state = self._resting
             functions = state.round.drafting
-            self._resting = None
+            self._rested.difference_update(slots)
         else:
             is_plain = self.tables.is_plain[list(slots)].all()
             functions = (state.round.greedy if is_plain else None) or state.round.any
-            self._resting = None if state.round.drafting is None else state
+            if state.round.drafting is not None:
+                self._resting = state
+                self._rested.update(slots)
         self.pools, self.future, out = functions[batch](
             *self._inputs(), self._padded_slots(slots, batch)
         )

@@ -113,7 +113,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: list[Call] = []
-        self._by_rid: dict[str, Request] = {}
+        self._by_rid: dict[str, list[Request]] = {}  # by id and by group
         self._fault: BaseException | None = None
         self._is_stopping = False
         self._has_ended = False
@@ -211,16 +211,19 @@ class EngineLoop:
             return
         added: list[Request] = []
         try:
-            for request in call.requests:
-                other = self._by_rid.get(request.rid)
-                if other is not None and not other.is_finished:
-                    raise ValueError(f"rid={request.rid!r} is that of a request that still runs")
+            for name in {*(request.rid for request in call.requests), *call.groups}:
+                if not all(other.is_finished for other in self._by_rid.get(name, ())):
+                    raise ValueError(f"rid={name!r} is that of a request that still runs")
+            for request, names in _named(call):
+                if not all(other.is_finished for other in self._by_rid.get(request.rid, ())):
+                    raise ValueError(f"rid={request.rid!r} is given twice")
                 self._scheduler.add(request)
                 added.append(request)
-                self._by_rid[request.rid] = request
+                for name in names:
+                    self._by_rid.setdefault(name, []).append(request)
         except Exception as error:
             self._end(added)
-            self._forget(added)
+            self._forget(call)
             call.fail(error)
         else:
             self._calls.append(call)
@@ -267,10 +270,14 @@ class EngineLoop:
             if not request.is_finished:
                 self._scheduler.abort(request)
 
-    def _forget(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            if self._by_rid.get(request.rid) is request:
-                del self._by_rid[request.rid]
+    def _forget(self, call: Call) -> None:
+        for request, names in _named(call):
+            for name in names:
+                users = self._by_rid.get(name, [])
+                if request in users:
+                    users.remove(request)
+                    if not users:
+                        del self._by_rid[name]
 
     def _publish(self) -> None:
         unheard = [call for call in self._calls if not call.publish()]
@@ -281,7 +288,7 @@ class EngineLoop:
         if over:
             self._calls = [call for call in self._calls if not call.is_over]
             for call in over:
-                self._forget(call.requests)
+                self._forget(call)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the engine loop failed", exc_info=error)
@@ -304,3 +311,10 @@ class EngineLoop:
         fault = EngineFault(f"the engine loop failed: {self._fault!r}; make a new engine")
         fault.__cause__ = self._fault
         return fault
+
+
+def _named(call: Call) -> Iterable[tuple[Request, set[str]]]:
+    """Each request of a call with the ids that it can be aborted by."""
+    groups = call.groups or [request.rid for request in call.requests]
+    for request, group in zip(call.requests, groups, strict=True):
+        yield request, {request.rid, group}

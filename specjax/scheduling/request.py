@@ -102,6 +102,10 @@ class Request:
         """Text of the completion so far."""
         return self._text.text
 
+    def arrive(self) -> None:
+        """Count times from now on: the request is handed in, which may be later than made."""
+        self.created_time = self._clock()
+
     def append_first(self, token: int, logprobs: HostLogprobs | None = None) -> None:
         """Take the token that prefill sampled, with log probabilities ``[1]``."""
         self._append(token, is_draft=False)
@@ -169,7 +173,7 @@ class Request:
         """What the caller gets: text, completion ids and ``meta_info``, cumulative.
 
         ``cached_tokens`` counts prompt tokens whose KV was in the prefix cache. Times are in
-        seconds from when the request was made; ``None`` for what has not happened.
+        seconds from when the request was handed in; ``None`` for what has not happened.
         """
         now = self._clock() if self.ended_time is None else self.ended_time
         meta: dict[str, Any] = {

@@ -21,6 +21,8 @@ from specjax.scheduling.prefix_cache import PrefixCache
 from specjax.scheduling.request import Request
 from specjax.scheduling.row import Row
 
+RETRY_STEPS = 32
+
 
 class QueueFullError(RuntimeError):
     """A request came while as many wait as may."""
@@ -79,8 +81,10 @@ class Scheduler:
         self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
         self._in_flight: deque[InFlight] = deque()
         self._deadlines = Deadlines()
-        # the next request waits for pages, which only come when a running one gives some back
+        # the next request waits for pages: until a running one gives some back, or for so many
+        # steps, after which less may be held back
         self._is_blocked = False
+        self._steps_blocked = 0
 
     @property
     def has_work(self) -> bool:
@@ -154,12 +158,20 @@ class Scheduler:
         if self._deadlines:
             for request in self._deadlines.expired(self._clock()):
                 self.abort(request, f"the timeout of {request.timeout} s has passed")
+        has_unread = bool(self._in_flight)
+        self._steps_blocked = self._steps_blocked + 1 if self._is_blocked else 0
+        if self._steps_blocked == RETRY_STEPS:
+            self._is_blocked = False
         has_dispatched = self._prefill()
         rows = self._rows_with_pages()
         if rows:
             self._dispatch_round(rows)
         # with nothing new to compute the device would idle while the host waits to read
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
+        if self._running and not (has_dispatched or rows or has_unread):
+            raise RuntimeError(
+                f"request {self._running[0].request.rid!r} waits for results that were lost"
+            )
         self._report_queue()
 
     def flush_cache(self) -> None:

@@ -163,7 +163,7 @@ def test_drafting_begins_where_it_would_have_been() -> None:
     assert start(runner) == tokens[0]
     drafting = runner.build_adaptive_runtime_state(0, 1)
     for token in tokens[1:]:
-        runner._resting = drafting
+        runner._resting, runner._rested = drafting, {1}
         runner.apply_runtime_state(runner.build_adaptive_runtime_state(4, 5))
         assert runner.round([1]).read()[0, 0].tolist() == [token, 0, 1]
     whole = jax.tree.map(lambda leaf: np.asarray(leaf[1]), runner.future.rows)
@@ -172,6 +172,17 @@ def test_drafting_begins_where_it_would_have_been() -> None:
     always = np.asarray(runner.pools.draft)[:, 4 : 4 + len(PROMPTS[0]) + 7]
     np.testing.assert_allclose(rests, always, atol=1e-5)
     assert tokens == expected[: len(tokens)]
+    runner.clear_slot(1)
+    runner.reset_rows()
+
+
+def test_rows_that_did_not_rest_draft_at_once() -> None:
+    runner = tier_runner()
+    start(runner)
+    assert dispatched(runner, 0).tolist()[1:] == [0, 1]
+    start(runner)  # another request in the same slot
+    runner.apply_runtime_state(runner.build_adaptive_runtime_state(4, 5))
+    assert runner.round([1]).num_steps == 4
     runner.clear_slot(1)
     runner.reset_rows()
 

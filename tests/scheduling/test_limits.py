@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.sampling_params import SamplingParams
+from specjax.scheduling import page_budget
+from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.scheduler import QueueFullError
 
 from ..copying import plain_output
@@ -128,3 +130,31 @@ def test_no_round_in_vain(num_steps, rounds, run_ahead) -> None:
     assert serving.watched.calls.count("round") <= most
     if num_steps == 0:
         assert serving.watched.calls.count("round") == 7
+
+
+def test_a_blocked_queue_is_tried_again(monkeypatch) -> None:
+    """What is held back for running requests shrinks while none of them ends."""
+    monkeypatch.setattr(page_budget, "HELD_BACK_START", 1.0)
+    monkeypatch.setattr(page_budget, "HELD_BACK_DECAY", 0.5)
+    monkeypatch.setattr(scheduler_module, "RETRY_STEPS", 4)
+    serving = Serving(num_pages=1 + 40, num_steps=0)
+    first, second = serving.add(PROMPTS[:2], replace(GREEDY, max_new_tokens=100))
+    serving.step()
+    assert serving.scheduler.num_waiting == 1
+    for _ in range(8):
+        serving.step()
+    assert serving.scheduler.num_waiting == 0
+    assert not first.is_finished
+    serving.finish()
+    assert len(first.output_ids) == len(second.output_ids) == 100
+
+
+def test_lost_results_are_a_fault_and_no_standstill() -> None:
+    serving = Serving(run_ahead=1)
+    serving.add(PROMPTS[:1], replace(GREEDY, max_new_tokens=2))
+    serving.scheduler.step()
+    serving.scheduler._in_flight.clear()
+    with pytest.raises(RuntimeError, match="results that were lost"):
+        serving.scheduler.step()
+    serving.scheduler.fail_all("lost")
+    serving.check_clean()
