@@ -1,10 +1,14 @@
 """Test-wide settings: everything runs on the CPU unless a GPU is asked for."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
+
+MANY_MAPPINGS = 15_000
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,15 +29,27 @@ def _strict_dtypes():
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_executables(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Executables of a module go with it.
+    """Executables of a module go with it, and those that modules share where there are many.
 
     On a CPU each takes several memory mappings, and a process that has used up the 65,530 that
     Linux grants crashes inside the compiler.
     """
     yield
-    for value in vars(request.module).values():
-        clear = getattr(value, "cache_clear", None)
-        if clear is not None and getattr(value, "__module__", None) == request.module.__name__:
-            clear()
+    modules = [request.module]
+    if num_mappings() > MANY_MAPPINGS:
+        modules = [module for name, module in sys.modules.items() if name.startswith("tests.")]
+    for module in modules:
+        for value in list(vars(module).values()):
+            clear = getattr(value, "cache_clear", None)
+            if clear is not None and value.__module__ == module.__name__:
+                clear()
     jax.clear_caches()
     gc.collect()
+
+
+def num_mappings() -> int:
+    """Memory mappings of this process; 0 where the system does not tell."""
+    try:
+        return len(Path("/proc/self/maps").read_bytes().splitlines())
+    except OSError:
+        return 0
