@@ -7,6 +7,11 @@ from pathlib import Path
 
 import jax
 import pytest
+from hypothesis import settings
+
+# the same examples in every run
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 MANY_MAPPINGS = 15_000
 
