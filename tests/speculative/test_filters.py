@@ -29,8 +29,8 @@ def kept(logits, top_k, top_p=1.0, min_p=0.0):
     return set(np.flatnonzero(finite).tolist())
 
 
-# few distinct values make ties; the wide ones are spread over many exponents and both signs, without
-# subnormal floats, which count as zero
+# few distinct values make ties; the wide ones are spread over many exponents and both signs, but
+# for subnormal floats, which count as zero
 TIED = st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 2.0, -INF])
 WIDE = st.floats(-80, 80, width=32, allow_subnormal=False)
 
