@@ -207,6 +207,8 @@ def test_closing_ends_what_runs_in_other_threads(files, engine, monkeypatch) -> 
 
 def test_ctrl_c_ends_the_callers_requests_only(engine, monkeypatch) -> None:
     """A signal in the main thread, while the engine's thread is inside a step."""
+    # a shell's background jobs ignore the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     hold = Hold(engine, monkeypatch)
     main = threading.main_thread().ident
     assert main is not None
@@ -220,6 +222,7 @@ def test_ctrl_c_ends_the_callers_requests_only(engine, monkeypatch) -> None:
     with in_thread(lambda: engine.generate("hello", LONG)) as other, in_thread(interrupt):
         with pytest.raises(KeyboardInterrupt):
             engine.generate(["x", "y"], LONG)
+        signal.signal(signal.SIGINT, before)
         hold.go.set()
         result = other.result(SECONDS)
     assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 110}
