@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -156,9 +157,11 @@ class EngineArgs:
                     f"speculative_num_steps + 1 = {most + 1}"
                 )
 
-    @property
+    @cached_property
     def adaptive(self) -> AdaptiveConfig | None:
         """How the drafted tokens are chosen; ``None`` where they stay as they are.
+
+        A file is read once, so that tiers and policy come from the same values.
 
         Raises:
             ValueError: for a configuration that is not valid.

@@ -233,16 +233,11 @@ class EngineLoop:
             self._end(requests)
 
     def _abort_rid(self, rid: str | None) -> None:
+        if rid is not None:
+            self._abort(self._by_rid.get(rid, ()))
+            return
         for call in self._calls:
-            if rid is None:
-                self._abort(call.requests)
-            else:
-                self._abort(request for request in call.requests if request.rid == rid)
-                self._abort(
-                    request
-                    for request, group in zip(call.requests, call.groups, strict=False)
-                    if group == rid
-                )
+            self._abort(call.requests)
 
     def _answer(
         self,
