@@ -1,6 +1,7 @@
 """Arguments of an engine that are refused before a model is opened."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def test_speculation_is_resolved() -> None:
 
 
 def test_every_argument_is_described() -> None:
-    assert EngineArgs.__doc__ is not None
+    described = inspect.getdoc(EngineArgs)
+    assert described is not None
     for field in dataclasses.fields(EngineArgs):
-        assert f"        {field.name}: " in EngineArgs.__doc__
+        assert f"\n    {field.name}: " in described
