@@ -80,12 +80,16 @@ class EngineMetrics:
         with self._lock:
             totals = self._totals
             self._throughput.resume(now)
-            totals.prefilled_tokens += num_prompt_tokens - num_cached_tokens
             totals.reused_tokens += num_cached_tokens
             if queue_seconds is not None:
                 totals.prompt_tokens += num_prompt_tokens
                 totals.cached_tokens += num_cached_tokens
                 totals.queue_time.observe(queue_seconds)
+
+    def tokens_prefilled(self, num_tokens: int) -> None:
+        """Count a prefill chunk."""
+        with self._lock:
+            self._totals.prefilled_tokens += num_tokens
 
     def first_token(self, seconds: float) -> None:
         """Count a first token."""

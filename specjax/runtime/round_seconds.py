@@ -1,7 +1,6 @@
 """How long a round takes on this device, for every tier and batch bucket."""
 
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -19,7 +18,8 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     """Seconds a round by (drafted tokens, batch bucket): the median of a few stretches.
 
     Rounds are dispatched without a read in between, as serving does. The rows are greedy, over
-    zeroed or left-over KV, whose values do not change the time.
+    zeroed or left-over KV, whose values do not change the time. Every pair has a stretch before any
+    has its next, so that what slows the device down for a while meets all of them.
 
     Args:
         runner: compiled and loaded, without requests; afterwards it is as if nothing had happened,
@@ -27,46 +27,55 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     """
     config = runner.config
     before = runner.speculative_num_steps
-    seconds = {}
-    for steps in config.tiers:
-        runner.apply_runtime_state(runner.build_adaptive_runtime_state(steps, steps + 1))
-        for bucket in config.batch_buckets:
-            slots = range(1, min(bucket, config.num_slots - 1) + 1)
-            seconds[steps, bucket] = _measure(runner, slots)
+    pairs = [(steps, bucket) for steps in config.tiers for bucket in config.batch_buckets]
+    counts = {pair: _stretch_length(runner, *pair) for pair in pairs}
+    stretches = [
+        {pair: _run(runner, *pair, counts[pair]) for pair in pairs} for _ in range(STRETCHES)
+    ]
     runner.apply_runtime_state(runner.build_adaptive_runtime_state(before, before + 1))
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
-    return seconds
-
-
-def _measure(runner: ModelRunner, slots: Sequence[int]) -> float:
-    config = runner.config
-    advance = config.rounds_per_dispatch * (config.num_steps + 1)
-    pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
-    room = pages * config.page_size
-    # one row more than the warm-up and a stretch may fill
-    filled = max(1, min(CONTEXT, room - 2 * advance))
-    most = max(1, min(MOST_DISPATCHES, (room - filled) // advance - 2))
-
-    def prepare() -> None:
-        lens, remaining = np.zeros((2, config.num_slots), np.int32)
-        for i, slot in enumerate(slots):
-            lens[slot], remaining[slot] = filled, UNLIMITED
-            runner.set_pages(slot, range(1 + i * pages, 1 + (i + 1) * pages))
-        runner.reset_rows(lens, remaining)
-
-    def run(count: int) -> float:
-        prepare()
-        runner.round(list(slots)).read()
-        started = time.perf_counter()
-        for _ in range(count):
-            last = runner.round(list(slots))
-        last.read()
-        return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)
-
-    once = run(1) * config.rounds_per_dispatch
-    count = max(1, min(most, round(SECONDS / STRETCHES / once)))
-    times = [run(count) for _ in range(STRETCHES)]
     jax.block_until_ready(runner.pools)
-    return float(np.median(times))
+    return {pair: float(np.median([times[pair] for times in stretches])) for pair in pairs}
+
+
+def _stretch_length(runner: ModelRunner, steps: int, bucket: int) -> int:
+    # the first dispatches of a function load it and capture its graphs
+    _run(runner, steps, bucket, 1)
+    once = _run(runner, steps, bucket, 1) * runner.config.rounds_per_dispatch
+    most = _room(runner.config, bucket)[2]
+    return max(1, min(most, round(SECONDS / STRETCHES / once)))
+
+
+def _room(config: RunnerConfig, bucket: int) -> tuple[int, int, int]:
+    """Pages and tokens of each row, and how many dispatches then have room."""
+    advance = config.rounds_per_dispatch * (config.num_steps + 1)
+    pages = min(config.pages_per_request, (config.num_pages - 1) // _num_rows(config, bucket))
+    room = pages * config.page_size
+    # one dispatch more than a stretch, to warm up
+    filled = max(1, min(CONTEXT, room - 2 * advance))
+    return pages, filled, max(1, min(MOST_DISPATCHES, (room - filled) // advance - 2))
+
+
+def _num_rows(config: RunnerConfig, bucket: int) -> int:
+    return min(bucket, config.num_slots - 1)
+
+
+def _run(runner: ModelRunner, steps: int, bucket: int, count: int) -> float:
+    """Seconds a round over ``count`` dispatches behind one that is not counted."""
+    config = runner.config
+    pages, filled, _ = _room(config, bucket)
+    slots = list(range(1, _num_rows(config, bucket) + 1))
+    lens, remaining = np.zeros((2, config.num_slots), np.int32)
+    for i, slot in enumerate(slots):
+        lens[slot], remaining[slot] = filled, UNLIMITED
+        runner.set_pages(slot, range(1 + i * pages, 1 + (i + 1) * pages))
+    runner.reset_rows(lens, remaining)
+    runner.apply_runtime_state(runner.build_adaptive_runtime_state(steps, steps + 1))
+    runner.round(slots).read()
+    started = time.perf_counter()
+    for _ in range(count):
+        last = runner.round(slots)
+    last.read()
+    return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)

@@ -24,6 +24,9 @@ class SchedulerMetrics(Protocol):
         ``None``; its output so far is part of its prompt then.
         """
 
+    def tokens_prefilled(self, num_tokens: int) -> None:
+        """A prefill chunk of so many tokens was dispatched."""
+
     def first_token(self, seconds: float) -> None:
         """A request got its first token, this long after it was made."""
 
@@ -55,6 +58,9 @@ class NoMetrics:
     def request_admitted(
         self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None
     ) -> None:
+        """Forget it."""
+
+    def tokens_prefilled(self, num_tokens: int) -> None:
         """Forget it."""
 
     def first_token(self, seconds: float) -> None:

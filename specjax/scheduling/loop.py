@@ -209,7 +209,6 @@ class EngineLoop:
         if not self._is_usable:
             call.fail(self._refusal())
             return
-        added: list[Request] = []
         try:
             for name in {*(request.rid for request in call.requests), *call.groups}:
                 if not all(other.is_finished for other in self._by_rid.get(name, ())):
@@ -217,12 +216,10 @@ class EngineLoop:
             for request, names in _named(call):
                 if not all(other.is_finished for other in self._by_rid.get(request.rid, ())):
                     raise ValueError(f"rid={request.rid!r} is given twice")
-                self._scheduler.add(request)
-                added.append(request)
                 for name in names:
                     self._by_rid.setdefault(name, []).append(request)
+            self._scheduler.add(*call.requests)
         except Exception as error:
-            self._end(added)
             self._forget(call)
             call.fail(error)
         else:

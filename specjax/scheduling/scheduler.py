@@ -124,21 +124,23 @@ class Scheduler:
                 "max_total_tokens or mem_fraction_static"
             )
 
-    def add(self, request: Request) -> None:
-        """Queue a request that passed :meth:`check`.
+    def add(self, *requests: Request) -> None:
+        """Queue requests that passed :meth:`check`, all of them or none.
 
         Raises:
-            QueueFullError: if ``max_waiting_requests`` wait already and no slot is free.
+            QueueFullError: if more than ``max_waiting_requests`` would wait and find no free slot.
         """
-        limit = self._max_waiting
+        limit, count = self._max_waiting, len(self._waiting)
         # those that the next step can give a slot do not count as waiting
-        if limit is not None and len(self._waiting) >= limit + len(self._free_slots):
+        if limit is not None and count + len(requests) > limit + len(self._free_slots):
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait already for {len(self._free_slots)} places, "
-                f"and max_waiting_requests={limit}; send fewer at once or raise it"
+                f"{count} requests wait already for {len(self._free_slots)} places, "
+                f"{len(requests)} more came and max_waiting_requests={limit}; send fewer at once "
+                "or raise it"
             )
-        self._waiting.append(request)
-        self._deadlines.watch(request)
+        self._waiting.extend(requests)
+        for request in requests:
+            self._deadlines.watch(request)
 
     def abort(self, request: Request, message: str | None = None) -> None:
         """End a request wherever it is; the text so far stays."""
@@ -260,6 +262,7 @@ class Scheduler:
             row.request.num_left,
         )
         row.kv_len = min(end, len(row.text))
+        self._metrics.tokens_prefilled(row.kv_len - start)
         row.awaits_first = is_last
         self._in_flight.append(InFlight((row,), result, is_round=False, is_last_chunk=is_last))
         if is_last:

@@ -18,7 +18,7 @@ from specjax.sampling_params import SamplingParams
 from ..copying import copied_weights, plain_output, plain_outputs
 from ..scheduling.serving import Serving
 from ..settings import counted_compilations
-from ..tiny import EAGLE3, TARGET, Networks, make_runner
+from ..tiny import EAGLE3, TARGET, Networks, make_request, make_runner
 
 TIERS = (0, 1, 3, 4)
 RNG = np.random.default_rng(21)
@@ -79,6 +79,12 @@ def random_steps(seed: int) -> Any:
         yield last
 
 
+def stretches(rng: random.Random) -> Any:
+    """Tiers that stay for some rounds, often without drafts."""
+    while True:
+        yield from [rng.choice((*TIERS, 0))] * rng.randint(1, 6)
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("rounds", "run_ahead"), [(1, 0), (1, 1), (1, 2), (3, 1)])
 def test_forced_switches_change_no_token(rounds, run_ahead, params) -> None:
@@ -114,6 +120,61 @@ def test_the_policy_hears_of_every_round_and_what_it_ran_with() -> None:
     # the last round of a request may bring more than is kept
     heard = sum(sum(counts) for counts, _, _ in policy.heard)
     assert correct <= heard <= correct + 4 * 3
+
+
+def test_the_policy_hears_nothing_of_requests_that_ended() -> None:
+    """A round is in flight when one of its requests is aborted."""
+    serving, policy = serving_with(random_steps(6), run_ahead=2)
+    requests = serving.add(PROMPTS[:3], GREEDY)
+    while len(policy.heard) < 8:
+        serving.step()
+    serving.scheduler.abort(requests[1])
+    heard = len(policy.heard)
+    serving.step()
+    serving.step()
+    assert len(policy.heard) > heard
+    for counts, _, batch_size in policy.heard[heard:]:
+        assert len(counts) == 2
+        assert batch_size in (2, 3)
+    assert policy.heard[heard][2] == 3
+    serving.finish()
+
+
+@pytest.mark.parametrize(("rounds", "run_ahead"), [(1, 0), (1, 1), (1, 2), (3, 1)])
+def test_switches_beside_all_that_a_scheduler_does(rounds, run_ahead) -> None:
+    """Retractions, prefixes out of the cache, flushes and aborts, with tiers that go up and down.
+
+    A request that resumes, or reads another's draft KV, may do so between any two tiers.
+    """
+    rng = random.Random(rounds + run_ahead)
+    serving, policy = serving_with(
+        stretches(rng), rounds=rounds, run_ahead=run_ahead, num_pages=1 + 25, is_cached=True
+    )
+    prompts = [text for prompt in PROMPTS for text in (prompt, [*prompt, 9, 9], prompt)]
+    params = [GREEDY, SEEDED]
+    requests = [
+        make_request(prompt, params[i % 2], seed=i % 5, width=TIERS[-1])
+        for i, prompt in enumerate(prompts)
+    ]
+    serving.add_all(requests)
+    num_steps = 0
+    while serving.scheduler.has_work:
+        serving.step()
+        num_steps += 1
+        if num_steps % 60 == 0:
+            serving.scheduler.flush_cache()
+        if num_steps % 50 == 0 and serving.running:
+            serving.scheduler.abort(rng.choice(serving.running))
+    serving.check_clean()
+    num_aborted = 0
+    for i, request in enumerate(requests):
+        whole = plain_output(tuple(request.input_ids), params[i % 2], i % 5)
+        assert request.output_ids == whole[: len(request.output_ids)]
+        num_aborted += len(request.output_ids) < len(whole)
+    assert num_aborted < 8
+    assert sum(r.num_retractions for r in requests) >= 3
+    assert sum(r.cached_tokens for r in requests) > 50
+    assert {steps for _, steps, _ in policy.heard} == set(TIERS)
 
 
 def test_a_thousand_switches_compile_nothing() -> None:

@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specjax.runtime.metrics import EngineMetrics
 from specjax.sampling_params import SamplingParams
 from specjax.scheduling import page_budget
 from specjax.scheduling import scheduler as scheduler_module
+from specjax.scheduling.deadlines import Deadlines
 from specjax.scheduling.scheduler import QueueFullError
 
 from ..copying import plain_output
@@ -80,6 +82,18 @@ def test_a_full_queue_refuses_and_says_why() -> None:
     assert [len(r.output_ids) for r in (*requests, other)] == [40] * 6
 
 
+def test_a_call_is_taken_whole_or_not_at_all() -> None:
+    serving = Serving(max_waiting_requests=1)
+    serving.add(PROMPTS[:3], GREEDY)  # a free slot and a place to wait are left
+    three = [make_request(prompt, GREEDY, width=STEPS) for prompt in PROMPTS[3:]]
+    with pytest.raises(QueueFullError, match="3 more came"):
+        serving.scheduler.add(*three)
+    assert serving.scheduler.num_waiting == 3
+    serving.scheduler.add(*three[:2])
+    serving.finish()
+    assert [len(r.output_ids) for r in three] == [40, 40, 0]
+
+
 def test_no_queue_at_all_is_no_refusal_while_slots_are_free() -> None:
     serving = Serving(max_waiting_requests=0)
     requests = serving.add(PROMPTS[:4], GREEDY)
@@ -130,6 +144,34 @@ def test_no_round_in_vain(num_steps, rounds, run_ahead) -> None:
     assert serving.watched.calls.count("round") <= most
     if num_steps == 0:
         assert serving.watched.calls.count("round") == 7
+
+
+def test_prefill_is_counted_by_chunks() -> None:
+    metrics = EngineMetrics("m", 100)
+    serving = Serving(metrics=metrics)
+    widest = serving.runner.config.prefill_buckets[-1]
+    (request,) = serving.add([[7] * (2 * widest + 3)], GREEDY)
+    serving.step()
+    serving.scheduler.abort(request)
+    serving.finish()
+    totals = metrics.snapshot()
+    assert (totals.prompt_tokens, totals.prefilled_tokens) == (2 * widest + 3, widest)
+    serving.add([[8] * (2 * widest + 3)], GREEDY)
+    serving.finish()
+    assert metrics.snapshot().prefilled_tokens == 3 * widest + 3
+
+
+def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
+    deadlines, alive = Deadlines(), []
+    for i in range(2000):
+        request = make_request(PROMPTS[0], GREEDY, rid=str(i), timeout=3600.0)
+        deadlines.watch(request)
+        if i % 100 == 0:
+            alive.append(request)
+        else:
+            request.finish({"type": "length"})
+    assert len(deadlines._queue) <= 2 * len(alive) + 17
+    assert deadlines.expired(alive[-1].created_time + 3600.0) == alive
 
 
 def test_a_blocked_queue_is_tried_again(monkeypatch) -> None:

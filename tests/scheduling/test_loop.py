@@ -57,11 +57,11 @@ class CountingScheduler:
     def has_work(self) -> bool:
         return bool(self.running)
 
-    def add(self, request: CountingRequest) -> None:
+    def add(self, *requests: CountingRequest) -> None:
         self.threads.add(threading.current_thread().name)
         if self.full:
             raise ValueError("the queue is full")
-        self.running.append(request)
+        self.running.extend(requests)
 
     def abort(self, request: CountingRequest) -> None:
         self.threads.add(threading.current_thread().name)

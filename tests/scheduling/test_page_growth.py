@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from specjax.sampling_params import SamplingParams
+from specjax.scheduling import page_budget
 from specjax.scheduling.page_budget import GROW_DISPATCHES
 
 from ..copying import plain_outputs
+from ..tiny import make_request
 from .serving import STEPS, Serving
 
 RNG = np.random.default_rng(6)
@@ -110,3 +112,35 @@ def test_other_page_sizes(page_size, is_cached) -> None:
         assert sum(r.num_retractions for r in requests)
     finally:
         runner.load(*old)
+
+
+def test_retractions_make_admissions_more_careful() -> None:
+    """The fourth request is admitted at the first go, later after a retraction, then again."""
+    serving = Serving(num_steps=0, num_pages=1 + 44)
+    running = serving.add(PROMPTS[:2], LONG)
+    serving.step()
+    budget = serving.scheduler._budget
+    request = make_request(PROMPTS[2], LONG)
+
+    def fits() -> bool:
+        row = budget.admit(request, 4, serving.rows)
+        if row is not None:
+            budget.release(row)
+        return row is not None
+
+    assert [row.request for row in serving.rows] == running
+    assert fits()
+    budget.hold_back_more()
+    budget.hold_back_more()
+    assert not fits()
+    for _ in range(1000):
+        assert budget.grow((), serving.rows)
+    assert fits()
+    # and what is held back stays within its bounds
+    for _ in range(10):
+        budget.hold_back_more()
+    assert budget._held_back == 1.0
+    for _ in range(3000):
+        budget.grow((), serving.rows)
+    assert budget._held_back == page_budget.HELD_BACK_LEAST
+    serving.finish()
