@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from specjax.runtime.runner import UNLIMITED, ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
 
 # Tokens in the pool of a measured row, where the context allows: attention takes its usual share.
 CONTEXT = 512
