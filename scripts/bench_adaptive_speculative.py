@@ -135,7 +135,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def adaptive_config(args: argparse.Namespace, policy: str) -> Mapping[str, Any]:
     """The configuration of the command line for one policy."""
     path = args.speculative_adaptive_config
-    return {**({} if path is None else read_json(path)), "policy": policy}
+    return {**({} if path is None else read_json(path, is_strict=True)), "policy": policy}
 
 
 def make_engine(args: argparse.Namespace, mode: str, lender: Any) -> Any:

@@ -172,17 +172,21 @@ def median_figures(repeats: Sequence[Sequence[PhaseRun]]) -> dict[str, Any]:
 
 
 def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Throughput of each adaptive mode over the best and worst fixed one and over plain decoding.
+    """Throughput of each adaptive mode over the best and worst fixed tier and over plain decoding.
+
+    Plain decoding is none of the fixed tiers, all of which draft.
 
     Args:
         rows: figures by mode.
     """
-    fixed = [row["throughput"] for mode, row in rows.items() if mode not in POLICIES]
+    fixed = [row["throughput"] for mode, row in rows.items() if is_steps(mode)]
     result: dict[str, dict[str, float]] = {}
     for mode in POLICIES:
-        if mode in rows and fixed:
+        if mode in rows:
             own = rows[mode]["throughput"]
-            result[mode] = {"best_static": own / max(fixed), "worst_static": own / min(fixed)}
+            result[mode] = {}
+            if fixed:
+                result[mode] |= {"best_static": own / max(fixed), "worst_static": own / min(fixed)}
             if "plain" in rows:
                 result[mode]["plain"] = own / rows["plain"]["throughput"]
     return result

@@ -44,8 +44,10 @@ def round_times(runner: ModelRunner) -> RoundTimes:
     if kept is not None:
         try:
             times = RoundTimes.from_json(kept)
-            if set(runner.config.tiers) <= set(times.steps):
+            config = runner.config
+            if {*config.tiers} <= {*times.steps} and {*config.batch_buckets} <= {*times.buckets}:
                 return times
+            logger.warning("the kept round times lack a tier or batch size: measured again")
         except ValueError as error:
             logger.warning("the kept round times are measured again: %s", error)
     times = RoundTimes(measure_round_seconds(runner))

@@ -10,6 +10,7 @@ from typing import Any
 from specjax.adaptive.checks import check_integer, check_number
 from specjax.json_file import read_json
 
+MOST_DIGITS = 9  # of a slot's batch size
 # Tiers that a policy chooses from where the configuration names none.
 DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "cost": (0, 1, 3, 7)}
 
@@ -85,7 +86,7 @@ class CostSettings:
 
     acceptance_window: float = 16.0
     rate_hysteresis: float = 0.02
-    probe_budget: float = 0.03
+    probe_budget: float = 0.02
     min_probe_interval: int = 8
     max_probe_interval: int = 64
     max_deficit_rounds: float = 10.0
@@ -186,7 +187,7 @@ def load_adaptive_config(
         raise ValueError(f"adaptive config {source!r} is neither a path nor a mapping")
     path = Path(source)
     try:
-        values = read_json(path)
+        values = read_json(path, is_strict=True)
     except OSError as error:
         raise ValueError(f"adaptive config {str(path)!r} cannot be read: {error}") from error
     try:
@@ -210,8 +211,11 @@ def _parse(values: Mapping[str, Any]) -> AdaptiveConfig:
     shared: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(key, str) and key.isascii() and key.isdecimal():
-            if key.startswith("0"):
-                raise ValueError(f"slot {key!r} must be a batch size from 1, without leading zeros")
+            if key.startswith("0") or len(key) > MOST_DIGITS:
+                raise ValueError(
+                    f"slot {key[: 2 * MOST_DIGITS]!r} must be a batch size from 1 with at most "
+                    f"{MOST_DIGITS} digits, without leading zeros"
+                )
             slots[int(key)] = _object(f"slot {key!r}", value)
         elif key == "policy":
             if not isinstance(value, str):
@@ -224,6 +228,12 @@ def _parse(values: Mapping[str, Any]) -> AdaptiveConfig:
             common[key] = value
     if not slots:
         return AdaptiveConfig(slots=(_slot(1, common),), **shared)
+    for key, value in common.items():
+        # also where every slot has its own; the order of the thresholds is that of a whole slot
+        if key.endswith("hysteresis"):
+            check_number(key, value)
+        else:
+            _slot(1, {key: value})
     for size, own in slots.items():
         for key, value in own.items():
             _check_known(f"{size}.{key}", value, [f"{size}.{k}" for k in SLOT_KEYS], SLOT_KEYS)

@@ -112,7 +112,9 @@ class AdaptiveController:
         self._states[steps] = state
 
     def init_states(self) -> None:
-        """Build the states of all candidates that have none; before the first request.
+        """Build the states of all candidates that have none, and give the worker its first tier.
+
+        To be called before the first request.
 
         Raises:
             ValueError: if the worker builds a state of another tier.
@@ -127,6 +129,9 @@ class AdaptiveController:
                     f"where {steps} was asked for"
                 )
             self._states[steps] = state
+        first = self.policy.current_steps
+        if self.worker.speculative_num_steps != first:
+            self.worker.apply_runtime_state(self._states[first])
 
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
@@ -189,7 +194,7 @@ class AdaptiveController:
         return float(getattr(self.policy, "ema_accept_len", self._ema))
 
     @property
-    def num_verifies(self) -> int:
+    def num_verify_rounds(self) -> int:
         """Reported rounds that verified drafts; plain rounds are none."""
         return sum(tier.rounds for steps, tier in self.tiers.items() if steps > 0)
 
@@ -205,7 +210,7 @@ class AdaptiveController:
             "candidate_steps": list(self.policy.candidate_steps),
             "switches": self.switches,
             "ema_accept_len": self.ema_accept_len,
-            "num_verifies": self.num_verifies,
+            "num_verify_rounds": self.num_verify_rounds,
             "wasted_drafts": self.wasted_drafts,
             "tiers": {
                 str(steps): {

@@ -18,17 +18,19 @@ class CostAwarePolicy:
     whichever tier it ran with; a tier yields ``1 + p1 + p1 p2 + ...`` tokens a round. The tier
     changes for a gain of more than ``rate_hysteresis``, and at once if it loses to step 0.
 
-    What a tier shows of deeper positions is little, and step 0 shows nothing. So after
-    ``min_probe_interval`` results the next deeper candidate runs until a result that loses to the
-    chosen tier; the wait doubles up to ``max_probe_interval`` while that changes nothing. Two
-    ledgers bound the cost:
+    What a tier shows of deeper positions is little, and step 0 shows nothing. So a deeper tier is
+    chosen for what it has shown only, and probes are what it shows it in: after
+    ``min_probe_interval`` results the next deeper candidate that could win at all (now and then
+    one deeper still) runs until a result that loses to the chosen tier. The wait doubles up to
+    ``max_probe_interval`` while that changes nothing, and there is none behind a move to a deeper
+    tier from which more is expected. Two ledgers bound the cost:
 
     - A probe begins only when what earlier ones lost to the chosen tier is below ``probe_budget``
-      (3 %) of the time since. Over any run they lose at most that share and one probe: the first
+      (2 %) of the time since. Over any run they lose at most that share and one probe: the first
       round that loses and those started before its result is reported.
     - With 0 among the candidates, all rounds together lose at most ``probe_budget`` of the time
       of plain rounds to plain decoding, and ``max_deficit_rounds`` and the rounds in flight. At
-      that deficit speculation stops until the budget has repaid it; a credit of up to
+      that deficit speculation stops until the budget has repaid most of it; a credit of up to
       ``max_credit_rounds`` earned before pays for the end of a stretch of high acceptance.
 
     Both count time by the table of round times.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 # Acceptance assumed of the first draft before any was verified; one row's evidence.
 FIRST_GUESS = 0.7
-# Rows that the acceptance one position earlier weighs in the estimate of a position.
+# Rows that the acceptance one position earlier weighs in the estimate of a position without any of
+# its own; with n rows of its own, 1 / (1 + n) of that.
 NEIGHBOUR_ROWS = 2.0
 # Rows of evidence that a position keeps while no row reaches it: its estimate stays, and a single
 # fresh round outweighs it.
@@ -65,9 +66,24 @@ def conditional_acceptance(estimates: AcceptanceEstimates) -> tuple[float, ...]:
     result: list[float] = []
     for tried, accepted in zip(estimates.tried, estimates.accepted, strict=True):
         if result:
-            tried, accepted = tried + NEIGHBOUR_ROWS, accepted + NEIGHBOUR_ROWS * result[-1]
+            rows = NEIGHBOUR_ROWS / (1.0 + tried)
+            tried, accepted = tried + rows, accepted + rows * result[-1]
         result.append(accepted / tried)
     return tuple(result)
+
+
+def proven_acceptance(estimates: AcceptanceEstimates, num_positions: int) -> tuple[float, ...]:
+    """:func:`conditional_acceptance`, but behind ``num_positions`` only as high as was seen.
+
+    There the acceptance one position earlier counts for nothing, and a position that no row has
+    reached has none.
+    """
+    expected = conditional_acceptance(estimates)
+    seen = [
+        accepted / tried if tried else 0.0
+        for tried, accepted in zip(estimates.tried, estimates.accepted, strict=True)
+    ]
+    return expected[:num_positions] + tuple(map(min, expected, seen))[num_positions:]
 
 
 def expected_tokens(acceptance: Sequence[float], steps: int) -> float:

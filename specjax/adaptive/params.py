@@ -153,7 +153,7 @@ class AdaptiveSpeculativeParams:
     @property
     def ema_accept_len(self) -> float:
         """Average accepted drafts of a row, without the bonus token, in that slot."""
-        return self.state.ema
+        return max(0.0, self.state.ema)  # below 0 before a slot at step 0 has measured any
 
     def steps_for_batch(self, batch_size: int) -> int:
         """The tier for the next round of ``batch_size`` rows."""

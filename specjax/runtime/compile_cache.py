@@ -108,7 +108,13 @@ class CompileCache:
             arguments: its abstract arguments, which the entry has to fit.
         """
         link = self._load_json(_entry_name(label, key, ".json"), key)
-        return None if link is None else self.load_entry(label, str(link.get("entry")), arguments)
+        if link is None:
+            return None
+        entry = str(link.get("entry"))
+        found = self.load_entry(label, entry, arguments)
+        if found is None and not (self.path / _entry_name(label, entry)).exists():
+            logger.warning("%s is missing and built anew", self.path / _entry_name(label, entry))
+        return found
 
     def load_entry(
         self, label: str, entry: str, arguments: Sequence[Any]
@@ -177,7 +183,7 @@ class CompileCache:
             value = content["value"]
             if not isinstance(value, dict):
                 raise ValueError("its value is no object")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:_REASON_LETTERS]
             logger.warning("%s is ignored: %s", self.path / file, reason)
             return None

@@ -35,19 +35,25 @@ def enable_compile_cache(directory: str | Path | None) -> Path | None:
     """
     if directory is None:
         return None
+    name = os.fspath(directory)
+    if not name or ":/" in name:  # of a URL; a path object has dropped its second slash
+        raise ValueError(
+            f"compile_cache_dir={str(directory)!r} is no local folder; executables are kept in one "
+            "alone, and JAX takes a URL for its own cache from JAX_COMPILATION_CACHE_DIR"
+        )
     configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     is_auto = directory == "auto"
     if is_auto:
         if configured is not None:
             return Path(configured)
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(base) / "specjax"
-    path = Path(directory).expanduser()
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "specjax"
+    path = Path(directory)
     try:
+        path = path.expanduser()
         PrivateFolder(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last: a home that is not known
         if not is_auto:
-            reason = "cannot be made" if isinstance(error, OSError) else "is refused"
+            reason = "is refused" if isinstance(error, ValueError) else "cannot be made"
             raise ValueError(f"compile_cache_dir={str(path)!r} {reason}: {error}") from error
         logger.warning("compiled functions are not kept: %s; pass compile_cache_dir", error)
         return None

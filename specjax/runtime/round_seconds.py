@@ -10,9 +10,9 @@ from specjax.runtime.runner_config import RunnerConfig
 
 # Tokens in the pool of a measured row, where the context allows: attention takes its usual share.
 CONTEXT = 512
-SECONDS = 0.2
-STRETCHES = 3
-MOST_DISPATCHES = 20
+SECONDS = 0.25
+STRETCHES = 5
+MOST_DISPATCHES = 64
 
 
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:

@@ -49,12 +49,16 @@ WRONG = [
     ({"8": []}, "slot '8'=[]"),
     ({"0": {}}, "slot '0'"),
     ({"08": {}}, "slot '08'"),
+    ({"1" * 10: {}}, "slot '1111111111'"),
     ({"-8": {}}, "'-8'"),
     ({"٣": {}}, "'٣'"),
     ({"1": {}, "8": {"update_interval": 0}}, "slot '8': update_interval=0"),
     ({"1": {}, "8": {"interval": 4}}, "'8.interval'=4"),
     ({"8": {"policy": "ema"}}, "'8.policy'='ema'"),
     ({"8": {"16": {}}}, "'8.16'"),
+    ({"ema_alpha": 5, "1": {"ema_alpha": 0.2}}, "ema_alpha=5"),
+    ({"candidate_steps": [-1], "1": {"candidate_steps": [1]}}, "-1"),
+    ({"up_hysteresis": "0", "1": {"up_hysteresis": 0.2}}, "up_hysteresis='0'"),
     ({"up_hysteresis": 0.1, "1": {}, "8": {"down_hysteresis": 0.2}}, "slot '8': up_hysteresis=0.1"),
 ]
 
@@ -76,13 +80,25 @@ def test_keys_of_mappings_are_strings() -> None:
         load_adaptive_config({8: {}})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{", "\xff", '{"1": {}, "1": {}}', "[" * 100_000, '{"a": ' + "1" * 5000]
+)
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "adaptive.json"
     path.write_bytes(text.encode("latin-1"))
     for broken in (path, tmp_path, tmp_path / "missing.json"):
         with pytest.raises(ValueError, match=broken.name):
             load_adaptive_config(broken)
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'a\\x00b' is no file"):
+        load_adaptive_config("a\0b")
+
+
+def test_thresholds_are_ordered_within_a_slot() -> None:
+    config = load_adaptive_config({"up_hysteresis": -0.5, "1": {"down_hysteresis": -0.6}})
+    assert (config.slots[0].down_hysteresis, config.slots[0].up_hysteresis) == (-0.6, -0.5)
 
 
 def test_other_sources_are_refused() -> None:

@@ -98,6 +98,14 @@ def test_a_switch_waits_for_activation_and_swaps_the_prepared_state() -> None:
     assert len(worker.built) == 2
 
 
+def test_the_worker_begins_with_the_first_tier_and_without_a_switch() -> None:
+    worker, controller = controller_at(6)  # no candidate
+    controller.init_states()
+    assert worker.speculative_num_steps == controller.policy.current_steps == 7
+    controller.activate_for_batch(1)
+    assert controller.switches == 0
+
+
 def test_the_batch_chooses_the_slot() -> None:
     _, controller = controller_at(3, **{"1": {}, "8": {"candidate_steps": [0, 1]}})
     controller.init_states()
@@ -117,7 +125,7 @@ def test_counts_by_tier() -> None:
         "0": {"rounds": 1, "proposed_drafts": 0, "accepted_drafts": 0},
         "3": {"rounds": 3, "proposed_drafts": 12, "accepted_drafts": 6},
     }
-    assert (info["num_verifies"], info["wasted_drafts"]) == (3, 6)
+    assert (info["num_verify_rounds"], info["wasted_drafts"]) == (3, 6)
     assert info["candidate_steps"] == [0, 3]
     assert info["speculative_num_steps"] in (0, 3)
     assert info["policy"] == "ema"

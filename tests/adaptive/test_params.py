@@ -155,7 +155,7 @@ def test_step_0_probes_at_doubling_intervals_and_recovers() -> None:
 
 def test_step_0_keeps_the_average_and_starts_a_probe_from_a_measured_one() -> None:
     params = AdaptiveSpeculativeParams(0, {**AT_ONCE, "candidate_steps": [0, 3]})
-    assert params.ema_accept_len == -1.0
+    assert params.ema_accept_len == 0.0
     assert params.update([0])  # the first decision at 0 is a probe
     assert (params.current_steps, params.ema_accept_len) == (3, 2.0)
     assert params.update([0])

@@ -203,7 +203,9 @@ def test_a_damaged_entry_is_built_anew_with_a_warning(folder, caplog, how) -> No
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"key": "x", "value": {}}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"key": "x", "value": {}}', "\x00", "[" * 100_000]
+)
 def test_a_damaged_link_is_written_anew(folder, caplog, text) -> None:
     compiled_once(folder)
     (path,) = entries(folder, ".json")
@@ -214,11 +216,13 @@ def test_a_damaged_link_is_written_anew(folder, caplog, text) -> None:
     assert not pool_of_compiled(folder)[0].is_traced
 
 
-def test_a_link_to_nothing_is_no_hit(folder) -> None:
+def test_a_link_to_nothing_is_no_hit(folder, caplog) -> None:
     compiled_once(folder)
-    entries(folder)[0].unlink()
+    (path,) = entries(folder)
+    path.unlink()
     (made,) = pool_of_compiled(folder)
     assert not made.is_hit
+    assert f"{path} is missing" in caplog.text
     assert pool_of_compiled(folder)[0].is_hit
 
 
@@ -293,6 +297,26 @@ def test_no_folder_is_no_cache(tmp_path) -> None:
         assert open_compile_cache(None) is None
         jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
         assert open_compile_cache("auto") is None
+
+
+@pytest.mark.parametrize("directory", ["", "gs://bucket/cache", Path("gs://b")])
+def test_what_is_no_local_folder_is_refused(directory) -> None:
+    with kept_cache_settings(), pytest.raises(ValueError, match="is no local folder"):
+        open_compile_cache(directory)
+
+
+def test_a_home_that_is_not_known_costs_the_cache_only(caplog, monkeypatch) -> None:
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with kept_cache_settings():
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert open_compile_cache("auto") is None
+        assert "compile_cache_dir" in caplog.text
+        with pytest.raises(ValueError, match="compile_cache_dir='~nobody' cannot be made"):
+            open_compile_cache("~nobody")
 
 
 def test_a_full_disk_costs_the_entry_only(folder, caplog, monkeypatch) -> None:

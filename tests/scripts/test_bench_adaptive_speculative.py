@@ -117,7 +117,7 @@ def test_one_policy_alone(script, common, short_prompts, tmp_path):
     result = json.loads(output.read_text())
     assert list(result["phases"]) == ["low"]
     assert result["full_depth"] is None
-    assert result["ratios"]["overall"] == {}
+    assert result["ratios"]["overall"] == {"ema": {}}
     assert result["policies"]["ema"]["candidate_steps"] == [1, 2]
 
 
@@ -184,7 +184,9 @@ def test_ratios_are_of_throughput():
         for mode, speed in {"plain": 50.0, "3": 100.0, "7": 40.0, "cost": 120.0}.items()
     }
     assert ratios(rows) == {"cost": {"best_static": 1.2, "worst_static": 3.0, "plain": 2.4}}
-    assert ratios({"ema": {"throughput": 1.0}}) == {}
+    rows["plain"] = {"throughput": 10.0}  # which is no fixed tier
+    assert ratios(rows)["cost"] == {"best_static": 1.2, "worst_static": 3.0, "plain": 12.0}
+    assert ratios({"ema": {"throughput": 1.0}}) == {"ema": {}}
 
 
 def test_full_depth_weighs_verifies():
