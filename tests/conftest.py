@@ -9,6 +9,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from .tiny_engines import Files, engine_files
+
 # the same examples in every run
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
@@ -50,6 +52,13 @@ def _few_executables(request: pytest.FixtureRequest) -> Iterator[None]:
                 clear()
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    """Tiny checkpoints, and the compile cache that the engines of a module share."""
+    with engine_files(tmp_path_factory.mktemp("engine")) as made:
+        yield made
 
 
 def num_mappings() -> int:

@@ -1,28 +1,17 @@
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from specjax.acceptance import Answer, Stopwatch, by_category, evaluate, load_prompts, summarize
 
+from .loading import load_script
 from .tiny_checkpoints import write_head, write_target
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "scripts" / "data" / "prompts.jsonl"
-
-
-def load_script() -> ModuleType:
-    path = ROOT / "scripts" / "eval_acceptance.py"
-    spec = importlib.util.spec_from_file_location("eval_acceptance", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def answer(category: str, tokens: int, verifies: int, histogram: list[int], **more: Any) -> Answer:
@@ -185,7 +174,7 @@ def test_the_script_evaluates_a_real_engine(
         "--num-steps 3 --max-new-tokens 10 --batch-size 2 --temperature 0.7 --context-length 64 "
         "--compile-cache-dir none"
     )
-    status = load_script().main([*files, *options.split()])
+    status = load_script("eval_acceptance").main([*files, *options.split()])
     assert status == 0
     table = capsys.readouterr().out
     assert "4/4" in table
@@ -205,7 +194,7 @@ def test_the_script_evaluates_a_real_engine(
 def test_the_script_refuses_bad_input_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = load_script()
+    script = load_script("eval_acceptance")
     assert script.main(["--prompts", str(tmp_path / "absent.jsonl")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

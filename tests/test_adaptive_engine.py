@@ -11,8 +11,6 @@ from specjax import Engine, engine_adaptive
 from specjax.adaptive import CostAwarePolicy, RoundTimes
 from specjax.bench_adaptive import PROMPTS, RecordingPolicy
 
-from .tiny_engines import engine_files
-
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
 LIVE = GREEDY | {"max_new_tokens": 128}
@@ -27,12 +25,6 @@ JUMPY = {
 }
 COST = {"policy": "cost", "candidate_steps": [0, 1, 3], "cost": {"min_probe_interval": 1}}
 ROUND_TIMES = "round of"
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    with engine_files(tmp_path_factory.mktemp("adaptive")) as files:
-        yield files
 
 
 def adaptive(files: Any, config: Any, **changes: Any) -> Engine:

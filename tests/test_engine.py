@@ -16,17 +16,11 @@ from specjax.diagnostics import next_logits
 
 from .settings import counted_compilations, kept_cache_settings
 from .tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
-from .tiny_engines import STEPS, Files, engine_files, is_idle, num_held
+from .tiny_engines import STEPS, Files, is_idle, num_held
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x", "0123456789" * 6]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    with engine_files(tmp_path_factory.mktemp("engine")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,13 @@ import pytest
 from specjax import Engine
 from specjax.request_factory import SEED_STRIDE, sample_seed
 
-from .tiny_engines import Files, engine_files, is_idle, num_held
+from .tiny_engines import Files, is_idle, num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 TEXTS = ["hello", "The sky is blue", "a"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 5}
 LONG = GREEDY | {"max_new_tokens": 110}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    with engine_files(tmp_path_factory.mktemp("engine")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

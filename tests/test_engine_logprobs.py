@@ -11,18 +11,12 @@ from specjax import Engine
 from specjax.diagnostics import next_logits
 
 from .tiny_checkpoints import letter_tokenizer
-from .tiny_engines import Files, engine_files
+from .tiny_engines import Files
 
 TEXTS = ["hello", "The sky is blue, and so on and on"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 SEEDED = {"temperature": 1.3, "top_k": 50, "max_new_tokens": 12, "sampling_seed": 5}
 CHARGED = SEEDED | {"repetition_penalty": 1.5, "logit_bias": {"3": 4.0}, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    with engine_files(tmp_path_factory.mktemp("engine")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

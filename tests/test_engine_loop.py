@@ -19,17 +19,11 @@ from specjax import Engine, SamplingParams
 from specjax.scheduling.loop import EngineFault
 
 from .tiny_checkpoints import letter_tokenizer
-from .tiny_engines import Files, engine_files, is_idle, num_held
+from .tiny_engines import Files, is_idle, num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    with engine_files(tmp_path_factory.mktemp("engine")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

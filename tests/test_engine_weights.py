@@ -18,7 +18,7 @@ from specjax.scheduling.loop import EngineFault
 
 from .settings import counted_compilations
 from .tiny_checkpoints import letter_tokenizer
-from .tiny_engines import Files, engine_files, num_held
+from .tiny_engines import Files, num_held
 
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
@@ -38,12 +38,6 @@ def perturbed(directory: Path, new: Path, names: str) -> Path:
             tensors[name] = (tensor + noise).astype(tensor.dtype)
     save_file(tensors, new / "model.safetensors")
     return new
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    with engine_files(tmp_path_factory.mktemp("engine")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from specjax.runtime.metrics import EngineMetrics
 from specjax.runtime.throughput import MARKS_A_WINDOW, WINDOW_SECONDS, Throughput
 from specjax.runtime.totals import FIRST_TOKEN_BOUNDS, INTER_TOKEN_BOUNDS, LATENCY_BOUNDS, Histogram
 
-from .tiny_engines import STEPS, engine_files
+from .tiny_engines import STEPS
 
 
 class Clock:
@@ -174,12 +174,6 @@ def test_bounds_ascend(bounds):
 
 
 # engines
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    with engine_files(tmp_path_factory.mktemp("metrics")) as files:
-        yield files
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
@@ -20,26 +19,14 @@ from specjax.bench_adaptive import (
     timeline,
 )
 
-from ..tiny_engines import engine_files
+from ..loading import load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_adaptive_speculative.py"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("bench_adaptive_speculative", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    with engine_files(tmp_path_factory.mktemp("bench")) as files:
-        yield files
+    return load_script("bench_adaptive_speculative")
 
 
 @pytest.fixture

@@ -1,34 +1,20 @@
 """The throughput benchmark, end to end on a tiny model, and the requests that it makes."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from specjax.bench_data import jsonl_requests, random_requests, sharegpt_requests
 
+from ..loading import load_script
 from ..tiny_checkpoints import letter_tokenizer
-from ..tiny_engines import engine_files
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_offline_throughput.py"
 TOKENIZER = letter_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("bench_offline_throughput", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    with engine_files(tmp_path_factory.mktemp("bench")) as files:
-        yield files
+    return load_script("bench_offline_throughput")
 
 
 @pytest.fixture

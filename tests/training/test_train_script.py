@@ -1,6 +1,5 @@
 """The training script from a model directory to a head that opens, with no data set."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -14,18 +13,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import open_draft
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_draft.py"
+from ..loading import load_script
+
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
 TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-size 64"
 
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("train_draft", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("train_draft")
 
     def run(arguments: str) -> None:
         # optax promotes its step count implicitly
