@@ -22,9 +22,12 @@ from rich.table import Table
 
 import specjax
 from specjax import Engine, SamplingParams
+from specjax.launches import Launches, profile_rounds
 from specjax.presets import PRESETS, write_preset
 from specjax.runtime.buckets import MIN_ROWS_GPU
 from specjax.runtime.memory import kv_bytes_per_token
+
+PROFILED_DISPATCHES = 5
 
 
 def copy_bandwidth(device: jax.Device) -> float:
@@ -60,8 +63,8 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
     return total
 
 
-def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
-    """Median ms a round over repeats of ``rounds`` rounds without reading anything back."""
+def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
+    """Put the prompts on the device, past the scheduler; returns their request slots."""
     runner, width = engine.runner, engine.runner.config.prefill_buckets[-1]
     pages_each = runner.config.pages_per_request
     slots = list(range(1, len(prompts) + 1))
@@ -74,6 +77,12 @@ def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
             runner.prefill(slot, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
     for _ in range(3):
         runner.round(slots).read()
+    return slots
+
+
+def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
+    """Median ms a round over repeats of ``rounds`` rounds without reading anything back."""
+    runner, slots = engine.runner, prefill(engine, prompts)
     times = []
     for _ in range(5):
         started = time.perf_counter()
@@ -85,6 +94,21 @@ def device_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> float:
     for slot in slots:
         runner.clear_slot(slot)
     return statistics.median(times)
+
+
+def launches(engine: Engine, prompts: list[list[int]]) -> Launches:
+    """What a round launches, from a profile of a few of them."""
+    runner, slots = engine.runner, prefill(engine, prompts)
+
+    def run() -> None:
+        for _ in range(PROFILED_DISPATCHES):
+            result = runner.round(slots)
+        result.read()
+
+    found = profile_rounds(run, PROFILED_DISPATCHES * runner.config.rounds_per_dispatch)
+    for slot in slots:
+        runner.clear_slot(slot)
+    return found
 
 
 def engine_ms(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
@@ -116,6 +140,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--simulate-accept-length", type=float)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--profile", action="store_true", help="also list the kernels and launches of a round"
+    )
     parser.add_argument("--output", type=Path, help="append one JSON line a row")
     return parser.parse_args()
 
@@ -209,6 +236,9 @@ def main() -> None:
                 }
                 line = json.dumps(row)
                 console.print(line, soft_wrap=True, highlight=False)
+                if args.profile:
+                    found = launches(engine, prompts)
+                    console.print(found.table(), soft_wrap=True, highlight=False, markup=False)
                 if args.output:
                     with args.output.open("a") as file:
                         file.write(line + "\n")

@@ -1,7 +1,5 @@
 """The pool of compiled functions, and where the persistent cache lies."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -64,7 +62,7 @@ def test_auto_without_xdg_is_below_home(no_cache, tmp_path, monkeypatch, xdg) ->
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if xdg is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", xdg)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert enable_compile_cache("auto") == tmp_path / ".cache" / "specjax"
 
 
