@@ -40,8 +40,15 @@ from specjax.bench_adaptive import (
     make_phases,
     summarize,
 )
-from specjax.cli_engine import add_memory_options, add_model_options, engine_arguments
+from specjax.cli_engine import (
+    add_batch_buckets_option,
+    add_memory_options,
+    add_model_options,
+    engine_arguments,
+)
+from specjax.cli_errors import report_error
 from specjax.json_file import read_json
+from specjax.markdown import markdown_table
 
 DEFAULT_MODES = ("plain", "1", "3", "7", *POLICIES)
 # tokens of context for a prompt with its chat template, beside --max-tokens
@@ -84,12 +91,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     speculation.add_argument("--draft-rope-theta", type=float, metavar="X")
     memory = parser.add_argument_group("memory and start-up")
     add_memory_options(memory)
-    memory.add_argument(
-        "--batch-buckets",
-        type=lambda text: [int(part) for part in text.split(",")],
-        default=None,
-        help="batch sizes to compile for, such as 1,8 (default: powers of two)",
-    )
+    add_batch_buckets_option(memory)
     data = parser.add_argument_group("requests")
     data.add_argument("--workload", choices=tuple(WORKLOADS), default="transition")
     data.add_argument("--requests", type=int, default=8, help="of each phase (default: 8)")
@@ -160,7 +162,6 @@ def make_engine(args: argparse.Namespace, mode: str, lender: Any) -> Any:
         options["speculative_num_steps"] = int(mode)
     engine = Engine(
         **options,
-        batch_buckets=args.batch_buckets,
         max_running_requests=args.concurrency,
         share_weights_with=lender,
     )
@@ -291,13 +292,7 @@ def format_tables(result: Mapping[str, Any]) -> str:
                 ratio = compared.get(mode, {}).get(key)
                 line.append("-" if ratio is None else f"{ratio:.3f}")
             lines.append(line)
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "| " + " | ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) + " |"
-            for line in lines
-        ]
-        rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-        blocks.append("\n".join([text[0], rule, *text[1:]]))
+        blocks.append(markdown_table(lines))
     return "\n\n".join(blocks)
 
 
@@ -396,9 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split())
-        print(f"bench_adaptive_speculative: error: {message}", file=sys.stderr)
-        return 2
+        return report_error("bench_adaptive_speculative", error)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ from specjax.cli_engine import (
     add_speculation_options,
     engine_arguments,
 )
+from specjax.cli_errors import report_error
+from specjax.markdown import markdown_table
 
 MODES = ("spec", "plain", "spec_sync", "plain_sync")
 BUNDLED_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
@@ -311,13 +313,7 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         values = [(row.get(key), form) for _, key, form in COLUMNS]
         lines.append(["-" if value is None else format(value, form) for value, form in values])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [
-        "| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    return "\n".join([padded[0], rule, *padded[1:]])
+    return markdown_table(lines)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -367,9 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split())
-        print(f"bench_offline_throughput: error: {message}", file=sys.stderr)
-        return 2
+        return report_error("bench_offline_throughput", error)
 
 
 if __name__ == "__main__":

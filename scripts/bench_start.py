@@ -30,24 +30,21 @@ PROMPT_TOKENS = 100
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    from specjax.cli_engine import add_memory_options, add_model_options, add_speculation_options
+    from specjax.cli_engine import (
+        add_memory_options,
+        add_model_options,
+        add_speculation_options,
+        add_start_options,
+    )
 
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], argument_default=argparse.SUPPRESS
     )
-    model = parser.add_argument_group("model")
-    add_model_options(model)
-    model.add_argument("--preset", default=None, help="a model's shape with random weights")
+    add_model_options(parser.add_argument_group("model"))
     add_speculation_options(parser.add_argument_group("speculation"))
-    memory = parser.add_argument_group("memory and start-up")
-    add_memory_options(memory)
-    memory.add_argument("--max-running-requests", type=int, metavar="N")
-    memory.add_argument(
-        "--batch-buckets",
-        type=lambda text: [int(part) for part in text.split(",")],
-        help="batch sizes to compile for, such as 1,8 (default: powers of two)",
-    )
+    add_memory_options(parser.add_argument_group("memory and start-up"))
     run = parser.add_argument_group("run")
+    add_start_options(run)
     run.add_argument("--starts", type=int, default=3, help="processes (default: 3)")
     run.add_argument("--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
     run.add_argument(
@@ -61,22 +58,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Keyword arguments of ``Engine`` as JSON values; presets and cold caches are in ``folder``."""
-    from specjax.cli_engine import engine_arguments
-    from specjax.presets import write_preset
+    from specjax.cli_engine import engine_arguments, with_preset
 
     options = engine_arguments(args)
     options.setdefault("compile_cache_dir", str(folder / "cache"))
-    for name in ("batch_buckets", "max_running_requests"):
-        if hasattr(args, name):
-            options[name] = getattr(args, name)
     if "batch_buckets" in options:
         options.setdefault("max_running_requests", options["batch_buckets"][-1])
-    if args.preset is not None:
-        target, draft = write_preset(args.preset, folder)
-        options |= {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
-        if options.get("speculative_algorithm") is not None:
-            options["draft"] = str(draft)
-    return options
+    return with_preset(options, args.preset, folder)
 
 
 def start_engine(options: dict[str, Any]) -> dict[str, Any]:
@@ -134,17 +122,13 @@ def measure(options: dict[str, Any], *, is_verbose: bool) -> dict[str, Any]:
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line a start; seconds."""
+    from specjax.markdown import markdown_table
+
     lines = [["start", *PHASES, "total", "functions", "from cache"]]
     for i, row in enumerate(rows):
         figures = [f"{row[name]:.1f}" for name in (*PHASES, "total")]
         lines.append([str(i + 1), *figures, str(row["functions"]), str(row["from_cache"])])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "| " + " | ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    return "\n".join([text[0], rule, *text[1:]])
+    return markdown_table(lines)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -171,12 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.basicConfig(level=logging.INFO, format=form)
         print(json.dumps(start_engine(child["options"])))
         return 0
+    from specjax.cli_errors import report_error
+
     args = parse_arguments(argv)
     try:
         return run(args)
     except (ValueError, OSError) as error:
-        print(f"bench_start: error: {error}", file=sys.stderr)
-        return 2
+        return report_error("bench_start", error)
 
 
 if __name__ == "__main__":

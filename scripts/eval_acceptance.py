@@ -28,6 +28,7 @@ from specjax.acceptance import (
     load_prompts,
     summarize,
 )
+from specjax.cli_errors import report_error
 
 TABLE_COLUMNS = ("requests", "length", "pooled", "rate", "identical")
 
@@ -106,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(args)
     except (ValueError, OSError) as error:
-        print(f"eval_acceptance: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return report_error("eval_acceptance", error)
 
 
 def run(args: argparse.Namespace) -> int:

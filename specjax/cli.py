@@ -14,10 +14,10 @@ from specjax.cli_engine import (
     add_speculation_options,
     engine_arguments,
 )
+from specjax.cli_errors import report_error
 from specjax.cli_generate import run_generate
 from specjax.cli_warmup import add_warmup_parser, run_warmup
 
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -89,9 +89,7 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"specjax: error: {message}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return report_error("specjax", error)
 
 
 class _StderrHandler(logging.Handler):

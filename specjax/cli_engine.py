@@ -5,6 +5,7 @@ their defaults: the parser needs ``argument_default=argparse.SUPPRESS``.
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 ENGINE_ARGUMENTS = (
@@ -26,6 +27,8 @@ ENGINE_ARGUMENTS = (
     "mem_fraction_static",
     "seed",
     "compile_cache_dir",
+    "max_running_requests",
+    "batch_buckets",
 )
 
 
@@ -95,3 +98,49 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="where compiled functions are kept; none: nowhere",
     )
+
+
+def add_batch_buckets_option(group: argparse._ArgumentGroup) -> None:
+    """Which batch sizes are compiled."""
+    group.add_argument(
+        "--batch-buckets",
+        type=lambda text: [int(part) for part in text.split(",")],
+        metavar="N,N",
+        help="batch sizes to compile for (default: powers of two)",
+    )
+
+
+def add_start_options(group: argparse._ArgumentGroup) -> None:
+    """What a start compiles, for commands that serve nobody."""
+    group.add_argument(
+        "--preset",
+        metavar="NAME",
+        default=None,
+        help="a published model's shape with random weights instead of --model and --draft",
+    )
+    group.add_argument(
+        "--max-running-requests",
+        type=int,
+        metavar="N",
+        help="requests decoded at once (default: as the engine; specjax generate has 1)",
+    )
+    add_batch_buckets_option(group)
+
+
+def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of ``Engine`` for a preset, whose configurations go to ``folder``.
+
+    Raises:
+        ValueError: for an unknown preset, or one beside a model or a draft head.
+    """
+    if preset is None:
+        return engine_args
+    excluded = [f"--{name}" for name in ("model", "draft") if name in engine_args]
+    if excluded:
+        raise ValueError(f"--preset={preset} excludes {', '.join(excluded)}")
+    from specjax.presets import write_preset
+
+    target, draft = write_preset(preset, folder)
+    dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
+    has_head = engine_args["speculative_algorithm"] is not None
+    return engine_args | dummy | ({"draft": str(draft)} if has_head else {})

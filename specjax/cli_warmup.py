@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specjax.cli_engine import add_memory_options, add_model_options, add_speculation_options
+from specjax.cli_engine import (
+    add_memory_options,
+    add_model_options,
+    add_speculation_options,
+    add_start_options,
+    with_preset,
+)
 from specjax.engine_args import EngineArgs
 
 SECONDS_A_DAY = 86400.0
-# engine options beside those of every command
-WARMUP_ARGUMENTS = ("max_running_requests", "batch_buckets", "simulate_accept_length")
 
 
 def add_warmup_parser(commands: Any) -> None:
@@ -32,24 +36,7 @@ def add_warmup_parser(commands: Any) -> None:
 
 
 def _add_warmup_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--preset",
-        metavar="NAME",
-        default=None,
-        help="a published model's shape with random weights instead of --model and --draft",
-    )
-    group.add_argument(
-        "--max-running-requests",
-        type=int,
-        metavar="N",
-        help="requests decoded at once (default: as the engine; specjax generate has 1)",
-    )
-    group.add_argument(
-        "--batch-buckets",
-        type=_integers,
-        metavar="N,N",
-        help="batch sizes to compile for (default: powers of two)",
-    )
+    add_start_options(group)
     group.add_argument(
         "--simulate-accept-length", type=float, metavar="X", help="as a benchmark with it needs"
     )
@@ -86,21 +73,12 @@ def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
         ValueError: for whatever the engine refuses.
     """
     from specjax.engine_parts import open_cache
-    from specjax.presets import write_preset
     from specjax.warmup import warm_up
 
-    given = {name: getattr(args, name) for name in WARMUP_ARGUMENTS if hasattr(args, name)}
-    engine_args = engine_args | given
+    if hasattr(args, "simulate_accept_length"):
+        engine_args = engine_args | {"simulate_accept_length": args.simulate_accept_length}
     with tempfile.TemporaryDirectory() as folder:
-        if args.preset is not None:
-            excluded = [f"--{name}" for name in ("model", "draft") if name in engine_args]
-            if excluded:
-                raise ValueError(f"--preset={args.preset} excludes {', '.join(excluded)}")
-            target, draft = write_preset(args.preset, Path(folder))
-            engine_args |= {"model": target, "load_format": "dummy"}
-            if engine_args["speculative_algorithm"] is not None:
-                engine_args["draft"] = draft
-        parsed = EngineArgs(**engine_args)
+        parsed = EngineArgs(**with_preset(engine_args, args.preset, Path(folder)))
         result = warm_up(parsed, stages=args.stages)
     if args.prune is not None and (cache := open_cache(parsed)) is not None:
         count = cache.prune(args.prune * SECONDS_A_DAY, time.time())
@@ -110,7 +88,3 @@ def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
     if not args.quiet:
         print(result.table())
     return 0 if result.is_complete else 1
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

@@ -1,12 +1,12 @@
 """Arguments of an engine, checked as far as they can be without model and device."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
 from typing import Any
 
+from specjax.adaptive.checks import check_integer, is_number
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.config import MAX_STEPS, SpeculativeConfig
 
@@ -115,9 +115,8 @@ class EngineArgs:
             ("seed", 0),
         ):
             value = getattr(self, name)
-            is_int = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not is_int and not (value is None and name in optional):
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+            if value is not None or name not in optional:
+                check_integer(name, value, at_least=least)
         for name in BOOLS:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in optional):
@@ -128,7 +127,7 @@ class EngineArgs:
                 raise ValueError(f"{name}={value!r} must be a text or a path")
         for name in ("draft_rope_theta", "mem_fraction_static"):
             value = getattr(self, name)
-            if value is not None and not _is_number(value):
+            if value is not None and not is_number(value):
                 raise ValueError(f"{name}={value!r} must be a number")
         buckets = self.batch_buckets
         if buckets is not None and not (
@@ -151,7 +150,7 @@ class EngineArgs:
                 f"{MAX_STEPS} are supported"
             )
         if speculative is not None and accepted is not None:
-            if not _is_number(accepted) or not 1 <= accepted <= most + 1:
+            if not is_number(accepted) or not 1 <= accepted <= most + 1:
                 raise ValueError(
                     f"simulate_accept_length={accepted!r} must be a number from 1 to "
                     f"speculative_num_steps + 1 = {most + 1}"
@@ -217,9 +216,5 @@ def check_timeout(name: str, seconds: float | None) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    if seconds is not None and not (_is_number(seconds) and seconds > 0):
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, or None")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf

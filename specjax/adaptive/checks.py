@@ -13,11 +13,16 @@ def check_integer(key: str, value: Any, at_least: int) -> int:
 
 def check_number(key: str, value: Any) -> float:
     """``value`` as a float if it is a finite number; a bool is none."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
+    if is_number(value):
+        return float(value)
     raise ValueError(f"{key}={value!r} must be a finite number")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number that a float can hold, and finite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -152,30 +152,67 @@ def update_cost(
         debt=_debt(state, rates, tokens, seconds, executed_steps, settings),
         deficit=deficit,
     )
-    hopes = model.rates(conditional_acceptance(estimates), batch_size)
     if after.steps != state.steps:
-        # a tier that has just proved itself may not be the last: look on at once
-        is_rising = after.steps > state.steps and max(hopes, key=lambda n: hopes[n]) > after.steps
-        interval = 1 if is_rising else settings.min_probe_interval
-        return replace(after, probe_steps=None, waited=0, probe_interval=interval, failed_probes=0)
+        return _settled(model, state, after, batch_size)
+    if after.probe_steps is None:
+        return _awaiting_probe(model, after, batch_size)
+    if after.probe_steps not in model.candidates(batch_size):
+        return replace(after, probe_steps=None, waited=0)
     has_gained = tokens / seconds > rates.get(after.steps, 0.0)
-    target = _probe_target(model, after, hopes, batch_size)
-    candidates = model.candidates(batch_size)
-    limit = RESUME_SHARE * _deficit_limit(model, batch_size)
-    may_lose = after.debt <= 0.0 and (after.steps > 0 or after.deficit <= limit)
-    return _probe(
-        settings, after, executed_steps, has_gained, candidates, target if may_lose else None
+    # a probe goes on while its results are better than what the chosen tier is expected to do
+    if executed_steps != after.probe_steps or has_gained:
+        return after
+    return _failed_probe(settings, after)
+
+
+def _settled(model: CostModel, before: CostState, after: CostState, batch_size: int) -> CostState:
+    """``after`` with the wait for a probe behind a change of tier.
+
+    A tier that has just proved itself may not be the last, so that a rise looks on at once.
+    """
+    interval = model.config.cost.min_probe_interval
+    if after.steps > before.steps:
+        hopes = _hopes(model, after, batch_size)
+        if max(hopes, key=lambda steps: hopes[steps]) > after.steps:
+            interval = 1
+    return replace(after, probe_steps=None, waited=0, probe_interval=interval, failed_probes=0)
+
+
+def _failed_probe(settings: CostSettings, state: CostState) -> CostState:
+    """The state behind a probe that lost: the next one waits for twice as long."""
+    interval = max(settings.min_probe_interval, 2 * state.probe_interval)
+    return replace(
+        state,
+        probe_steps=None,
+        waited=0,
+        probe_interval=min(interval, settings.max_probe_interval),
+        failed_probes=state.failed_probes + 1,
     )
 
 
-def _probe_target(
-    model: CostModel, state: CostState, hopes: Mapping[int, float], batch_size: int
-) -> int | None:
-    """The deeper tier to try: the one that is expected to be best, or else each that could be.
+def _awaiting_probe(model: CostModel, state: CostState, batch_size: int) -> CostState:
+    """The state with a probe begun or brought nearer."""
+    waited = state.waited + 1
+    limit = RESUME_SHARE * _deficit_limit(model, batch_size)
+    may_lose = state.debt <= 0.0 and (state.steps > 0 or state.deficit <= limit)
+    if waited < state.probe_interval or not may_lose:
+        return replace(state, waited=waited)
+    target = _probe_target(model, state, batch_size)
+    return replace(state, waited=waited if target is None else 0, probe_steps=target)
 
-    Deep drafts may be accepted where shallow ones tell nothing of it, as in a batch of which some
-    rows accept everything.
+
+def _hopes(model: CostModel, state: CostState, batch_size: int) -> dict[int, float]:
+    """Rates in which positions that nobody has seen accept as much as those before them."""
+    return model.rates(conditional_acceptance(state.estimates), batch_size)
+
+
+def _probe_target(model: CostModel, state: CostState, batch_size: int) -> int | None:
+    """The deeper tier to try: at first the best one by hope, or else the next that could win.
+
+    Now and then it is one deeper still: deep drafts may be accepted where shallow ones tell nothing
+    of it, as in a batch of which some rows accept everything.
     """
+    hopes = _hopes(model, state, batch_size)
     wanted = (1.0 + model.config.cost.rate_hysteresis) * hopes.get(state.steps, 0.0)
     possible = [
         steps
@@ -217,34 +254,3 @@ def _debt(
     if executed_steps > state.steps and state.steps in rates:
         return max(0.0, state.debt + seconds - tokens / rates[state.steps])
     return max(0.0, state.debt - settings.probe_budget * seconds)
-
-
-def _probe(
-    settings: CostSettings,
-    state: CostState,
-    executed_steps: int,
-    has_gained: bool,
-    candidates: Sequence[int],
-    target: int | None,
-) -> CostState:
-    """The state with a probe ended, begun at ``target``, or brought nearer.
-
-    A probe goes on while its results are better than what the chosen tier is expected to do.
-    """
-    if state.probe_steps is not None:
-        if state.probe_steps not in candidates:
-            return replace(state, probe_steps=None, waited=0)
-        if executed_steps != state.probe_steps or has_gained:
-            return state
-        interval = max(settings.min_probe_interval, 2 * state.probe_interval)
-        return replace(
-            state,
-            probe_steps=None,
-            waited=0,
-            probe_interval=min(interval, settings.max_probe_interval),
-            failed_probes=state.failed_probes + 1,
-        )
-    waited = state.waited + 1
-    if waited < state.probe_interval or target is None:
-        return replace(state, waited=waited)
-    return replace(state, probe_steps=target, waited=0)

@@ -111,9 +111,10 @@ class CompileCache:
         if link is None:
             return None
         entry = str(link.get("entry"))
+        path = self.path / _entry_name(label, entry)
         found = self.load_entry(label, entry, arguments)
-        if found is None and not (self.path / _entry_name(label, entry)).exists():
-            logger.warning("%s is missing and built anew", self.path / _entry_name(label, entry))
+        if found is None and not path.exists():
+            logger.warning("%s is missing and built anew", path)
         return found
 
     def load_entry(

@@ -3,17 +3,15 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from ..loading import SCRIPTS
 from ..tiny_checkpoints import write_head, write_target
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_start.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    command = [sys.executable, str(SCRIPTS / "bench_start.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
