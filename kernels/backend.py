@@ -10,7 +10,8 @@ is the name that profiles show.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -62,40 +63,60 @@ def triton_call(
     num_warps: int,
     num_stages: int,
     interpret: bool | None,
-    in_specs: Sequence[pl.BlockSpec] | None = None,
-    out_specs: Any = None,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """``pl.pallas_call`` through the Triton lowering with explicit parameters.
 
     Args:
-        kernel: the body, over whole arrays where no specs are given.
+        kernel: the body, over whole arrays, or a ``functools.partial`` with hashable options.
         grid: at most three sizes; only the first may pass 65,535.
         out_shape: ``jax.ShapeDtypeStruct``, or a tuple of them.
         num_warps: warps of 32 threads a program.
         num_stages: depth of software pipelining of loops.
         interpret: see :func:`resolve_interpret`.
-        in_specs: blocks of the inputs.
-        out_specs: blocks of the outputs.
         input_output_aliases: input index to the output index that shares its buffer.
 
     Returns:
-        A function of the input arrays.
+        A function of the input arrays; the same object for equal arguments, so that a function
+        that calls it for each layer of a model traces and lowers it once.
     """
     silence_triton_deprecation()
-    specs: dict[str, Any] = {}
-    if in_specs is not None:
-        specs["in_specs"] = in_specs
-    if out_specs is not None:
-        specs["out_specs"] = out_specs
-    return pl.pallas_call(
-        kernel,
-        out_shape=out_shape,
-        grid=grid,
-        input_output_aliases=dict(input_output_aliases or {}),
-        interpret=resolve_interpret(interpret),
-        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        **specs,
+    body = kernel if isinstance(kernel, partial) else partial(kernel)
+    return _jitted_call(
+        body.func,
+        tuple(body.keywords.items()),
+        grid,
+        out_shape,
+        num_warps,
+        num_stages,
+        resolve_interpret(interpret),
+        tuple((input_output_aliases or {}).items()),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _jitted_call(
+    body: Callable[..., None],
+    options: tuple[tuple[str, Any], ...],
+    grid: tuple[int, ...],
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    aliases: tuple[tuple[int, int], ...],
+) -> Callable[..., Any]:
+    # A bare call is lowered anew wherever it stands (20 to 40 ms), a jitted one once in a module:
+    # tracing and lowering a round of 32 layers takes 0.8 s instead of 7.
+    return jax.jit(
+        pl.pallas_call(
+            partial(body, **dict(options)),
+            name=body.__name__,
+            out_shape=out_shape,
+            grid=grid,
+            input_output_aliases=dict(aliases),
+            interpret=interpret,
+            compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        )
     )
 
 

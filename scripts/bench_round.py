@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from specjax.runtime.buckets import MIN_ROWS_GPU
 from specjax.runtime.memory import kv_bytes_per_token
 
 PROFILED_DISPATCHES = 5
+PREFILL_CHUNK = 512
 
 
 def copy_bandwidth(device: jax.Device) -> float:
@@ -111,16 +113,30 @@ def launches(engine: Engine, prompts: list[list[int]]) -> Launches:
     return found
 
 
-def engine_ms(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Median ms a round through ``generate``, and the mean accept length."""
+def engine_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[float, float]:
+    """Median ms a round through ``generate``, and the mean accept length.
+
+    Prompts are prefilled one after the other, a chunk beside each round of those that decode
+    already; only the time when all of them decode counts.
+    """
+    config = engine.runner.config
+    chunks = sum(-(-len(prompt) // config.prefill_buckets[-1]) for prompt in prompts)
+    # what was dispatched beside prefill comes first, and results come one round late
+    needed = rounds + 4
+    tokens = (chunks + needed + 1) * config.rounds_per_dispatch * (config.num_steps + 1)
     params = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
-    stamps, last = [], {}
-    for out in engine.generate(input_ids=prompts, sampling_params=params, stream=True):
-        if out["index"] == 0:
-            stamps.append(time.perf_counter())
+    stamps: list[float] = []
+    last: dict[int, dict[str, Any]] = {}
+    stream = engine.generate(input_ids=prompts, sampling_params=params, stream=True)
+    for out in stream:
         last[out["index"]] = out
-    # the first rounds run beside prefill, the last ones with rows that have ended
-    gaps = np.diff(stamps)[2:] / engine.runner.config.rounds_per_dispatch
+        if out["index"] == 0 and len(last) == len(prompts):
+            stamps.append(time.perf_counter())
+        if len(stamps) == needed:
+            break
+    stream.close()
+    engine.flush_cache()  # returns when nothing runs
+    gaps = np.diff(stamps)[3:] / config.rounds_per_dispatch
     lengths = [out["meta_info"].get("spec_accept_length", 1.0) for out in last.values()]
     return float(np.median(gaps)) * 1e3, float(np.mean(lengths))
 
@@ -150,8 +166,11 @@ def parse_args() -> argparse.Namespace:
 def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path) -> Engine:
     """An engine for one step count over all batch sizes."""
     longest = args.context + args.context // 5
-    # a round may advance by all its tokens; twelve stretches of rounds at most
-    room = 12 * args.rounds * args.rounds_per_dispatch * (steps + 1)
+    # Chunks of prefill beside which the first request decodes, and rounds of one length of time,
+    # all of which may advance by all their tokens; or twelve stretches of rounds.
+    chunks = max(batches) * -(-longest // PREFILL_CHUNK)
+    rounds = max(12 * args.rounds, chunks + 2 * args.rounds + 6)
+    room = rounds * args.rounds_per_dispatch * (steps + 1)
     context = longest + room
     options = {
         "dtype": args.dtype,
@@ -161,7 +180,7 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
         "max_running_requests": max(batches),
         # what the engine would pick: a plain batch of one runs padded
         "batch_buckets": batches if steps else [max(MIN_ROWS_GPU, batch) for batch in batches],
-        "chunked_prefill_size": 512,
+        "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": True,
         "max_total_tokens": max(batches) * (context + args.page_size),
     }
@@ -208,8 +227,7 @@ def main() -> None:
                 lengths = rng.integers(args.context, args.context + args.context // 5, size=batch)
                 prompts = [rng.integers(100, vocab, size=n).tolist() for n in lengths]
                 on_device = device_ms(engine, prompts, args.rounds)
-                tokens = args.rounds * 2 * args.rounds_per_dispatch
-                through, accept = engine_ms(engine, prompts, tokens)
+                through, accept = engine_ms(engine, prompts, 2 * args.rounds)
                 nbytes = floor_bytes(engine, steps, int(lengths.sum()))
                 floor = nbytes / bandwidth * 1e3
                 stats = device.memory_stats() or {}

@@ -1,7 +1,5 @@
 """What rounds launch on a GPU, from a profile: kernels and calls of the CUDA driver."""
 
-import gzip
-import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.profiler import ProfileData
 
 # calls that give the device work; everything else the driver is asked for is of no interest
 LAUNCH_CALLS = ("cuLaunchKernel", "cuLaunchKernelEx", "cuGraphLaunch", "cuLaunchCooperativeKernel")
@@ -56,44 +55,32 @@ def profile_rounds(run: Callable[[], object], num_rounds: int) -> Launches:
     ``XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true`` is set.
     """
     with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder, create_perfetto_trace=True)
+        jax.profiler.start_trace(folder)
         run()
         jax.profiler.stop_trace()
-        (file,) = Path(folder).rglob("perfetto_trace.json.gz")
-        trace = json.loads(gzip.decompress(file.read_bytes()))
-    return read_launches(trace["traceEvents"] if isinstance(trace, dict) else trace, num_rounds)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return read_launches(ProfileData.from_file(str(file)).planes, num_rounds)
 
 
-def read_launches(events: Iterable[Mapping[str, Any]], num_rounds: int) -> Launches:
-    """The figures in the events of a trace, in Chrome's format."""
-    events = list(events)
-    processes = _names(events, "process_name", "pid")
-    threads = _names(events, "thread_name", "pid", "tid")
+def read_launches(planes: Iterable[Any], num_rounds: int) -> Launches:
+    """The figures in a profile: planes of lines of events, as ``jax.profiler.ProfileData`` has."""
     kernels: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for event in events:
-        if event.get("ph") != "X":
-            continue
-        name = event["name"]
-        if "GPU" not in processes.get((event["pid"],), ""):
-            if name in LAUNCH_CALLS:
-                calls[name] += 1
-        elif "Stream" in threads.get((event["pid"], event.get("tid")), ""):
-            kernels[name] += 1
-            microseconds[name] += event["dur"]
+    for plane in planes:
+        is_device = plane.name.startswith("/device:GPU")
+        for line in plane.lines:
+            # the other lines of a device span what its streams run
+            if is_device and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                if is_device:
+                    kernels[event.name] += 1
+                    microseconds[event.name] += event.duration_ns / 1e3
+                elif event.name in LAUNCH_CALLS:
+                    calls[event.name] += 1
 
     def mean(counter: Counter[str]) -> dict[str, float]:
         return {name: value / num_rounds for name, value in counter.items()}
 
     return Launches(mean(kernels), mean(microseconds), mean(calls))
-
-
-def _names(
-    events: Iterable[Mapping[str, Any]], kind: str, *keys: str
-) -> dict[tuple[Any, ...], str]:
-    return {
-        tuple(event.get(key) for key in keys): event["args"]["name"]
-        for event in events
-        if event.get("ph") == "M" and event["name"] == kind
-    }

@@ -1,5 +1,7 @@
 """Figures of a profile: by hand, and of a real one."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,31 +9,30 @@ import pytest
 from specjax.launches import LAUNCH_CALLS, profile_rounds, read_launches
 
 
-def named(kind: str, name: str, **keys: int) -> dict:
-    return {"ph": "M", "name": kind, "args": {"name": name}, **keys}
+def events(*names_and_ns: tuple[str, float]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(name=name, duration_ns=ns) for name, ns in names_and_ns]
 
 
-def event(name: str, pid: int, tid: int, dur: float = 1.0) -> dict:
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": 0.0, "dur": dur}
+def line(name: str, *names_and_ns: tuple[str, float]) -> SimpleNamespace:
+    return SimpleNamespace(name=name, events=events(*names_and_ns))
 
 
-EVENTS = [
-    named("process_name", "/device:GPU:0", pid=1),
-    named("process_name", "/host:CPU", pid=2),
-    named("thread_name", "Stream #17", pid=1, tid=5),
-    named("thread_name", "XLA Modules", pid=1, tid=6),
-    *[event("gemm", 1, 5, 30.0)] * 6,
-    *[event("norm", 1, 5, 4.0)] * 2,
-    event("jit_round", 1, 6, 500.0),  # spans what is counted already
-    *[event("cuGraphLaunch", 2, 9)] * 2,
-    event("cuLaunchKernel", 2, 9),
-    event("cuMemcpyDtoHAsync", 2, 9),
-    event("cuGraphLaunch", 1, 5, 0.5),
+STREAM = [("gemm", 30e3)] * 6 + [("norm", 4e3)] * 2 + [("cuGraphLaunch", 500.0)]
+CALLS = [("cuGraphLaunch", 1.0)] * 2 + [("cuLaunchKernel", 1.0), ("cuMemcpyDtoHAsync", 1.0)]
+PLANES = [
+    SimpleNamespace(
+        name="/device:GPU:0",
+        lines=[
+            line("Stream #17(Compute)", *STREAM),
+            line("XLA Modules", ("jit_round", 500e3)),  # spans what is counted already
+        ],
+    ),
+    SimpleNamespace(name="/host:CPU", lines=[line("python", *CALLS)]),
 ]
 
 
 def test_launches_are_those_of_one_round():
-    found = read_launches(EVENTS, 2)
+    found = read_launches(PLANES, 2)
     assert found.kernels == {"gemm": 3.0, "norm": 1.0, "cuGraphLaunch": 0.5}
     assert found.microseconds == {"gemm": 90.0, "norm": 4.0, "cuGraphLaunch": 0.25}
     assert found.calls == {"cuGraphLaunch": 1.0, "cuLaunchKernel": 0.5}

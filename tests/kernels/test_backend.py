@@ -73,3 +73,14 @@ def test_power_of_two(size: int, expected: int) -> None:
 def test_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mosaic' is not one of \['xla', 'pallas'\]"):
         backend.check_implementation("mosaic")
+
+
+def test_equal_calls_of_a_module_share_their_lowering() -> None:
+    def calls(x, y):
+        for _ in range(8):
+            x, y = double(x, interpret=False), double(y, interpret=False)
+        return x, y
+
+    shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (8, 16)]
+    # jax lowers the first of them apart from the rest
+    assert lower_for_cuda(calls, *shapes).count(TRITON_CALL) <= 2 * len(shapes)
