@@ -156,9 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--simulate-accept-length", type=float)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--profile", action="store_true", help="also list the kernels and launches of a round"
-    )
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a round")
     parser.add_argument("--output", type=Path, help="append one JSON line a row")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What rounds launch on a GPU, from a profile: kernels and calls of the CUDA driver."""
+"""What rounds launch on a GPU, from a profile."""
 
 import tempfile
 from collections import Counter
@@ -10,9 +10,6 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-# calls that give the device work; everything else the driver is asked for is of no interest
-LAUNCH_CALLS = ("cuLaunchKernel", "cuLaunchKernelEx", "cuGraphLaunch", "cuLaunchCooperativeKernel")
-
 
 @dataclass(frozen=True)
 class Launches:
@@ -21,13 +18,10 @@ class Launches:
     Attributes:
         kernels: launches by the name of the kernel.
         microseconds: time on the device by the name of the kernel.
-        calls: calls of the driver that launch something, by name. A CUDA graph is one
-            ``cuGraphLaunch``, however many kernels it holds.
     """
 
     kernels: Mapping[str, float]
     microseconds: Mapping[str, float]
-    calls: Mapping[str, float]
 
     @property
     def busy(self) -> float:
@@ -35,7 +29,7 @@ class Launches:
         return sum(self.microseconds.values()) / 1e3
 
     def table(self, num_rows: int = 20) -> str:
-        """The kernels that take most, and the launches, as lines of text."""
+        """The kernels that take most as lines of text."""
         lines = [f"{'us a round':>10}  {'launches':>8}  kernel"]
         ordered = sorted(self.microseconds.items(), key=lambda item: -item[1])
         for name, time in ordered[:num_rows]:
@@ -43,8 +37,6 @@ class Launches:
         lines.append(
             f"{1e3 * self.busy:10.1f}  {sum(self.kernels.values()):8.1f}  all {len(ordered)}"
         )
-        calls = ", ".join(f"{count:.1f} {name}" for name, count in sorted(self.calls.items()))
-        lines.append(f"driver calls a round: {calls or 'none seen'}")
         return "\n".join(lines)
 
 
@@ -66,21 +58,17 @@ def read_launches(planes: Iterable[Any], num_rounds: int) -> Launches:
     """The figures in a profile: planes of lines of events, as ``jax.profiler.ProfileData`` has."""
     kernels: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
     for plane in planes:
-        is_device = plane.name.startswith("/device:GPU")
+        if not plane.name.startswith("/device:GPU"):
+            continue
         for line in plane.lines:
             # the other lines of a device span what its streams run
-            if is_device and not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                if is_device:
+            if line.name.startswith("Stream"):
+                for event in line.events:
                     kernels[event.name] += 1
                     microseconds[event.name] += event.duration_ns / 1e3
-                elif event.name in LAUNCH_CALLS:
-                    calls[event.name] += 1
 
     def mean(counter: Counter[str]) -> dict[str, float]:
         return {name: value / num_rounds for name, value in counter.items()}
 
-    return Launches(mean(kernels), mean(microseconds), mean(calls))
+    return Launches(mean(kernels), mean(microseconds))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax.launches import LAUNCH_CALLS, profile_rounds, read_launches
+from specjax.launches import profile_rounds, read_launches
 
 
 def events(*names_and_ns: tuple[str, float]) -> list[SimpleNamespace]:
@@ -17,8 +17,7 @@ def line(name: str, *names_and_ns: tuple[str, float]) -> SimpleNamespace:
     return SimpleNamespace(name=name, events=events(*names_and_ns))
 
 
-STREAM = [("gemm", 30e3)] * 6 + [("norm", 4e3)] * 2 + [("cuGraphLaunch", 500.0)]
-CALLS = [("cuGraphLaunch", 1.0)] * 2 + [("cuLaunchKernel", 1.0), ("cuMemcpyDtoHAsync", 1.0)]
+STREAM = [("gemm", 30e3)] * 6 + [("norm", 4e3)] * 2 + [("MemcpyD2H", 500.0)]
 PLANES = [
     SimpleNamespace(
         name="/device:GPU:0",
@@ -27,21 +26,19 @@ PLANES = [
             line("XLA Modules", ("jit_round", 500e3)),  # spans what is counted already
         ],
     ),
-    SimpleNamespace(name="/host:CPU", lines=[line("python", *CALLS)]),
+    SimpleNamespace(name="/host:CPU", lines=[line("Stream of nothing", ("gemm", 1.0))]),
 ]
 
 
 def test_launches_are_those_of_one_round():
     found = read_launches(PLANES, 2)
-    assert found.kernels == {"gemm": 3.0, "norm": 1.0, "cuGraphLaunch": 0.5}
-    assert found.microseconds == {"gemm": 90.0, "norm": 4.0, "cuGraphLaunch": 0.25}
-    assert found.calls == {"cuGraphLaunch": 1.0, "cuLaunchKernel": 0.5}
+    assert found.kernels == {"gemm": 3.0, "norm": 1.0, "MemcpyD2H": 0.5}
+    assert found.microseconds == {"gemm": 90.0, "norm": 4.0, "MemcpyD2H": 0.25}
     assert found.busy == pytest.approx(0.09425)
     lines = found.table(num_rows=1).splitlines()
     assert [line.split()[-1] for line in lines[:2]] == ["kernel", "gemm"]
     assert lines[2].split() == ["94.2", "4.5", "all", "3"]
-    assert lines[3] == "driver calls a round: 1.0 cuGraphLaunch, 0.5 cuLaunchKernel"
-    assert "none seen" in read_launches([], 1).table()
+    assert len(read_launches([], 1).table().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -55,7 +52,5 @@ def test_a_real_profile(on_gpu):
     if on_gpu:
         assert sum(found.kernels.values()) == 1.0
         assert 0 < found.busy < 1
-        assert found.calls
-        assert set(found.calls) <= set(LAUNCH_CALLS)
     else:
-        assert found.kernels == found.calls == {}
+        assert found.kernels == {}

@@ -4,7 +4,7 @@ Every function is pure; :class:`specjax.adaptive.cost_policy.CostAwarePolicy` ow
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from specjax.adaptive.config import AdaptiveConfig, CostSettings
 from specjax.adaptive.estimates import (
@@ -30,10 +30,16 @@ class CostModel:
 
     config: AdaptiveConfig
     times: RoundTimes
+    # asked for several times a round, between two dispatches
+    _candidates: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     def candidates(self, batch_size: int) -> tuple[int, ...]:
         """The tiers of the slot of ``batch_size``."""
-        return self.config.slots[self.config.slot_index(batch_size)].candidate_steps or ()
+        found = self._candidates.get(batch_size)
+        if found is None:
+            found = self.config.slots[self.config.slot_index(batch_size)].candidate_steps or ()
+            self._candidates[batch_size] = found
+        return found
 
     def rates(self, acceptance: Sequence[float], batch_size: int) -> dict[int, float]:
         """Expected tokens a second of one row, for each tier of the slot.
@@ -42,10 +48,9 @@ class CostModel:
             acceptance: conditional acceptance of each drafted position.
             batch_size: rows of the round.
         """
-        return {
-            steps: expected_tokens(acceptance, steps) / self.times.seconds(steps, batch_size)
-            for steps in self.candidates(batch_size)
-        }
+        seconds = self.times.by_steps(batch_size)
+        tokens = expected_tokens(acceptance)
+        return {steps: tokens[steps] / seconds[steps] for steps in self.candidates(batch_size)}
 
     def proven_rates(
         self, estimates: AcceptanceEstimates, steps: int, batch_size: int

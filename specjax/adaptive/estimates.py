@@ -7,6 +7,8 @@ about positions 1 to min(k + 1, steps): k that were accepted, and the one that w
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 # Acceptance assumed of the first draft before any was verified; one row's evidence.
 FIRST_GUESS = 0.7
@@ -49,11 +51,16 @@ def observe(
     """
     keep = 1.0 - 1.0 / window
     tried, accepted = list(estimates.tried), list(estimates.accepted)
+    # rows that accepted at least i drafts
+    reached = [0] * (len(tried) + 1)
+    for count in num_accepted_drafts:
+        reached[count] += 1
+    for i in range(len(tried) - 1, -1, -1):
+        reached[i] += reached[i + 1]
     for i in range(len(tried)):
-        rows = sum(k >= i for k in num_accepted_drafts) if i < executed_steps else 0
-        if rows:
-            tried[i] = keep * tried[i] + rows
-            accepted[i] = keep * accepted[i] + sum(k > i for k in num_accepted_drafts)
+        if i < executed_steps and reached[i]:
+            tried[i] = keep * tried[i] + reached[i]
+            accepted[i] = keep * accepted[i] + reached[i + 1]
         elif tried[i] > STALE_ROWS:
             weight = max(keep, STALE_ROWS / tried[i])
             tried[i] *= weight
@@ -86,10 +93,6 @@ def proven_acceptance(estimates: AcceptanceEstimates, num_positions: int) -> tup
     return expected[:num_positions] + tuple(map(min, expected, seen))[num_positions:]
 
 
-def expected_tokens(acceptance: Sequence[float], steps: int) -> float:
-    """Tokens of a row in a round of ``steps`` drafts, with the bonus token."""
-    total = reached = 1.0
-    for p in acceptance[:steps]:
-        reached *= p
-        total += reached
-    return total
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """Tokens of a row in a round of 0, 1, 2 and so on drafts, with the bonus token."""
+    return list(accumulate(accumulate(acceptance, mul, initial=1.0)))

@@ -39,6 +39,10 @@ class RoundTimes:
         missing = [(s, b) for s in self.steps for b in self.buckets if (s, b) not in self._seconds]
         if missing:
             raise ValueError(f"round times lack (steps, batch bucket) {missing}")
+        self._by_bucket = {
+            bucket: {steps: self._seconds[steps, bucket] for steps in self.steps}
+            for bucket in self.buckets
+        }
 
     def bucket(self, batch_size: int) -> int:
         """The smallest bucket that holds ``batch_size`` rows.
@@ -46,6 +50,8 @@ class RoundTimes:
         Raises:
             ValueError: if none does.
         """
+        if batch_size in self._by_bucket:
+            return batch_size
         index = bisect_left(self.buckets, check_integer("batch_size", batch_size, at_least=1))
         if index == len(self.buckets):
             raise ValueError(
@@ -53,15 +59,25 @@ class RoundTimes:
             )
         return self.buckets[index]
 
+    def by_steps(self, batch_size: int) -> Mapping[int, float]:
+        """Seconds of a round of ``batch_size`` rows for each tier.
+
+        Raises:
+            ValueError: for a batch that was not measured.
+        """
+        found = self._by_bucket.get(batch_size)
+        return self._by_bucket[self.bucket(batch_size)] if found is None else found
+
     def seconds(self, steps: int, batch_size: int) -> float:
         """Seconds of a round of ``batch_size`` rows with ``steps``.
 
         Raises:
             ValueError: for a tier or a batch that was not measured.
         """
-        if steps not in self.steps:
+        found = self.by_steps(batch_size).get(steps)
+        if found is None:
             raise ValueError(f"steps={steps} has no measured round time; measured: {self.steps}")
-        return self._seconds[steps, self.bucket(batch_size)]
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """An object of the form ``{"seconds": {steps: {bucket: seconds}}}``."""

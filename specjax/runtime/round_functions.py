@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from specjax.models.flat import Weights
 from specjax.runtime.compile_pool import CompilerOptions
 from specjax.runtime.networks import Networks
-from specjax.runtime.runner_config import RunnerConfig, compiler_options
+from specjax.runtime.packed_sampling import unpack_sampling
+from specjax.runtime.paging import PageView
+from specjax.runtime.runner_config import PREFILL_OPTIONS, RunnerConfig, compiler_options
+from specjax.runtime.slot_tables import neutral_sampling
 from specjax.speculative.future_map import FutureMap, record_cached
 from specjax.speculative.prefill import prefill_chunk
 from specjax.speculative.round import (
@@ -65,7 +68,8 @@ class RoundFunctions:
         networks: structures of target and draft.
         config: sizes.
         max_top_logprobs: most likely tokens that a request may ask for at each position.
-        common: abstract weights, pools, rows by slot and tables: the first arguments of all.
+        common: abstract weights, pools, rows by slot, pages and packed sampling parameters: the
+            first arguments of all.
     """
 
     def __init__(
@@ -93,10 +97,18 @@ class RoundFunctions:
         )
 
         def flat(
-            target: Weights, head: Weights, pools: KVPools, future: FutureMap, *rest: Any
+            target: Weights,
+            head: Weights,
+            pools: KVPools,
+            future: FutureMap,
+            view: PageView,
+            packed: jax.Array,
+            *rest: Any,
         ) -> Any:
+            model = nets.target.rebuild(target)
             draft = None if nets.head is None else nets.head.rebuild(head)
-            return function(nets.target.rebuild(target), draft, pools, future, *rest, config=config)
+            sampling = unpack_sampling(packed, neutral_sampling(1, 1))
+            return function(model, draft, pools, future, view, sampling, *rest, config=config)
 
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=(2, 3))
@@ -108,8 +120,10 @@ class RoundFunctions:
             if stages:
                 yield from self._stages(steps)
         prefill = self.bind(prefill_chunk, self._config.num_steps)
+        options = PREFILL_OPTIONS if self._config.on_gpu else None
         for width in self._config.prefill_buckets:
-            yield Job(("prefill", width), prefill, (*self._common, ints(width + 1), ints(5)))
+            arguments = (*self._common, ints(width + 1), ints(5))
+            yield Job(("prefill", width), prefill, arguments, options)
         record = jax.jit(record_cached, donate_argnums=0)
         future = self._common[3]
         yield Job(("record_cached",), record, (future, ints(), ints(self._config.context)))

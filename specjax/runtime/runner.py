@@ -15,6 +15,7 @@ from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.compile_pool import CompilePool
 from specjax.runtime.dispatched import Dispatched as Dispatched
 from specjax.runtime.networks import Networks as Networks
+from specjax.runtime.packed_sampling import pack_sampling
 from specjax.runtime.paging import PageView
 from specjax.runtime.round_functions import STAGES, RoundFunctions, TierRounds
 from specjax.runtime.runner_config import RunnerConfig as RunnerConfig
@@ -22,10 +23,9 @@ from specjax.runtime.slot_tables import HostTables as HostTables
 from specjax.runtime.slot_tables import check_slot_limits
 from specjax.sampling_params import SamplingParams
 from specjax.speculative.future_map import FutureMap
-from specjax.types import KVPools, RoundOutput, SamplingTable
+from specjax.types import KVPools, RoundOutput
 
 UNLIMITED = 2**31 - 1
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def _pool_shape(config: TransformerConfig, slots: int) -> jax.ShapeDtypeStruct:
@@ -48,7 +48,7 @@ class ModelRunner:
         self.tables = HostTables.empty(config.num_slots, config.pages_per_request, vocab_size)
         self._weights: tuple[Weights, Weights] | None = None
         self._view: PageView | None = None
-        self._sampling: SamplingTable | None = None
+        self._sampling: jax.Array | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._state: Any = None
         # slots whose last round left nothing to draft from, and the state that it ran with
@@ -202,17 +202,16 @@ class ModelRunner:
 
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; what is still in flight ran before any new owner."""
-        self.set_slot(slot, GREEDY, seed=0)
-        self.set_pages(slot, ())
+        self.tables.clear(slot)
         self._rested.discard(slot)
 
     def _view_of(self, tables: HostTables) -> PageView:
+        # the copy stays as it is while the host goes on writing
         page_table = jax.device_put(tables.page_table.copy())
         return PageView(page_table, self.config.page_size, self.config.attention)
 
-    def _sampling_of(self, tables: HostTables) -> SamplingTable:
-        # the copy stays as it is while the host goes on writing
-        return jax.device_put(jax.tree.map(np.copy, tables.sampling))
+    def _sampling_of(self, tables: HostTables) -> jax.Array:
+        return jax.device_put(pack_sampling(tables.sampling))
 
     def _inputs(self) -> tuple[Any, ...]:
         if self.tables.pages_dirty:

@@ -50,6 +50,11 @@ class RunnerConfig:
         return self.pages_per_request * self.page_size
 
 
+# XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each
+# time, so that its graph would be rebuilt, which takes longer than to launch its kernels.
+PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000"}
+
+
 def compiler_options(rows: int) -> CompilerOptions:
     """XLA's options for a round that verifies ``rows`` rows on a GPU.
 

@@ -46,7 +46,7 @@ def _known_ends(end_token_ids: Collection[int], vocab_size: int) -> list[int]:
     return sorted({i for i in end_token_ids if 0 <= i < vocab_size})
 
 
-def _neutral_sampling(num_slots: int, vocab_size: int) -> Any:
+def neutral_sampling(num_slots: int, vocab_size: int) -> Any:
     """A :class:`SamplingTable` of numpy arrays for greedy rows."""
 
     def full(value: float, dtype: Any, *tail: int) -> Any:
@@ -92,7 +92,7 @@ class HostTables:
         """Tables of greedy rows without pages."""
         return cls(
             page_table=np.zeros((num_slots, pages_per_request), np.int32),
-            sampling=_neutral_sampling(num_slots, vocab_size),
+            sampling=neutral_sampling(num_slots, vocab_size),
             is_plain=np.ones(num_slots, np.bool_),
         )
 
@@ -102,6 +102,16 @@ class HostTables:
         row[first : first + len(pages)] = pages
         row[first + len(pages) :] = 0
         self.pages_dirty = True
+
+    def clear(self, slot: int) -> None:
+        """Make a slot like the padding slot 0.
+
+        Nothing is uploaded: no dispatch names the slot before it is set again.
+        """
+        self.page_table[slot] = 0
+        for leaf in jax.tree.leaves(self.sampling):
+            leaf[slot] = leaf[0]
+        self.is_plain[slot] = True
 
     def set_sampling(
         self,
@@ -120,7 +130,7 @@ class HostTables:
             ValueError: for what :func:`check_slot_limits` refuses.
         """
         check_slot_limits(params, end_token_ids, vocab_size)
-        row = _neutral_sampling(1, vocab_size)
+        row = neutral_sampling(1, vocab_size)
         if not params.is_greedy:
             row.temperatures[0] = params.temperature
             row.top_ks[0] = vocab_size if params.top_k == -1 else min(params.top_k, vocab_size)

@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_expected_tokens_sum_the_chances_to_be_reached() -> None:
-    assert expected_tokens((), 0) == 1.0
-    assert expected_tokens((0.5, 0.5, 1.0, 0.9), 3) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
-    assert expected_tokens((1.0,) * 7, 7) == 8.0
-    assert expected_tokens((0.9, 0.0, 1.0), 3) == pytest.approx(1.9)
+    assert expected_tokens(()) == [1.0]
+    assert expected_tokens((0.5, 0.5, 1.0, 0.9)) == pytest.approx([1, 1.5, 1.75, 2.0, 2.225])
+    assert expected_tokens((1.0,) * 7) == list(range(1, 9))
+    assert expected_tokens((0.9, 0.0, 1.0)) == pytest.approx([1, 1.9, 1.9, 1.9])
 
 
 def test_a_round_informs_positions_up_to_the_first_rejection() -> None:

@@ -66,9 +66,16 @@ def test_everything_that_a_slot_says_is_written_and_forgotten():
     neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
     for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
         np.testing.assert_array_equal(whole[[0, 2]], empty[[0, 2]])
-    made.set_sampling(1, GREEDY, V, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=-1)
+    made.set_pages(1, [2], 0)
+    made.pages_dirty = made.sampling_dirty = False
+    made.clear(1)
     for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
         np.testing.assert_array_equal(whole, empty)
+    assert not made.page_table.any()
+    assert made.is_plain.all()
+    # no dispatch names a slot that is clear, so that nothing has to be uploaded
+    assert not made.pages_dirty
+    assert not made.sampling_dirty
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
