@@ -11,7 +11,8 @@ from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.config import MAX_STEPS, SpeculativeConfig
 
 DEFAULT_NUM_STEPS = 5
-DEFAULT_POLICY = "cost"
+# measured: docs/adaptive_decoding.md
+DEFAULT_POLICY = "ema"
 PATHS = ("model", "draft", "compile_cache_dir")
 BOOLS = (
     "speculative_adaptive",
