@@ -31,7 +31,9 @@ class CostModel:
     config: AdaptiveConfig
     times: RoundTimes
     # asked for several times a round, between two dispatches
-    _candidates: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    _candidates: dict[int, tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def candidates(self, batch_size: int) -> tuple[int, ...]:
         """The tiers of the slot of ``batch_size``."""
@@ -138,12 +140,12 @@ def update_cost(
             f"executed_steps={executed_steps}"
         )
     settings = model.config.cost
+    seconds = model.times.seconds(executed_steps, batch_size)
     estimates = observe(
         state.estimates, num_accepted_drafts, executed_steps, settings.acceptance_window
     )
     rates = model.proven_rates(estimates, state.steps, batch_size)
     tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
-    seconds = model.times.seconds(executed_steps, batch_size)
     deficit = state.deficit
     if 0 in rates:
         plain = model.times.seconds(0, batch_size)

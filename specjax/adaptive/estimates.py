@@ -54,7 +54,7 @@ def observe(
     # rows that accepted at least i drafts
     reached = [0] * (len(tried) + 1)
     for count in num_accepted_drafts:
-        reached[count] += 1
+        reached[min(count, len(tried))] += 1
     for i in range(len(tried) - 1, -1, -1):
         reached[i] += reached[i + 1]
     for i in range(len(tried)):

@@ -50,8 +50,6 @@ class RoundTimes:
         Raises:
             ValueError: if none does.
         """
-        if batch_size in self._by_bucket:
-            return batch_size
         index = bisect_left(self.buckets, check_integer("batch_size", batch_size, at_least=1))
         if index == len(self.buckets):
             raise ValueError(
@@ -65,7 +63,8 @@ class RoundTimes:
         Raises:
             ValueError: for a batch that was not measured.
         """
-        found = self._by_bucket.get(batch_size)
+        # most batches are a bucket
+        found = self._by_bucket.get(batch_size) if type(batch_size) is int else None
         return self._by_bucket[self.bucket(batch_size)] if found is None else found
 
     def seconds(self, steps: int, batch_size: int) -> float:
@@ -74,10 +73,9 @@ class RoundTimes:
         Raises:
             ValueError: for a tier or a batch that was not measured.
         """
-        found = self.by_steps(batch_size).get(steps)
-        if found is None:
+        if steps not in self.steps:
             raise ValueError(f"steps={steps} has no measured round time; measured: {self.steps}")
-        return found
+        return self.by_steps(batch_size)[steps]
 
     def to_json(self) -> dict[str, Any]:
         """An object of the form ``{"seconds": {steps: {bucket: seconds}}}``."""

@@ -37,7 +37,10 @@ def unpack_sampling(packed: jax.Array, like: SamplingTable) -> SamplingTable:
 
 
 def _as_words(leaf: np.ndarray) -> np.ndarray:
-    return leaf.astype(np.int32) if leaf.dtype == np.bool_ else leaf.view(np.int32)
+    if leaf.dtype == np.bool_:
+        return leaf.astype(np.int32)
+    assert leaf.dtype.itemsize == 4, leaf.dtype
+    return leaf.view(np.int32)
 
 
 def _from_words(words: jax.Array, dtype: Any) -> jax.Array:

@@ -7,12 +7,14 @@ import numpy as np
 
 from specjax.runtime.runner import UNLIMITED, ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
+from specjax.sampling_params import SamplingParams
 
 # Tokens in the pool of a measured row, where the context allows: attention takes its usual share.
 CONTEXT = 512
 SECONDS = 0.25
 STRETCHES = 5
 MOST_DISPATCHES = 64
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
@@ -71,6 +73,7 @@ def _run(runner: ModelRunner, steps: int, bucket: int, count: int) -> float:
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for i, slot in enumerate(slots):
         lens[slot], remaining[slot] = filled, UNLIMITED
+        runner.set_slot(slot, GREEDY, seed=0)
         runner.set_pages(slot, range(1 + i * pages, 1 + (i + 1) * pages))
     runner.reset_rows(lens, remaining)
     runner.apply_runtime_state(runner.build_adaptive_runtime_state(steps, steps + 1))

@@ -32,6 +32,15 @@ def test_expected_tokens_sum_the_chances_to_be_reached() -> None:
     assert expected_tokens((0.9, 0.0, 1.0)) == pytest.approx([1, 1.9, 1.9, 1.9])
 
 
+def test_rounds_of_a_tier_that_is_no_candidate() -> None:
+    times = RoundTimes({(steps, 1): 1.0 + steps for steps in (1, 3)})
+    policy = CostAwarePolicy(times, 1, {"candidate_steps": [1]})
+    policy.on_verify_complete([3], executed_steps=3, batch_size=1)
+    assert policy.acceptance[0] > 0.7
+    with pytest.raises(ValueError, match="steps=5 has no measured round time"):
+        policy.on_verify_complete([5], executed_steps=5, batch_size=1)
+
+
 def test_a_round_informs_positions_up_to_the_first_rejection() -> None:
     nothing = AcceptanceEstimates((0.0,) * 5, (0.0,) * 5)
     seen = observe(nothing, [0, 1, 3], executed_steps=3, window=16)

@@ -18,6 +18,9 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
         TIMES.seconds(0, 5)
     with pytest.raises(ValueError, match=r"steps=1 has no measured round time; .*\(0, 3\)"):
         TIMES.seconds(1, 1)
+    for wrong in (True, 1.0, 0, "1"):
+        with pytest.raises(ValueError, match="batch_size"):
+            TIMES.seconds(3, wrong)
 
 
 def test_stored_times_are_the_same(tmp_path: Path) -> None:

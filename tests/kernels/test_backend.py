@@ -1,6 +1,7 @@
 """The wrapper around the Triton lowering."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -73,6 +74,27 @@ def test_power_of_two(size: int, expected: int) -> None:
 def test_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mosaic' is not one of \['xla', 'pallas'\]"):
         backend.check_implementation("mosaic")
+
+
+def test_options_that_are_equal_but_not_the_same_make_kernels_of_their_own() -> None:
+    def scaled(x_ref, out_ref, *, scale):
+        out_ref[...] = x_ref[...] * 2 if isinstance(scale, int) else x_ref[...] * 3
+
+    def call(scale, *args):
+        return backend.triton_call(
+            partial(scaled, *args, scale=scale),
+            grid=(1,),
+            out_shape=jax.ShapeDtypeStruct((4,), jnp.float32),
+            num_warps=1,
+            num_stages=1,
+            interpret=True,
+        )
+
+    assert call(2) is call(2)
+    x = jnp.ones(4)
+    assert (call(2)(x).tolist(), call(2.0)(x).tolist()) == ([2.0] * 4, [3.0] * 4)
+    with pytest.raises(ValueError, match=r"scaled has positional options \(5,\)"):
+        call(2, 5)
 
 
 def test_equal_calls_of_a_module_share_their_lowering() -> None:
