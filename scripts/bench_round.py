@@ -30,6 +30,9 @@ from specjax.runtime.memory import kv_bytes_per_token
 
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
+# presets with real weights, whose prompts are text
+REAL_PRESETS = ("smollm2-135m",)
+PROMPT_TEXT = Path(__file__).parent / "data" / "prompts.jsonl"
 
 
 def copy_bandwidth(device: jax.Device) -> float:
@@ -145,7 +148,7 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--preset", choices=PRESETS, default="llama3.1-8b")
+    parser.add_argument("--preset", choices=[*PRESETS, *REAL_PRESETS], default="llama3.1-8b")
     parser.add_argument("--model", help="real weights instead of a preset: name, folder or file")
     parser.add_argument("--draft", help="draft head of --model")
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
@@ -158,7 +161,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a round")
     parser.add_argument("--output", type=Path, help="append one JSON line a row")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.model is None and args.preset in REAL_PRESETS:
+        args.model = args.preset
+    return args
+
+
+def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -> list[list[int]]:
+    """Prompts of so many tokens: text where the weights are real, else random tokens."""
+    if engine.tokenizer is None:
+        vocab_size = engine.target.config.vocab_size
+        return [rng.integers(100, vocab_size, size=n).tolist() for n in lengths]
+    lines = [json.loads(line) for line in PROMPT_TEXT.read_text("utf-8").splitlines()]
+    tokens = engine.tokenizer.encode("\n\n".join(turn for line in lines for turn in line["turns"]))
+    starts = rng.integers(len(tokens), size=len(lengths))
+    return [
+        np.resize(np.roll(tokens, -at), n).tolist() for at, n in zip(starts, lengths, strict=True)
+    ]
 
 
 def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path) -> Engine:
@@ -177,9 +196,9 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
         "context_length": context,
         "max_running_requests": max(batches),
         # what the engine would pick: a plain batch of one runs padded
-        "batch_buckets": batches if steps else [max(MIN_ROWS_GPU, batch) for batch in batches],
+        "batch_buckets": batches if steps else sorted({max(MIN_ROWS_GPU, b) for b in batches}),
         "chunked_prefill_size": PREFILL_CHUNK,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not args.model,
         "max_total_tokens": max(batches) * (context + args.page_size),
     }
     if steps:
@@ -220,10 +239,9 @@ def main() -> None:
             started = time.perf_counter()
             engine = build(args, steps, args.batch, Path(folder))
             ready = time.perf_counter() - started
-            vocab = engine.target.config.vocab_size
             for batch in args.batch:
                 lengths = rng.integers(args.context, args.context + args.context // 5, size=batch)
-                prompts = [rng.integers(100, vocab, size=n).tolist() for n in lengths]
+                prompts = make_prompts(engine, lengths.tolist(), rng)
                 on_device = device_ms(engine, prompts, args.rounds)
                 through, accept = engine_ms(engine, prompts, 2 * args.rounds)
                 nbytes = floor_bytes(engine, steps, int(lengths.sum()))

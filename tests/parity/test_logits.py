@@ -68,7 +68,6 @@ def test_bfloat16_forward(family: str, tmp_path: Path) -> None:
         )[0]
         for dtype in (torch.float32, torch.bfloat16)
     )
-    print(relative_error(ours, exact), relative_error(theirs, exact), relative_error(ours, theirs))
     assert relative_error(ours, exact) <= 2 * relative_error(theirs, exact)
 
 
@@ -100,13 +99,9 @@ def test_eagle1_feature_is_the_normed_last_state(tmp_path: Path) -> None:
     assert relative_error(features, last.numpy()) <= TOLERANCE
 
 
-def test_sliding_window_is_used_or_refused(tmp_path: Path) -> None:
+def test_sliding_window_is_used(tmp_path: Path) -> None:
     model = make_model("MistralConfig", {"sliding_window": 8, "head_dim": 12})
     path = save(model, tmp_path / "model")
-    try:
-        checkpoint = open_target(str(path), dtype="float32")
-    except ValueError as error:
-        assert "sliding_window" in str(error)  # noqa: PT017
-        return
+    checkpoint = open_target(str(path), dtype="float32")
     assert checkpoint.config.sliding_window == 8
     check_equal(path, model)
