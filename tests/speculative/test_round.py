@@ -121,7 +121,7 @@ def test_any_number_of_drafts_can_be_accepted(head):
     flat, weights = target_model()
     target = flat.rebuild(weights)
     model = runner.networks.head.rebuild(head_weights(head))
-    view, sampling = runner._view_of(runner.tables), runner._sampling_of(runner.tables)
+    view, sampling = runner._view_of(runner.tables), jax.device_put(runner.tables.sampling)
     slots = jnp.array([1, 0], jnp.int32)
     view = replace(view, page_table=view.page_table[slots])
     lens = jnp.array([len(prompt), 0], jnp.int32)
