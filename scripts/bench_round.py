@@ -23,6 +23,7 @@ from rich.table import Table
 
 import specjax
 from specjax import Engine, SamplingParams
+from specjax.bench_data import jsonl_requests
 from specjax.launches import Launches, profile_rounds
 from specjax.presets import PRESETS, write_preset
 from specjax.runtime.buckets import MIN_ROWS_GPU
@@ -33,6 +34,9 @@ PREFILL_CHUNK = 512
 # presets with real weights, whose prompts are text
 REAL_PRESETS = ("smollm2-135m",)
 PROMPT_TEXT = Path(__file__).parent / "data" / "prompts.jsonl"
+NUM_TEXTS = 36
+# rounds until those that count: what was dispatched beside prefill, and results of the round before
+SETTLING_ROUNDS = 4
 
 
 def copy_bandwidth(device: jax.Device) -> float:
@@ -116,6 +120,11 @@ def launches(engine: Engine, prompts: list[list[int]]) -> Launches:
     return found
 
 
+def dispatches_needed(lengths: list[int], rounds: int) -> int:
+    """Dispatches of the first of such prompts until ``rounds`` are timed, one more in flight."""
+    return sum(-(-n // PREFILL_CHUNK) for n in lengths) + SETTLING_ROUNDS + rounds + 1
+
+
 def engine_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[float, float]:
     """Median ms a round through ``generate``, and the mean accept length.
 
@@ -123,10 +132,9 @@ def engine_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[fl
     already; only the time when all of them decode counts.
     """
     config = engine.runner.config
-    chunks = sum(-(-len(prompt) // config.prefill_buckets[-1]) for prompt in prompts)
-    # what was dispatched beside prefill comes first, and results come one round late
-    needed = rounds + 4
-    tokens = (chunks + needed + 1) * config.rounds_per_dispatch * (config.num_steps + 1)
+    needed = SETTLING_ROUNDS + rounds
+    dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
+    tokens = dispatches * config.rounds_per_dispatch * (config.num_steps + 1)
     params = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
     stamps: list[float] = []
     last: dict[int, dict[str, Any]] = {}
@@ -172,8 +180,8 @@ def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -
     if engine.tokenizer is None:
         vocab_size = engine.target.config.vocab_size
         return [rng.integers(100, vocab_size, size=n).tolist() for n in lengths]
-    lines = [json.loads(line) for line in PROMPT_TEXT.read_text("utf-8").splitlines()]
-    tokens = engine.tokenizer.encode("\n\n".join(turn for line in lines for turn in line["turns"]))
+    requests = jsonl_requests(PROMPT_TEXT, NUM_TEXTS, engine.tokenizer, output_len=1)
+    tokens = [token for request in requests for token in request.input_ids]
     starts = rng.integers(len(tokens), size=len(lengths))
     return [
         np.resize(np.roll(tokens, -at), n).tolist() for at, n in zip(starts, lengths, strict=True)
@@ -183,10 +191,9 @@ def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -
 def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path) -> Engine:
     """An engine for one step count over all batch sizes."""
     longest = args.context + args.context // 5
-    # Chunks of prefill beside which the first request decodes, and rounds of one length of time,
-    # all of which may advance by all their tokens; or twelve stretches of rounds.
-    chunks = max(batches) * -(-longest // PREFILL_CHUNK)
-    rounds = max(12 * args.rounds, chunks + 2 * args.rounds + 6)
+    # twelve stretches left on the device, or what engine_ms asks for and one dispatch run ahead
+    through = dispatches_needed([longest] * max(batches), 2 * args.rounds) + 1
+    rounds = max(12 * args.rounds, through)
     room = rounds * args.rounds_per_dispatch * (steps + 1)
     context = longest + room
     options = {

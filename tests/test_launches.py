@@ -9,12 +9,9 @@ import pytest
 from specjax.launches import profile_rounds, read_launches
 
 
-def events(*names_and_ns: tuple[str, float]) -> list[SimpleNamespace]:
-    return [SimpleNamespace(name=name, duration_ns=ns) for name, ns in names_and_ns]
-
-
 def line(name: str, *names_and_ns: tuple[str, float]) -> SimpleNamespace:
-    return SimpleNamespace(name=name, events=events(*names_and_ns))
+    events = [SimpleNamespace(name=name, duration_ns=ns) for name, ns in names_and_ns]
+    return SimpleNamespace(name=name, events=events)
 
 
 STREAM = [("gemm", 30e3)] * 6 + [("norm", 4e3)] * 2 + [("MemcpyD2H", 500.0)]

@@ -31,6 +31,8 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     config = runner.config
     before = runner.speculative_num_steps
     pairs = [(steps, bucket) for steps in config.tiers for bucket in config.batch_buckets]
+    for slot in range(1, config.num_slots):
+        runner.set_slot(slot, GREEDY, seed=0)
     counts = {pair: _stretch_length(runner, *pair) for pair in pairs}
     stretches = [
         {pair: _run(runner, *pair, counts[pair]) for pair in pairs} for _ in range(STRETCHES)
@@ -73,7 +75,6 @@ def _run(runner: ModelRunner, steps: int, bucket: int, count: int) -> float:
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for i, slot in enumerate(slots):
         lens[slot], remaining[slot] = filled, UNLIMITED
-        runner.set_slot(slot, GREEDY, seed=0)
         runner.set_pages(slot, range(1 + i * pages, 1 + (i + 1) * pages))
     runner.reset_rows(lens, remaining)
     runner.apply_runtime_state(runner.build_adaptive_runtime_state(steps, steps + 1))

@@ -51,7 +51,7 @@ class RunnerConfig:
 
 
 # XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each
-# time, so that its graph would be rebuilt, which takes longer than to launch its kernels.
+# time, for which its graph would be rebuilt. Figures: docs/performance.md, "Changes".
 PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000"}
 
 

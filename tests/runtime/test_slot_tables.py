@@ -66,6 +66,15 @@ def test_everything_that_a_slot_says_is_written_and_forgotten():
     neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
     for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
         np.testing.assert_array_equal(whole[[0, 2]], empty[[0, 2]])
+    forgotten = tables(params, seed=1, end_token_ids=ends, prompt_len=6, top_logprobs=2)
+    forgotten.set_sampling(1, GREEDY, V, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=-1)
+    for whole, empty in zip(jax.tree.leaves(forgotten.sampling), neutral, strict=True):
+        np.testing.assert_array_equal(whole, empty)
+
+
+def test_a_cleared_slot_is_neutral_and_not_uploaded():
+    made = tables(SamplingParams(temperature=0.7, top_k=5, logit_bias={3: 1.5}), top_logprobs=2)
+    neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
     made.set_pages(1, [2], 0)
     made.pages_dirty = made.sampling_dirty = False
     made.clear(1)
