@@ -161,6 +161,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--draft", help="draft head of --model")
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
     parser.add_argument("--steps", type=numbers, default=[0, 1, 3, 7])
+    parser.add_argument("--batch-buckets", type=numbers, help="sizes that batches are padded to")
     parser.add_argument("--context", type=int, default=1024, help="shortest prompt; +20 percent")
     parser.add_argument("--rounds", type=int, default=30, help="rounds of one timed stretch")
     parser.add_argument("--rounds-per-dispatch", type=int, default=1)
@@ -203,7 +204,8 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
         "context_length": context,
         "max_running_requests": max(batches),
         # what the engine would pick: a plain batch of one runs padded
-        "batch_buckets": batches if steps else sorted({max(MIN_ROWS_GPU, b) for b in batches}),
+        "batch_buckets": args.batch_buckets
+        or (batches if steps else sorted({max(MIN_ROWS_GPU, b) for b in batches})),
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
         "max_total_tokens": max(batches) * (context + args.page_size),

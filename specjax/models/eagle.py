@@ -3,8 +3,10 @@
 Both heads share one interface, so that nothing outside this file asks which one it is:
 
 * ``fuse(features [B,T,F]) -> [B,T,D]``: target features to the head's hidden width;
-* ``__call__(embeds [B,T,D], hidden [B,T,D], positions [B,T], kv, attend) -> (hidden, kv)``: one
-  pass; the returned hidden state is the recurrent input of the next draft step;
+* ``__call__(embeds [B,T,D], hidden [B,T,D], positions [B,T], kv, attend, row=None) -> (hidden,
+  kv)``: one pass; the returned hidden state ``[B,T,D]`` is the recurrent input of the next draft
+  step. With ``row`` i32 ``[B]`` it is ``[B,1,D]``, that of one row a request: the next round starts
+  from one row, the others need no more than their keys and values;
 * ``embed(tokens, target)`` and ``logits(hidden, target)``, which fall back to the target's tables;
 * ``target_ids(draft_ids)``: draft vocabulary to target vocabulary.
 
@@ -29,6 +31,7 @@ from specjax.models.layers import (
     RMSNorm,
     RopeTables,
     dot,
+    pick_row,
     rope_tables,
 )
 
@@ -130,14 +133,20 @@ class Eagle3Head(DraftHead):
         return self.fc(features)
 
     def __call__(
-        self, embeds: jax.Array, hidden: jax.Array, positions: jax.Array, kv: Any, attend: Attend
+        self,
+        embeds: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        kv: Any,
+        attend: Attend,
+        row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """One pass of the head; the output is the state before the final norm."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
-        mixed, kv = self.attention(x, rope_tables(self.config, positions), kv, 0, attend)
-        x, normed = self.post_attention_norm.add(residual, mixed)
+        mixed, kv = self.attention(x, rope_tables(self.config, positions), kv, 0, attend, row)
+        x, normed = self.post_attention_norm.add(pick_row(residual, row), mixed)
         x = x + whole(self.mlp(normed), x.ndim, x.dtype)
         return (self.norm(x) if self.config.norm_output else x), kv
 
@@ -167,12 +176,18 @@ class EagleLayer(nnx.Module):
         self.mlp = MLP(config, bias=False, rngs=rngs, kernels=kernels)
 
     def __call__(
-        self, x: jax.Array, rope: RopeTables, kv: Any, layer: int, attend: Attend
+        self,
+        x: jax.Array,
+        rope: RopeTables,
+        kv: Any,
+        layer: int,
+        attend: Attend,
+        row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Apply the layer to ``x [B, T, D]``; ``layer`` is its index in ``kv``."""
         normed = x if self.input_norm is None else self.input_norm(x)
-        mixed, kv = self.attention(normed, rope, kv, layer, attend)
-        x, normed = self.post_attention_norm.add(x, mixed)
+        mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
+        x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
         return x + whole(self.mlp(normed), x.ndim, x.dtype), kv
 
 
@@ -197,13 +212,20 @@ class EagleHead(DraftHead):
         return features.astype(self.config.jnp_dtype)
 
     def __call__(
-        self, embeds: jax.Array, hidden: jax.Array, positions: jax.Array, kv: Any, attend: Attend
+        self,
+        embeds: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        kv: Any,
+        attend: Attend,
+        row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """One pass of the head; the output is the next recurrent state and the logits' input."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
         rope = rope_tables(self.config, positions)
         for i, layer in enumerate(self.layers):
-            x, kv = layer(x, rope, kv, i, attend)
+            is_last = i == len(self.layers) - 1
+            x, kv = layer(x, rope, kv, i, attend, row if is_last else None)
         return x, kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:

@@ -38,6 +38,11 @@ def dot(x: jax.Array, kernel: jax.Array, out_dtype: jnp.dtype | None = None) -> 
     )
 
 
+def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
+    """``[B, T, D]`` at one row a request, ``[B, 1, D]``; everything where ``row`` is ``None``."""
+    return x if row is None else jnp.take_along_axis(x, row[:, None, None], axis=1, mode="clip")
+
+
 # most rows whose small products pay a split along the inner axis, and the widest split output
 MAX_SPLIT_ROWS = 63
 MAX_SPLIT_COLUMNS = 36864
@@ -209,9 +214,19 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
 
     def __call__(
-        self, x: jax.Array, rope: RopeTables, kv: Any, layer: int, attend: Attend
+        self,
+        x: jax.Array,
+        rope: RopeTables,
+        kv: Any,
+        layer: int,
+        attend: Attend,
+        row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and kv as attend left it."""
+        """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and kv as attend left it.
+
+        With ``row`` i32 ``[B]`` keys and values of all rows are stored, and the output is ``[B, 1,
+        D]``, that of one row a request.
+        """
         heads, kv_heads, dim = self.shape
         # query and key norms read whole products
         qkv = self.qkv(x) if self.q_norm else self.qkv.partial_sums(x, self.kernels)
@@ -220,7 +235,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         kv, out = attend(kv, layer, q, k, v, rope)
-        return self.output.partial_sums(out.reshape(*x.shape[:-1], heads * dim), self.kernels), kv
+        out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
+        return self.output.partial_sums(out, self.kernels), kv
 
 
 class MLP(nnx.Module):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.decoder import CausalLM
+from specjax.models.layers import pick_row
 from specjax.runtime.paging import PageView
 from specjax.speculative.future_map import FutureMap, publish, record, resolve, spend, stash
 from specjax.speculative.round import RoundConfig
@@ -57,8 +58,8 @@ def prefill_chunk(
     hidden, features, kv_target = target(
         tokens[None, :-1], positions, pools.target, attend, config.feature_layers
     )
-    last = (num_tokens - 1)[:, None, None]
-    logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
+    last = num_tokens - 1
+    logits = target.logits(pick_row(hidden, last))
     new_len = start + num_tokens
     future = publish(future, slot, new_len)
     future = record(future, slot, start, tokens[None, :-1], num_tokens)
@@ -77,9 +78,9 @@ def prefill_chunk(
         at_end = (offsets == num_tokens - 1) & (is_final > 0)
         shifted = jnp.where(at_end, token[:, None], tokens[None, 1:])
         states, kv_draft = head(
-            head.embed(shifted, target), head.fuse(features), positions, kv_draft, attend
+            head.embed(shifted, target), head.fuse(features), positions, kv_draft, attend, row=last
         )
-        recurrent = jnp.take_along_axis(states, last, axis=1)[:, 0]
+        recurrent = states[:, 0]
         topk_probs, topk_ids = propose(head, target, recurrent)
         inputs = replace(inputs, topk_probs=topk_probs, topk_ids=topk_ids, hidden=recurrent)
     out = RoundOutput(token, jax.tree.map(lambda leaf: leaf[:, 0], logprobs))

@@ -142,9 +142,9 @@ def extend(
         positions,
         kv,
         view.attend(seq_lens, width),
+        row=jnp.maximum(verified.num_accepted_tokens - 1, 0),
     )
-    last = jnp.maximum(verified.num_accepted_tokens - 1, 0)
-    recurrent = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    recurrent = hidden[:, 0]
     topk_probs, topk_ids = propose(head, target, recurrent)
     return (
         DraftInput(
