@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 import specjax
 from specjax import Engine, SamplingParams
+from specjax.bandwidth import copy_bandwidth
 from specjax.bench_data import jsonl_requests
 from specjax.launches import Launches, profile_rounds
 from specjax.presets import PRESETS, write_preset
@@ -37,22 +37,6 @@ PROMPT_TEXT = Path(__file__).parent / "data" / "prompts.jsonl"
 NUM_TEXTS = 36
 # rounds until those that count: what was dispatched beside prefill, and results of the round before
 SETTLING_ROUNDS = 4
-
-
-def copy_bandwidth(device: jax.Device) -> float:
-    """Bytes read and written per second by a large copy on the device."""
-    size = 2**30 if device.platform == "gpu" else 2**24
-    x = jnp.arange(size, dtype=jnp.float32)
-    copy = jax.jit(lambda x: x + 1.0)
-    copy(x).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        for _ in range(4):
-            y = copy(x)
-        y.block_until_ready()
-        seconds.append((time.perf_counter() - started) / 4)
-    return 2 * x.nbytes / statistics.median(seconds)
 
 
 def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
