@@ -26,7 +26,7 @@ from specjax.bandwidth import copy_bandwidth
 from specjax.bench_data import jsonl_requests
 from specjax.launches import Launches, profile_rounds
 from specjax.presets import PRESETS, write_preset
-from specjax.runtime.buckets import MIN_ROWS_GPU
+from specjax.runtime.buckets import PADDED_ROWS
 from specjax.runtime.memory import kv_bytes_per_token
 
 PROFILED_DISPATCHES = 5
@@ -181,15 +181,15 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
     rounds = max(12 * args.rounds, through)
     room = rounds * args.rounds_per_dispatch * (steps + 1)
     context = longest + room
+    # what the engine would pick: a batch of one runs padded, unless a large model speculates
+    smallest = 1 if steps and args.model not in REAL_PRESETS else PADDED_ROWS
     options = {
         "dtype": args.dtype,
         "page_size": args.page_size,
         "rounds_per_dispatch": args.rounds_per_dispatch,
         "context_length": context,
         "max_running_requests": max(batches),
-        # what the engine would pick: a plain batch of one runs padded
-        "batch_buckets": args.batch_buckets
-        or (batches if steps else sorted({max(MIN_ROWS_GPU, b) for b in batches})),
+        "batch_buckets": args.batch_buckets or sorted({max(smallest, b) for b in batches}),
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
         "max_total_tokens": max(batches) * (context + args.page_size),

@@ -11,7 +11,7 @@ from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_draft, o
 from specjax.config import ModelConfig
 from specjax.engine_args import EngineArgs
 from specjax.kernels.tree_attention import attention_implementation
-from specjax.runtime.buckets import MIN_ROWS_GPU, checked_buckets, prefill_buckets
+from specjax.runtime.buckets import checked_buckets, prefill_buckets, smallest_bucket
 from specjax.runtime.compile_cache import CompileCache, open_compile_cache
 from specjax.runtime.memory import PoolPlan, device_memory, kv_bytes_per_token, plan_pools
 from specjax.runtime.networks import Networks
@@ -175,9 +175,10 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     chunk = args.chunked_prefill_size or (512 if on_cpu else 1024)
     pools = _plan_pools(args, networks, context_length, slots)
     _announce(f"{target.name} ({target.config.dtype}): {pools.describe()}", show)
-    buckets = checked_buckets(
-        args.batch_buckets, slots, 1 if on_cpu or speculative else MIN_ROWS_GPU
+    smallest = smallest_bucket(
+        on_gpu=not on_cpu, speculative=speculative is not None, weight_bytes=pools.weight_bytes
     )
+    buckets = checked_buckets(args.batch_buckets, slots, smallest)
     _announce(
         f"context of {context_length} tokens, {slots} requests at once in batches of "
         f"{list(buckets)}",

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.runtime.buckets import batch_buckets, pick_bucket, prefill_buckets
+from specjax.runtime.buckets import (
+    batch_buckets,
+    pick_bucket,
+    prefill_buckets,
+    smallest_bucket,
+)
 from specjax.runtime.memory import device_memory, kv_bytes_per_token, plan_pools
 
 from ..tiny import EAGLE3, TARGET, make_runner
@@ -116,6 +121,24 @@ def test_memory_of_this_machine() -> None:
 )
 def test_batch_buckets(limit, sizes) -> None:
     assert batch_buckets(limit) == sizes
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "speculative", "weight_bytes", "rows"),
+    [
+        (False, False, 10**8, 1),
+        (False, True, 10**8, 1),
+        (True, False, 10**8, 2),
+        (True, False, 10**10, 2),
+        (True, True, 3 * 10**8, 2),
+        (True, True, 10**10, 1),
+    ],
+)
+def test_a_batch_of_one_is_padded_where_that_is_faster(
+    on_gpu, speculative, weight_bytes, rows
+) -> None:
+    sizes = {"on_gpu": on_gpu, "speculative": speculative, "weight_bytes": weight_bytes}
+    assert smallest_bucket(**sizes) == rows
 
 
 @pytest.mark.parametrize(
