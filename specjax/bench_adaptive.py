@@ -7,8 +7,8 @@ length of each kind is in ``docs/adaptive_decoding.md``; for other models measur
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 POLICIES = ("cost", "ema")
 WORKLOADS = {
@@ -51,9 +51,8 @@ class Phase:
     prompts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Round:
-    """One round as the policy heard of it."""
+class Round(NamedTuple):
+    """One round as the policy heard of it; a tuple, since it is made in the engine's loop."""
 
     time: float  # seconds of time.perf_counter()
     steps: int
@@ -201,7 +200,7 @@ def timeline(
         end = start + run.seconds
         marks.append({"name": phase.name, "kind": phase.kind, "start": start, "end": end})
         records += [
-            asdict(record) | {"time": record.time - run.start + start}
+            record._asdict() | {"time": record.time - run.start + start}
             for record in rounds
             if run.start <= record.time <= run.start + run.seconds
         ]
