@@ -1,8 +1,8 @@
 """Time the paged attention kernel: KV bytes read a second, beside a copy in the same run.
 
 Pages are shuffled over the pool and the layers of a pool larger than the L2 cache take turns, so
-that keys and values come from memory; the merge of the splits is included. Every size is first
-compared with the reference in float32 arithmetic.
+that keys and values come from memory; the merge is included where a context is split. Every size is
+first compared with the reference in float32 arithmetic.
 
     python scripts/bench_attention.py
     python scripts/bench_attention.py --smoke   # tiny sizes, also on a CPU (interpreter)
@@ -20,18 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from specjax.kernels.tree_attention import tree_attention_pallas, tree_attention_reference
+from specjax.kernels.tree_attention import (
+    has_kernel,
+    tree_attention_pallas,
+    tree_attention_reference,
+)
 
 import specjax
 from specjax.bandwidth import copy_bandwidth
 
-# the pool holds about this many bytes, in 2 to 8 layers: several times the L2 cache
+# the pool holds about this many bytes, and what one dispatch reads at least several L2 caches
 POOL_BYTES = 2e9
-MAX_LAYERS = 8
+MIN_BYTES_READ = 4e8
 REPEATS = 7
 DISPATCHES = 3
 # at most max|a - b| / max|b|
 BOUND = 2e-2
+SIZES = ("batch", "rows", "context", "heads", "kv_heads", "head_dim", "calls")
 
 
 def operands(args: argparse.Namespace, page_size: int, num_layers: int) -> tuple[jax.Array, ...]:
@@ -47,10 +52,15 @@ def operands(args: argparse.Namespace, page_size: int, num_layers: int) -> tuple
     return jnp.asarray(q, jnp.bfloat16), pool, *ints
 
 
+def bytes_of_layer(args: argparse.Namespace) -> int:
+    """Keys and values of all contexts in bfloat16, which one call reads."""
+    return int(2 * 2 * args.batch * args.context * args.kv_heads * args.head_dim)
+
+
 def measure(args: argparse.Namespace, page_size: int) -> dict[str, Any]:
     """One row: error against the reference, microseconds a call and bytes a second."""
-    layer_bytes = args.batch * args.context * 2 * args.kv_heads * args.head_dim * 2
-    num_layers = 2 if args.smoke else max(2, min(MAX_LAYERS, int(POOL_BYTES / layer_bytes)))
+    layer_bytes = bytes_of_layer(args)
+    num_layers = 2 if args.smoke else max(2, min(args.calls, int(POOL_BYTES / layer_bytes)))
     q, *fixed = operands(args, page_size, num_layers)
 
     def attend(q: jax.Array, pool: jax.Array, *ints: jax.Array, layer: int) -> jax.Array:
@@ -110,9 +120,19 @@ def parse_args() -> argparse.Namespace:
     args.interpret = jax.default_backend() == "cpu"
     if args.interpret and not args.smoke:
         raise SystemExit("no GPU found: on a CPU only --smoke runs, in the interpreter")
+    if not 1 <= args.rows < args.context:
+        parser.error(f"--rows {args.rows} must be at least 1 and below --context {args.context}")
+    if not has_kernel(args.head_dim):
+        parser.error(f"--head-dim {args.head_dim} must be a power of two from 16 to 256")
     for size in args.page_sizes:
-        if size < 1 or args.context % size or args.context <= args.rows:
+        if size < 1 or args.context % size:
             parser.error(f"--page-sizes {size}: --context {args.context} must be a multiple of it")
+    num_bytes = args.calls * bytes_of_layer(args)
+    if num_bytes < MIN_BYTES_READ and not args.smoke:
+        parser.error(
+            f"--calls {args.calls} read {num_bytes / 1e6:.0f} MB, which the L2 cache may hold; "
+            "raise --calls, --batch or --context"
+        )
     return args
 
 
@@ -137,7 +157,7 @@ def main() -> None:
             f"{speed / bandwidth:.2f}",
         )
         if args.output:
-            given = {name: getattr(args, name) for name in ("batch", "rows", "context")}
+            given = {name: getattr(args, name) for name in SIZES}
             named = {"device": device.device_kind, "jax": jax.__version__}
             line = row | given | named | {"copy": bandwidth, "specjax": specjax.__version__}
             with args.output.open("a") as file:

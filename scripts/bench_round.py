@@ -181,7 +181,8 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
     rounds = max(12 * args.rounds, through)
     room = rounds * args.rounds_per_dispatch * (steps + 1)
     context = longest + room
-    # what the engine would pick: a batch of one runs padded, unless a large model speculates
+    # what the engine would pick for the presets: a batch of one runs padded, unless a large model
+    # speculates; for a small one as --model give --batch-buckets 2
     smallest = 1 if steps and args.model not in REAL_PRESETS else PADDED_ROWS
     options = {
         "dtype": args.dtype,
@@ -254,6 +255,7 @@ def main() -> None:
                     "bandwidth_tb_s": bandwidth / 1e12,
                     "ready_s": ready,
                     "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+                    "batch_buckets": list(engine.runner.config.batch_buckets),
                     "page_size": args.page_size,
                     "context": args.context,
                     "dtype": args.dtype,

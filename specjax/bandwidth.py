@@ -1,4 +1,4 @@
-"""The bandwidth that a large copy reaches, the floor of what is bound by memory."""
+"""The bandwidth that a large copy reaches: what kernels bound by memory are compared with."""
 
 import statistics
 import time

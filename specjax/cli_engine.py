@@ -106,7 +106,7 @@ def add_batch_buckets_option(group: argparse._ArgumentGroup) -> None:
         "--batch-buckets",
         type=lambda text: [int(part) for part in text.split(",")],
         metavar="N,N",
-        help="batch sizes to compile for (default: powers of two)",
+        help="batch sizes to compile for (default: powers of two, some from 2 on)",
     )
 
 

@@ -48,7 +48,8 @@ class EngineArgs:
             refused. ``None`` is no limit.
         request_timeout: seconds after which a request ends with finish reason ``abort``, waiting
             included; ``generate`` can set another for its own. ``None`` is no limit.
-        batch_buckets: batch sizes that rounds are compiled for; powers of two by default.
+        batch_buckets: batch sizes that rounds are compiled for. By default powers of two, on a GPU
+            from 2 on where a padded batch of one is faster.
         max_total_tokens: tokens in the KV pool.
         mem_fraction_static: share of the device's memory for weights and KV where
             ``max_total_tokens`` is not given.

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-# Products of one row take XLA's matrix-vector path on a GPU, which has more kernels. A plain round
-# of the Llama-3.1-8B shape takes 5.05 ms at one row and 4.31 ms at two (H200, jax 0.11.2). With a
-# draft only the passes of the head have one row: padded, a round of SmolLM2-135M with five drafts
-# takes 0.98 ms instead of 1.04, one of the 8B shape with seven 5.91 ms instead of 5.78.
+# Products of one row take XLA's matrix-vector path on a GPU, which has more kernels. Plain rounds:
+# 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B shape; H200, jax
+# 0.11.2, before products were split into partial sums). With drafts only what the head computes for
+# one token has one row: padded, a round of SmolLM2-135M with five drafts takes 0.98 ms instead of
+# 1.04, one of the 8B shape with seven 5.91 ms instead of 5.78; its step 0 takes 4.4 ms either way.
 PADDED_ROWS = 2
-# below this a round is bound by launches: an H200 reads so much in 0.25 ms
+# between those two models; below it launches bind a round: an H200 reads so much in 0.25 ms
 LAUNCH_BOUND_BYTES = 1e9
 
 

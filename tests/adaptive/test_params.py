@@ -1,3 +1,4 @@
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -5,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.adaptive import AdaptiveSpeculativeParams
+from specjax.adaptive.params import EmaState, update_ema
 
 # a decision after every batch, and the newest batch is the average
 AT_ONCE: dict[str, Any] = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
@@ -244,3 +246,12 @@ def test_step_0_is_probed_backs_off_and_recovers(config: dict[str, Any], limit: 
         params.update([params.current_steps])
     if (1 - 0.3) ** interval < 0.2:  # a probe long enough to lift the average off zero
         assert params.current_steps == top
+
+
+def test_a_batch_without_a_decision_changes_average_and_count_only() -> None:
+    (slot,) = AdaptiveSpeculativeParams(3).config.slots
+    state = EmaState(current_steps=3, ema=2.0, count=4, waited=5, probe_wait=6, is_probing=True)
+    after = update_ema(slot, state, [1])
+    kept = [field.name for field in fields(EmaState) if field.name not in ("ema", "count")]
+    assert [getattr(after, name) for name in kept] == [getattr(state, name) for name in kept]
+    assert (after.ema, after.count) == (pytest.approx(1.8), 5)

@@ -1,0 +1,63 @@
+"""A head's pass for one row a request: the full pass at that row, keys and values of all rows."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.eagle import build_head
+from specjax.models.flat import FlatModel
+from specjax.runtime.paging import PageView
+
+from ..tiny import EAGLE, EAGLE3, head_weights
+
+BATCH, WIDTH, PAGE_SIZE, PAGES = 4, 5, 4, 4
+HEADS = {
+    "eagle3": EAGLE3,
+    "eagle3 normed": replace(EAGLE3, norm_output=True, norm_before_residual=True),
+    "eagle": EAGLE,
+    "eagle of three layers": replace(EAGLE, num_layers=3),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
+def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
+    """The first row, the last one, one between them, and a padding request without pages."""
+    config = replace(config, dtype=dtype)
+    head = FlatModel.of(partial(build_head, config)).rebuild(head_weights(config))
+    rng = np.random.default_rng(0)
+    table = np.arange(1, BATCH * PAGES + 1).reshape(BATCH, PAGES)
+    table[3] = 0
+    lens = jnp.array([0, 3, 9, 0], jnp.int32)
+    row = jnp.array([0, WIDTH - 1, WIDTH // 2, 0], jnp.int32)
+    view = PageView(jnp.asarray(table, jnp.int32), PAGE_SIZE, "chunked")
+    slots = (BATCH * PAGES + 1) * PAGE_SIZE
+    pool_shape = (config.num_layers, slots, 2, config.num_kv_heads, config.head_dim)
+    row_shape = (BATCH, WIDTH, config.hidden_size)
+    pool, embeds, hidden = (
+        jnp.asarray(rng.standard_normal(shape), config.jnp_dtype)
+        for shape in (pool_shape, row_shape, row_shape)
+    )
+    positions = lens[:, None] + jnp.arange(WIDTH, dtype=jnp.int32)
+
+    @jax.jit
+    def run(kv, row):
+        return head(embeds, hidden, positions, kv, view.attend(lens, WIDTH), row)
+
+    everything, kv = run(pool, None)
+    picked, kv_picked = run(pool, row)
+    assert picked.shape == (BATCH, 1, config.hidden_size)
+    assert picked.dtype == everything.dtype
+    expected = np.asarray(everything, np.float32)[np.arange(BATCH), row]
+    bound = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(
+        np.asarray(picked[:, 0], np.float32), expected, rtol=bound, atol=bound
+    )
+    np.testing.assert_array_equal(np.asarray(kv_picked), np.asarray(kv))
+    # the test means something: rows differ, and every layer has stored
+    assert np.abs(expected - np.asarray(everything[:, 0], np.float32)).max() > 0.1
+    assert all((np.asarray(kv[i]) != np.asarray(pool[i])).any() for i in range(config.num_layers))
