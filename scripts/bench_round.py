@@ -24,9 +24,10 @@ import specjax
 from specjax import Engine, SamplingParams
 from specjax.bandwidth import copy_bandwidth
 from specjax.bench_data import jsonl_requests
+from specjax.engine_args import EngineArgs
+from specjax.engine_parts import plan_parts
 from specjax.launches import Launches, profile_rounds
 from specjax.presets import PRESETS, write_preset
-from specjax.runtime.buckets import PADDED_ROWS
 from specjax.runtime.memory import kv_bytes_per_token
 
 PROFILED_DISPATCHES = 5
@@ -181,16 +182,13 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
     rounds = max(12 * args.rounds, through)
     room = rounds * args.rounds_per_dispatch * (steps + 1)
     context = longest + room
-    # what the engine would pick for the presets: a batch of one runs padded, unless a large model
-    # speculates; for a small one as --model give --batch-buckets 2
-    smallest = 1 if steps and args.model not in REAL_PRESETS else PADDED_ROWS
     options = {
+        "model": args.model,
         "dtype": args.dtype,
         "page_size": args.page_size,
         "rounds_per_dispatch": args.rounds_per_dispatch,
         "context_length": context,
         "max_running_requests": max(batches),
-        "batch_buckets": args.batch_buckets or sorted({max(smallest, b) for b in batches}),
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
         "max_total_tokens": max(batches) * (context + args.page_size),
@@ -199,12 +197,17 @@ def build(args: argparse.Namespace, steps: int, batches: list[int], folder: Path
         options |= {"speculative_algorithm": "EAGLE3", "speculative_num_steps": steps}
         if args.simulate_accept_length:
             options["simulate_accept_length"] = args.simulate_accept_length
+    draft = args.draft
     if not args.model:
-        target, draft = write_preset(args.preset, folder)
-        if steps:
-            options["draft"] = draft
-        return Engine(target, load_format="dummy", **options)
-    return Engine(args.model, **options, **({"draft": args.draft} if steps else {}))
+        options["model"], draft = write_preset(args.preset, folder)
+        options["load_format"] = "dummy"
+    if steps:
+        options["draft"] = draft
+    buckets = args.batch_buckets
+    if buckets is None:  # the batches, but a batch of one as the engine would pad it
+        plan = plan_parts(EngineArgs(**options, show_progress=False))
+        buckets = sorted({max(plan.config.batch_buckets[0], batch) for batch in batches})
+    return Engine(**options, batch_buckets=buckets)
 
 
 def main() -> None:

@@ -63,10 +63,7 @@ def update_ema(slot: AdaptiveSlot, state: EmaState, num_accepted_drafts: Sequenc
         mean = sum(num_accepted_drafts) / len(num_accepted_drafts)
         ema = (1.0 - slot.ema_alpha) * ema + slot.ema_alpha * mean
     count = state.count + 1
-    # a host-bound round waits for this: half the time of dataclasses.replace
-    state = EmaState(
-        state.current_steps, ema, count, state.waited, state.probe_wait, state.is_probing
-    )
+    state = replace(state, ema=ema, count=count)
     if count <= slot.warmup_batches or (count - slot.warmup_batches) % slot.update_interval:
         return state
     return _wait_or_probe(slot, state) if state.current_steps == 0 else _decide(slot, state)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import Attend, rotated
+from specjax.models.layers import Attend, pick_row, rotated
 from specjax.training.attention import masked_attention
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -119,7 +119,7 @@ def prefill(
     count, width = prompts.shape
     positions = jnp.broadcast_to(jnp.arange(width), (count, width))
     hidden, _, cache = model(prompts, positions, rows.cache, _prompt_attend(slots, implementation))
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    last = pick_row(hidden, lengths - 1)[:, 0]
     token = _sample(model.logits(last), temperatures, key)
     prompt_rows = Rows(
         cache=(),
