@@ -40,13 +40,13 @@ from specjax.bench_adaptive import (
     summarize,
 )
 from specjax.bench_adaptive_plot import draw
-from specjax.cli_engine import (
+from specjax.cli.errors import report_error
+from specjax.cli.options import (
     add_batch_buckets_option,
     add_memory_options,
     add_model_options,
     engine_arguments,
 )
-from specjax.cli_errors import report_error
 from specjax.json_file import read_json
 from specjax.markdown import markdown_table
 

@@ -31,13 +31,13 @@ from specjax.bench_data import (
     random_requests,
     sharegpt_requests,
 )
-from specjax.cli_engine import (
+from specjax.cli.errors import report_error
+from specjax.cli.options import (
     add_memory_options,
     add_model_options,
     add_speculation_options,
     engine_arguments,
 )
-from specjax.cli_errors import report_error
 from specjax.markdown import markdown_table
 
 MODES = ("spec", "plain", "spec_sync", "plain_sync")

@@ -24,11 +24,11 @@ import specjax
 from specjax import Engine, SamplingParams
 from specjax.bandwidth import copy_bandwidth
 from specjax.bench_data import jsonl_requests
-from specjax.engine_args import EngineArgs
-from specjax.engine_parts import plan_parts
+from specjax.checkpoints.presets import PRESETS, write_preset
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import plan_parts
+from specjax.kv.sizes import kv_bytes_per_token
 from specjax.launches import Launches, profile_rounds
-from specjax.presets import PRESETS, write_preset
-from specjax.runtime.memory import kv_bytes_per_token
 
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512

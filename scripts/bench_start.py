@@ -30,7 +30,7 @@ PROMPT_TOKENS = 100
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    from specjax.cli_engine import (
+    from specjax.cli.options import (
         add_memory_options,
         add_model_options,
         add_speculation_options,
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Keyword arguments of ``Engine`` as JSON values; presets and cold caches are in ``folder``."""
-    from specjax.cli_engine import engine_arguments, with_preset
+    from specjax.cli.options import engine_arguments, with_preset
 
     options = engine_arguments(args)
     options.setdefault("compile_cache_dir", str(folder / "cache"))
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.basicConfig(level=logging.INFO, format=form)
         print(json.dumps(start_engine(child["options"])))
         return 0
-    from specjax.cli_errors import report_error
+    from specjax.cli.errors import report_error
 
     args = parse_arguments(argv)
     try:

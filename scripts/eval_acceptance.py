@@ -28,7 +28,7 @@ from specjax.acceptance import (
     load_prompts,
     summarize,
 )
-from specjax.cli_errors import report_error
+from specjax.cli.errors import report_error
 
 TABLE_COLUMNS = ("requests", "length", "pooled", "rate", "identical")
 

@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from specjax.engine import Engine as Engine
-from specjax.sampling_params import SamplingParams as SamplingParams
+from specjax.sampling.params import SamplingParams as SamplingParams
 from specjax.scheduling.loop import EngineFault as EngineFault
 from specjax.scheduling.scheduler import QueueFullError as QueueFullError
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.difference import Difference, find_difference
-from specjax.inputs import tokenize_inputs
+from specjax.cli.difference import Difference, find_difference
+from specjax.engine.inputs import tokenize_inputs
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.inputs import tokenize_inputs
-from specjax.tokenizer import Tokenizer
+from specjax.engine.inputs import tokenize_inputs
+from specjax.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import HostTables, ModelRunner
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 from .tiny import EAGLE3, TARGET, make_request, make_runner, run_requests
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
-from specjax.diagnostics import dense_attend
+from specjax.engine.diagnostics import dense_attend
+from specjax.kv.pages import PageAllocator
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
-from specjax.runtime.paging import PageAllocator
 from specjax.runtime.runner import ModelRunner, Networks, RunnerConfig
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 

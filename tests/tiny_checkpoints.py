@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
-from specjax.tokenizer import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 from .copying import copying_head, copying_target
 from .tiny import EAGLE3, TARGET

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specjax.adaptive.checks import check_integer, check_number
+from specjax.checks import check_integer, check_number
 from specjax.json_file import read_json
 
 MOST_DIGITS = 9  # of a slot's batch size

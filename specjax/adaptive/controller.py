@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specjax.adaptive.checks import check_integer
 from specjax.adaptive.policy import AdaptiveSpecPolicy
+from specjax.checks import check_integer
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.adaptive.checks import check_integer
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.adaptive.cost import CostModel, CostState, next_steps, update_cost
 from specjax.adaptive.estimates import AcceptanceEstimates, conditional_acceptance
 from specjax.adaptive.round_times import RoundTimes
+from specjax.checks import check_integer
 
 
 class CostAwarePolicy:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specjax.adaptive.checks import check_integer
 from specjax.adaptive.config import (
     AdaptiveConfig,
     AdaptiveSlot,
     load_adaptive_config,
 )
+from specjax.checks import check_integer
 
 
 @dataclass(frozen=True)

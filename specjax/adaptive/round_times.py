@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.adaptive.checks import check_integer, check_number
+from specjax.checks import check_integer, check_number
 from specjax.json_file import read_json
 
 

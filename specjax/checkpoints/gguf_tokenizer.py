@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from specjax.checkpoints.gguf_reader import GGUFFile
-from specjax.tokenizer import Tokenizer, set_template
+from specjax.text.tokenizer import Tokenizer, set_template
 
 _CONTROL, _USER_DEFINED = 3, 4
 

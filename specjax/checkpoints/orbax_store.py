@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig, RopeScaling
 from specjax.json_file import read_json
-from specjax.tokenizer import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 C = TypeVar("C", ModelConfig, DraftConfig)
 _KEY = "specjax_config"

@@ -22,7 +22,7 @@ from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.tokenizer import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

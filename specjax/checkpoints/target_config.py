@@ -9,7 +9,7 @@ from specjax.checkpoints.rope_config import read_rope
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import ModelConfig
 from specjax.json_file import read_json
-from specjax.tokenizer import find_eos_token_id
+from specjax.text.tokenizer import find_eos_token_id
 
 logger = logging.getLogger(__name__)
 

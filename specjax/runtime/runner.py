@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.adaptive.controller import SpecRuntimeState
+from specjax.compiling.pool import CompilePool
 from specjax.config import TransformerConfig
+from specjax.kv.pages import PageView
 from specjax.models.flat import Weights
+from specjax.models.networks import Networks as Networks
 from specjax.runtime.buckets import pick_bucket
-from specjax.runtime.compile_pool import CompilePool
 from specjax.runtime.dispatched import Dispatched as Dispatched
-from specjax.runtime.networks import Networks as Networks
-from specjax.runtime.packed_sampling import pack_sampling
-from specjax.runtime.paging import PageView
-from specjax.runtime.round_functions import STAGES, RoundFunctions, TierRounds
+from specjax.runtime.functions import STAGES, RoundFunctions, TierRounds
 from specjax.runtime.runner_config import RunnerConfig as RunnerConfig
-from specjax.runtime.slot_tables import HostTables as HostTables
-from specjax.runtime.slot_tables import check_slot_limits
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.packed import pack_sampling
+from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import HostTables as HostTables
+from specjax.sampling.table import check_slot_limits
 from specjax.speculative.future_map import FutureMap
 from specjax.types import KVPools, RoundOutput
 

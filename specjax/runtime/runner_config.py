@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from specjax.compiling.pool import CompilerOptions
 from specjax.models.layers import MAX_SPLIT_ROWS
-from specjax.runtime.compile_pool import CompilerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

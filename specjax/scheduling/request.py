@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specjax.runtime.dispatched import HostLogprobs
-from specjax.sampling_params import SamplingParams
-from specjax.scheduling.completion_text import CompletionText
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.spec_counts import SpecCounts
-from specjax.tokenizer import IncrementalDecoder
+from specjax.text.completion import CompletionText
+from specjax.text.tokenizer import IncrementalDecoder
 
 TokenLogprob = tuple[float, int, None]
 

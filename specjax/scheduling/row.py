@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from specjax.scheduling.prefix_cache import Node
+from specjax.kv.prefix_cache import Node
 from specjax.scheduling.request import Request
 
 

@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable
 
 from specjax.adaptive.controller import AdaptiveController
+from specjax.kv.budget import PageBudget
+from specjax.kv.pages import PageAllocator
+from specjax.kv.prefix_cache import PrefixCache
 from specjax.runtime.buckets import pick_bucket
-from specjax.runtime.paging import PageAllocator
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.deadlines import Deadlines
 from specjax.scheduling.events import NoMetrics, SchedulerMetrics
 from specjax.scheduling.in_flight import InFlight, Reader
-from specjax.scheduling.page_budget import PageBudget
-from specjax.scheduling.prefix_cache import PrefixCache
 from specjax.scheduling.request import Request
 from specjax.scheduling.row import Row
 

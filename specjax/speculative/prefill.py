@@ -5,12 +5,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
 from specjax.models.layers import pick_row
-from specjax.runtime.paging import PageView
+from specjax.sampling.draw import rows_of, target_tokens
 from specjax.speculative.future_map import FutureMap, publish, record, resolve, spend, stash
 from specjax.speculative.round import RoundConfig
-from specjax.speculative.sampling import rows_of, target_tokens
 from specjax.speculative.stages import Head, propose
 from specjax.speculative.tree import chain_input
 from specjax.types import KVPools, RoundOutput, SamplingTable

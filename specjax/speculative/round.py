@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
-from specjax.runtime.paging import PageView
+from specjax.sampling.draw import rows_of
+from specjax.sampling.logprobs import zero_logprobs
 from specjax.speculative.future_map import FutureMap, publish, record, resolve, spend, stash
-from specjax.speculative.logprobs import zero_logprobs
-from specjax.speculative.sampling import rows_of
 from specjax.speculative.stages import Head, draft, extend, verify
 from specjax.types import KVPools, RoundOutput, SamplingTable, VerifyInput, VerifyOutput
 

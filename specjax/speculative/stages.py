@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.compact_tree import compact_tree
+from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head, EagleHead
-from specjax.runtime.paging import PageView
-from specjax.speculative.sampling import target_tokens
+from specjax.sampling.draw import target_tokens
 from specjax.speculative.tree import accept, chain_input
 from specjax.types import DraftInput, SamplingTable, VerifyInput, VerifyOutput
 

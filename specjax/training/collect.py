@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax.tokenizer import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 from specjax.training.data import Corpus
 from specjax.training.generate import Sampler
 from specjax.training.openings import text_openings, user_openings

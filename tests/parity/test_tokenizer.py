@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from specjax.checkpoints import open_target  # noqa: E402
-from specjax.tokenizer import Tokenizer  # noqa: E402
+from specjax.text.tokenizer import Tokenizer  # noqa: E402
 
 from .smollm2 import find_smollm2  # noqa: E402
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 from ..settings import counted_compilations
 from ..tiny import EAGLE3, make_request, make_runner, run_requests

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from specjax.adaptive import AdaptiveController
-from specjax.runtime.round_seconds import measure_round_seconds
+from specjax.adaptive.round_seconds import measure_round_seconds
 from specjax.runtime.runner import ModelRunner, RunnerConfig
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 from ..copying import copied_weights, plain_output, plain_outputs
 from ..scheduling.serving import Serving

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from specjax.kv.pages import PageAllocator
+from specjax.kv.prefix_cache import PrefixCache
 from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.paging import PageAllocator
 from specjax.runtime.runner import HostTables, ModelRunner
-from specjax.sampling_params import SamplingParams
-from specjax.scheduling.prefix_cache import PrefixCache
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 

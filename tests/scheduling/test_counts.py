@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 
 from ..tiny import make_request

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specjax.runtime.metrics import EngineMetrics
-from specjax.sampling_params import SamplingParams
-from specjax.scheduling import page_budget
+from specjax.kv import budget
+from specjax.metrics.engine_metrics import EngineMetrics
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.deadlines import Deadlines
 from specjax.scheduling.scheduler import QueueFullError
@@ -176,8 +176,8 @@ def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
 
 def test_a_blocked_queue_is_tried_again(monkeypatch) -> None:
     """What is held back for running requests shrinks while none of them ends."""
-    monkeypatch.setattr(page_budget, "HELD_BACK_START", 1.0)
-    monkeypatch.setattr(page_budget, "HELD_BACK_DECAY", 0.5)
+    monkeypatch.setattr(budget, "HELD_BACK_START", 1.0)
+    monkeypatch.setattr(budget, "HELD_BACK_DECAY", 0.5)
     monkeypatch.setattr(scheduler_module, "RETRY_STEPS", 4)
     serving = Serving(num_pages=1 + 40, num_steps=0)
     first, second = serving.add(PROMPTS[:2], replace(GREEDY, max_new_tokens=100))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 from ..copying import plain_output, plain_outputs
 from ..tiny import make_request

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 from ..copying import plain_outputs
 from ..tiny import make_request

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 
 from ..copying import plain_output, plain_outputs

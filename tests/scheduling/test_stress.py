@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.diagnostics import next_logits
+from specjax.engine.diagnostics import next_logits
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 
 from ..copying import copied_runner, copied_weights

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
-from specjax.diagnostics import dense_attend
+from specjax.engine.diagnostics import dense_attend
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.dispatched import Dispatched
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling_params import SamplingParams
-from specjax.speculative.sampling import position_noise
+from specjax.sampling.draw import position_noise
+from specjax.sampling.params import SamplingParams
 
 from ..tiny import TARGET, make_runner
 from .reference import adjusted_logits, kept_by_sorting

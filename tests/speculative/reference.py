@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 
 def kept_by_sorting(logits, top_k, top_p=1.0, min_p=0.0):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.runtime.slot_tables import HostTables
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import HostTables
 from specjax.types import SamplingTable
 
 

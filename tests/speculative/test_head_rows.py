@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.kv.pages import PageView
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
-from specjax.runtime.paging import PageView
 
 from ..tiny import EAGLE, EAGLE3, head_weights
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.params import SamplingParams
 
 from ..copying import copied_runner
 from ..tiny import EAGLE3, make_runner

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.sampling_params import SamplingParams
+from specjax.sampling.draw import rows_of
+from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.sampling import rows_of
 from specjax.speculative.stages import extend, verify
 from specjax.speculative.tree import chain_input
 

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from specjax.config import ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.tokenizer import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 from specjax.training.collect import (
     CollectConfig,
     chat_frame,

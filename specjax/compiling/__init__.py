@@ -1,0 +1,1 @@
+"""Compiling ahead of time, and executables on disk."""

@@ -1,0 +1,5 @@
+"""The engine: text or tokens in, text and figures out."""
+
+from specjax.engine.engine import Engine as Engine
+
+__all__ = ["Engine"]

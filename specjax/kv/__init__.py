@@ -1,0 +1,1 @@
+"""Paged KV cache: pages, their sizes, and the prefixes that requests share."""

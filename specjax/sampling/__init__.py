@@ -1,0 +1,1 @@
+"""Sampling: parameters, the table by request slot, and how a token is drawn."""

@@ -1,0 +1,560 @@
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from specjax.cli.accepts import ACCEPTED, RESET, AcceptPainter, use_colour
+from specjax.cli.main import build_parser, main
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+
+from ..settings import kept_cache_settings
+from ..tiny_checkpoints import write_head, write_target
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose tokens are single bytes, so that most tokens split characters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, chat_template=TEMPLATE)
+
+
+TOKENIZER = byte_tokenizer()
+
+
+class FakeEngine:
+    """Answers every request with one text, the way `Engine` does: two tokens a round."""
+
+    made: list[dict[str, Any]]
+    closed: int
+
+    def __init__(
+        self, *, answer: str, plain_answer: str | None = None, dtype: str = "float32"
+    ) -> None:
+        self.answers = {False: plain_answer or answer, True: answer}
+        self.dtype = dtype
+        self.made = []
+        self.requests: list[dict[str, Any]] = []
+        self.gap_inputs: list[list[int]] = []
+        self.closed = 0
+        self.fail: BaseException | None = None
+
+    def __call__(self, **engine_args: Any) -> "FakeEngine":
+        self.made.append(engine_args)
+        speculative = engine_args["speculative_algorithm"] is not None
+        return _Running(self, speculative)  # type: ignore[return-value]
+
+
+class _Running:
+    def __init__(self, owner: FakeEngine, speculative: bool) -> None:
+        self.owner, self.speculative = owner, speculative
+        self.tokenizer = TOKENIZER
+        self.target = SimpleNamespace(config=SimpleNamespace(dtype=owner.dtype))
+
+    def __enter__(self) -> "_Running":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.owner.closed += 1
+
+    def logit_gap(self, input_ids: list[int]) -> tuple[int, int, float]:
+        self.owner.gap_inputs.append(input_ids)
+        return TOKENIZER.encode("a")[0], TOKENIZER.encode("b")[0], 0.03125
+
+    def generate(
+        self, *, sampling_params: dict[str, Any], stream: bool = False, **request: Any
+    ) -> Any:
+        self.owner.requests.append({"sampling_params": sampling_params, **request})
+        outputs = self._stream()
+        return outputs if stream else list(outputs)[-1]
+
+    def _stream(self) -> Iterator[dict[str, Any]]:
+        ids = TOKENIZER.encode(self.owner.answers[self.speculative])
+        decoder = IncrementalDecoder(TOKENIZER)
+        text = ""
+        for end in [*range(1, len(ids), 2), len(ids)]:
+            text += decoder.push(ids[max(0, end - 2) if end % 2 else end - 1 : end])
+            done = end == len(ids)
+            if self.owner.fail is not None and end > 2:
+                raise self.owner.fail
+            yield {
+                "text": text,
+                "output_ids": ids[:end],
+                "meta_info": self._meta(end, done),
+            }
+
+    def _meta(self, num_tokens: int, done: bool) -> dict[str, Any]:
+        meta = {
+            "prompt_tokens": 7,
+            "completion_tokens": num_tokens,
+            "finish_reason": {"type": "stop"} if done else None,
+            "e2e_latency": 0.5,
+            "output_is_draft": [i % 2 == 1 for i in range(num_tokens)],
+        }
+        if self.speculative:
+            verifies = num_tokens // 2
+            meta |= {
+                "spec_verify_ct": verifies,
+                "spec_accept_length": num_tokens / verifies if verifies else 0.0,
+                "spec_accept_rate": 0.25,
+            }
+        return meta
+
+
+def run(*argv: str, engine: FakeEngine) -> int:
+    return main(["generate", *argv], make_engine=engine)
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(answer="Grüße, 世界!")
+    assert run("Hi", engine=engine) == 0
+    out, err = capsys.readouterr()
+    assert out == "Grüße, 世界!\n"
+    assert "\ufffd" not in out
+    num_tokens = len("Grüße, 世界!".encode())
+    assert err.splitlines()[-1] == (
+        f"{num_tokens} tokens in 0.50 s | {num_tokens / 0.5:.1f} tok/s | accept length "
+        f"{num_tokens / (num_tokens // 2):.2f} | accept rate 0.25 | {num_tokens // 2} verify calls "
+        "| finished by stop"
+    )
+    assert engine.closed == 1
+
+
+def test_chat_template_is_the_default_and_raw_turns_it_off() -> None:
+    engine = FakeEngine(answer="ok")
+    run("Hi", "--system", "Be brief.", engine=engine)
+    run("Hi", "--raw", engine=engine)
+    assert engine.requests[0]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert engine.requests[1]["prompt"] == "Hi"
+    assert "messages" not in engine.requests[1]
+
+
+def test_dash_reads_the_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a long\nprompt"))
+    engine = FakeEngine(answer="ok")
+    assert run("-", "--raw", engine=engine) == 0
+    assert engine.requests[0]["prompt"] == "a long\nprompt"
+
+
+def test_only_given_options_reach_the_engine() -> None:
+    engine = FakeEngine(answer="ok")
+    run("Hi", engine=engine)
+    assert engine.made == [
+        {"speculative_algorithm": "EAGLE3", "max_running_requests": 1, "show_progress": True}
+    ]
+    assert engine.requests[0]["sampling_params"] == {
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "ignore_eos": False,
+    }
+
+
+def test_options_reach_the_engine_and_the_request() -> None:
+    engine = FakeEngine(answer="ok")
+    options = (
+        "--model m --draft d --speculative-algorithm EAGLE --speculative-num-steps 3 --dtype "
+        "bfloat16 --context-length 64 --page-size 8 --compile-cache-dir none --max-new-tokens 9 "
+        "--temperature 0.5 --top-p 0.9 --top-k 40 --sampling-seed 7 --stop a --stop b --quiet "
+        "--draft-rope-theta 5e5 --mem-fraction-static 0.5 --max-total-tokens 256 --seed 3 "
+        "--chunked-prefill-size 32 --rounds-per-dispatch 4 --min-p 0.1 --min-new-tokens 2 "
+        "--repetition-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3"
+    )
+    assert run("Hi", *options.split(), engine=engine) == 0
+    assert engine.made == [
+        {
+            "model": "m",
+            "draft": "d",
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 3,
+            "draft_rope_theta": 5e5,
+            "dtype": "bfloat16",
+            "context_length": 64,
+            "page_size": 8,
+            "max_total_tokens": 256,
+            "chunked_prefill_size": 32,
+            "rounds_per_dispatch": 4,
+            "mem_fraction_static": 0.5,
+            "seed": 3,
+            "compile_cache_dir": None,
+            "max_running_requests": 1,
+            "show_progress": False,
+        }
+    ]
+    assert engine.requests[0]["sampling_params"] == {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "min_new_tokens": 2,
+        "sampling_seed": 7,
+        "stop": ["a", "b"],
+        "ignore_eos": False,
+    }
+
+
+def test_every_engine_option_is_an_argument_of_the_engine() -> None:
+    from specjax.cli.options import ENGINE_ARGUMENTS
+    from specjax.engine.args import EngineArgs
+
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {*ENGINE_ARGUMENTS, "max_running_requests", "show_progress"} <= names
+
+
+def test_plain_decoding_reports_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(answer="ok")
+    assert run("Hi", "--speculative-algorithm", "none", engine=engine) == 0
+    assert engine.made[0]["speculative_algorithm"] is None
+    assert "accept" not in capsys.readouterr().err
+
+
+def test_quiet_prints_the_text_only(capsys: pytest.CaptureFixture[str]) -> None:
+    run("Hi", "--quiet", engine=FakeEngine(answer="ok"))
+    assert capsys.readouterr() == ("ok\n", "")
+
+
+def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(answer="Grüße")
+    assert run("Hi", "--json", "--compare", engine=engine) == 0
+    out = capsys.readouterr().out
+    body = json.loads(out)
+    assert out.count("\n") == 1
+    assert body["text"] == "Grüße"
+    assert body["output_ids"] == TOKENIZER.encode("Grüße")
+    assert body["meta_info"]["finish_reason"] == {"type": "stop"}
+    assert body["tokens_per_second"] == pytest.approx(len(body["output_ids"]) / 0.5)
+    assert body["compare"]["equal"] is True
+    assert body["compare"]["difference"] is None
+    assert body["compare"]["speed_up"] == pytest.approx(
+        body["compare"]["speculative_tokens_per_second"]
+        / body["compare"]["plain_tokens_per_second"]
+    )
+
+
+def test_compare_shares_weights_and_repeats_the_same_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = FakeEngine(answer="ok")
+    options = ["--compare", "--temperature", "0.8", "--speculative-num-steps", "3", "--draft", "d"]
+    assert run("Hi", *options, "--context-length", "64", engine=engine) == 0
+    speculative, plain = engine.made
+    shared = plain.pop("share_weights_with")
+    assert shared.speculative
+    assert plain == {
+        "speculative_algorithm": None,
+        "context_length": 64,
+        "max_running_requests": 1,
+        "show_progress": True,
+    }
+    assert speculative["draft"] == "d"
+    # one warm call and three timed ones each, all alike, seeded so that they can be equal
+    assert len(engine.requests) == 8
+    assert all(request == engine.requests[0] for request in engine.requests)
+    assert engine.requests[0]["sampling_params"]["sampling_seed"] == 0
+    assert engine.closed == 2
+    out = capsys.readouterr().out
+    assert "plain" in out
+    assert "speculative" in out
+    assert "speed-up" in out
+    assert out.splitlines()[-1] == "the texts are equal"
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_compare_names_the_first_difference(
+    dtype: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer="xyaz", plain_answer="xybz", dtype=dtype)
+    assert run("Hi", "--compare", engine=engine) == status
+    out = capsys.readouterr().out
+    a, b = TOKENIZER.encode("ab")
+    assert f"token 2 is {a} 'a' with speculation and {b} 'b' without" in out
+    assert "0.03125 apart" in out
+    assert ("defect" in out) == (dtype == "float32")
+    assert engine.gap_inputs == [TOKENIZER.encode("<user>Hi<assistant>xy")]
+
+
+def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(answer="xy", plain_answer="xyz", dtype="bfloat16")
+    run("Hi", "--compare", "--raw", engine=engine)
+    assert "token 2 is the end with speculation" in capsys.readouterr().out
+    assert engine.gap_inputs == [TOKENIZER.encode("Hixy")]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--raw", "--system", "s"], "--system"),
+        (["--speculative-algorithm", "none", "--compare"], "--compare"),
+        (["--speculative-algorithm", "none", "--show-accepts"], "--show-accepts"),
+        (["--json", "--show-accepts"], "output_is_draft"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer="ok")
+    assert run("Hi", *options, engine=engine) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specjax: error: ")
+    assert words in err
+    assert engine.made == []
+
+
+def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(**_: Any) -> None:
+        raise ValueError("context_length=1\n   is too short")
+
+    assert main(["generate", "Hi"], make_engine=refuse) == 2
+    assert capsys.readouterr() == ("", "specjax: error: context_length=1 is too short\n")
+
+
+def test_bad_sampling_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = FakeEngine(answer="ok")
+    assert run("Hi", "--top-k", "0", engine=engine) == 2
+    assert capsys.readouterr().err == "specjax: error: top_k=0 must be -1 (off) or at least 1\n"
+    assert engine.made == []
+
+
+def test_unknown_options_exit_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["generate", "Hi", "--temprature", "1"])
+    assert exit_info.value.code == 2
+    assert "--temprature" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--show-accepts"], ["--json"]])
+def test_an_interrupt_ends_with_status_130(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    engine = FakeEngine(answer="a longer answer")
+    engine.fail = KeyboardInterrupt()
+    assert run("Hi", *options, engine=engine) == 130
+    out, err = capsys.readouterr()
+    assert err.endswith("specjax: interrupted\n")
+    assert out.count(ACCEPTED) == out.count(RESET)
+    assert engine.closed == 1
+
+
+def test_a_closed_pipe_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    engine = FakeEngine(answer="a longer answer")
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run("Hi", "--quiet", engine=engine) == 141
+        # what the interpreter does at exit must not fail once more
+        stdout.write("rest")
+        stdout.flush()
+    assert capsys.readouterr().err == ""
+    assert engine.closed == 1
+
+
+def test_library_log_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    import logging
+
+    engine = FakeEngine(answer="ok")
+
+    def make(**engine_args: Any) -> Any:
+        logging.getLogger("specjax.engine").info("draft head: rope theta 10000")
+        return engine(**engine_args)
+
+    main(["generate", "Hi"], make_engine=make)
+    out, err = capsys.readouterr()
+    assert out == "ok\n"
+    assert "draft head: rope theta 10000" in err
+    main(["generate", "Hi", "--quiet"], make_engine=make)
+    assert capsys.readouterr().err == ""
+    assert logging.getLogger("specjax").handlers == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"specjax {version('specjax')}\n"
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        build_parser().parse_args(["generate", "--help"])
+    out = capsys.readouterr().out
+    for option in ("--compare", "--show-accepts", "--json", "--raw", "--compile-cache-dir"):
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "colour"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"TERM": "dumb"}, True, False),
+    ],
+)
+def test_colour_follows_the_environment(
+    variables: dict[str, str], terminal: bool, colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    assert use_colour(stream) is colour
+
+
+def test_show_accepts_marks_drafts_and_explains(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    run("Hi", "--show-accepts", engine=FakeEngine(answer="abcd"))
+    out, err = capsys.readouterr()
+    assert out == "a[b]c[d]\n"
+    assert "[like this]: accepted drafts" in err
+
+
+def test_show_accepts_colours_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run("Hi", "--show-accepts", engine=FakeEngine(answer="abcd"))
+    out, err = capsys.readouterr()
+    assert out == f"a{ACCEPTED}b{RESET}c{ACCEPTED}d{RESET}\n"
+    assert ACCEPTED in err
+
+
+def test_a_split_character_belongs_to_the_token_that_completes_it() -> None:
+    painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
+    ids = TOKENIZER.encode("aé")
+    assert painter.paint("a", ids[:2], [False, False], final=False) == "a"
+    assert painter.paint("aé", ids, [False, False, True], final=True) == "[é]"
+
+
+def test_text_behind_a_possible_stop_string_is_painted_later() -> None:
+    painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
+    ids, flags = TOKENIZER.encode("abcd"), [False, True, True, False]
+    assert painter.paint("a", ids[:3], flags[:3], final=False) == "a"
+    assert painter.paint("abcd", ids, flags, final=True) == "[bc]d"
+
+
+def test_text_cut_at_a_stop_string_stays_cut() -> None:
+    painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
+    ids = TOKENIZER.encode("abcd")
+    assert painter.paint("ab", ids, [False, True, True, True], final=True) == "a[b]"
+
+
+@given(
+    text=st.text(max_size=12),
+    cuts=st.lists(st.integers(0, 40), max_size=5),
+    flags=st.lists(st.booleans(), min_size=48, max_size=48),
+)
+def test_painted_pieces_join_to_the_text(text: str, cuts: list[int], flags: list[bool]) -> None:
+    text = text.replace("[", "").replace("]", "")
+    ids = TOKENIZER.encode(text)
+    decoder = IncrementalDecoder(TOKENIZER)
+    painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
+    painted, shown, done = "", "", 0
+    for end in sorted(cut for cut in cuts if cut <= len(ids)):
+        shown += decoder.push(ids[done:end])
+        done = end
+        piece = painter.paint(shown, ids[:end], flags[:end], final=False)
+        painted += piece
+        assert painted.replace("[", "").replace("]", "") == shown
+    shown += decoder.push(ids[done:]) + decoder.flush()
+    painted += painter.paint(shown, ids, flags[: len(ids)], final=True)
+    assert painted.replace("[", "").replace("]", "") == shown
+    assert painted.count("[") == painted.count("]")
+
+
+@pytest.fixture(scope="module")
+def real_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Options of a tiny random model, so that the real engine answers, compiled once."""
+    folder = tmp_path_factory.mktemp("cli")
+    files = {
+        "--model": write_target(folder / "target"),
+        "--draft": write_head(folder / "head"),
+        "--compile-cache-dir": folder / "cache",
+    }
+    rest = "--max-new-tokens 12 --ignore-eos --speculative-num-steps 3 --context-length 64"
+    with kept_cache_settings():
+        yield [*(part for pair in files.items() for part in map(str, pair)), *rest.split()]
+
+
+def test_real_engine_compares_equal_and_reports_json(
+    real_options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*real_options, "--json", "--compare", "--temperature", "0.9"]
+    assert main(["generate", "hello there", *options]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["compare"]["equal"] is True
+    assert body["compare"]["dtype"] == "float32"
+    meta = body["meta_info"]
+    assert meta["completion_tokens"] == len(body["output_ids"]) == 12
+    assert len(meta["output_is_draft"]) == 12
+    assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"] > 0
+    assert meta["prompt_tokens"] == len("<user>hello there<assistant>")
+    # the first token comes from prefill; a round that ends on a draft gives no bonus token
+    assert meta["completion_tokens"] == (
+        1 + meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] - meta["output_is_draft"][-1]
+    )
+
+
+def test_real_engine_shows_accepts(
+    real_options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["generate", "hello", "--raw", *real_options]) == 0
+    plain_text, figures = capsys.readouterr()
+    assert "12 tokens in" in figures
+    assert "finished by length" in figures
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["generate", "hello", "--raw", "--show-accepts", *real_options]) == 0
+    marked = capsys.readouterr().out
+    assert marked.count("[") > plain_text.count("[")
+    assert [c for c in marked if c not in "[]"] == [c for c in plain_text if c not in "[]"]
+
+
+def test_real_engine_refuses_in_one_line(
+    real_options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hello", *real_options, "--speculative-eagle-topk", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specjax: error: speculative_eagle_topk=4")
+    assert err.count("\n") == 1

@@ -1,0 +1,117 @@
+"""The pool of compiled functions, and where the persistent cache lies."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax.compiling.pool import CompilePool, enable_compile_cache
+
+from ..settings import kept_cache_settings
+
+
+@pytest.fixture
+def no_cache():
+    """JAX without a compile cache; what a test configures ends with it."""
+    with kept_cache_settings():
+        jax.config.update("jax_compilation_cache_dir", None)
+        yield
+
+
+def compile_something(tag: float) -> None:
+    """Compile a function that nothing else compiles."""
+    jax.jit(lambda x: x * tag + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+
+
+def configured() -> str | None:
+    return jax.config.jax_compilation_cache_dir
+
+
+def test_none_leaves_jax_alone(no_cache) -> None:
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    assert enable_compile_cache(None) is None
+    assert configured() is None
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == before
+
+
+def test_a_folder_is_made_and_filled(no_cache, tmp_path) -> None:
+    folder = tmp_path / "deep" / "cache"
+    assert enable_compile_cache(folder) == folder
+    assert folder.stat().st_mode & 0o077 == 0  # compiled code of others must not get in
+    compile_something(1.25)
+    assert any(folder.iterdir())
+
+
+def test_another_folder_takes_over(no_cache, tmp_path) -> None:
+    enable_compile_cache(tmp_path / "one")
+    compile_something(1.5)
+    count = len(list((tmp_path / "one").iterdir()))
+    enable_compile_cache(str(tmp_path / "two"))
+    compile_something(1.75)
+    assert len(list((tmp_path / "one").iterdir())) == count
+    assert any((tmp_path / "two").iterdir())
+
+
+def test_auto_is_the_users_cache_folder(no_cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert enable_compile_cache("auto") == tmp_path / "xdg" / "specjax"
+    assert configured() == str(tmp_path / "xdg" / "specjax")
+
+
+@pytest.mark.parametrize("xdg", [None, ""])
+def test_auto_without_xdg_is_below_home(no_cache, tmp_path, monkeypatch, xdg) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if xdg is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert enable_compile_cache("auto") == tmp_path / ".cache" / "specjax"
+
+
+def test_auto_respects_what_jax_is_configured_with(no_cache, tmp_path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    assert enable_compile_cache("auto") == tmp_path / "mine"
+    assert configured() == str(tmp_path / "mine")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == before
+
+
+def test_auto_does_without_a_folder_that_cannot_be_made(
+    no_cache, tmp_path, monkeypatch, caplog
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert enable_compile_cache("auto") is None
+    assert configured() is None
+    assert "compile_cache_dir" in caplog.text
+
+
+def test_a_named_folder_that_cannot_be_made_is_refused(no_cache, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="compile_cache_dir"):
+        enable_compile_cache(tmp_path / "file" / "cache")
+
+
+def test_pool_compiles_and_refuses_other_shapes(capsys) -> None:
+    pool = CompilePool()
+    double = jax.jit(lambda x: 2 * x)
+    for n in (2, 3):
+        pool.add(("double", n), double, (jax.ShapeDtypeStruct((n,), jnp.float32),))
+    assert len(pool) == 0
+    pool.compile(show_progress=True)
+    assert "compiling: 100%" in capsys.readouterr().err
+    assert len(pool) == 2
+    assert pool["double", 3](jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(TypeError):
+        pool["double", 3](jnp.ones(2))
+    pool.compile(show_progress=False)  # nothing left to do
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_while_tracing_comes_through() -> None:
+    pool = CompilePool()
+
+    def broken(x: jax.Array) -> jax.Array:
+        raise ValueError("broken on purpose")
+
+    pool.add("broken", jax.jit(broken), (jax.ShapeDtypeStruct((1,), jnp.float32),))
+    with pytest.raises(ValueError, match="broken on purpose"):
+        pool.compile(show_progress=False)

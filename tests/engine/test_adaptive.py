@@ -1,0 +1,238 @@
+"""Engines that choose the drafted tokens themselves: texts, figures, start-up, and a live climb."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from specjax import Engine
+from specjax.adaptive import CostAwarePolicy, RoundTimes
+from specjax.bench_adaptive import PROMPTS, RecordingPolicy
+from specjax.engine import adaptive as engine_adaptive
+
+PROMPTS_TINY = ["abc", "specjax!"]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+LIVE = GREEDY | {"max_new_tokens": 128}
+SEEDED = GREEDY | {"temperature": 0.9, "sampling_seed": 3}
+# moves at every round, down to 0 and up again by probes
+JUMPY = {
+    "policy": "ema",
+    "candidate_steps": [0, 1, 3],
+    "ema_alpha": 1.0,
+    "warmup_batches": 0,
+    "update_interval": 1,
+}
+COST = {"policy": "cost", "candidate_steps": [0, 1, 3], "cost": {"min_probe_interval": 1}}
+ROUND_TIMES = "round of"
+
+
+def adaptive(files: Any, config: Any, **changes: Any) -> Engine:
+    return files.small(speculative_adaptive=True, speculative_adaptive_config=config, **changes)
+
+
+@pytest.fixture(scope="module")
+def plain_ids(files):
+    """What plain decoding gives, by parameters and prompt."""
+    with files.small(speculative=False) as engine:
+        return {
+            is_seeded: [engine.generate(prompt, params)["output_ids"] for prompt in PROMPTS_TINY]
+            for is_seeded, params in ((False, GREEDY), (True, SEEDED))
+        }
+
+
+def samples(engine: Engine) -> dict[str, float]:
+    """The engine's metrics by name, without prefix and label."""
+    lines = generate_latest(engine.metrics.registry).decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.split("{")[0].removeprefix("specjax:"): float(value) for name, value in pairs}
+
+
+@pytest.mark.parametrize("config", [JUMPY, COST], ids=["ema", "cost"])
+def test_texts_are_plain_and_figures_agree(files, plain_ids, config, monkeypatch):
+    # times that make drafts dear, since those of a busy machine decide nothing for sure
+    seconds = {(0, 1): 1.0, (1, 1): 1.3, (3, 1): 1.9}
+    monkeypatch.setattr(engine_adaptive, "round_times", lambda runner: RoundTimes(seconds))
+    metas = []
+    with adaptive(files, config) as engine:
+        for is_seeded, params in ((False, GREEDY), (True, SEEDED)):
+            outputs = [engine.generate(prompt, params) for prompt in PROMPTS_TINY]
+            assert [out["output_ids"] for out in outputs] == plain_ids[is_seeded]
+            metas += [out["meta_info"] for out in outputs]
+        info = engine.get_server_info()
+        metrics = samples(engine)
+    json.dumps(info)
+    (state,) = info["internal_states"]
+    figures = state["adaptive"]
+
+    # several tiers ran, and each round counts where it ran
+    rounds: dict[str, int] = {}
+    for meta in metas:
+        for steps, count in meta["spec_rounds_by_steps"].items():
+            rounds[steps] = rounds.get(steps, 0) + count
+    assert len(rounds) > 1
+    assert rounds == {steps: tier["rounds"] for steps, tier in figures["tiers"].items()}
+    for meta in metas:
+        by_steps = {int(steps): n for steps, n in meta["spec_rounds_by_steps"].items()}
+        verifies = sum(n for steps, n in by_steps.items() if steps)
+        assert meta["spec_verify_ct"] == verifies
+        proposed = sum(steps * n for steps, n in by_steps.items())
+        assert proposed - 3 <= meta["spec_num_proposed_drafts"] <= proposed  # cut at the end
+        wasted = meta["spec_num_proposed_drafts"] - meta["spec_num_correct_drafts"]
+        assert meta["spec_num_wasted_drafts"] == wasted
+        assert meta["spec_num_steps"] in by_steps
+        assert meta["spec_num_switches"] >= len(by_steps) - 1
+        # prefill gives the first token and a plain round one
+        speculated = meta["completion_tokens"] - by_steps.get(0, 0)
+        if verifies:
+            assert meta["spec_accept_length"] == pytest.approx(speculated / verifies)
+    assert metas[-1]["spec_ema_accept_len"] == figures["ema_accept_len"]
+
+    # the engine's figures are the sums, in server info and in metrics
+    assert figures["policy"] == config["policy"]
+    assert figures["candidate_steps"] == [0, 1, 3]
+    assert figures["speculative_num_steps"] in (0, 1, 3)
+    assert state["speculative_num_steps"] == figures["speculative_num_steps"]
+    assert figures["num_verify_rounds"] == state["spec_verify_ct"]
+    assert figures["switches"] >= sum(meta["spec_num_switches"] for meta in metas)
+    assert state["spec_num_proposed_drafts"] == sum(m["spec_num_proposed_drafts"] for m in metas)
+    assert metrics["spec_num_steps"] == figures["speculative_num_steps"]
+    assert metrics["spec_ema_accept_len"] == figures["ema_accept_len"]
+    assert metrics["spec_num_switches_total"] == figures["switches"]
+    assert metrics["spec_wasted_drafts_total"] == figures["wasted_drafts"]
+
+
+def test_fixed_engines_report_no_adaptation(files):
+    with files.small() as engine:
+        meta = engine.generate("abc", GREEDY)["meta_info"]
+        assert "adaptive" not in engine.get_server_info()["internal_states"][0]
+        assert "spec_num_switches_total" not in samples(engine)
+    assert "spec_ema_accept_len" not in meta
+    assert meta["spec_num_switches"] == 0
+    assert set(meta["spec_rounds_by_steps"]) == {"3"}
+
+
+def test_the_start_tier_is_the_nearest_candidate(files):
+    with adaptive(files, JUMPY | {"candidate_steps": [1, 3]}, speculative_num_steps=2) as engine:
+        state = engine.get_server_info()["internal_states"][0]
+        assert state["adaptive"]["speculative_num_steps"] == 3
+        assert state["adaptive"]["tiers"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_adaptive_config": {}}, "speculative_adaptive is False"),
+        ({"speculative_adaptive": True, "speculative_adaptive_config": {"alpha": 1}}, "'alpha'=1"),
+        (
+            {"speculative_adaptive": True, "speculative_adaptive_config": {"ema_alpha": 1.5}},
+            "ema_alpha=1.5",
+        ),
+        (
+            {
+                "speculative_adaptive": True,
+                "speculative_adaptive_config": {"8": {"update_interval": 0}},
+            },
+            "slot '8': update_interval=0",
+        ),
+        ({"speculative_adaptive": True, "speculative_algorithm": None}, "speculative_algorithm"),
+    ],
+)
+def test_wrong_configurations_are_named(files, options, message):
+    with pytest.raises(ValueError, match=message):
+        files.small(**options)
+
+
+def test_a_wrong_file_is_named(files, tmp_path):
+    path = tmp_path / "adaptive.json"
+    path.write_text('{"candidate_steps": [1, -3]}')
+    with pytest.raises(ValueError, match=r"adaptive\.json: .*candidate_steps=\[1, -3\]"):
+        adaptive(files, path)
+
+
+def test_round_times_are_measured_once(files, tmp_path, caplog):
+    config = {"policy": "cost", "candidate_steps": [0, 2]}
+    tables = []
+    for is_measured in (True, False, True):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "specjax"),
+            adaptive(files, config, compile_cache_dir=tmp_path / "cache") as engine,
+        ):
+            assert engine._controller is not None
+            policy = engine._controller.policy
+            assert isinstance(policy, CostAwarePolicy)
+            tables.append(policy.model.times.to_json())
+        measured = [r for r in caplog.records if r.getMessage().startswith(ROUND_TIMES)]
+        assert len(measured) == (2 if is_measured else 0)
+        # a table without the largest batch is of no use
+        (path,) = (tmp_path / "cache").glob("*/round_times*.json")
+        kept = json.loads(path.read_text())
+        for row in kept["value"]["seconds"].values():
+            if len(tables) == 2:
+                del row[max(row, key=int)]
+        path.write_text(json.dumps(kept))
+    assert tables[0] == tables[1]
+    assert [set(table["seconds"]) for table in tables] == [{"0", "2"}] * 3
+    assert len({len(table["seconds"]["0"]) for table in tables}) == 1
+
+
+def tiers_of(engine: Engine, message: str) -> tuple[list[int], list[int]]:
+    """Tokens of an answer, and the tier of each of its rounds."""
+    assert engine._controller is not None
+    record = engine._controller.policy
+    assert isinstance(record, RecordingPolicy)
+    record.rounds.clear()
+    chat = [{"role": "user", "content": message}]
+    output = engine.generate(messages=chat, sampling_params=LIVE)
+    return output["output_ids"], [r.steps for r in record.rounds]
+
+
+@pytest.mark.slow
+def test_a_live_engine_goes_up_down_and_up_again():
+    """SmolLM2-135M on prompts of high, low and high acceptance."""
+    config = {
+        "policy": "ema",
+        "candidate_steps": [3, 7],
+        "ema_alpha": 0.3,
+        "warmup_batches": 1,
+        "update_interval": 1,
+        "down_hysteresis": 0.0,
+        "up_hysteresis": 0.25,
+    }
+    sizes: dict[str, Any] = {
+        "dtype": "float32",
+        "context_length": 512,
+        "max_running_requests": 1,
+        "chunked_prefill_size": 64,
+    }
+    high, low = PROMPTS["high"][0], PROMPTS["low"][0]
+    with (
+        Engine(
+            "smollm2-135m",
+            speculative_algorithm="EAGLE3",
+            speculative_num_steps=3,
+            speculative_adaptive=True,
+            speculative_adaptive_config=config,
+            **sizes,
+        ) as engine,
+        Engine("smollm2-135m", share_weights_with=engine, **sizes) as plain,
+    ):
+        controller = engine._controller
+        assert controller is not None
+        controller.policy = RecordingPolicy(controller.policy)
+        tiers = []
+        for message in (high, low, high):
+            ids, steps = tiers_of(engine, message)
+            chat = [{"role": "user", "content": message}]
+            expected = plain.generate(messages=chat, sampling_params=LIVE)
+            assert ids == expected["output_ids"]
+            tiers.append(steps)
+        switches = controller.switches
+    assert tiers[0][0] == 3
+    assert [steps[-1] for steps in tiers] == [7, 3, 7]
+    deep = [sum(s == 7 for s in steps) / len(steps) for steps in tiers]
+    assert min(deep[0], deep[2]) > 0.4
+    assert deep[1] < 0.2
+    assert switches >= 3

@@ -1,0 +1,75 @@
+"""Arguments of an engine that are refused before a model is opened."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+from specjax.engine.args import EngineArgs
+
+SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_waiting_requests": -1}, "max_waiting_requests=-1 must be an integer of at least 0"),
+        ({"max_running_requests": True}, "max_running_requests=True"),
+        ({"page_size": None}, "page_size=None must be an integer of at least 1"),
+        ({"seed": None}, "seed=None"),
+        ({"rounds_per_dispatch": None}, "rounds_per_dispatch=None"),
+        ({"request_timeout": 0}, "request_timeout=0 must be a number of seconds above 0"),
+        ({"request_timeout": float("inf")}, "request_timeout=inf"),
+        ({"request_timeout": True}, "request_timeout=True"),
+        ({"overlap": "yes"}, "overlap='yes' must be a bool"),
+        ({"show_progress": 1}, "show_progress=1"),
+        ({"load_format": "magic"}, "load_format='magic'"),
+        (SPECULATIVE | {"simulate_accept_length": 0.9}, "simulate_accept_length=0.9 .* 1 to .* 6"),
+        (SPECULATIVE | {"simulate_accept_length": 6.1}, "simulate_accept_length=6.1"),
+        (SPECULATIVE | {"simulate_accept_length": float("nan")}, "simulate_accept_length=nan"),
+        (
+            SPECULATIVE | {"speculative_num_steps": 2, "simulate_accept_length": 4},
+            r"simulate_accept_length=4 must be a number from 1 to speculative_num_steps \+ 1 = 3",
+        ),
+        ({"simulate_accept_length": 2.0}, r"\['simulate_accept_length'\] are given"),
+    ],
+)
+def test_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(**arguments)
+
+
+def test_unknown_names_are_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="tp_size"):
+        EngineArgs(tp_size=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_waiting_requests": 0, "request_timeout": 0.5, "overlap": False},
+        SPECULATIVE | {"simulate_accept_length": 1},
+        SPECULATIVE | {"simulate_accept_length": 6},
+    ],
+)
+def test_accepted(arguments: dict[str, Any]) -> None:
+    args = EngineArgs(**arguments)
+    assert all(getattr(args, name) == value for name, value in arguments.items())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.seed = 1  # type: ignore[misc]
+
+
+def test_speculation_is_resolved() -> None:
+    assert EngineArgs().speculative is None
+    resolved = EngineArgs(**SPECULATIVE).speculative  # type: ignore[arg-type]
+    assert resolved is not None
+    assert (resolved.num_steps, resolved.num_draft_tokens, resolved.topk) == (5, 6, 1)
+
+
+def test_every_argument_is_described() -> None:
+    described = inspect.getdoc(EngineArgs)
+    assert described is not None
+    for field in dataclasses.fields(EngineArgs):
+        assert f"\n    {field.name}: " in described

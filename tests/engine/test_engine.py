@@ -1,0 +1,581 @@
+"""The engine on a tiny checkpoint: inputs, results, streams, threads, refusals."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import Engine, SamplingParams
+from specjax.engine.diagnostics import next_logits
+
+from ..settings import counted_compilations, kept_cache_settings
+from ..tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
+from ..tiny_engines import STEPS, Files, is_idle, num_held
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
+TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x", "0123456789" * 6]
+
+
+@pytest.fixture(scope="module")
+def engine(files: Files) -> Iterator[Engine]:
+    with files.engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(files: Files, engine: Engine) -> Iterator[Engine]:
+    """Decodes plainly, with a pool that is too small for the whole context."""
+    arguments = {"speculative": False, "max_total_tokens": 96, "share_weights_with": engine}
+    with files.small(**arguments) as made:
+        yield made
+
+
+def check_result(result: dict[str, Any], prompt_tokens: int) -> None:
+    meta = result["meta_info"]
+    assert meta["prompt_tokens"] == prompt_tokens
+    assert meta["completion_tokens"] == len(result["output_ids"])
+    assert result["text"] == letter_tokenizer().decode(result["output_ids"])
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert len(histogram) == STEPS + 1
+    assert sum(histogram) == meta["spec_verify_ct"]
+    assert sum(i * n for i, n in enumerate(histogram)) == meta["spec_num_correct_drafts"]
+    assert meta["spec_accept_length"] == meta["completion_tokens"] / meta["spec_verify_ct"]
+    proposed = meta["spec_num_proposed_drafts"]
+    assert meta["spec_accept_rate"] == meta["spec_num_correct_drafts"] / proposed
+    assert meta["e2e_latency"] > 0
+
+
+# results
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_speculation_gives_what_plain_decoding_gives(engine, plain, params) -> None:
+    with counted_compilations() as events:
+        ours, theirs = (e.generate(TEXTS, params) for e in (engine, plain))
+    assert events == []
+    assert [r["output_ids"] for r in ours] == [r["output_ids"] for r in theirs]
+    assert [r["text"] for r in ours] == [r["text"] for r in theirs]
+    for text, result in zip(TEXTS, ours, strict=True):
+        check_result(result, len(text))
+        assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+        assert not [name for name in theirs[0]["meta_info"] if name.startswith("spec_")]
+    assert sum(r["meta_info"]["spec_num_correct_drafts"] for r in ours) > 20
+    assert num_held(engine) == num_held(plain) == 0
+
+
+def test_one_input_is_a_dict_and_a_list_is_a_list(engine) -> None:
+    ids = letter_tokenizer().encode(TEXTS[0])
+    conversation = [{"role": "user", "content": "hi"}]
+    one = engine.generate(TEXTS[0], GREEDY)
+    assert engine.generate([TEXTS[0]], GREEDY)[0]["output_ids"] == one["output_ids"]
+    for inputs in (ids, np.array(ids), tuple(ids)):
+        assert engine.generate(input_ids=inputs, sampling_params=GREEDY)["text"] == one["text"]
+    for inputs in ([ids, ids[:2]], np.array([ids, ids])):
+        many = engine.generate(input_ids=inputs, sampling_params=GREEDY)
+        assert isinstance(many, list)
+        assert many[0]["text"] == one["text"]
+    chat = engine.generate(messages=conversation, sampling_params=GREEDY)
+    many = engine.generate(messages=[conversation, conversation], sampling_params=GREEDY)
+    assert [r["text"] for r in many] == [chat["text"]] * 2
+    assert chat["output_ids"] == engine.generate("<user>hi<assistant>", GREEDY)["output_ids"]
+    assert engine.generate([], GREEDY) == []
+    ids_seen = {r["meta_info"]["id"] for r in [one, chat, *many]}
+    assert len(ids_seen) == 4
+
+
+def test_sampling_params_in_every_form(engine) -> None:
+    mapping = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
+    assert engine.generate("hi", mapping) | {"meta_info": None} == engine.generate(
+        "hi", SamplingParams(**mapping)
+    ) | {"meta_info": None}
+    short, long = engine.generate(["hi", "hi"], [mapping, GREEDY])
+    assert short["output_ids"] == long["output_ids"][:3]
+    assert len(long["output_ids"]) == 20
+    defaults = engine.generate("hi", {"ignore_eos": True})["meta_info"]
+    # 128 tokens by default, and room for 126 behind the prompt
+    assert defaults["completion_tokens"] == 126
+    assert defaults["finish_reason"] == {"type": "length", "length": 126}
+
+
+def test_end_token_ends_unless_ignored(engine) -> None:
+    params = {"temperature": 1.5, "max_new_tokens": 100, "ignore_eos": True}
+    seeds = range(20)
+    free = engine.generate(["a"] * 20, [params | {"sampling_seed": seed} for seed in seeds])
+    seed, whole = next(
+        (s, r["output_ids"])
+        for s, r in zip(seeds, free, strict=True)
+        if EOS_ID in r["output_ids"][2:] and r["output_ids"][0] != EOS_ID
+    )
+    result = engine.generate("a", params | {"sampling_seed": seed, "ignore_eos": False})
+    assert result["output_ids"] == whole[: whole.index(EOS_ID) + 1]
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
+    assert "</s>" not in result["text"]
+    stop = whole[1]
+    result = engine.generate("a", params | {"sampling_seed": seed, "stop_token_ids": [stop]})
+    assert result["output_ids"] == whole[: whole.index(stop) + 1]
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_stop_strings_are_cut_off(engine) -> None:
+    text = engine.generate("hello", GREEDY)["text"]
+    stop = text[3:6]
+    result = engine.generate("hello", {"temperature": 0.0, "stop": ["never", stop]})
+    assert result["text"] == text[: text.index(stop)]
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert result["meta_info"]["completion_tokens"] == text.index(stop) + 3
+
+
+def test_context_limit_ends_a_request(files, engine) -> None:
+    prompt = letter_tokenizer().encode("The sky is blue, be")
+    long = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    with files.small(speculative=False, context_length=24) as small:
+        assert small.context_length == 24
+        result = small.generate(
+            input_ids=prompt, sampling_params={"temperature": 0.0, "ignore_eos": True}
+        )
+        assert result["output_ids"] == long["output_ids"][: 24 - len(prompt)]
+        assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+        full = [*prompt, *result["output_ids"]][:23]
+        assert len(small.generate(input_ids=full, sampling_params=GREEDY)["output_ids"]) == 1
+        with pytest.raises(ValueError, match="24 tokens leaves no room in context_length=24"):
+            small.generate(input_ids=[*full, 1])
+
+
+def test_seeded_requests_do_not_depend_on_company(engine, plain) -> None:
+    alone = engine.generate("hello", SEEDED)["output_ids"]
+    other = SamplingParams(temperature=1.2, max_new_tokens=7)
+    batch = engine.generate(["x", "hello", "y", "hello"], [other, SEEDED, GREEDY, SEEDED])
+    assert batch[1]["output_ids"] == batch[3]["output_ids"] == alone
+    assert plain.generate("hello", SEEDED)["output_ids"] == alone
+    changed = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=6)
+    assert engine.generate("hello", changed)["output_ids"] != alone
+
+
+def test_unseeded_requests_follow_the_engines_seed(files, engine, plain) -> None:
+    params = SamplingParams(temperature=1.0, max_new_tokens=20, ignore_eos=True)
+    outputs = []
+    for seed in (3, 3):
+        with files.small(seed=seed, share_weights_with=engine) as made:
+            outputs.append([r["output_ids"] for r in made.generate(["hello"] * 2, params)])
+    assert outputs[0] == outputs[1]
+    assert outputs[0] != [r["output_ids"] for r in plain.generate(["hello"] * 2, params)]
+    assert outputs[0][0] != outputs[0][1]
+
+
+def test_logit_gap_is_of_the_two_best(engine, plain) -> None:
+    ids = letter_tokenizer().encode("The sky")
+    first, second, gap = engine.logit_gap(ids)
+    result = engine.generate(input_ids=ids, sampling_params=GREEDY)
+    assert first == result["output_ids"][0]
+    logits = next_logits(engine.runner.networks.target, engine.runner.weights[0], ids)
+    best = np.sort(logits)[::-1]
+    assert (logits[first], logits[second]) == (best[0], best[1])
+    assert gap == pytest.approx(best[0] - best[1])
+    assert plain.logit_gap(ids) == (first, second, gap)
+
+
+# streams
+
+
+def test_a_stream_grows_to_the_result(engine) -> None:
+    whole = engine.generate(TEXTS[1], GREEDY)
+    outs = list(engine.generate(TEXTS[1], GREEDY, stream=True))
+    assert 1 < len(outs) < 20  # several tokens at a time
+    for before, after in pairwise(outs):
+        assert before["meta_info"]["finish_reason"] is None
+        assert after["text"].startswith(before["text"])
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert len(after["output_ids"]) > len(before["output_ids"])
+    last = outs[-1]
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+    same = "spec_correct_drafts_histogram"
+    assert last["meta_info"][same] == whole["meta_info"][same]
+    assert (
+        sum(last["meta_info"]["output_is_draft"]) == whole["meta_info"]["spec_num_correct_drafts"]
+    )
+    assert "index" not in last
+
+
+def test_a_stream_never_shows_the_start_of_a_stop_string(engine) -> None:
+    text = engine.generate("hello", GREEDY)["text"]
+    stop = text[4:8]
+    outs = list(engine.generate("hello", {"temperature": 0.0, "stop": stop}, stream=True))
+    kept = text[: text.index(stop)]
+    assert outs[-1]["text"] == kept
+    assert all(kept.startswith(out["text"]) for out in outs)
+
+
+def test_a_stream_of_a_list_names_the_index(engine) -> None:
+    last = {}
+    for out in engine.generate(TEXTS, GREEDY, stream=True):
+        last[out["index"]] = out
+    assert [last[i]["text"] for i in range(len(TEXTS))] == [
+        r["text"] for r in engine.generate(TEXTS, GREEDY)
+    ]
+    assert all(out["meta_info"]["finish_reason"] for out in last.values())
+
+
+def test_an_abandoned_stream_gives_everything_back(engine) -> None:
+    expected = engine.generate("hello", GREEDY)["text"]
+    stream = engine.generate(TEXTS, GREEDY, stream=True)
+    next(stream)
+    assert num_held(engine) > 0
+    stream.close()
+    assert num_held(engine) == 0
+    for _ in engine.generate(TEXTS[4], GREEDY, stream=True):
+        break  # the generator goes with its last reference
+    assert num_held(engine) == 0
+    assert is_idle(engine)
+    assert engine.generate("hello", GREEDY)["text"] == expected
+
+
+def test_a_stream_that_nobody_reads_holds_nothing(engine) -> None:
+    stream = engine.generate("hello", GREEDY, stream=True)
+    engine.generate("x", GREEDY)
+    assert is_idle(engine)
+    assert list(stream)[-1]["text"] == engine.generate("hello", GREEDY)["text"]
+
+
+def test_streams_check_their_input_at_once(engine) -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        engine.generate("", stream=True)
+
+
+def test_interleaved_streams(engine) -> None:
+    expected = [r["text"] for r in engine.generate(TEXTS[:3], GREEDY)]
+    streams = [engine.generate(text, GREEDY, stream=True) for text in TEXTS[:3]]
+    texts = [""] * 3
+    alive = {0, 1, 2}
+    while alive:
+        for i in sorted(alive):
+            out = next(streams[i], None)
+            if out is None:
+                alive.discard(i)
+            else:
+                assert out["text"].startswith(texts[i])
+                texts[i] = out["text"]
+    assert texts == expected
+    assert num_held(engine) == 0
+
+
+def test_threads_share_an_engine(engine) -> None:
+    jobs = [(text, params) for text in TEXTS for params in (GREEDY, SEEDED)] * 2
+    expected = [engine.generate(text, params)["output_ids"] for text, params in jobs]
+    together = threading.Barrier(4)
+
+    def run(part: int) -> list[list[int]]:
+        together.wait()
+        outputs = []
+        for text, params in jobs[part::4]:
+            if part % 2:
+                *_, out = engine.generate(text, params, stream=True)
+            else:
+                out = engine.generate(text, params)
+            check_result(out, len(text))
+            outputs.append(out["output_ids"])
+        return outputs
+
+    with ThreadPoolExecutor(4) as executor:
+        outputs = list(executor.map(run, range(4)))
+    for part in range(4):
+        assert outputs[part] == expected[part::4]
+    assert num_held(engine) == 0
+    assert is_idle(engine)
+
+
+# other engines
+
+
+def test_engine_without_tokenizer_takes_ids_only(files, engine, tmp_path) -> None:
+    (files.target / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    try:
+        with pytest.raises(ValueError, match=r"tokenizer\.json is missing.*skip_tokenizer_init"):
+            files.small()
+        made = files.small(skip_tokenizer_init=True)
+    finally:
+        (tmp_path / "tokenizer.json").rename(files.target / "tokenizer.json")
+    with made:
+        ids = letter_tokenizer().encode("hello")
+        result = made.generate(input_ids=ids, sampling_params=GREEDY)
+        assert result["output_ids"] == engine.generate("hello", GREEDY)["output_ids"]
+        assert result["text"] == ""
+        for refused in ({"prompt": "hello"}, {"messages": [{"role": "user", "content": "x"}]}):
+            with pytest.raises(ValueError, match="skip_tokenizer_init"):
+                made.generate(**refused)
+        with pytest.raises(ValueError, match="stop needs a tokenizer"):
+            made.generate(input_ids=ids, sampling_params={"stop": "x"})
+
+
+def test_weights_are_shared_without_reading_them_again(files, engine, monkeypatch) -> None:
+    from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(TargetCheckpoint, "load_weights", refuse)
+    monkeypatch.setattr(DraftCheckpoint, "load_weights", refuse)
+    with files.small(share_weights_with=engine) as other:
+        for ours, theirs in zip(other.runner.weights, engine.runner.weights, strict=True):
+            assert all(a is b for a, b in zip(ours, theirs, strict=True))
+        text = other.generate("hello", GREEDY)["text"]
+    # closing the borrower leaves the lender's weights alone
+    assert engine.generate("hello", GREEDY)["text"] == text
+
+
+def test_another_head_of_the_same_shape_is_not_shared(files, engine, tmp_path) -> None:
+    other_head = write_head(tmp_path / "head")
+    with files.small(draft=other_head, share_weights_with=engine) as other:
+        assert other.runner.weights[0][0] is engine.runner.weights[0][0]
+        assert other.runner.weights[1][0] is not engine.runner.weights[1][0]
+
+
+def test_sharing_needs_the_same_model(files, engine, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"share_weights_with .* in float32, not over .* bfloat16"):
+        files.engine(dtype="bfloat16", share_weights_with=engine)
+    write_target(tmp_path / "target")
+    with pytest.raises(ValueError, match="share_weights_with is an engine over"):
+        Engine(tmp_path / "target", share_weights_with=engine, compile_cache_dir=None)
+
+
+def test_bfloat16_runs(files) -> None:
+    with files.small(dtype="bfloat16") as made:
+        target, head = made.runner.weights
+        assert {w.dtype for w in target} == {jnp.dtype(jnp.bfloat16)}
+        assert {w.dtype for w in head} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
+        assert made.runner.pools.target.dtype == jnp.bfloat16
+        first, again = made.generate([TEXTS[1]] * 2, GREEDY)
+        assert first["output_ids"] == again["output_ids"]
+        check_result(first, len(TEXTS[1]))
+        assert made.logit_gap([1, 2, 3])[2] >= 0
+
+
+def test_dummy_weights_and_simulated_acceptance_need_no_tensors(files, tmp_path) -> None:
+    target = write_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    with files.small(
+        load_format="dummy", simulate_accept_length=2.5, rounds_per_dispatch=2, target=target
+    ) as made:
+        result = made.generate(
+            "hello", {"temperature": 0.0, "max_new_tokens": 101, "ignore_eos": True}
+        )
+        check_result(result, 5)
+        assert result["meta_info"]["spec_accept_length"] == pytest.approx(2.5, abs=0.2)
+    with pytest.raises(ValueError, match=r"model\.safetensors|no weights|\.safetensors"):
+        files.small(target=target)
+
+
+def test_auto_is_float32_on_a_cpu(engine) -> None:
+    assert engine.target.config.dtype == "float32"
+    assert {w.dtype for w in engine.runner.weights[0]} == {jnp.dtype(jnp.float32)}
+
+
+def test_closed_engines_refuse_work(files, engine) -> None:
+    made = files.small(share_weights_with=engine)
+    stream = made.generate("hello", GREEDY, stream=True)
+    unread = made.generate("hello", GREEDY, stream=True)
+    first = next(stream)
+    made.close()
+    last = list(stream)[-1]
+    assert last["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert last["output_ids"][: len(first["output_ids"])] == first["output_ids"]
+    made.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(unread)
+    with pytest.raises(ValueError, match="closed"):
+        made.generate("hello")
+    with pytest.raises(ValueError, match="closed"):
+        made.logit_gap([1])
+    with pytest.raises(ValueError, match="closed"):
+        files.engine(share_weights_with=made)
+    with made:  # leaving a closed engine is fine too
+        pass
+
+
+def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, capsys) -> None:
+    with caplog.at_level("INFO", logger="specjax"):
+        files.small(share_weights_with=engine, show_progress=True).close()
+    parts = (
+        "weights 0.00 GB",
+        "pages of 4 tokens",
+        "EAGLE3 head",
+        "rope_theta",
+        "80 of 98",
+        "3 drafted tokens a round",
+        "context of 128 tokens, 1 requests at once",
+    )
+    for part in parts:
+        assert part in caplog.text
+    output = capsys.readouterr()
+    assert "compiling: 100%" in output.err
+    assert output.out == ""
+    assert "EAGLE3 head" not in output.err  # the log has it
+    files.small(share_weights_with=engine, show_progress=True).close()
+    shown = capsys.readouterr()
+    for part in parts:
+        assert part in shown.err
+    assert shown.out == ""
+    files.small(share_weights_with=engine, show_progress=False).close()
+    assert capsys.readouterr().err == ""
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of prompt, input_ids and messages, not \\[\\]"),
+        ({"prompt": "a", "input_ids": [1]}, "exactly one"),
+        ({"prompt": "a", "messages": []}, "exactly one"),
+        ({"prompt": ""}, "no tokens"),
+        ({"input_ids": []}, "no tokens"),
+        ({"input_ids": [[1], []]}, "no tokens"),
+        ({"input_ids": [1, -1]}, r"\[-1\] are outside the vocabulary of 98"),
+        ({"input_ids": [CONFIG.vocab_size]}, r"\[98\] are outside"),
+        ({"input_ids": [1.5]}, "input_ids"),
+        ({"input_ids": "abc"}, "input_ids"),
+        ({"input_ids": 5}, "input_ids"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"input_ids": [1] * 128}, "128 tokens leaves no room in context_length=128"),
+        ({"prompt": "a", "sampling_params": {"top_pp": 2}}, r"\['top_pp'\] are not supported"),
+        ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' is not supported"),
+        ({"prompt": "a", "return_logprob": 1}, "return_logprob=1 must be a bool"),
+        ({"prompt": "a", "top_logprobs_num": 2}, "needs return_logprob=True"),
+        ({"prompt": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num=-1"),
+        ({"prompt": "a", "return_logprob": [True, True]}, "2 return_logprob for 1 inputs"),
+        ({"prompt": "a", "sampling_params": {"temperature": -1}}, "temperature=-1"),
+        (
+            {"prompt": "a", "sampling_params": {"stop_token_ids": [2**40]}},
+            "stop_token_ids .* of 98",
+        ),
+        ({"prompt": "a", "sampling_params": {"stop_token_ids": [-1]}}, r"stop_token_ids \[-1\]"),
+        ({"messages": []}, "without turns"),
+        ({"prompt": "a\udcff"}, "surrogates"),
+        ({"prompt": "a", "sampling_params": "greedy"}, "sampling_params='greedy'"),
+        ({"prompt": "a", "sampling_params": [{}, {}]}, "2 sampling_params for 1 inputs"),
+        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 sampling_params for 2 inputs"),
+    ],
+)
+def test_bad_requests(engine, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate(**arguments)
+    assert is_idle(engine)
+
+
+def test_a_request_larger_than_the_pool_is_refused(plain) -> None:
+    with pytest.raises(ValueError, match=r"pool holds 96; lower max_new_tokens or .*max_total_tok"):
+        plain.generate(["a", "a"], [GREEDY, {"max_new_tokens": 97}])
+    assert is_idle(plain)
+    assert (
+        plain.generate("a", {"max_new_tokens": 96, "ignore_eos": True})["meta_info"][
+            "completion_tokens"
+        ]
+        == 96
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speculative_eagle_topk": 2}, "speculative_eagle_topk=2: only chains"),
+        ({"speculative_num_draft_tokens": 9}, "must equal speculative_num_steps"),
+        ({"speculative_num_steps": 0}, "speculative_num_steps=0"),
+        ({"speculative_num_steps": 64}, "speculative_num_steps=64"),
+        ({"speculative_num_steps": 2.5}, "speculative_num_steps=2.5"),
+        ({"speculative_algorithm": "MEDUSA"}, "'MEDUSA'"),
+        ({"speculative_algorithm": "EAGLE"}, "EAGLE3"),
+        ({"speculative_algorithm": None, "speculative_num_steps": None}, r"\['draft'\] are given"),
+        ({"draft": None}, "draft=None"),
+        ({"context_length": 129}, "129 exceeds the model's limit of 128"),
+        ({"context_length": 0}, "context_length=0"),
+        ({"max_running_requests": 0}, "max_running_requests=0"),
+        ({"max_running_requests": 1.5}, "max_running_requests=1.5"),
+        ({"chunked_prefill_size": 0}, "chunked_prefill_size=0"),
+        ({"rounds_per_dispatch": 0}, "rounds_per_dispatch=0"),
+        ({"max_total_tokens": 0}, "max_total_tokens=0"),
+        ({"page_size": 0}, "page_size=0"),
+        ({"page_size": 1.5}, "page_size=1.5"),
+        ({"max_total_tokens": 96.5}, "max_total_tokens=96.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"mem_fraction_static": 1e-9}, "raise mem_fraction_static"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"load_format": "magic"}, "load_format='magic'"),
+    ],
+)
+def test_bad_engines(files, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        files.engine(**arguments)
+
+
+def test_speculative_arguments_need_an_algorithm(files) -> None:
+    for name, value in (
+        ("speculative_num_steps", 3),
+        ("speculative_num_draft_tokens", 4),
+        ("speculative_eagle_topk", 2),
+        ("draft_rope_theta", 1e4),
+        ("simulate_accept_length", 2.0),
+    ):
+        with pytest.raises(ValueError, match=name):
+            files.engine(speculative=False, **{name: value})
+
+
+def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
+    target = write_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    config |= {"model_type": "mistral", "sliding_window": 64}
+    (target / "config.json").write_text(
+        json.dumps(config | {"architectures": ["MistralForCausalLM"]})
+    )
+    with pytest.raises(ValueError, match=r"context_length=65 exceeds .* sliding window of 64"):
+        files.small(target=target, context_length=65)
+    with files.small(target=target, speculative=False) as made:
+        assert made.context_length == 64
+    assert "context_length=64 of 128: the sliding window" in caplog.text
+
+
+def test_missing_models_are_named() -> None:
+    with pytest.raises(ValueError, match="no/such/model"):
+        Engine("./no/such/model.gguf", compile_cache_dir=None)
+
+
+@pytest.mark.slow
+def test_embedded_model_answers(tmp_path) -> None:
+    """SmolLM2 through the whole engine: chat template, end token, batch, stream, stop string."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    story = [{"role": "user", "content": "Write one sentence about 日本 with an emoji."}]
+    params = {"temperature": 0.0, "max_new_tokens": 48}
+    with (
+        kept_cache_settings(),
+        Engine(
+            "smollm2-135m",
+            max_running_requests=2,
+            context_length=256,
+            compile_cache_dir=tmp_path / "cache",
+        ) as made,
+    ):
+        answer = made.generate(messages=question, sampling_params=params)
+        assert "Paris" in answer["text"]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+        both = made.generate(messages=[story, question], sampling_params=params)
+        assert both[1]["output_ids"] == answer["output_ids"]
+        shown = [
+            out["text"]
+            for out in made.generate(messages=story, sampling_params=params, stream=True)
+        ]
+        assert shown[-1] == both[0]["text"] == made.tokenizer.decode(both[0]["output_ids"])
+        for before, after in pairwise(shown):
+            assert after.startswith(before)
+            assert "\ufffd" not in before
+        cut = made.generate(messages=question, sampling_params=params | {"stop": "Paris"})
+        assert cut["text"] == answer["text"][: answer["text"].index("Paris")]

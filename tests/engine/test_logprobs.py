@@ -1,0 +1,117 @@
+"""Log probabilities against a dense pass over the same text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import Engine
+from specjax.engine.diagnostics import next_logits
+
+from ..tiny_checkpoints import letter_tokenizer
+from ..tiny_engines import Files
+
+TEXTS = ["hello", "The sky is blue, and so on and on"]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+SEEDED = {"temperature": 1.3, "top_k": 50, "max_new_tokens": 12, "sampling_seed": 5}
+CHARGED = SEEDED | {"repetition_penalty": 1.5, "logit_bias": {"3": 4.0}, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine(files: Files) -> Iterator[Engine]:
+    with files.engine(chunked_prefill_size=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(files: Files, engine: Engine) -> Iterator[Engine]:
+    with files.small(speculative=False, share_weights_with=engine) as made:
+        yield made
+
+
+def dense_logprobs(engine: Engine, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Log-softmax ``[len(output), V]`` of raw logits, from one pass without a cache each."""
+    flat, weights = engine.runner.networks.target, engine.runner.weights[0]
+    rows = [next_logits(flat, weights, prompt + output[:i]) for i in range(len(output))]
+    return np.asarray(jax.nn.log_softmax(np.stack(rows), axis=-1))
+
+
+def check(engine: Engine, text: str, result: dict[str, Any], num_top: int) -> None:
+    ids, meta = result["output_ids"], result["meta_info"]
+    expected = dense_logprobs(engine, letter_tokenizer().encode(text), ids)
+    reported = meta["output_token_logprobs"]
+    assert [(token, words) for _, token, words in reported] == [(i, None) for i in ids]
+    np.testing.assert_allclose(
+        [value for value, _, _ in reported], expected[np.arange(len(ids)), ids], atol=1e-4
+    )
+    if num_top == 0:
+        assert "output_top_logprobs" not in meta
+        return
+    assert len(meta["output_top_logprobs"]) == len(ids)
+    for row, best in zip(expected, meta["output_top_logprobs"], strict=True):
+        assert len(best) == num_top
+        values = [value for value, _, _ in best]
+        np.testing.assert_allclose(values, np.sort(row)[::-1][:num_top], atol=1e-4)
+        np.testing.assert_allclose(values, row[[token for _, token, _ in best]], atol=1e-4)
+        assert len({token for _, token, _ in best}) == num_top
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, CHARGED], ids=["greedy", "seeded", "charged"])
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_they_are_those_of_the_raw_logits(engine, plain, params, num_top) -> None:
+    for one in (engine, plain):
+        results = one.generate(TEXTS, params, return_logprob=True, top_logprobs_num=num_top)
+        without = one.generate(TEXTS, params)
+        for text, result, other in zip(TEXTS, results, without, strict=True):
+            check(one, text, result, num_top)
+            assert result["output_ids"] == other["output_ids"]
+            assert not [name for name in other["meta_info"] if "logprobs" in name]
+
+
+def test_each_input_has_what_it_asks_for(engine) -> None:
+    results = engine.generate(
+        [*TEXTS, "x"],
+        [GREEDY, SEEDED, GREEDY],
+        return_logprob=[True, False, True],
+        top_logprobs_num=[2, 0, 0],
+    )
+    check(engine, TEXTS[0], results[0], 2)
+    check(engine, "x", results[2], 0)
+    assert not [name for name in results[1]["meta_info"] if "logprobs" in name]
+
+
+def test_a_stream_has_as_many_as_tokens(engine) -> None:
+    outputs = list(
+        engine.generate(TEXTS[0], GREEDY, return_logprob=True, top_logprobs_num=1, stream=True)
+    )
+    for output in outputs:
+        meta = output["meta_info"]
+        assert len(meta["output_token_logprobs"]) == len(output["output_ids"])
+        assert len(meta["output_top_logprobs"]) == len(output["output_ids"])
+    check(engine, TEXTS[0], outputs[-1], 1)
+
+
+def test_they_end_with_the_text(engine) -> None:
+    text = engine.generate(TEXTS[0], GREEDY)["text"]
+    result = engine.generate(TEXTS[0], {"temperature": 0.0, "stop": text[4:6]}, return_logprob=True)
+    assert result["meta_info"]["finish_reason"]["type"] == "stop"
+    check(engine, TEXTS[0], result, 0)
+
+
+def test_samples_have_them_too(engine) -> None:
+    for result in engine.generate(TEXTS[0], SEEDED | {"n": 2}, return_logprob=True):
+        check(engine, TEXTS[0], result, 0)
+
+
+def test_too_many_are_refused(engine) -> None:
+    most = engine.runner.max_top_logprobs
+    check(
+        engine,
+        "x",
+        engine.generate("x", GREEDY, return_logprob=True, top_logprobs_num=most),
+        most,
+    )
+    with pytest.raises(ValueError, match=f"top_logprobs_num={most + 1} must be from 0 to {most}"):
+        engine.generate("x", GREEDY, return_logprob=True, top_logprobs_num=most + 1)

@@ -1,0 +1,385 @@
+"""Several callers of one engine, and every way in which a call can end early."""
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax import Engine, SamplingParams
+from specjax.scheduling.loop import EngineFault
+
+from ..tiny_checkpoints import letter_tokenizer
+from ..tiny_engines import Files, is_idle, num_held
+
+SECONDS = 30.0  # nothing here takes longer unless it hangs
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(files: Files) -> Iterator[Engine]:
+    with files.engine() as made:
+        yield made
+
+
+class Hold:
+    """Rounds of an engine from the ``at``-th on wait in its thread until ``go`` is set."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int = 3) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.count = 0
+        whole = engine.runner.round
+
+        def held(slots: Any) -> Any:
+            self.count += 1
+            if self.count >= at:
+                self.reached.set()
+                assert self.go.wait(SECONDS)
+            return whole(slots)
+
+        monkeypatch.setattr(engine.runner, "round", held)
+
+    def wait(self) -> None:
+        assert self.reached.wait(SECONDS)
+
+
+@contextmanager
+def in_thread(function: Callable[[], Any]) -> Iterator[Any]:
+    """Run a function beside the block, and give what it returns or raises as a future."""
+    with ThreadPoolExecutor(1) as executor:
+        yield executor.submit(function)
+
+
+def wait_for_calls(engine: Engine, count: int) -> None:
+    """Wait until so many calls are submitted, from inside a step or while one is held."""
+    deadline = time.monotonic() + SECONDS
+    while len(engine._loop._calls) + engine._loop._commands.qsize() < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def random_jobs(count: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = np.random.default_rng(11)
+    return [
+        (
+            rng.integers(0, 90, rng.integers(1, 40)).tolist(),
+            SamplingParams(
+                temperature=float(rng.choice([0.0, 0.8])),
+                max_new_tokens=int(rng.integers(1, 30)),
+                ignore_eos=bool(rng.integers(2)),
+                sampling_seed=int(rng.integers(2**63)),
+            ),
+        )
+        for _ in range(count)
+    ]
+
+
+def test_eight_threads_get_what_one_gets(engine) -> None:
+    jobs = random_jobs(64)
+    expected = [engine.generate(input_ids=i, sampling_params=p) for i, p in jobs]
+    together = threading.Barrier(8)
+
+    def run(part: int) -> list[dict[str, Any]]:
+        together.wait(SECONDS)
+        outputs = []
+        for k, (ids, params) in enumerate(jobs[part::8]):
+            if k % 3 == 2:  # leaves a stream behind, now and then
+                next(engine.generate(input_ids=ids, sampling_params=LONG, stream=True))
+            if (part + k) % 2:
+                *_, output = engine.generate(input_ids=ids, sampling_params=params, stream=True)
+            else:
+                output = engine.generate(input_ids=ids, sampling_params=params)
+            outputs.append(output)
+        return outputs
+
+    with ThreadPoolExecutor(8) as executor:
+        parts = list(executor.map(run, range(8)))
+    for part in range(8):
+        for ours, theirs in zip(parts[part], expected[part::8], strict=True):
+            assert ours["output_ids"] == theirs["output_ids"]
+            assert ours["text"] == theirs["text"]
+            assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+    assert num_held(engine) == 0
+    assert is_idle(engine)
+
+
+def test_a_fault_reaches_every_caller_and_every_later_one(files, engine, monkeypatch) -> None:
+    made = files.engine(share_weights_with=engine)
+    count = 0
+    whole = made.runner.round
+    together = threading.Barrier(4)
+
+    def failing(slots: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            # all callers are in before it fails
+            wait_for_calls(made, 4)
+        if count == 3:
+            raise OSError("the device fell off")
+        return whole(slots)
+
+    monkeypatch.setattr(made.runner, "round", failing)
+
+    def whole_call() -> Any:
+        return made.generate(["a", "b"], LONG)
+
+    def streamed() -> Any:
+        return list(made.generate("c", LONG, stream=True))
+
+    def from_asyncio() -> Any:
+        import asyncio
+
+        return asyncio.run(made.async_generate("d", LONG))
+
+    def streamed_in_asyncio() -> Any:
+        import asyncio
+
+        async def read() -> Any:
+            return [out async for out in await made.async_generate("e", LONG, stream=True)]
+
+        return asyncio.run(read())
+
+    def run(function: Callable[[], Any]) -> Any:
+        together.wait(SECONDS)
+        return function()
+
+    with ThreadPoolExecutor(4) as executor:
+        futures = [
+            executor.submit(run, f)
+            for f in (whole_call, streamed, from_asyncio, streamed_in_asyncio)
+        ]
+        errors = [future.exception(SECONDS) for future in futures]
+    later: list[Callable[[], Any]] = [whole_call, streamed, from_asyncio, streamed_in_asyncio]
+    name, weight = made.runner.networks.target.names[0], made.runner.weights[0][0]
+    later.append(lambda: made.update_weights_from_tensor({name: weight}))
+    for function in later:
+        with pytest.raises(EngineFault) as caught:
+            function()
+        errors.append(caught.value)
+    for error in errors:
+        assert isinstance(error, EngineFault)
+        assert isinstance(error.__cause__, OSError)
+        assert "the device fell off" in str(error)
+    assert count == 3
+    made.abort_request(abort_all=True)
+    started = time.monotonic()
+    made.close()
+    assert time.monotonic() - started < 5
+
+
+def test_closing_ends_what_runs_in_other_threads(files, engine, monkeypatch) -> None:
+    made = files.engine(share_weights_with=engine)
+    hold = Hold(made, monkeypatch)
+    with (
+        in_thread(lambda: made.generate(["a", "b", "c"], LONG)) as whole,
+        in_thread(lambda: list(made.generate("d", LONG, stream=True))) as streamed,
+    ):
+        hold.wait()
+        wait_for_calls(made, 2)
+        with in_thread(made.close) as closed:
+            time.sleep(0.05)
+            hold.go.set()
+            closed.result(SECONDS)
+        results = [*whole.result(SECONDS), streamed.result(SECONDS)[-1]]
+    assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"abort"}
+    assert 0 < len(results[0]["output_ids"]) < 110
+    assert made.runner._weights is None
+    with pytest.raises(ValueError, match="closed"):
+        made.generate("a")
+
+
+def test_ctrl_c_ends_the_callers_requests_only(engine, monkeypatch) -> None:
+    """A signal in the main thread, while the engine's thread is inside a step."""
+    # a shell's background jobs ignore the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hold = Hold(engine, monkeypatch)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        hold.wait()
+        time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    expected = letter_tokenizer().encode("hello")
+    with in_thread(lambda: engine.generate("hello", LONG)) as other, in_thread(interrupt):
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["x", "y"], LONG)
+        signal.signal(signal.SIGINT, before)
+        hold.go.set()
+        result = other.result(SECONDS)
+    assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 110}
+    assert result["meta_info"]["prompt_tokens"] == len(expected)
+    assert num_held(engine) == 0
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["between", "inside"])
+@pytest.mark.parametrize("way", ["closed", "deleted", "collected"])
+def test_abandoned_streams(engine, monkeypatch, way, is_inside) -> None:
+    """Also while the loop is inside a step, and by a collection in the loop's own thread."""
+    expected = engine.generate("hello", GREEDY)["output_ids"]
+    stream: Any = engine.generate(["hello", "x"], LONG, stream=True)
+    next(stream)
+    hold = Hold(engine, monkeypatch, at=1) if is_inside else None
+    if hold is not None:
+        hold.wait()
+    if way == "closed":
+        stream.close()
+    elif way == "deleted":
+        del stream
+    else:
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        gc.collect()
+    if hold is not None:
+        hold.go.set()
+    assert num_held(engine) == 0
+    assert is_idle(engine)
+    assert engine.generate("hello", GREEDY)["output_ids"] == expected
+
+
+def test_a_stream_collected_inside_a_step(engine, monkeypatch) -> None:
+    gc.disable()  # only the step collects
+    try:
+        cycle: list[Any] = [engine.generate(["hello", "x"], LONG, stream=True)]
+        cycle.append(cycle)
+        next(cycle[0])
+        del cycle
+        whole = engine.runner.round
+        threads = []
+
+        def collecting(slots: Any) -> Any:
+            if not threads and gc.collect():
+                threads.append(threading.current_thread().name)
+            return whole(slots)
+
+        monkeypatch.setattr(engine.runner, "round", collecting)
+        result = engine.generate("hello", GREEDY)
+    finally:
+        gc.enable()
+    assert threads == ["specjax-engine"]
+    assert result["meta_info"]["completion_tokens"] == 20
+    assert num_held(engine) == 0
+    assert is_idle(engine)
+
+
+def test_abort_by_id(engine, monkeypatch) -> None:
+    hold = Hold(engine, monkeypatch)
+    with (
+        in_thread(lambda: engine.generate(["a", "b"], LONG, rid=["one", "two"])) as batch,
+        in_thread(lambda: engine.generate("c", GREEDY, rid="three")) as other,
+    ):
+        hold.wait()
+        engine.abort("one")
+        engine.abort_request("unknown")
+        hold.go.set()
+        one, two = batch.result(SECONDS)
+        other.result(SECONDS)
+    assert [r["meta_info"]["id"] for r in (one, two)] == ["one", "two"]
+    assert one["meta_info"]["finish_reason"]["type"] == "abort"
+    assert two["meta_info"]["finish_reason"] == {"type": "length", "length": 110}
+    assert one["output_ids"] == engine.generate("a", LONG)["output_ids"][: len(one["output_ids"])]
+    assert engine.generate("a", GREEDY, rid="one")["meta_info"]["completion_tokens"] == 20
+    for arguments in ({}, {"rid": "a", "abort_all": True}, {"rid": 5}):
+        with pytest.raises(ValueError, match="give one of them"):
+            engine.abort_request(**arguments)
+
+
+def test_abort_all(engine, monkeypatch) -> None:
+    hold = Hold(engine, monkeypatch)
+    with in_thread(lambda: engine.generate(["a", "b", "c"], LONG)) as batch:
+        hold.wait()
+        engine.abort_request(abort_all=True)
+        hold.go.set()
+        results = batch.result(SECONDS)
+    assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"abort"}
+    assert num_held(engine) == 0
+
+
+def test_an_id_is_taken_while_it_runs(engine) -> None:
+    stream = engine.generate("a", LONG, rid="x", stream=True)
+    first = next(stream)
+    assert first["meta_info"]["id"] == "x"
+    with pytest.raises(ValueError, match=r"rid='x' is that of a request that still runs"):
+        engine.generate(["b", "c"], GREEDY, rid=["y", "x"])
+    stream.close()
+    assert engine.generate("b", GREEDY, rid="x")["meta_info"]["id"] == "x"
+    assert num_held(engine) == 0
+
+
+def test_an_engine_without_references_goes(files, engine) -> None:
+    made = files.small(share_weights_with=engine)
+    made.generate("hello", GREEDY)
+    gone, thread = weakref.ref(made), made._loop._thread
+    parts = weakref.ref(made.runner), weakref.ref(made._loop)
+    del made
+    gc.collect()
+    assert gone() is None
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    gc.collect()
+    assert [part() for part in parts] == [None, None]
+
+
+def test_a_stream_keeps_its_engine(files, engine) -> None:
+    made = files.small(share_weights_with=engine)
+    gone = weakref.ref(made)
+    stream = made.generate("hello", GREEDY, stream=True)
+    next(stream)
+    del made
+    gc.collect()
+    assert list(stream)[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+    del stream
+    gc.collect()
+    assert gone() is None
+
+
+SCRIPT = """
+import sys, threading
+from specjax import Engine
+engine = Engine(
+    sys.argv[1], page_size=4, max_running_requests=1, chunked_prefill_size=1,
+    compile_cache_dir=sys.argv[2],
+)
+params = {"temperature": 0.0, "max_new_tokens": 110, "ignore_eos": True}
+started = threading.Event()
+
+def serve():
+    try:
+        while True:
+            for _ in engine.generate("hello", params, stream=True):
+                started.set()
+    except ValueError as error:
+        assert "closed" in str(error), error
+
+threading.Thread(target=serve, daemon=True).start()
+started.wait()
+stream = engine.generate("hello", params, stream=True)
+next(stream)
+print("bye")
+"""
+
+
+def test_the_interpreter_ends_without_close(files) -> None:
+    """With a round in flight, a caller in a daemon thread and a stream half read."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(files.target), str(files.cache)],
+        capture_output=True,
+        text=True,
+        timeout=4 * SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")

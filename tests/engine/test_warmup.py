@@ -1,0 +1,221 @@
+"""A warm-up compiles what a start needs, so that the start compiles nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from specjax.cli import main
+from specjax.compiling.cache import FOLDER
+from specjax.engine import build
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import plan_parts
+from specjax.engine.warmup import warm_up
+
+from ..settings import counted_compilations, kept_cache_settings
+from ..tiny_checkpoints import write_head, write_target
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+SAMPLED = {"temperature": 0.8, "max_new_tokens": 12, "sampling_seed": 7, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("warmup")
+    write_target(root / "target")
+    write_head(root / "head")
+    with kept_cache_settings():
+        yield root
+
+
+def options(files: Path, **changes) -> dict:
+    return {
+        "model": files / "target",
+        "draft": files / "head",
+        "speculative_algorithm": "EAGLE3",
+        "speculative_num_steps": 2,
+        "page_size": 4,
+        "max_running_requests": 1,
+        "chunked_prefill_size": 1,
+        "compile_cache_dir": files / "cache",
+        "skip_tokenizer_init": True,
+    } | changes
+
+
+def texts(engine) -> list[list[int]]:
+    with engine:
+        return [
+            engine.generate(input_ids=PROMPT, sampling_params=params)["output_ids"]
+            for params in (GREEDY, SAMPLED)
+        ]
+
+
+@pytest.fixture(scope="module")
+def warmed(files):
+    """The first warm-up, without weights, under the settings of every test."""
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("strict"):
+        patch.setattr(build, "load_weights", lambda *_, **__: pytest.fail("weights read"))
+        patch.setattr(build.ModelRunner, "load", lambda *_: pytest.fail("the pools were allocated"))
+        return warm_up(EngineArgs(**options(files)))
+
+
+def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
+    names = {function.key[0] for function in warmed.functions}
+    assert {"round", "prefill"} <= names
+    assert warmed.num_compiled == len(warmed.functions)
+    assert warmed.is_complete
+    assert warmed.folder == str(files / "cache" / FOLDER)
+    on_disk = sum(path.stat().st_size for path in Path(warmed.folder).glob("*.xla"))
+    assert warmed.num_bytes == on_disk > 0
+    for function in warmed.functions:
+        assert function.seconds > 0
+        assert function.argument_bytes > 0
+    lines = warmed.table().splitlines()
+    assert len(lines) == len(warmed.functions) + 3
+    assert all(line.endswith("compiled") for line in lines[1:-2])
+    assert lines[1].startswith(warmed.functions[0].label)
+
+
+def test_it_goes_on_where_it_stopped(files, warmed) -> None:
+    paths = sorted(Path(warmed.folder).glob("*round*.xla"))
+    paths[0].unlink()
+    again = warm_up(EngineArgs(**options(files)))
+    assert again.num_compiled == 1
+    states = [line.split()[-1] for line in again.table().splitlines()[1:-2]]
+    assert sorted(states) == ["compiled"] + ["present"] * (len(states) - 1)
+    assert warm_up(EngineArgs(**options(files))).num_compiled == 0
+
+
+def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, warmed) -> None:
+    from specjax import Engine
+
+    warm = Engine(**options(files))
+    assert all(f.is_hit and not f.is_traced for f in warm.runner.compiled.report)
+    with kept_cache_settings():
+        cold = Engine(**options(files, compile_cache_dir=None))
+        assert not any(f.is_hit for f in cold.runner.compiled.report)
+        assert texts(warm) == texts(cold)
+
+
+def test_compiling_after_it_traces_nothing(files, warmed) -> None:
+    args = EngineArgs(**options(files))
+    runner = plan_parts(args).make_runner(build.open_cache(args))
+    with counted_compilations() as events:
+        runner.compile(show_progress=False)
+    assert not [event for event in events if "backend_compile" in event or "mlir" in event]
+    assert len(runner.compiled) == len(warmed.functions)
+
+
+def test_stages_are_compiled_where_they_are_asked_for(files, warmed) -> None:
+    with_stages = warm_up(EngineArgs(**options(files)), stages=True)
+    new = {function.key[0] for function in with_stages.functions if not function.is_hit}
+    assert new == {"draft", "verify", "extend"}
+
+
+def test_without_a_folder_there_is_nothing_to_warm_up(files) -> None:
+    with pytest.raises(ValueError, match="compile_cache_dir=None leaves no folder"):
+        warm_up(EngineArgs(**options(files, compile_cache_dir=None)))
+
+
+@pytest.mark.parametrize("extra", [0, 1, build.MEMORY_GRANULE - 1])
+def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
+    """Sized by memory: the context of so many requests does not fit."""
+    args = EngineArgs(**options(files, max_running_requests=2**14, batch_buckets=[2**14]))
+    monkeypatch.setattr(build, "device_memory", lambda _: build.MEMORY_GRANULE)
+    plan = plan_parts(args)
+    assert plan.config.num_pages < 2**14 * plan.config.pages_per_request
+    monkeypatch.setattr(build, "device_memory", lambda _: build.MEMORY_GRANULE + extra)
+    assert plan_parts(args).config == plan.config
+    monkeypatch.setattr(build, "device_memory", lambda _: 2 * build.MEMORY_GRANULE)
+    assert plan_parts(args).config.num_pages > plan.config.num_pages
+
+
+def command(files: Path, *extra: str) -> list[str]:
+    return [
+        "warmup",
+        f"--model={files / 'target'}",
+        f"--draft={files / 'head'}",
+        "--speculative-num-steps=2",
+        "--page-size=4",
+        "--max-running-requests=1",
+        "--chunked-prefill-size=1",
+        f"--compile-cache-dir={files / 'cache'}",
+        *extra,
+    ]
+
+
+def test_the_command_compiles_what_the_engine_needs(files, warmed, tmp_path, capsys) -> None:
+    assert main(command(files, f"--json={tmp_path / 'figures.json'}")) == 0
+    out, err = capsys.readouterr()
+    assert "0 compiled" in out
+    assert "compiling: 100%" in err
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["num_compiled"] == 0
+    assert figures["num_bytes"] == sum(f["num_bytes"] for f in figures["functions"]) > 0
+    assert [f["key"] for f in figures["functions"]] == [f.label for f in warmed.functions]
+
+
+def test_a_quiet_command_says_nothing(files, warmed, capsys) -> None:
+    assert main(command(files, "--quiet")) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
+    assert main(command(files, "--prune=30")) == 0
+    assert "0 old entries deleted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b excludes --model, --draft"),
+        (["--batch-buckets=0"], r"batch_buckets=(0,)"),
+        (["--compile-cache-dir=none"], "leaves no folder"),
+    ],
+)
+def test_the_command_refuses_bad_input(files, capsys, extra, message) -> None:
+    assert main(command(files, *extra)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
+    from specjax.checkpoints import presets
+    from specjax.engine import warmup
+
+    from ..tiny import EAGLE3, TARGET
+
+    monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
+    seen = []
+    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: seen.append(args) or _Done())
+    for algorithm in ("EAGLE3", "none"):
+        assert main(["warmup", "--preset=tiny", f"--speculative-algorithm={algorithm}"]) == 0
+    assert [args.load_format for args in seen] == ["dummy", "dummy"]
+    assert [args.draft is None for args in seen] == [False, True]
+    assert main(["warmup", "--preset=unknown"]) == 2
+
+
+class _Done:
+    is_complete = True
+
+    def table(self) -> str:
+        return ""
+
+
+def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
+    from specjax import warmup
+
+    monkeypatch.setattr(_Done, "is_complete", False)
+    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: _Done())
+    assert main(command(files, "--quiet")) == 1
+
+
+def test_the_script_is_the_command() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "warmup_compile_cache.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"], capture_output=True, text=True, check=True
+    )
+    assert "specjax warmup" in done.stdout.replace("warmup_compile_cache.py ", "specjax ")

@@ -1,0 +1,319 @@
+"""Other weights for a running engine."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax import Engine, SamplingParams
+from specjax.scheduling.loop import EngineFault
+
+from ..settings import counted_compilations
+from ..tiny_checkpoints import letter_tokenizer
+from ..tiny_engines import Files, num_held
+
+TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
+LONG = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
+Tensors = dict[str, np.ndarray]
+
+
+def perturbed(directory: Path, new: Path, names: str) -> Path:
+    """A copy of a checkpoint whose tensors with ``names`` in their name are others."""
+    shutil.copytree(directory, new)
+    rng = np.random.default_rng(3)
+    tensors = load_file(new / "model.safetensors")
+    for name, tensor in tensors.items():
+        if names in name and tensor.ndim == 2:
+            noise = rng.normal(size=tensor.shape) * tensor.std()
+            tensors[name] = (tensor + noise).astype(tensor.dtype)
+    save_file(tensors, new / "model.safetensors")
+    return new
+
+
+@pytest.fixture(scope="module")
+def others(files: Files) -> tuple[Path, Path]:
+    """Another target and another head of the same shapes."""
+    return (
+        perturbed(files.target, files.target.with_name("other_target"), "weight"),
+        perturbed(files.head, files.head.with_name("other_head"), "weight"),
+    )
+
+
+@pytest.fixture(scope="module")
+def old_engine(files: Files) -> Iterator[Engine]:
+    with files.engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def new_engine(files: Files, others: tuple[Path, Path]) -> Iterator[Engine]:
+    with files.engine(target=others[0], draft=others[1]) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(files: Files, old_engine: Engine) -> Iterator[Engine]:
+    with files.engine(share_weights_with=old_engine) as made:
+        yield made
+
+
+def answers(engine: Engine) -> list[tuple[Any, ...]]:
+    """Texts and figures, which depend on target and head."""
+    results = engine.generate(TEXTS * 2, [GREEDY] * len(TEXTS) + [SEEDED] * len(TEXTS))
+    return [(r["output_ids"], r["meta_info"]["spec_correct_drafts_histogram"]) for r in results]
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address that JAX could use in place."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def tensors_of(directory: Path) -> Tensors:
+    return load_file(directory / "model.safetensors")
+
+
+def test_weights_from_disk(engine, old_engine, new_engine, files, others) -> None:
+    assert answers(old_engine) != answers(new_engine)
+    engine.generate(TEXTS, GREEDY)  # prefixes that must be forgotten
+    with counted_compilations() as events:
+        engine.update_weights_from_disk(*others)
+        assert answers(engine) == answers(new_engine)
+        engine.update_weights_from_disk(files.target)
+        old_ids, new_ids = ([ids for ids, _ in answers(e)] for e in (old_engine, new_engine))
+        assert [ids for ids, _ in answers(engine)] == old_ids != new_ids
+        assert answers(engine) != answers(old_engine)  # still the other head
+        engine.update_weights_from_disk(draft_path=files.head)
+        assert answers(engine) == answers(old_engine)
+    # opening a checkpoint traces its model for names and shapes, which compiles nothing
+    assert [event for event in events if "jaxpr_trace" not in event] == []
+    assert (engine.target.path, engine.draft.path) == (files.target, files.head)
+
+
+def test_an_engine_can_borrow_updated_weights(files, engine, new_engine, others) -> None:
+    engine.update_weights_from_disk(*others)
+    with files.engine(target=others[0], draft=others[1], share_weights_with=engine) as borrower:
+        assert borrower.runner.weights[1][0] is engine.runner.weights[1][0]
+        assert answers(borrower) == answers(new_engine)
+    with pytest.raises(ValueError, match="share_weights_with is an engine over"):
+        files.engine(share_weights_with=engine)
+
+
+def test_weights_under_checkpoint_names(engine, new_engine, others) -> None:
+    target, head = map(tensors_of, others)
+    as_float = {name: tensor.astype(np.float32) for name, tensor in target.items()}
+    with counted_compilations() as events:
+        engine.update_weights_from_tensor(as_float)
+        head["d2t"] = head["d2t"].astype(np.int32)
+        published = {
+            name: tensor if name == "d2t" else tensor.astype(np.float32)
+            for name, tensor in head.items()
+            if name != "t2d"
+        }
+        engine.update_weights_from_tensor(published.items(), draft=True)
+        assert answers(engine) == answers(new_engine)
+    assert events == []
+
+
+def test_weights_under_the_engines_names(engine, old_engine, new_engine) -> None:
+    nets, (target, head) = engine.runner.networks, new_engine.runner.weights
+    with counted_compilations() as events:
+        for name, weight in zip(nets.target.names, target, strict=True):
+            engine.update_weights_from_tensor({name: weight})
+        engine.update_weights_from_tensor(zip(nets.head.names, head, strict=True), draft=True)
+        assert answers(engine) == answers(new_engine)
+    assert events == []
+    # a lender's weights are its own
+    assert answers(old_engine) != answers(new_engine)
+
+
+def test_arrays_are_copied(engine, new_engine) -> None:
+    names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
+    mine = {name: aligned(np.asarray(w)) for name, w in zip(names, weights, strict=True)}
+    theirs = [jnp.copy(w) for w in engine.runner.weights[1]]
+    engine.update_weights_from_tensor(mine)
+    engine.update_weights_from_tensor(
+        zip(engine.runner.networks.head.names, theirs, strict=True), draft=True
+    )
+    for array in mine.values():
+        array[...] = np.nan
+    for deleted in theirs:  # as a donation to the next training step does
+        deleted.delete()
+    assert [ids for ids, _ in answers(engine)] == [ids for ids, _ in answers(new_engine)]
+
+
+def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_engine) -> None:
+    """What is there stays; what follows is what the new weights say after it."""
+    prompt = letter_tokenizer().encode("The sky")
+    stream = engine.generate(input_ids=prompt, sampling_params=LONG, stream=True)
+    next(stream)
+    names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
+    lengths = []
+    engine._loop.run(
+        lambda: lengths.extend(len(r.output_ids) for c in engine._loop._calls for r in c.requests)
+    )
+    engine.update_weights_from_tensor(zip(names, weights, strict=True))
+    *_, last = stream
+    ids = last["output_ids"]
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 110}
+    old = old_engine.generate(input_ids=prompt, sampling_params=LONG)["output_ids"]
+    same = next(i for i, (ours, theirs) in enumerate(zip(ids, old, strict=True)) if ours != theirs)
+    assert same >= lengths[0] > 0
+    # no KV of the old weights is used again: behind the kept text it is as if the prompt had it
+    assert any(
+        ids[k:]
+        == new_engine.generate(
+            input_ids=prompt + ids[:k], sampling_params=replace(LONG, max_new_tokens=110 - k)
+        )["output_ids"]
+        for k in range(lengths[0], same + 1)
+    )
+    assert num_held(engine) == 0
+
+
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_flush_cache(files, old_engine, disable_radix_cache) -> None:
+    """A prompt is found in the cache until it is flushed, or never without one."""
+    prompt = list(range(1, 14))
+    options = {"input_ids": prompt, "sampling_params": GREEDY}
+    with files.small(
+        speculative=False, share_weights_with=old_engine, disable_radix_cache=disable_radix_cache
+    ) as engine:
+        results = [engine.generate(**options) for _ in range(2)]
+        engine.flush_cache()
+        results.append(engine.generate(**options))
+        assert num_held(engine) == 0
+    cached = [r["meta_info"]["cached_tokens"] for r in results]
+    assert cached == ([0, 0, 0] if disable_radix_cache else [0, 12, 0])
+    assert len({tuple(r["output_ids"]) for r in results}) == 1
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_what_does_not_fit_is_refused_and_changes_nothing(engine, old_engine, draft) -> None:
+    nets = engine.runner.networks
+    flat = nets.head if draft else nets.target
+    norm, fine = ("norm.scale", np.full(32, 2, np.float32))
+    for tensors, message in (
+        ({norm: fine, "mlp.nowhere": fine}, r"\['mlp.nowhere'\] are not weights of the model"),
+        ({norm: fine[:31]}, r"weight 'norm.scale' is float32 \(31,\), but .* float32 \(32,\)"),
+        ({norm: fine.astype(np.float64)}, "weight 'norm.scale' is float64"),
+        ({norm: "x"}, "'norm.scale'"),
+        ({norm: object()}, r"named_tensors\['norm.scale'\] is a object, not an array"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights_from_tensor(tensors, draft=draft)
+    prefix = "midlayer." if draft else "model.layers.0."
+    width = 64 if draft else 32
+    q = {f"{prefix}self_attn.q_proj.weight": np.zeros((32, width), np.float32)}
+    with pytest.raises(ValueError, match=r"q_proj.weight' without .*k_proj.*v_proj"):
+        engine.update_weights_from_tensor(q | {norm: fine}, draft=draft)
+    wrong = {
+        f"{prefix}self_attn.{letter}_proj.weight": np.zeros((size, 9), np.float32)
+        for letter, size in (("q", 32), ("k", 16), ("v", 16))
+    }
+    with pytest.raises(ValueError, match=r"tensor '.*q_proj.weight' is float32 \(32, 9\), but"):
+        engine.update_weights_from_tensor(wrong | {norm: fine}, draft=draft)
+    assert flat is not None
+    for ours, theirs in zip(engine.runner.weights, old_engine.runner.weights, strict=True):
+        assert all(a is b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_vocabulary_outside_the_targets_is_refused(engine) -> None:
+    d2t = np.asarray(engine.runner.weights[1][engine.runner.networks.head.names.index("d2t")])
+    with pytest.raises(ValueError, match="vocab_size=98"):
+        engine.update_weights_from_tensor({"d2t": d2t + 50}, draft=True)
+
+
+def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(files.target, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"rope_theta": 5e4}))
+    with pytest.raises(ValueError, match=r"rope_theta=50000.0 instead of 10000.0; make a new"):
+        engine.update_weights_from_disk(target)
+    with pytest.raises(ValueError, match="no/such"):
+        engine.update_weights_from_disk("./no/such/model.gguf")
+    with pytest.raises(ValueError, match="give model_path, draft_path or both"):
+        engine.update_weights_from_disk()
+    broken = tmp_path / "head"
+    shutil.copytree(files.head, broken)
+    tensors = tensors_of(broken)
+    del tensors["fc.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        engine.update_weights_from_disk(files.target, broken)
+    assert answers(engine) == answers(old_engine)
+
+
+def test_a_plain_engine_has_no_draft(files, old_engine) -> None:
+    with files.small(speculative=False, share_weights_with=old_engine) as plain:
+        with pytest.raises(ValueError, match="has no draft head"):
+            plain.update_weights_from_tensor({}, draft=True)
+        with pytest.raises(ValueError, match=r"draft_path=.* decodes plainly"):
+            plain.update_weights_from_disk(draft_path=files.head)
+    with pytest.raises(ValueError, match="closed"):
+        plain.update_weights_from_tensor({})
+    with pytest.raises(ValueError, match="closed"):
+        plain.flush_cache()
+
+
+def test_a_flush_that_fails_is_a_fault_of_all(files, old_engine, monkeypatch) -> None:
+    """Results that were lost half-way must leave nobody waiting."""
+    with files.small(share_weights_with=old_engine, overlap=True) as engine:
+        scheduler = engine._scheduler
+        flush = scheduler.flush_cache
+
+        def fail(entry: Any) -> Any:
+            raise OSError("the read failed")
+
+        def failing_flush() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler._reader, "fetch", fail)
+                flush()
+
+        monkeypatch.setattr(scheduler, "flush_cache", failing_flush)
+        stream = engine.generate(input_ids=[3, 4, 5], sampling_params=LONG, stream=True)
+        next(stream)
+        with pytest.raises(OSError, match="the read failed"):
+            engine.flush_cache()
+        with pytest.raises(EngineFault, match="the read failed"):
+            list(stream)
+        with pytest.raises(EngineFault):
+            engine.generate("hello", GREEDY)
+
+
+def test_nothing_to_replace_is_refused(engine) -> None:
+    with pytest.raises(ValueError, match="named_tensors are empty"):
+        engine.update_weights_from_tensor({})
+
+
+def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatch) -> None:
+    """The weights are a mixture then, which nobody should be served from."""
+    names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
+    put, count = jax.device_put, 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise MemoryError("out of memory")
+        return put(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", failing)
+        with pytest.raises(MemoryError):
+            engine.update_weights_from_tensor(zip(names, weights, strict=True))
+    with pytest.raises(EngineFault, match="out of memory"):
+        engine.generate("hello", GREEDY)

@@ -1,0 +1,145 @@
+"""Pages come when they are needed, few uploads at a time, and go where they are missing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specjax.kv.budget import GROW_DISPATCHES, HELD_BACK_LEAST
+from specjax.sampling.params import SamplingParams
+
+from ..copying import plain_outputs
+from ..scheduling.serving import STEPS, Serving
+from ..tiny import make_request
+
+RNG = np.random.default_rng(6)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (3, 4, 2, 4)]
+SEEDS = range(len(PROMPTS))
+LONG = SamplingParams(temperature=0.0, max_new_tokens=120, ignore_eos=True)
+SHAPES = [(STEPS, 1), (2, 4), (0, 1)]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize(("num_steps", "rounds"), SHAPES)
+def test_rows_hold_what_they_may_write_soon_and_no_more(num_steps, rounds, run_ahead) -> None:
+    serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
+    requests = serving.add(PROMPTS, LONG)
+    advance = rounds * (num_steps + 1)
+    while serving.scheduler.has_work:
+        serving.step()
+        for row in serving.rows:
+            known = len(row.request.input_ids) + len(row.request.output_ids)
+            tokens = len(row.pages) * 4
+            # the watched runner has seen that they suffice
+            assert tokens <= known + (run_ahead + GROW_DISPATCHES) * advance + 3
+            assert tokens <= row.request.max_kv_tokens + 3
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, LONG, SEEDS)
+    serving.check_clean()
+
+
+@pytest.mark.parametrize(("num_steps", "rounds"), SHAPES)
+def test_page_tables_are_seldom_uploaded(num_steps, rounds, monkeypatch) -> None:
+    serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=1)
+    uploads = []
+    view_of = serving.runner._view_of
+    monkeypatch.setattr(
+        serving.runner, "_view_of", lambda tables: uploads.append(1) or view_of(tables)
+    )
+    requests = serving.add(PROMPTS, LONG)
+    serving.step()
+    assert len(serving.rows) == len(PROMPTS)
+    at_start = len(uploads)
+    while not any(r.is_finished for r in requests):
+        before = len(uploads)
+        serving.step()
+    num_rounds = serving.watched.calls.count("round")
+    assert before - at_start <= 2 + num_rounds // 4
+    serving.finish()
+
+
+def test_slack_goes_to_who_needs_it() -> None:
+    """Three rows hold more than they need; the pool has no free page when the fourth comes."""
+    serving = Serving(num_pages=1 + 90)
+    params = replace(LONG, max_new_tokens=60)
+    old = serving.add(PROMPTS[:3], params)
+    for _ in range(2):
+        serving.step()
+    spare = serving.allocator.allocate(serving.allocator.num_free)
+    assert spare is not None
+    held = [len(row.pages) for row in serving.rows]
+    (new,) = serving.add(PROMPTS[3:], replace(params, max_new_tokens=2))
+    serving.scheduler.step()
+    assert new.output_ids
+    assert serving.scheduler.num_running + new.is_finished == 4
+    assert sum(len(row.pages) for row in serving.rows[:3]) < sum(held)
+    serving.allocator.free(spare)
+    serving.finish()
+    assert sum(r.num_retractions for r in [*old, new]) == 0
+    expected = plain_outputs(PROMPTS[:3], LONG, SEEDS[:3])
+    assert [r.output_ids for r in old] == [whole[:60] for whole in expected]
+
+
+def test_the_cache_gives_way_before_a_request_does() -> None:
+    serving = Serving(num_pages=1 + 40, is_cached=True)
+    assert serving.cache is not None
+    serving.add(PROMPTS, replace(LONG, max_new_tokens=30))
+    serving.finish()
+    assert serving.cache.num_pages >= 20
+    (request,) = serving.add([[60, *PROMPTS[0]]], LONG)
+    serving.finish()
+    assert request.num_retractions == 0
+    assert len(request.output_ids) == 120
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_other_page_sizes(page_size, is_cached) -> None:
+    from ..copying import copied_weights
+    from ..tiny import EAGLE3, make_runner
+
+    runner = make_runner(EAGLE3, STEPS, page_size=page_size)
+    old = runner.weights
+    runner.load(*copied_weights())
+    try:
+        serving = Serving(
+            runner=runner, run_ahead=1, num_pages=1 + 192 // page_size, is_cached=is_cached
+        )
+        requests = serving.add(PROMPTS * 2, replace(LONG, max_new_tokens=90))
+        serving.finish()
+        expected = plain_outputs(PROMPTS, LONG, SEEDS) * 2
+        assert [r.output_ids for r in requests] == [whole[:90] for whole in expected]
+        assert sum(r.num_retractions for r in requests)
+    finally:
+        runner.load(*old)
+
+
+def test_retractions_make_admissions_more_careful() -> None:
+    """The fourth request is admitted at the first go, later after a retraction, then again."""
+    serving = Serving(num_steps=0, num_pages=1 + 44)
+    running = serving.add(PROMPTS[:2], LONG)
+    serving.step()
+    budget = serving.scheduler._budget
+    request = make_request(PROMPTS[2], LONG)
+
+    def fits() -> bool:
+        row = budget.admit(request, 4, serving.rows)
+        if row is not None:
+            budget.release(row)
+        return row is not None
+
+    assert [row.request for row in serving.rows] == running
+    assert fits()
+    budget.hold_back_more()
+    budget.hold_back_more()
+    assert not fits()
+    for _ in range(1000):
+        assert budget.grow((), serving.rows)
+    assert fits()
+    # and what is held back stays within its bounds
+    for _ in range(10):
+        budget.hold_back_more()
+    assert budget._held_back == 1.0
+    for _ in range(3000):
+        budget.grow((), serving.rows)
+    assert budget._held_back == HELD_BACK_LEAST
+    serving.finish()

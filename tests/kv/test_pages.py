@@ -1,0 +1,121 @@
+"""Pages: the allocator as a state machine, and where tokens of a page view are stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from specjax.kv.pages import PageAllocator, PageView
+
+
+class Allocation(RuleBasedStateMachine):
+    """Random allocations and releases of a small pool."""
+
+    NUM_PAGES = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(self.NUM_PAGES, 4)
+        self.held: list[list[int]] = []
+
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self.held))
+
+    @rule(count=st.integers(0, NUM_PAGES + 1))
+    def allocate(self, count: int) -> None:
+        free = self.allocator.num_free
+        pages = self.allocator.allocate(count)
+        if count > free:
+            assert pages is None
+            assert self.allocator.num_free == free
+        else:
+            assert pages is not None
+            assert len(pages) == count
+            self.held.append(pages)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.allocator.free(pages)
+        if pages:
+            with pytest.raises(ValueError, match="not allocated"):
+                self.allocator.free(pages)
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data(), wrong=st.sampled_from([0, -1, NUM_PAGES]))
+    def refuse(self, data: st.DataObject, wrong: int) -> None:
+        """A refused release leaves everything as it was."""
+        pages = data.draw(st.sampled_from([pages for pages in self.held if pages]))
+        with pytest.raises(ValueError, match=str(wrong)):
+            self.allocator.free([*pages, wrong])
+        with pytest.raises(ValueError, match="twice"):
+            self.allocator.free([*pages, pages[0]])
+
+    @invariant()
+    def every_page_has_one_place(self) -> None:
+        pages = [page for pages in self.held for page in pages]
+        assert len(set(pages)) == len(pages)
+        assert all(1 <= page < self.NUM_PAGES for page in pages)
+        assert self.num_held + self.allocator.num_free == self.NUM_PAGES - 1
+
+
+TestAllocation = Allocation.TestCase
+TestAllocation.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_pages_for_rounds_up() -> None:
+    allocator = PageAllocator(4, 16)
+    assert [allocator.pages_for(n) for n in (0, 1, 16, 17, 48)] == [0, 1, 1, 2, 3]
+
+
+def test_a_pool_needs_a_page_beside_the_padding() -> None:
+    with pytest.raises(ValueError, match="num_pages=1"):
+        PageAllocator(1, 4)
+
+
+def view_of(*tables: list[int], page_size: int = 4) -> PageView:
+    return PageView(jnp.array(tables, jnp.int32), page_size, "reference")
+
+
+def test_slots_follow_the_page_table() -> None:
+    view = view_of([3, 1, 0], [2, 0, 0])
+    positions = jnp.array([[0, 3, 4, 7, 8, 11], [0, 1, 3, 4, 8, 9]], jnp.int32)
+    # a table entry of 0 is the padding page, whose slots are 0 .. page_size - 1
+    assert view.slots(positions).tolist() == [[12, 15, 4, 7, 0, 3], [8, 9, 11, 0, 0, 1]]
+
+
+def test_slots_past_the_table_lie_in_the_padding_page() -> None:
+    positions = jnp.arange(8, 40, dtype=jnp.int32)[None]
+    slots = view_of([3, 1]).slots(positions)
+    assert slots.min() >= 0
+    assert slots.max() < 4
+
+
+@pytest.mark.parametrize("num_valid", [None, (3, 1)])
+def test_attend_stores_behind_the_sequence_and_invalid_rows_in_the_padding_page(num_valid) -> None:
+    view, rows, kv_heads, dim = view_of([3, 1, 5], [2, 4, 0]), 5, 2, 4
+    pool = jnp.zeros((2, 6 * 4, 2, kv_heads, dim), jnp.float32)
+    lens = jnp.array([2, 7], jnp.int32)
+    k = 1 + jax.random.uniform(jax.random.key(0), (2, rows, kv_heads, dim))
+    valid = None if num_valid is None else jnp.array(num_valid, jnp.int32)
+    attend = view.attend(lens, rows, num_valid=valid)
+    unrotated = (jnp.ones((2, rows, 1, dim // 2)), jnp.zeros((2, rows, 1, dim // 2)))
+    pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, unrotated))(pool)
+    assert out.shape == k.shape
+    assert not np.asarray(pool[0]).any()
+    expected = {}
+    for b, (table, start) in enumerate((([3, 1, 5], 2), ([2, 4], 7))):
+        for t in range(rows if num_valid is None else num_valid[b]):
+            page = (start + t) // 4
+            if page < len(table):
+                expected[table[page] * 4 + (start + t) % 4] = k[b, t]
+    written = {int(i) for i in np.flatnonzero(np.asarray(pool[1]).any(axis=(1, 2, 3)))}
+    assert {slot for slot in written if slot >= 4} == set(expected)
+    for slot, value in expected.items():
+        np.testing.assert_array_equal(pool[1, slot, 0], value)
+        np.testing.assert_array_equal(pool[1, slot, 1], -value)

@@ -1,0 +1,170 @@
+"""Sizes: pages of the pool, and the padded sizes that functions are compiled for."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.kv.sizes import device_memory, kv_bytes_per_token, plan_pools
+from specjax.runtime.buckets import (
+    batch_buckets,
+    pick_bucket,
+    prefill_buckets,
+    smallest_bucket,
+)
+
+from ..tiny import EAGLE3, TARGET, make_runner
+
+SIZES = {
+    "memory": 10_000,
+    "on_cpu": False,
+    "weight_bytes": 1_000,
+    "token_bytes": 10,
+    "page_size": 4,
+    "context_length": 32,
+    "max_running_requests": 1_000,
+    "max_total_tokens": None,
+    "mem_fraction_static": None,
+}
+
+
+def plan(**changes):
+    return plan_pools(**(SIZES | changes))
+
+
+def test_kv_bytes_are_those_of_the_pools() -> None:
+    assert kv_bytes_per_token(TARGET) == 3 * 2 * 2 * 8 * 4
+    assert kv_bytes_per_token(replace(TARGET, dtype="bfloat16")) == 3 * 2 * 2 * 8 * 2
+    pools, _ = make_runner(EAGLE3, 4).abstract_state
+    assert pools.draft is not None
+    slots = pools.target.shape[1]
+    for pool, config in ((pools.target, TARGET), (pools.draft, EAGLE3)):
+        assert pool.size * pool.dtype.itemsize == slots * kv_bytes_per_token(config)
+
+
+def test_max_total_tokens_is_what_fits_beside_the_padding_page() -> None:
+    for tokens, pages in ((1, 1), (4, 1), (5, 2), (100, 25)):
+        made = plan(max_total_tokens=tokens)
+        assert made.num_pages == pages + 1
+        assert made.max_total_tokens == 4 * pages >= tokens
+        assert made.kv_bytes == (pages + 1) * 40
+
+
+def test_max_total_tokens_wins_over_the_fraction() -> None:
+    assert plan(max_total_tokens=100, mem_fraction_static=0.11).num_pages == 26
+
+
+def test_fraction_holds_weights_and_kv_together() -> None:
+    made = plan(mem_fraction_static=0.5)
+    assert made.weight_bytes + made.kv_bytes <= 5_000
+    assert made.weight_bytes + made.kv_bytes > 5_000 - 40
+
+
+def test_default_fraction_leaves_more_to_others_on_a_cpu() -> None:
+    assert plan().kv_bytes + 1_000 <= 8_500 < plan().kv_bytes + 1_040
+    assert plan(on_cpu=True).kv_bytes + 1_000 <= 5_000 < plan(on_cpu=True).kv_bytes + 1_040
+
+
+def test_never_more_than_all_requests_can_use() -> None:
+    # 3 requests of 33 tokens take 9 pages each
+    made = plan(memory=10**12, context_length=33, max_running_requests=3)
+    assert made.num_pages == 28
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mem_fraction_static": 0.05}, "raise mem_fraction_static"),
+        ({"mem_fraction_static": 0.104}, "no KV page fits"),
+        ({"weight_bytes": 10_000}, "mem_fraction_static=0.85"),
+        ({"max_total_tokens": 10**6}, "lower max_total_tokens"),
+        ({"max_total_tokens": 0}, "max_total_tokens=0 must be at least 1"),
+        ({"page_size": 0}, "page_size=0 must be at least 1"),
+        ({"mem_fraction_static": 0.0}, "mem_fraction_static=0.0"),
+        ({"mem_fraction_static": 1.5}, "mem_fraction_static=1.5"),
+    ],
+)
+def test_refusals_name_the_knob(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+@given(st.integers(1, 10**7), st.integers(0, 10**6), st.integers(1, 64), st.floats(0.01, 1.0))
+def test_a_plan_fits_or_is_refused(memory, weight_bytes, page_size, fraction) -> None:
+    changes = {"memory": memory, "weight_bytes": weight_bytes, "page_size": page_size}
+    try:
+        made = plan(**changes, mem_fraction_static=fraction)
+    except ValueError:
+        # not even the padding page and one more
+        assert int(memory * fraction) - weight_bytes < 2 * 10 * page_size
+    else:
+        assert made.num_pages >= 2
+        assert made.weight_bytes + made.kv_bytes <= memory * fraction
+
+
+def test_description_tells_weights_kv_and_pages() -> None:
+    made = plan(memory=8 * 10**9, weight_bytes=10**9, token_bytes=10**5, max_total_tokens=1_000)
+    text = made.describe()
+    for part in ("weights 1.00 GB", "KV 0.10 GB", "250 pages of 4 tokens", "1000 tokens"):
+        assert part in text
+
+
+def test_memory_of_this_machine() -> None:
+    assert device_memory(jax.devices("cpu")[0]) > 10**8
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))],
+)
+def test_batch_buckets(limit, sizes) -> None:
+    assert batch_buckets(limit) == sizes
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "speculative", "weight_bytes", "rows"),
+    [
+        (False, False, 10**8, 1),
+        (False, True, 10**8, 1),
+        (True, False, 10**8, 2),
+        (True, False, 10**10, 2),
+        (True, True, 3 * 10**8, 2),
+        (True, True, 10**10, 1),
+    ],
+)
+def test_a_batch_of_one_is_padded_where_that_is_faster(
+    on_gpu, speculative, weight_bytes, rows
+) -> None:
+    sizes = {"on_gpu": on_gpu, "speculative": speculative, "weight_bytes": weight_bytes}
+    assert smallest_bucket(**sizes) == rows
+
+
+@pytest.mark.parametrize(
+    ("chunk", "context", "sizes"),
+    [
+        (512, 8192, (64, 512)),
+        (512, 100, (64, 100)),
+        (512, 64, (64,)),
+        (512, 10, (10,)),
+        (1, 10, (1,)),
+        (2, 10, (1, 2)),
+    ],
+)
+def test_prefill_buckets(chunk, context, sizes) -> None:
+    assert prefill_buckets(chunk, context) == sizes
+
+
+@given(st.integers(1, 5_000), st.integers(1, 5_000))
+def test_prefill_buckets_hold_any_chunk(chunk, context) -> None:
+    sizes = prefill_buckets(chunk, context)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == min(chunk, context)
+    assert sizes[0] >= 1
+
+
+def test_pick_bucket() -> None:
+    assert [pick_bucket(n, (1, 4, 6)) for n in (1, 2, 4, 5, 6)] == [1, 4, 4, 6, 6]
+    with pytest.raises(ValueError, match=r"size=7 exceeds the largest bucket 6 of \(1, 4, 6\)"):
+        pick_bucket(7, (1, 4, 6))

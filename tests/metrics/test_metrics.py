@@ -1,0 +1,313 @@
+"""Figures of an engine: events to totals, totals to Prometheus, and both against ``meta_info``."""
+
+import gc
+import json
+import threading
+import time
+import urllib.request
+import weakref
+from typing import Any
+
+import jax
+import pytest
+from prometheus_client import generate_latest, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from specjax.metrics.engine_metrics import EngineMetrics
+from specjax.metrics.throughput import MARKS_A_WINDOW, WINDOW_SECONDS, Throughput
+from specjax.metrics.totals import FIRST_TOKEN_BOUNDS, INTER_TOKEN_BOUNDS, LATENCY_BOUNDS, Histogram
+
+from ..tiny_engines import STEPS
+
+
+class Clock:
+    """A clock that stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def exposed(registry: Any) -> dict[str, float]:
+    """Every sample of the exposition text: ``name`` or ``name{label}`` without ``model_name``."""
+    samples = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            rest = ",".join(f"{k}={v}" for k, v in labels.items())
+            key = sample.name.removeprefix("specjax:") + (f"{{{rest}}}" if rest else "")
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+def test_a_bound_counts_the_values_up_to_it():
+    histogram = Histogram((1.0, 2.0))
+    for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (2.5, 3)):
+        histogram.observe(value, times)
+    assert histogram.counts == [3, 1, 3]
+    assert histogram.num_values == 7
+    assert histogram.total == 0.5 + 2 * 1.0 + 1.5 + 3 * 2.5
+    copy = histogram.copy()
+    histogram.observe(0.0)
+    assert copy.counts == [3, 1, 3]
+
+
+def test_throughput_is_of_the_window_and_leaves_out_time_without_work():
+    speed = Throughput(window=5.0)
+    assert speed.rate(0.0, 0) == 0.0
+    speed.resume(100.0)
+    total = 0
+    for step in range(1, 101):  # ten seconds of 10 tokens a second
+        total += 1
+        speed.advance(100.0 + step / 10, total, has_work=step < 100)
+    assert speed.rate(110.0, total) == pytest.approx(10.0)
+    assert not speed.is_idle(114.9)
+    assert speed.is_idle(115.0)
+    assert speed.rate(1000.0, total) == pytest.approx(10.0)  # an hour off changes nothing
+    speed.resume(2000.0)
+    for step in range(1, 26):  # half a window at four times the speed
+        total += 4
+        speed.advance(2000.0 + step / 10, total, has_work=True)
+    assert speed.rate(2002.5, total) == pytest.approx((10 + 40) / 2, rel=1 / MARKS_A_WINDOW)
+    assert speed.rate(2008.0, total) == 0.0  # nothing came for a window
+    assert len(speed._marks) < 60
+
+
+def test_throughput_starts_with_work_that_no_admission_announced():
+    speed = Throughput(window=5.0)
+    speed.advance(1000.0, 0, has_work=True)
+    speed.advance(1001.0, 7, has_work=False)
+    assert speed.rate(1001.0, 7) == pytest.approx(7.0)
+
+
+def test_events_become_figures():
+    clock = Clock()
+    metrics = EngineMetrics("m", 100, clock=clock)
+    metrics.request_admitted(10, 4, 0.25)
+    metrics.tokens_prefilled(5)
+    metrics.tokens_prefilled(1)
+    metrics.queue_changed(1, 2, 40)
+    metrics.first_token(0.5)
+    metrics.tokens_generated(1, None)
+    clock.now += 0.004
+    metrics.tokens_generated(4, 0.004)
+    metrics.drafts_verified(1, 3, 2)
+    metrics.drafts_verified(2, 5, 1)
+    metrics.request_retracted()
+    metrics.request_admitted(15, 12, None)
+    metrics.tokens_prefilled(3)
+    metrics.queue_changed(0, 0, 0)
+    metrics.request_finished("length", 2.0)
+    metrics.request_finished("abort", 50.0)
+    samples = exposed(metrics.registry)
+    assert samples["prompt_tokens_total"] == 10
+    assert samples["cached_tokens_total"] == 4
+    assert samples["realtime_tokens_total{mode=prefill_compute}"] == 6 + 3
+    assert samples["realtime_tokens_total{mode=prefill_cache}"] == 4 + 12
+    assert samples["realtime_tokens_total{mode=decode}"] == 5
+    assert samples["generation_tokens_total"] == 5
+    assert samples["cache_hit_rate"] == 0.4
+    assert samples["spec_verify_calls_total"] == 3
+    assert samples["spec_proposed_drafts_total"] == 8
+    assert samples["spec_accepted_drafts_total"] == 3
+    assert samples["spec_accept_length"] == 2.0
+    assert samples["spec_accept_rate"] == 3 / 8
+    assert samples["num_retracted_requests_total"] == 1
+    assert samples["num_requests_total"] == 2
+    assert samples["num_aborted_requests_total"] == 1
+    assert samples["queue_time_seconds_sum"] == 0.25
+    assert samples["time_to_first_token_seconds_count"] == 1
+    # four tokens came together: each took a quarter of the time
+    assert samples["inter_token_latency_seconds_count"] == 4
+    assert samples["inter_token_latency_seconds_sum"] == pytest.approx(0.004)
+    assert samples["inter_token_latency_seconds_bucket{le=0.001}"] == 4
+    assert samples["inter_token_latency_seconds_bucket{le=0.0008}"] == 0
+    assert samples["inter_token_latency_seconds_bucket{le=+Inf}"] == 4
+    assert samples["e2e_request_latency_seconds_sum"] == 2.0
+    assert samples["gen_throughput"] == pytest.approx(5 / 0.004)
+    clock.now += WINDOW_SECONDS
+    assert exposed(metrics.registry)["gen_throughput"] == 0.0
+    assert metrics.snapshot().last_gen_throughput == pytest.approx(5 / 0.004)
+
+
+def test_gauges_of_the_queue():
+    metrics = EngineMetrics("m", 100)
+    metrics.queue_changed(3, 2, 40)
+    samples = exposed(metrics.registry)
+    assert samples["num_running_reqs"] == 3
+    assert samples["num_queue_reqs"] == 2
+    assert samples["num_used_tokens"] == 40
+    assert samples["max_total_num_tokens"] == 100
+    assert samples["token_usage"] == 0.4
+
+
+def test_a_snapshot_is_of_one_moment():
+    """Written as pairs, read meanwhile: no reading may see half of a pair."""
+    metrics = EngineMetrics("m", 100)
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            metrics.drafts_verified(1, 3, 3)
+            metrics.tokens_generated(2, 0.001)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            now = metrics.snapshot()
+            assert now.num_proposed_drafts == now.num_accepted_drafts == 3 * now.num_verifies
+            assert now.inter_token_latency.num_values == now.generated_tokens
+            time.sleep(0)
+    finally:
+        is_over.set()
+        writer.join()
+    assert metrics.snapshot().num_verifies > 0
+
+
+@pytest.mark.parametrize("bounds", [FIRST_TOKEN_BOUNDS, INTER_TOKEN_BOUNDS, LATENCY_BOUNDS])
+def test_bounds_ascend(bounds):
+    assert list(bounds) == sorted(set(bounds))
+
+
+# engines
+
+
+@pytest.fixture(scope="module")
+def run(files):
+    """A speculative engine small enough to retract, and the results of its first requests."""
+    with jax.numpy_dtype_promotion("strict"):
+        engine = files.engine(max_total_tokens=44)
+        prompts = [[7, 8, 9, 10, 11, 12], [7, 8, 9, 10, 11, 12, 13], [20, 21], [30, 31, 32]]
+        sampling = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+        results = engine.generate(input_ids=prompts, sampling_params=sampling)
+        results += engine.generate(input_ids=prompts[:2], sampling_params=sampling)
+        results.append(
+            engine.generate(input_ids=prompts[3], sampling_params=sampling, timeout=1e-9)
+        )
+        yield engine, results
+        engine.close()
+
+
+def total(results: list[dict[str, Any]], name: str) -> int:
+    return sum(result["meta_info"][name] for result in results)
+
+
+def test_counters_are_the_sums_of_the_results(run):
+    engine, results = run
+    samples = exposed(engine.metrics.registry)
+    served = results[:-1]
+    assert results[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert samples["generation_tokens_total"] == total(results, "completion_tokens")
+    assert samples["prompt_tokens_total"] == total(served, "prompt_tokens")
+    assert samples["cached_tokens_total"] == total(results, "cached_tokens") > 0
+    assert samples["spec_verify_calls_total"] == total(results, "spec_verify_ct") > 0
+    assert samples["spec_accepted_drafts_total"] == total(results, "spec_num_correct_drafts") > 0
+    assert samples["spec_proposed_drafts_total"] == total(results, "spec_num_proposed_drafts")
+    assert samples["num_retracted_requests_total"] == total(results, "num_retractions") > 0
+    assert samples["num_requests_total"] == len(results)
+    assert samples["num_aborted_requests_total"] == 1
+    assert samples["time_to_first_token_seconds_count"] == len(served)
+    assert samples["time_to_first_token_seconds_sum"] == pytest.approx(
+        total(served, "time_to_first_token")
+    )
+    assert samples["queue_time_seconds_sum"] == pytest.approx(total(served, "queue_time"))
+    assert samples["e2e_request_latency_seconds_count"] == len(served)
+    assert samples["e2e_request_latency_seconds_sum"] == pytest.approx(total(served, "e2e_latency"))
+    not_first = total(results, "completion_tokens") - len(served)
+    assert samples["inter_token_latency_seconds_count"] == not_first
+    assert samples["num_running_reqs"] == samples["num_queue_reqs"] == 0
+    assert samples["num_used_tokens"] == 0
+
+
+def test_a_retracted_request_is_prefilled_again_but_counted_once(run):
+    engine, results = run
+    samples = exposed(engine.metrics.registry)
+    prefilled = sum(
+        samples[f"realtime_tokens_total{{mode={mode}}}"]
+        for mode in ("prefill_compute", "prefill_cache")
+    )
+    assert prefilled > samples["prompt_tokens_total"] == total(results[:-1], "prompt_tokens")
+
+
+def test_server_info(run, files):
+    engine, results = run
+    info = json.loads(json.dumps(engine.get_server_info()))
+    assert info["model_path"] == str(files.target)
+    assert info["speculative_algorithm"] == "EAGLE3"
+    assert info["context_length"] == engine.context_length == info["max_req_input_len"] + 1
+    assert info["page_size"] == 4
+    assert info["max_running_requests"] == 2
+    assert info["max_total_num_tokens"] == 44
+    assert isinstance(info["version"], str)
+    (state,) = info["internal_states"]
+    verifies = total(results, "spec_verify_ct")
+    accepted = total(results, "spec_num_correct_drafts")
+    assert state["avg_spec_accept_length"] == 1 + accepted / verifies
+    assert state["spec_verify_ct"] == verifies
+    assert state["speculative_num_steps"] == STEPS
+    assert state["num_retracted_requests"] == total(results, "num_retractions")
+    assert state["cached_tokens"] == total(results, "cached_tokens")
+    assert state["last_gen_throughput"] > 0
+    assert state["num_running_reqs"] == state["num_queue_reqs"] == state["num_used_tokens"] == 0
+    assert "adaptive" not in state
+    usage = state["memory_usage"]
+    weights = jax.tree.leaves(engine.runner.weights)
+    assert usage["weight"] * 1e9 == pytest.approx(sum(w.nbytes for w in weights))
+    pools = jax.tree.leaves(engine.runner.pools)
+    assert usage["kvcache"] * 1e9 == pytest.approx(sum(pool.nbytes for pool in pools))
+    assert usage["token_capacity"] == 44
+
+
+def test_two_engines_do_not_clash(run, files):
+    engine, results = run
+    with files.engine(speculative=False, share_weights_with=engine) as plain:
+        one = plain.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 3})
+        samples = exposed(plain.metrics.registry)
+        state = plain.get_server_info()["internal_states"][0]
+    assert samples["generation_tokens_total"] == one["meta_info"]["completion_tokens"]
+    assert samples["spec_verify_calls_total"] == samples["spec_accept_length"] == 0
+    assert "avg_spec_accept_length" not in state
+    assert "speculative_num_steps" not in state
+    samples = exposed(engine.metrics.registry)
+    assert samples["generation_tokens_total"] == total(results, "completion_tokens")
+
+
+def test_aborting_the_last_request_empties_the_gauges(run):
+    engine, _ = run
+    sampling = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
+    stream = engine.generate(input_ids=[3, 4], sampling_params=sampling, stream=True)
+    next(stream)
+    assert engine.metrics.snapshot().num_running == 1
+    assert engine.metrics.snapshot().num_used_tokens > 0
+    stream.close()
+    engine._loop.run(lambda: None)
+    now = engine.metrics.snapshot()
+    assert (now.num_running, now.num_waiting, now.num_used_tokens) == (0, 0, 0)
+
+
+def test_a_registry_can_be_served(run):
+    engine, _ = run
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=engine.metrics.registry)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
+            text = answer.read().decode()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert "# TYPE specjax:num_requests_total counter" in text
+    assert f'specjax:num_running_reqs{{model_name="{engine.target.name}"}} 0.0' in text
+
+
+def test_a_served_registry_does_not_keep_its_engine(files):
+    with files.small(speculative=False) as engine:
+        registry = engine.metrics.registry
+        runner = weakref.ref(engine.runner)
+    del engine
+    gc.collect()
+    assert runner() is None
+    assert exposed(registry)["num_requests_total"] == 0

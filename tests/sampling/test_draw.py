@@ -1,0 +1,106 @@
+"""Sampling: frequencies against the softmax, noise keyed by seed and position only."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from specjax.sampling.draw import sample, target_tokens
+from specjax.sampling.params import SamplingParams
+from specjax.speculative.tree import chain_input
+
+from ..speculative.reference import kept_by_sorting
+from ..speculative.tables import equal_rows, sampling_rows
+
+jit_sample = jax.jit(sample)
+SEEDED = SamplingParams()
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, -1, 1.0, 0.0),
+        (0.5, -1, 1.0, 0.0),
+        (1.5, 4, 1.0, 0.0),
+        (1.0, -1, 0.7, 0.0),
+        (0.8, 5, 0.8, 0.0),
+        (1.2, -1, 1.0, 0.2),
+        (2.0, 7, 0.9, 0.3),
+    ],
+)
+def test_frequencies_match_the_softmax(temperature, top_k, top_p, min_p):
+    n = 20_000
+    logits = np.random.default_rng(3).normal(size=9).astype(np.float32)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    drawn = jit_sample(
+        jnp.broadcast_to(jnp.asarray(logits), (n, 1, 9)),
+        jnp.full((n, 1), 17, jnp.int32),
+        equal_rows(n, params, 9),
+    )
+    limit = 9 if top_k == -1 else top_k
+    kept = sorted(kept_by_sorting(logits / temperature, limit, top_p, min_p)[0])
+    probs = np.exp(logits[kept].astype(np.float64) / temperature)
+    counts = np.bincount(np.asarray(drawn)[:, 0], minlength=9)
+    assert counts.sum() == counts[kept].sum()
+    assert chisquare(counts[kept], n * probs / probs.sum()).pvalue > 1e-4
+
+
+def test_noise_depends_on_seed_and_position_only():
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(size=(3, 4, 50)), jnp.float32)
+    positions = jnp.asarray(rng.integers(0, 99, size=(3, 4)), jnp.int32)
+    rows = [SEEDED, replace(SEEDED, top_k=50), replace(SEEDED, top_p=0.999)]
+    table = sampling_rows(rows, 50)
+    together = np.asarray(jit_sample(logits, positions, table))
+    for b in range(3):
+        for t in range(4):
+            alone = jit_sample(
+                logits[b : b + 1, t : t + 1],
+                positions[b : b + 1, t : t + 1],
+                sampling_rows(rows[b : b + 1], 50, seed=b),
+            )
+            assert int(alone[0, 0]) == together[b, t]
+    for other in (
+        jit_sample(logits, positions + 1, table),
+        jit_sample(logits, positions, replace(table, seeds=table.seeds + jnp.uint32(1))),
+        jit_sample(logits, positions, replace(table, seeds=table.seeds[:, ::-1] + jnp.uint32(7))),
+    ):
+        assert np.any(np.asarray(other) != together)
+
+
+def test_greedy_rows_stay_greedy_beside_sampled_ones():
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(64, 1, 30)), jnp.float32)
+    hot = SamplingParams(temperature=5.0)
+    drawn = jit_sample(logits, jnp.zeros((64, 1), jnp.int32), sampling_rows([GREEDY, hot] * 32, 30))
+    best = np.argmax(np.asarray(logits), axis=-1)
+    assert np.array_equal(np.asarray(drawn)[::2], best[::2])
+    assert np.any(np.asarray(drawn)[1::2] != best[1::2])
+
+
+def test_filters_of_greedy_rows_are_off():
+    """They would change nothing, and cost a pass over the logits for the whole batch."""
+    table = sampling_rows([SamplingParams(temperature=0.7, top_k=1, top_p=0.5, min_p=0.1)], 30)
+    assert float(table.temperatures[0]) == 0
+    assert (int(table.top_ks[0]), float(table.top_ps[0]), float(table.min_ps[0])) == (30, 1, 0)
+
+
+def test_the_greedy_form_takes_the_best_token_and_nothing_else():
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(3, 2, 30)), jnp.float32)
+    tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
+    slots, history = jnp.arange(3, dtype=jnp.int32), jnp.zeros((3, 16), jnp.int32)
+    for greedy in (False, True):
+        tokens, logprobs = target_tokens(
+            logits,
+            tree,
+            sampling_rows([GREEDY] * 3, 30),
+            history,
+            slots,
+            num_top=4,
+            greedy=greedy,
+        )
+        assert np.array_equal(tokens, np.argmax(np.asarray(logits), axis=-1))
+        assert (logprobs is None) == greedy

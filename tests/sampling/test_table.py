@@ -1,0 +1,175 @@
+"""Host tables: what a slot's parameters become, what is refused, and when a batch is plain."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.adaptive import SpecRuntimeState
+from specjax.runtime.functions import TierRounds
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import MAX_END_TOKENS, MAX_LOGIT_BIAS, HostTables
+
+from ..tiny import TARGET, make_runner
+
+V = TARGET.vocab_size
+GREEDY = SamplingParams(temperature=0.0)
+CHANGES = [
+    {"temperature": 0.5},
+    {"repetition_penalty": 1.1},
+    {"frequency_penalty": 0.1},
+    {"presence_penalty": -0.1},
+    {"logit_bias": {0: 1.0}},
+    {"min_new_tokens": 1},
+]
+
+
+def tables(params: SamplingParams, **changes) -> HostTables:
+    """Tables of three slots with ``params`` in the middle one."""
+    made = HostTables.empty(3, 4, V)
+    defaults = {"seed": 9, "end_token_ids": (), "prompt_len": 0, "top_logprobs": -1}
+    made.set_sampling(1, params, V, **(defaults | changes))
+    return made
+
+
+def test_everything_that_a_slot_says_is_written_and_forgotten():
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={3: 1.5, "60": -2.0},
+        min_new_tokens=4,
+    )
+    ends = (7, 5, V + 3, -1)
+    made = tables(params, seed=2**32 * 3 + 1, end_token_ids=ends, prompt_len=6, top_logprobs=2)
+    row = jax.tree.map(lambda leaf: leaf[1].tolist(), made.sampling)
+    assert (row.temperatures, row.top_ks, row.top_ps, row.min_ps) == pytest.approx(
+        (0.7, 5, 0.9, 0.25)
+    )
+    assert row.seeds == [3, 1]
+    assert row.end_token_ids == [5, 7] + [-1] * (MAX_END_TOKENS - 2)
+    assert row.top_logprobs == 2
+    changes = row.adjustments
+    assert changes.counts_tokens is True
+    penalties = (changes.repetition_penalties, changes.frequency_penalties)
+    assert (*penalties, changes.presence_penalties) == (1.5, 0.5, -0.5)
+    assert (changes.min_new_tokens, changes.prompt_lens) == (4, 6)
+    assert changes.bias_ids == [3, 60] + [-1] * (MAX_LOGIT_BIAS - 2)
+    assert changes.bias_values[:3] == [1.5, -2.0, 0.0]
+
+    neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
+    for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
+        np.testing.assert_array_equal(whole[[0, 2]], empty[[0, 2]])
+    forgotten = tables(params, seed=1, end_token_ids=ends, prompt_len=6, top_logprobs=2)
+    forgotten.set_sampling(1, GREEDY, V, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=-1)
+    for whole, empty in zip(jax.tree.leaves(forgotten.sampling), neutral, strict=True):
+        np.testing.assert_array_equal(whole, empty)
+
+
+def test_a_cleared_slot_is_neutral_and_not_uploaded():
+    made = tables(SamplingParams(temperature=0.7, top_k=5, logit_bias={3: 1.5}), top_logprobs=2)
+    neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
+    made.set_pages(1, [2], 0)
+    made.pages_dirty = made.sampling_dirty = False
+    made.clear(1)
+    for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
+        np.testing.assert_array_equal(whole, empty)
+    assert not made.page_table.any()
+    assert made.is_plain.all()
+    # no dispatch names a slot that is clear, so that nothing has to be uploaded
+    assert not made.pages_dirty
+    assert not made.sampling_dirty
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_a_plain_slot_asks_for_the_best_token_only(changes):
+    assert tables(GREEDY).is_plain.all()
+    assert tables(replace(SamplingParams(), top_k=1)).is_plain.all()
+    assert tables(replace(GREEDY, **changes)).is_plain.tolist() == [True, False, True]
+    asked = tables(GREEDY, top_logprobs=0)
+    assert asked.is_plain.tolist() == [True, False, True]
+    assert asked.wants_logprobs([0, 1])
+    assert not asked.wants_logprobs([0, 2])
+
+
+def test_pages_are_written_from_an_entry_on():
+    made = HostTables.empty(2, 5, V)
+    made.set_pages(1, [4, 5, 6], 0)
+    made.set_pages(1, [9], 2)
+    assert made.page_table.tolist() == [[0] * 5, [4, 5, 9, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("params", "ends", "top_logprobs", "message"),
+    [
+        ({"logit_bias": {V: 1.0, 3: 1.0}}, (), -1, rf"logit_bias .*\[{V}\].* ends at {V - 1}"),
+        ({"min_new_tokens": 2}, range(9), -1, "min_new_tokens=2 with 9 end tokens: at most 8"),
+        ({}, (), 21, "top_logprobs_num=21 must be from 0 to 20"),
+        ({}, (), -2, "top_logprobs_num=-2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(params, ends, top_logprobs, message):
+    runner = make_runner()
+    params = SamplingParams(**params)
+    with pytest.raises(ValueError, match=message):
+        runner.check(params, ends, top_logprobs)
+
+
+def test_limits_themselves_are_accepted():
+    runner = make_runner()
+    many = dict.fromkeys(range(V), 0.5)
+    runner.check(SamplingParams(logit_bias=many, min_new_tokens=2), range(8), 20)
+    # end tokens that the model cannot produce need no place
+    runner.check(SamplingParams(min_new_tokens=2), [*range(8), V, V + 1], 0)
+    # without a least length, end tokens beyond the device's only cost rounds
+    runner.check(SamplingParams(), range(30))
+    wide = HostTables.empty(2, 1, 1000)
+    too_many = SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.5))
+    with pytest.raises(ValueError, match=rf"{MAX_LOGIT_BIAS + 1} tokens; {MAX_LOGIT_BIAS}"):
+        wide.set_sampling(
+            1, too_many, 1000, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=-1
+        )
+    assert wide.is_plain.all()
+
+
+def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
+    """It gives the same tokens, and is left when a row asks for more."""
+    made = make_runner()
+    config = replace(made.config, on_gpu=True, batch_buckets=(4,), prefill_buckets=(4,))
+    runner = ModelRunner(made.networks, config)
+    runner.compile(show_progress=False)
+    runner.load(*made.weights)
+    called = []
+
+    def spied(name: str):
+        function = runner.compiled[name, 0, 4]
+        return {4: lambda *args: called.append(name) or function(*args)}
+
+    rounds = TierRounds(any=spied("round"), greedy=spied("greedy_round"), drafting=None)
+    runner.apply_runtime_state(
+        SpecRuntimeState(speculative_num_steps=0, speculative_num_draft_tokens=1, round=rounds)
+    )
+    for one in (made, runner):
+        one.set_slot(1, GREEDY, seed=0)
+        one.set_slot(2, GREEDY, seed=0)
+        for slot in (1, 2):
+            one.set_pages(slot, [slot])
+            one.prefill(slot, [6, 7, 8], 0, None)
+    for _ in range(2):
+        assert np.array_equal(runner.round([1, 2]).read(), made.round([1, 2]).read())
+    runner.set_slot(2, GREEDY, seed=0, top_logprobs=3)
+    assert runner.round([1]).read_logprobs() is None
+    assert runner.round([1, 2]).read_logprobs() is not None
+    assert called == ["greedy_round"] * 3 + ["round"]
+    # a conditional lets a GPU wait for the host
+    for name, is_free in (("greedy_round", True), ("round", False)):
+        text = runner.compiled[name, 0, 4].as_text()
+        assert ("conditional" not in text) == is_free
+    made.clear_slot(1)
+    made.clear_slot(2)

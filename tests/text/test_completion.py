@@ -1,0 +1,190 @@
+"""Text of a request: stop strings, whole characters, and what a stream shows."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.checkpoints import open_target
+from specjax.sampling.params import SamplingParams
+from specjax.scheduling.request import Request
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return open_target("smollm2-135m").load_tokenizer()
+
+
+def make(stop=None, *, limit: int = 10_000, ends: frozenset[int] = frozenset()) -> Request:
+    return Request(
+        "r",
+        [1],
+        SamplingParams(max_new_tokens=limit, stop=stop),
+        seed=0,
+        max_new_tokens=limit,
+        end_token_ids=ends,
+        decoder=IncrementalDecoder(tokenizer()),
+        spec_width=4,
+    )
+
+
+def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
+    """Append tokens in rounds of the given sizes (repeating); returns what a stream would show."""
+    request.append_first(ids[0])
+    shown, at, turn = [request.streamed_text()], 1, 0
+    while at < len(ids) and not request.is_finished:
+        size = sizes[turn % len(sizes)]
+        tokens = ids[at : at + size]
+        request.append_round(tokens, len(tokens) - 1, 4)
+        shown.append(request.streamed_text())
+        at, turn = at + size, turn + 1
+    return shown
+
+
+def cut(ids: list[int], stops: list[str]) -> tuple[str, int, bool]:
+    """Text, completion tokens and whether a stop string ended it, by decoding every prefix.
+
+    Text counts from where it ends with a whole character.
+    """
+    for count in range(1, len(ids) + 1):
+        whole = tokenizer().decode(ids[:count])
+        if count < len(ids) and whole.endswith("\ufffd"):
+            continue
+        hits = [whole.find(stop) for stop in stops if stop in whole]
+        if hits:
+            return whole[: min(hits)], count, True
+    return tokenizer().decode(ids), len(ids), False
+
+
+TEXT = "One, two;\n\nthree: naïve café, 日本語 👩‍👧 done.\n\nEND of it <|x|> ENDING"
+
+
+@pytest.mark.parametrize("sizes", [[1], [5], [2, 3, 1]], ids=str)
+@pytest.mark.parametrize(
+    "stop",
+    [
+        "three",
+        "\n\n",
+        ", t",  # across token borders
+        "ne, two;\n",
+        "é",
+        "本語 👩",  # across characters of several tokens
+        "👧",
+        ["END", "ENDING"],
+        ["done.\n\nEND of", "ne.", "one."],
+        ["x", "|x|>"],
+        TEXT,
+        "O",
+        "never there",
+        ["G", "NG"],
+    ],
+    ids=repr,
+)
+def test_stop_strings(stop, sizes) -> None:
+    ids = tokenizer().encode(TEXT)
+    stops = [stop] if isinstance(stop, str) else stop
+    request = make(stop, limit=len(ids))
+    shown = feed(request, ids, sizes)
+    text, count, is_stopped = cut(ids, stops)
+    assert request.text == text
+    assert request.output_ids == ids[:count]
+    assert not any(one in request.text for one in stops)
+    reason = request.finish_reason
+    if is_stopped:
+        assert reason is not None
+        assert reason["type"] == "stop"
+        assert reason["matched"] in stops
+    else:
+        assert reason == {"type": "length", "length": len(ids)}
+    for before, after in zip(shown, [*shown[1:], text], strict=True):
+        assert after.startswith(before)
+        assert "\ufffd" not in before
+
+
+pieces = st.sampled_from(["a", "b", "ab", " ", "the", "\n", "é", "日", "👩", "abba", " and", "."])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(pieces, min_size=1, max_size=25).map("".join),
+    st.lists(st.lists(pieces, min_size=1, max_size=3).map("".join), max_size=3),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_streams_take_nothing_back(text, stops, sizes) -> None:
+    ids = tokenizer().encode(text)
+    request = make(stops, limit=len(ids))
+    shown = feed(request, ids, sizes)
+    wanted, count, _ = cut(ids, stops)
+    assert (request.text, len(request.output_ids)) == (wanted, count)
+    for before, after in zip(shown, [*shown[1:], wanted], strict=True):
+        assert after.startswith(before)
+
+
+def test_the_start_of_a_stop_string_is_held_until_it_is_none() -> None:
+    ids = [tokenizer().encode(letter)[0] for letter in "xabay"]
+    request = make("abab")
+    assert feed(request, ids, [1]) == ["x", "x", "x", "x", "xabay"]
+    request = make("abab")
+    feed(request, ids[:-1], [1])
+    assert request.streamed_text() == "x"
+    request.finish({"type": "abort"})
+    assert request.streamed_text() == request.text == "xaba"
+
+
+def test_tokens_of_half_a_character_show_nothing() -> None:
+    ids = tokenizer().encode("👩🏽")
+    assert len(ids) > 4
+    request = make()
+    shown = feed(request, ids, [1])
+    assert shown[0] == ""
+    assert set("".join(shown)) <= set("👩🏽")
+    assert request.text == "👩🏽"
+
+
+def test_a_limit_inside_a_character_keeps_text_and_tokens_in_step() -> None:
+    ids = tokenizer().encode("hi 👩🏽")[:-1]
+    request = make(limit=len(ids))
+    shown = feed(request, ids, [1])
+    assert request.text == tokenizer().decode(ids)
+    assert "\ufffd" not in "".join(shown[:-1])
+
+
+def test_an_end_token_adds_no_text() -> None:
+    ids = tokenizer().encode("hello world")
+    request = make(ends=frozenset(ids[1:]))
+    feed(request, ids, [4])
+    assert request.output_ids == ids[:2]
+    assert request.text == "hello"
+    assert request.finish_reason == {"type": "stop", "matched": ids[1]}
+
+
+def test_special_tokens_are_not_text() -> None:
+    special = tokenizer().token_to_id("<|im_start|>")
+    assert special is not None
+    request = make()
+    feed(request, [special, *tokenizer().encode("hi"), special], [2])
+    assert request.text == "hi"
+
+
+def test_a_stop_string_inside_an_accepted_run_cuts_its_tail() -> None:
+    ids = tokenizer().encode("a b c d e")
+    request = make(" c")
+    request.append_first(ids[0])
+    request.append_round(ids[1:], 4, 4)
+    assert request.text == "a b"
+    assert request.output_ids == ids[:3]
+    meta = request.result()["meta_info"]
+    assert meta["spec_num_correct_drafts"] == meta["spec_num_proposed_drafts"] == 2
+    assert meta["spec_correct_drafts_histogram"] == [0, 0, 1, 0, 0]
+    assert meta["finish_reason"] == {"type": "stop", "matched": " c"}
+
+
+def test_text_held_as_half_a_character_can_complete_a_stop_string() -> None:
+    """A token may bring whole characters and the start of another: nothing slips through."""
+    first, second = tokenizer().encode("x"), tokenizer().encode("👩🏽")
+    ids = [*first, second[0]]
+    request = make("\ufffd", limit=len(ids))
+    feed(request, ids, [1])
+    assert request.text == "x"

@@ -1,0 +1,391 @@
+"""Tokenizers from directories and GGUF files, chat templates, streaming decoding."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from specjax.checkpoints import open_target
+from specjax.checkpoints.gguf_reader import GGUFFile
+from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
+    "+ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@cache
+def smollm2() -> Tokenizer:
+    return open_target("smollm2-135m").load_tokenizer()
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """A SentencePiece-like tokenizer: word marks, and unknown characters as bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", "▁a", "▁b", "c"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(
+        vocab=vocab,
+        merges=[("▁", "a"), ("▁", "b")],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def save(path: Path, tokenizer: Tokenizer, **config: Any) -> Path:
+    tokenizer.save(path)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return path
+
+
+def test_embedded_tokenizer() -> None:
+    tokenizer = smollm2()
+    # ids as transformers gives them for the same file
+    assert tokenizer.encode("Hello world") == [19556, 905]
+    assert tokenizer.encode("  12") == [216, 216, 33, 34]
+    assert tokenizer.encode("<|im_start|>user") == [1, 4093]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert (tokenizer.unk_token_id, tokenizer.pad_token_id) == (0, 2)
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.vocab_size == 49152
+    assert tokenizer.id_to_token(2) == "<|im_end|>"
+    assert tokenizer.token_to_id("<|im_end|>") == 2
+    assert tokenizer.token_to_id("no such token") is None
+    assert tokenizer.decode([1, 19556, 2]) == "Hello"
+    assert (
+        tokenizer.decode([1, 19556, 2], skip_special_tokens=False) == "<|im_start|>Hello<|im_end|>"
+    )
+
+
+def test_embedded_chat_template() -> None:
+    tokenizer = smollm2()
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    turns = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    assert tokenizer.apply_chat_template(turns, add_generation_prompt=False) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\nb<|im_end|>\n"
+    )
+
+
+@given(st.text(st.characters(max_codepoint=0x1FFFF, exclude_categories=["Cs", "Cc"])))
+@settings(max_examples=200)
+def test_byte_level_text_survives(text: str) -> None:
+    """The vocabulary lacks six control characters and the lead bytes of unused planes."""
+    tokenizer = smollm2()
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_negative_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="token id -1"):
+        smollm2().decode([5, -1])
+
+
+def test_directory_round_trip(tmp_path: Path) -> None:
+    original = smollm2()
+    original.save(tmp_path)
+    restored = Tokenizer.from_pretrained(tmp_path)
+    for text in ("Hello  world 123", "<|im_end|> é 日本 \n\n x", ""):
+        assert restored.encode(text) == original.encode(text)
+    assert restored.special_tokens == original.special_tokens
+    assert restored.eos_token_ids == original.eos_token_ids
+    assert restored.chat_template == original.chat_template
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, ["a"]),
+        ({"add_bos_token": True}, ["<s>", "a"]),
+        ({"add_bos_token": True, "add_eos_token": True}, ["<s>", "a", "</s>"]),
+        ({"add_bos_token": False}, ["a"]),
+    ],
+)
+def test_added_special_tokens(tmp_path: Path, config: dict[str, bool], expected: list[str]) -> None:
+    tokenizer = Tokenizer.from_pretrained(save(tmp_path, byte_fallback_tokenizer(), **config))
+    ids = tokenizer.encode("a")
+    assert [str(tokenizer.id_to_token(i)).removeprefix("▁") for i in ids] == expected
+    without = tokenizer.encode("a", add_special_tokens=False)
+    assert len(without) == 1
+
+
+def test_special_tokens_as_objects_and_in_their_own_file(tmp_path: Path) -> None:
+    save(tmp_path, byte_fallback_tokenizer(), eos_token={"content": "b", "lstrip": False})
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "c"}))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token_id == tokenizer.token_to_id("b")
+    assert tokenizer.pad_token_id == tokenizer.token_to_id("c")
+
+
+def test_tokens_that_only_the_configuration_has(tmp_path: Path) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    size = tokenizer.vocab_size
+    added = {str(size): {"content": "<tool>", "special": True, "normalized": False}}
+    save(tmp_path, tokenizer, added_tokens_decoder=added, pad_token="<pad>")
+    restored = Tokenizer.from_pretrained(tmp_path)
+    assert restored.encode("<tool>") == [size]
+    assert restored.pad_token_id == size + 1
+    assert restored.decode([size, *restored.encode("c")]) == "c"
+
+
+@pytest.mark.parametrize("place", ["jinja", "json", "config", "named"])
+def test_places_of_the_chat_template(tmp_path: Path, place: str) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    config: dict[str, Any] = {}
+    if place == "config":
+        config["chat_template"] = CHATML
+    if place == "named":
+        other = {"name": "tool_use", "template": "no"}
+        config["chat_template"] = [other, {"name": "default", "template": CHATML}]
+    save(tmp_path, tokenizer, **config)
+    if place == "jinja":
+        (tmp_path / "chat_template.jinja").write_text(CHATML)
+    if place == "json":
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    text = Tokenizer.from_pretrained(tmp_path).apply_chat_template(
+        [{"role": "user", "content": "x"}]
+    )
+    assert text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+def render(template: str, **variables: Any) -> str:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **variables)
+
+
+def test_template_features() -> None:
+    assert render("{{ bos_token }}|{{ eos_token }}") == "<s>|</s>"
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
+    assert render("{{ strftime_now('%Y') | length }}") == "4"
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+    assert render("  {% if true %}\na\n{% endif %}\nb") == "a\nb"
+    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "x"
+    assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+    assert render("{{ tools is none }}") == "True"
+    assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
+
+
+def test_template_refusals() -> None:
+    with pytest.raises(ValueError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="refused the conversation"):
+        render("{{ messages.append(1) }}")
+    with pytest.raises(ValueError, match="refused the conversation"):
+        render("{{ ''.__class__.__mro__ }}{{ ().__class__.__bases__[0].__subclasses__() }}")
+    with pytest.raises(ValueError, match="refused the conversation"):
+        render("{% if %}")
+    tokenizer = byte_fallback_tokenizer()
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    tokenizer.chat_template = CHATML
+    for messages in (["hi"], [{"content": "x"}], [{"role": "user", "content": "x"}, 3]):
+        with pytest.raises(ValueError, match=r"messages\[\d\]"):
+            tokenizer.apply_chat_template(messages)
+    with pytest.raises(ValueError, match="without turns"):
+        tokenizer.apply_chat_template([])
+    tokenizer.chat_template = "{{ '<user>' + messages[0].content }}"
+    for content in (None, 5, [{"type": "text", "text": "x"}]):
+        with pytest.raises(ValueError, match=r"refused the conversation: .* str"):
+            tokenizer.apply_chat_template([{"role": "user", "content": content}])
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        byte_fallback_tokenizer().encode("a\udcff")
+
+
+def test_messages_are_not_changed() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].update({'content': 'y'}) }}"
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="refused"):
+        tokenizer.apply_chat_template(messages)
+    assert messages == [{"role": "user", "content": "x"}]
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is missing.*skip_tokenizer_init"):
+        Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_unknown_special_token() -> None:
+    with pytest.raises(ValueError, match="eos_token='<none>'"):
+        Tokenizer(byte_fallback_tokenizer().backend, special_tokens={"eos_token": "<none>"})
+
+
+def write_vocabulary(path: Path, **changes: Any) -> GGUFFile:
+    """A GGUF file with a byte-level vocabulary of single bytes, a merge and four marked tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "ab", "<|end|>", "<think>", "日", "<|turn|>"]
+    kinds = [1] * (len(letters) + 1) + [3, 4, 3, 3]
+    metadata: dict[str, Any] = {
+        "ggml.model": "gpt2",
+        "ggml.pre": "gpt-2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": kinds,
+        "ggml.merges": ["a b"],
+        "ggml.eos_token_id": tokens.index("<|end|>"),
+        "ggml.eot_token_id": tokens.index("<|turn|>"),
+        "ggml.bos_token_id": tokens.index("<|turn|>"),
+        "ggml.add_bos_token": False,
+    } | changes
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        name = f"tokenizer.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None:
+            writer.add_uint32(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+def test_gguf_vocabulary(tmp_path: Path) -> None:
+    file = write_vocabulary(tmp_path / "t.gguf")
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokenizer = tokenizer_from_gguf(file)
+    assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.encode("ab<|end|>") == [tokens.index("ab"), tokens.index("<|end|>")]
+    think = tokens.index("<think>")
+    assert tokenizer.encode("<think>") == [think]
+    # user-defined tokens are text, control tokens are not
+    assert tokenizer.decode([think, tokens.index("<|end|>")]) == "<think>"
+    # a control token outside the byte alphabet is stored by its bytes and gets no second id
+    assert tokenizer.decode([tokens.index("日")]) == "日"
+    assert tokenizer.eos_token_ids == (tokens.index("<|end|>"), tokens.index("<|turn|>"))
+
+
+def test_gguf_adds_bos_when_told(tmp_path: Path) -> None:
+    file = write_vocabulary(tmp_path / "t.gguf", **{"ggml.add_bos_token": True})
+    tokenizer = tokenizer_from_gguf(file)
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    assert tokenizer.encode("a", add_special_tokens=False) == tokenizer.encode("a")[1:]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "it's 1234!", ["it", "'s", " 1234", "!"]),
+        ("smollm", "it's 1234!", ["it", "'s", " 1234", "!"]),
+        ("llama-bpe", "IT'S 1234!\n", ["IT", "'S", " ", "123", "4", "!\n"]),
+        ("qwen2", "IT'S 12!\n", ["IT", "'S", " ", "1", "2", "!\n"]),
+        ("tekken", "helloWorld 12", ["hello", "World", " ", "1", "2"]),
+    ],
+)
+def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
+    tokenizer = tokenizer_from_gguf(write_vocabulary(tmp_path / "t.gguf", **{"ggml.pre": pre}))
+    found = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:stop] for _, (start, stop) in found] == pieces
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ggml.model": "llama"}, r"tokenizer\.ggml\.model='llama'.*'gpt2'.*skip_tokenizer_init"),
+        ({"ggml.model": None}, r"tokenizer\.ggml\.model=None"),
+        ({"ggml.pre": "new"}, r"tokenizer\.ggml\.pre='new'.*'llama-bpe'"),
+        ({"ggml.merges": None}, r"no tokenizer\.ggml\.merges"),
+        ({"ggml.merges": ["a ÿÿ"]}, "broken BPE vocabulary"),
+        ({"ggml.eos_token_id": 100_000}, r"eos_token_id=100000 is outside"),
+    ],
+)
+def test_gguf_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = write_vocabulary(tmp_path / "t.gguf", **changes)
+    with pytest.raises(ValueError, match=message):
+        tokenizer_from_gguf(file)
+
+
+def check_stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> None:
+    """Pieces add up to the whole text, and no piece ends in half a character."""
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
+    pieces = [decoder.push([i]) for i in ids]
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    assert "".join(pieces) + decoder.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
+    grouped = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
+    halves = grouped.push(ids[: len(ids) // 2]) + grouped.push(ids[len(ids) // 2 :])
+    assert halves == "".join(pieces)
+
+
+@given(st.text(), st.booleans())
+@settings(max_examples=200)
+def test_stream_of_text(text: str, skip: bool) -> None:
+    check_stream(smollm2(), smollm2().encode(text), skip=skip)
+
+
+@given(st.lists(st.integers(0, 49151), max_size=40), st.booleans())
+@settings(max_examples=200)
+def test_stream_of_any_tokens(ids: list[int], skip: bool) -> None:
+    """Also of tokens that make no valid UTF-8."""
+    check_stream(smollm2(), ids, skip=skip)
+
+
+@given(st.text(alphabet="ab c日é🎉\n"), st.booleans())
+@settings(max_examples=200)
+def test_stream_with_byte_fallback(text: str, skip: bool) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    check_stream(tokenizer, tokenizer.encode(text), skip=skip)
+
+
+def test_stream_holds_back_half_a_character() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer.encode("a日b", add_special_tokens=False)
+    decoder = IncrementalDecoder(tokenizer)
+    pieces = [decoder.push([i]) for i in ids]
+    assert "".join(pieces) == "a日b"
+    assert pieces.count("") == 2
+    decoder = IncrementalDecoder(tokenizer)
+    assert decoder.push(ids[:2]) == "a"
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+
+
+def test_stream_keeps_spaces_after_skipped_tokens() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    one, two = tokenizer.encode("a b", add_special_tokens=False)
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    decoder = IncrementalDecoder(tokenizer)
+    assert [decoder.push([i]) for i in (eos, one, eos, two)] == ["", "a", "", " b"]
