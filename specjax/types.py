@@ -9,8 +9,39 @@ counts the bonus token. They are separate arrays everywhere (SGLang change #2396
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
+
+
+class DraftShape(NamedTuple):
+    """What a tier is: everything static about a drafted tree.
+
+    The accept width is ``steps + 1``; pages are planned by ``nodes``.
+    """
+
+    steps: int  # S, depth; 0 drafts nothing
+    topk: int  # K, branches of a level; 1 is a chain
+    nodes: int  # T, rows of a verify, the root included
+
+    @classmethod
+    def chain(cls, steps: int) -> "DraftShape":
+        """One branch: the root and ``steps`` drafts behind it."""
+        return cls(steps, 1, steps + 1)
+
+    @property
+    def accept_width(self) -> int:
+        """A: tokens that a round can bring, the bonus token included."""
+        return self.steps + 1
+
+    @property
+    def overhang(self) -> int:
+        """KV indices that a round needs behind the last token of a request.
+
+        In a chain a row behind that token is never accepted. In a tree rows are not depths: the
+        last row may hold the first draft.
+        """
+        return 0 if self.topk == 1 else self.nodes - 1
 
 
 @jax.tree_util.register_dataclass
