@@ -27,22 +27,10 @@ def whole(x: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
     return x if x.ndim == ndim else jnp.sum(x, axis=0).astype(dtype)
 
 
-def add_norm_reference(
-    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    """Plain ``jax.numpy`` form of :func:`add_norm`."""
-    total = x + whole(delta, x.ndim, x.dtype)
-    return total, rms_norm(total, scale, eps)
-
-
 def specjax_add_norm(
     x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
 ) -> None:
-    """Kernel body: one program a row.
-
-    Lanes behind D repeat the first ones: they store the same values to the same places, which
-    needs no mask, and count nothing in the mean.
-    """
+    """Kernel body: one program a row; lanes behind D repeat the first and count in no mean."""
     size = x_ref.shape[1]
     row = pl.program_id(0)
     lane = jnp.arange(power_of_two(size), dtype=jnp.int32)
@@ -57,23 +45,6 @@ def specjax_add_norm(
     inverse = jax.lax.rsqrt(jnp.sum(squares) / size + eps)
     sum_ref[row, column] = total
     normed_ref[row, column] = (total32 * inverse).astype(total.dtype) * scale_ref[column]
-
-
-def _add_norm_pallas(
-    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float, interpret: bool | None
-) -> tuple[jax.Array, jax.Array]:
-    size = x.shape[-1]
-    shape = jax.ShapeDtypeStruct((x.size // size, size), x.dtype)
-    total, normed = triton_call(
-        partial(specjax_add_norm, eps=eps),
-        grid=(shape.shape[0],),
-        out_shape=(shape, shape),
-        # 16 bytes a thread and load
-        num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
-        num_stages=1,
-        interpret=interpret,
-    )(x.reshape(shape.shape), delta.reshape(-1, *shape.shape), scale)
-    return total.reshape(x.shape), normed.reshape(x.shape)
 
 
 def add_norm(
@@ -92,15 +63,10 @@ def add_norm(
         delta: ``[..., D]``, what a block adds to it, or f32 ``[P, ..., D]``, its partial sums.
         scale: ``[D]``.
         eps: added to the mean square.
-        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
 
     Returns:
         ``x + delta`` and its norm times ``scale``, both ``[..., D]`` in the dtype of ``x``. The
         mean square is taken of the sum as stored, in float32.
-
-    Raises:
-        ValueError: if the shapes do not belong together, or for an unknown implementation.
     """
     check_implementation(implementation)
     if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
@@ -109,5 +75,17 @@ def add_norm(
             f"{scale.shape} their last axis"
         )
     if implementation == "xla" or x.size == 0:
-        return add_norm_reference(x, delta, scale, eps)
-    return _add_norm_pallas(x, delta, scale, eps, interpret)
+        total = x + whole(delta, x.ndim, x.dtype)
+        return total, rms_norm(total, scale, eps)
+    size = x.shape[-1]
+    shape = jax.ShapeDtypeStruct((x.size // size, size), x.dtype)
+    total, normed = triton_call(
+        partial(specjax_add_norm, eps=eps),
+        grid=(shape.shape[0],),
+        out_shape=(shape, shape),
+        # 16 bytes a thread and load
+        num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
+        num_stages=1,
+        interpret=interpret,
+    )(x.reshape(shape.shape), delta.reshape(-1, *shape.shape), scale)
+    return total.reshape(x.shape), normed.reshape(x.shape)

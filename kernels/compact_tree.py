@@ -19,8 +19,7 @@ TILE = 2048
 MAX_COLUMNS = 1024
 
 
-def compact_tree_reference(values: jax.Array, accept_index: jax.Array) -> jax.Array:
-    """Plain ``jax.numpy`` form of :func:`compact_tree`."""
+def _reference(values: jax.Array, accept_index: jax.Array) -> jax.Array:
     valid = accept_index >= 0
     # -1 would wrap to the last row
     rows = jnp.where(valid, accept_index, 0)
@@ -30,7 +29,7 @@ def compact_tree_reference(values: jax.Array, accept_index: jax.Array) -> jax.Ar
 
 
 def _tile(width: int, features: int) -> tuple[int, int]:
-    """Rows and columns of one program's block, both powers of two."""
+    """Rows and columns of one program's block."""
     columns = min(power_of_two(features), MAX_COLUMNS)
     return min(power_of_two(width), TILE // columns), columns
 
@@ -62,9 +61,30 @@ def specjax_compact_tree(values_ref: Any, index_ref: Any, out_ref: Any) -> None:
     )
 
 
-def _compact_tree_pallas(
-    values: jax.Array, accept_index: jax.Array, interpret: bool | None
+def compact_tree(
+    values: jax.Array,
+    accept_index: jax.Array,
+    *,
+    implementation: str = "xla",
+    interpret: bool | None = None,
 ) -> jax.Array:
+    """Gather the accepted path of each request to the front.
+
+    Args:
+        values: ``[B, T, ...]``, one entry a tree row, any dtype.
+        accept_index: i32 ``[B, A]``, rows ``0 .. T - 1`` of the accepted path in order, then -1.
+
+    Returns:
+        ``[B, A, ...]``: ``values`` at the accepted rows, zeros where ``accept_index`` is -1.
+    """
+    check_implementation(implementation)
+    if values.ndim < 2 or accept_index.ndim != 2 or values.shape[0] != accept_index.shape[0]:
+        raise ValueError(
+            f"values {values.shape} must be [B, T, ...] and accept_index {accept_index.shape} "
+            "[B, A] with the same B"
+        )
+    if implementation == "xla" or 0 in (values.size, accept_index.size):
+        return _reference(values, accept_index)
     batch, width = accept_index.shape
     features = math.prod(values.shape[2:])
     num_rows, num_columns = _tile(width, features)
@@ -79,35 +99,3 @@ def _compact_tree_pallas(
         interpret=interpret,
     )(stored.reshape(*stored.shape[:2], features), accept_index)
     return out.astype(values.dtype).reshape(batch, width, *values.shape[2:])
-
-
-def compact_tree(
-    values: jax.Array,
-    accept_index: jax.Array,
-    *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
-) -> jax.Array:
-    """Gather the accepted path of each request to the front.
-
-    Args:
-        values: ``[B, T, ...]``, one entry a tree row, any dtype.
-        accept_index: i32 ``[B, A]``, rows ``0 .. T - 1`` of the accepted path in order, then -1.
-        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
-
-    Returns:
-        ``[B, A, ...]``: ``values`` at the accepted rows, zeros where ``accept_index`` is -1.
-
-    Raises:
-        ValueError: if the shapes do not belong together, or for an unknown implementation.
-    """
-    check_implementation(implementation)
-    if values.ndim < 2 or accept_index.ndim != 2 or values.shape[0] != accept_index.shape[0]:
-        raise ValueError(
-            f"values {values.shape} must be [B, T, ...] and accept_index {accept_index.shape} "
-            "[B, A] with the same B"
-        )
-    if implementation == "xla" or 0 in (values.size, accept_index.size):
-        return compact_tree_reference(values, accept_index)
-    return _compact_tree_pallas(values, accept_index, interpret)

@@ -15,10 +15,7 @@ from specjax.kernels.backend import check_implementation, load, power_of_two, st
 MAX_ROWS = 128
 
 
-def fill_bonus_tokens_reference(
-    accept_tokens: jax.Array, num_accepted_tokens: jax.Array
-) -> jax.Array:
-    """Plain ``jax.numpy`` form of :func:`fill_bonus_tokens`."""
+def _reference(accept_tokens: jax.Array, num_accepted_tokens: jax.Array) -> jax.Array:
     last = jnp.maximum(num_accepted_tokens - 1, 0)
     tokens = jnp.take_along_axis(accept_tokens, last[:, None], axis=1)[:, 0]
     return jnp.where(num_accepted_tokens > 0, tokens, 0)
@@ -54,14 +51,9 @@ def fill_bonus_tokens(
         accept_tokens: i32 ``[B, A]``, the target's tokens along the accepted path.
         num_accepted_tokens: i32 ``[B]`` in ``0 .. A``, valid entries of each row, bonus included; 0
             for padding.
-        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
 
     Returns:
         i32 ``[B]``: ``accept_tokens[b, num_accepted_tokens[b] - 1]``, 0 for padding rows.
-
-    Raises:
-        ValueError: if the shapes do not belong together, or for an unknown implementation.
     """
     check_implementation(implementation)
     if accept_tokens.ndim != 2 or num_accepted_tokens.shape != accept_tokens.shape[:1]:
@@ -70,7 +62,7 @@ def fill_bonus_tokens(
             f"{num_accepted_tokens.shape} [B]"
         )
     if implementation == "xla" or accept_tokens.size == 0:
-        return fill_bonus_tokens_reference(accept_tokens, num_accepted_tokens)
+        return _reference(accept_tokens, num_accepted_tokens)
     batch = accept_tokens.shape[0]
     return triton_call(
         specjax_fill_bonus,

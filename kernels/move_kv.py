@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import check_implementation, load, power_of_two, store, triton_call
 
-# A thread reads 16 bytes a row, the widest load there is.
-BYTES_A_ROW = 16 * 32
-# All A rows are held in registers between load and store: 128 of a thread's 255.
-BYTES_A_PROGRAM = 128 * 4 * 32
+# A thread reads 16 bytes a row, the widest load there is, and holds all A rows in registers between
+# load and store: 128 of its 255.
+BYTES_A_ROW, BYTES_A_PROGRAM = 16 * 32, 128 * 4 * 32
 
 
-def move_kv_reference(pool: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Plain ``jax.numpy`` form of :func:`move_kv`: gather everything, then scatter."""
+def _reference(pool: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
     num_slots = pool.shape[1]
     live = _live(source, destination, num_slots).reshape(-1)
     # -1 wraps around even with mode="drop", so what is skipped goes out of range upwards
@@ -45,11 +43,9 @@ def _block(width: int, num_rows: int, itemsize: int) -> int:
 def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_ref: Any) -> None:
     """Kernel body: one program a (column block, layer, request).
 
-    A program loads its columns of all A rows before it stores any, so rows of one request may
-    overlap in any way. One warp a program: a column is loaded and stored by the same thread, in
-    program order, and no barrier is needed. Programs share no element, because a program keeps to
-    its columns and layer and requests own disjoint slots. Reads go through the output, which is the
-    same memory as ``pool_in``.
+    It loads its columns of all A rows before it stores any, so rows of one request may overlap. One
+    warp: a column is loaded and stored by the same thread, in program order, without a barrier.
+    Programs share no element. Reads go through the output, the same memory as ``pool_in``.
     """
     del pool_in
     num_slots, width = pool_ref.shape[1:]
@@ -71,9 +67,36 @@ def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_re
         store(pool_ref.at[layer, slot, columns], row, mask=mask)
 
 
-def _move_kv_pallas(
-    pool: jax.Array, source: jax.Array, destination: jax.Array, interpret: bool | None
+def move_kv(
+    pool: jax.Array,
+    source: jax.Array,
+    destination: jax.Array,
+    *,
+    implementation: str = "xla",
+    interpret: bool | None = None,
 ) -> jax.Array:
+    """Copy KV rows of all layers from slot to slot, as if all were read before any is written.
+
+    In place where the caller donates ``pool``; otherwise XLA copies it first.
+
+    Args:
+        pool: ``[L, slots, 2, KV, H]``.
+        source: i32 ``[B, A]``, slots to read; -1 skips the entry.
+        destination: i32 ``[B, A]``, slots to write. Those of the entries that move are distinct,
+            and none is a source of another request.
+
+    Returns:
+        The pool with ``pool[:, destination[b, j]] = pool[:, source[b, j]]``. Entries with a slot
+        outside ``0 .. slots - 1`` in either array write nothing.
+    """
+    check_implementation(implementation)
+    if pool.ndim != 5 or source.ndim != 2 or source.shape != destination.shape:
+        raise ValueError(
+            f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
+            f"destination {destination.shape} both [B, A]"
+        )
+    if implementation == "xla" or 0 in (pool.size, source.size):
+        return _reference(pool, source, destination)
     layers, num_slots = pool.shape[:2]
     batch, num_rows = source.shape
     width = math.prod(pool.shape[2:])
@@ -88,42 +111,3 @@ def _move_kv_pallas(
         input_output_aliases={0: 0},
     )(pool.reshape(layers, num_slots, width), source, destination)
     return flat.reshape(pool.shape)
-
-
-def move_kv(
-    pool: jax.Array,
-    source: jax.Array,
-    destination: jax.Array,
-    *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
-) -> jax.Array:
-    """Copy KV rows of all layers from slot to slot, as if all were read before any is written.
-
-    Ports the KV half of the accepted-path compaction of SGLang changes #26866 and #26997. In place
-    where the caller donates ``pool``; otherwise XLA copies it first.
-
-    Args:
-        pool: ``[L, slots, 2, KV, H]``.
-        source: i32 ``[B, A]``, slots to read; -1 skips the entry.
-        destination: i32 ``[B, A]``, slots to write. Those of the entries that move are distinct,
-            and none is a source of another request.
-        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
-
-    Returns:
-        The pool with ``pool[:, destination[b, j]] = pool[:, source[b, j]]``. Entries with a slot
-        outside ``0 .. slots - 1`` in either array write nothing.
-
-    Raises:
-        ValueError: if the shapes do not belong together, or for an unknown implementation.
-    """
-    check_implementation(implementation)
-    if pool.ndim != 5 or source.ndim != 2 or source.shape != destination.shape:
-        raise ValueError(
-            f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
-            f"destination {destination.shape} both [B, A]"
-        )
-    if implementation == "xla" or 0 in (pool.size, source.size):
-        return move_kv_reference(pool, source, destination)
-    return _move_kv_pallas(pool, source, destination, interpret)

@@ -27,22 +27,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def rope_store_reference(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    pool: jax.Array,
-    layer: int,
-    slots: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Plain ``jax.numpy`` form of :func:`rope_store`."""
-    q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
-    stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
-    return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
-
-
 def specjax_rope_store(
     layer_ref: Any,
     slots_ref: Any,
@@ -55,14 +39,12 @@ def specjax_rope_store(
     *,
     block: int,
 ) -> None:
-    """Kernel body: one program a (block of tokens, head of q, k or v).
-
-    Lanes behind the last token repeat the first ones and store the same values to the same places.
-    """
+    """Kernel body: one program a (block of tokens, head of q, k or v)."""
     del pool_in
     tokens, half = cos_ref.shape
     heads, kv_heads = q_ref.shape[1], pool_ref.shape[3]
     head = pl.program_id(1)
+    # lanes behind the last token repeat the first ones and store the same values to the same places
     token = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)) % tokens
     low, high = pl.ds(0, half), pl.ds(half, half)
     first, second = qkv_ref[0, token, head, low], qkv_ref[0, token, head, high]
@@ -93,45 +75,6 @@ def specjax_rope_store(
         pool_ref[layer, slot, 1, at, high] = second
 
 
-def _rope_store_pallas(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    pool: jax.Array,
-    layer: int,
-    slots: jax.Array,
-    interpret: bool | None,
-) -> tuple[jax.Array, jax.Array]:
-    *lead, heads, dim = q.shape[-4:]
-    # parts of one matrix product: XLA turns split and concatenation into nothing
-    qkv = jnp.concatenate([q, k, v], axis=-2)
-    tokens, columns = slots.size, qkv.shape[-2]
-    qkv = qkv.reshape(-1, tokens, columns, dim)
-    block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
-    rotated, pool = triton_call(
-        partial(specjax_rope_store, block=block),
-        grid=(pl.cdiv(tokens, block), columns),
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, heads, dim), pool.dtype),
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        ),
-        num_warps=max(1, block // 8),
-        num_stages=1,
-        interpret=interpret,
-        input_output_aliases={5: 1},
-    )(
-        jnp.full((1,), layer, jnp.int32),
-        slots.reshape(-1),
-        cos.reshape(tokens, dim // 2),
-        sin.reshape(tokens, dim // 2),
-        qkv,
-        pool,
-    )
-    return rotated.reshape(*lead, heads, dim), pool
-
-
 def rope_store(
     q: jax.Array,
     k: jax.Array,
@@ -159,14 +102,9 @@ def rope_store(
         pool: ``[L, slots, 2, KV, H]``.
         layer: index into L.
         slots: i32 ``[B, T]``; equal ones (the padding page) keep any one of their tokens.
-        implementation: ``"xla"`` (the reference) or ``"pallas"`` (one launch).
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
 
     Returns:
         The rotated queries and the pool.
-
-    Raises:
-        ValueError: if the shapes do not belong together, or for an unknown implementation.
     """
     check_implementation(implementation)
     tables = (*q.shape[-4:-2], 1, q.shape[-1] // 2)
@@ -182,5 +120,32 @@ def rope_store(
             f"{slots.shape} and pool {pool.shape} do not belong together"
         )
     if implementation == "xla" or q.size == 0:
-        return rope_store_reference(q, k, v, cos, sin, pool, layer, slots)
-    return _rope_store_pallas(q, k, v, cos, sin, pool, layer, slots, interpret)
+        q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
+        stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
+        return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
+    *lead, heads, dim = q.shape[-4:]
+    # parts of one matrix product: XLA turns split and concatenation into nothing
+    qkv = jnp.concatenate([q, k, v], axis=-2)
+    tokens, columns = slots.size, qkv.shape[-2]
+    qkv = qkv.reshape(-1, tokens, columns, dim)
+    block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
+    rotated, pool = triton_call(
+        partial(specjax_rope_store, block=block),
+        grid=(pl.cdiv(tokens, block), columns),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, heads, dim), pool.dtype),
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        ),
+        num_warps=max(1, block // 8),
+        num_stages=1,
+        interpret=interpret,
+        input_output_aliases={5: 1},
+    )(
+        jnp.full((1,), layer, jnp.int32),
+        slots.reshape(-1),
+        cos.reshape(tokens, dim // 2),
+        sin.reshape(tokens, dim // 2),
+        qkv,
+        pool,
+    )
+    return rotated.reshape(*lead, heads, dim), pool

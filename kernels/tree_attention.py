@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import triton_call
+from specjax.kernels.backend import check_implementation, triton_call
+
+IMPLEMENTATIONS = ("reference", "chunked", "pallas")
 
 # keys a step of the chunked form; at 256 a short context needs one step and the loop costs nothing
 CHUNK = 256
@@ -70,7 +72,7 @@ def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
     )
 
 
-def tree_attention_reference(
+def _dense_or_chunked(
     q: jax.Array,
     pool: jax.Array,
     layer: int,
@@ -78,43 +80,29 @@ def tree_attention_reference(
     seq_lens: jax.Array,
     tree_mask: jax.Array | None,
     page_size: int,
+    is_chunked: bool,
 ) -> jax.Array:
-    """Dense form of :func:`tree_attention`: gathers the whole page table of every request."""
-    batch, rows, _, dim = q.shape
-    keys = jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32)
-    k, v = _gather(pool, layer, page_table, keys, page_size)
-    grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
-    scores = _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows))
-    return _mix(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype).reshape(q.shape)
-
-
-def tree_attention_chunked(
-    q: jax.Array,
-    pool: jax.Array,
-    layer: int,
-    page_table: jax.Array,
-    seq_lens: jax.Array,
-    tree_mask: jax.Array | None,
-    page_size: int,
-) -> jax.Array:
-    """Online-softmax form: work follows the longest request, not the width of the page table."""
+    """All keys of the page table at once, or an online softmax whose work follows the longest."""
     batch, rows, _, dim = q.shape
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
+
+    def scores_of(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = _gather(pool, layer, page_table, keys, page_size)
+        return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows)), v
+
+    if not is_chunked:
+        scores, v = scores_of(jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32))
+        return _mix(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype).reshape(q.shape)
 
     def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, total, mixed = carry
-        keys = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        k, v = _gather(pool, layer, page_table, keys, page_size)
-        scores = _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows))
+        scores, v = scores_of(i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
         new_best = jnp.maximum(best, scores.max(axis=-1))
         # the first chunk holds key 0, which every row sees, so new_best is finite
         weights = jnp.exp(scores - new_best[..., None])
         scale = jnp.exp(best - new_best)
-        return (
-            new_best,
-            total * scale + weights.sum(axis=-1),
-            mixed * scale[..., None] + _mix(weights, v),
-        )
+        total = total * scale + weights.sum(axis=-1)
+        return new_best, total, mixed * scale[..., None] + _mix(weights, v)
 
     shape = grouped.shape[:-1]
     start = (
@@ -134,23 +122,15 @@ NEGATIVE = -1e30
 LOG2E = 1.4426950408889634
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AttentionTiles:
-    """Launch shape of the Pallas kernel; powers of two.
+    """Launch shape of the Pallas kernel; powers of two."""
 
-    Attributes:
-        block_rows: query rows (tokens x heads of a group) of one program.
-        block_keys: keys of one loop step.
-        num_splits: programs that share a request's context.
-        num_warps: of 32 threads, per program.
-        num_stages: loads in flight of the software pipeline.
-    """
-
-    block_rows: int
-    block_keys: int
-    num_splits: int
-    num_warps: int
-    num_stages: int
+    block_rows: int  # query rows (tokens x heads of a group) of one program
+    block_keys: int  # keys of one loop step
+    num_splits: int  # programs that share a request's context (split-K)
+    num_warps: int  # of 32 threads, per program
+    num_stages: int  # loads in flight of the software pipeline
 
     @classmethod
     def choose(
@@ -169,13 +149,7 @@ class AttentionTiles:
             # four programs on each of 132 multiprocessors hide the latency of gathered loads
             wanted = min(528 // programs, max(1, context // block_keys), 64)
             num_splits = pl.next_power_of_2(wanted // 2 + 1)
-        return cls(
-            block_rows=block_rows,
-            block_keys=block_keys,
-            num_splits=num_splits,
-            num_warps=4,
-            num_stages=num_stages,
-        )
+        return cls(block_rows, block_keys, num_splits, num_warps=4, num_stages=num_stages)
 
 
 def _mask_words(tree_mask: jax.Array) -> jax.Array:
@@ -286,26 +260,65 @@ def _row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     )
 
 
-def tree_attention_pallas(
+def has_kernel(head_dim: int) -> bool:
+    """Whether the Pallas kernel takes a head dim."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+
+
+def attention_implementation(platform: str, head_dims: Iterable[int]) -> str:
+    """The implementation that suits a platform (``"cpu"`` or ``"gpu"``) and all head dims."""
+    if platform == "cpu":
+        return "chunked"
+    return "pallas" if all(map(has_kernel, head_dims)) else "reference"
+
+
+def tree_attention(
     q: jax.Array,
     pool: jax.Array,
     layer: int,
     page_table: jax.Array,
     seq_lens: jax.Array,
     tree_mask: jax.Array | None,
-    page_size: int,
     *,
+    page_size: int,
+    implementation: str,
     tiles: AttentionTiles | None = None,
-    interpret: bool = False,
+    interpret: bool | None = None,
 ) -> jax.Array:
-    """Split-context kernel: each page is read once for up to 64 query rows of a KV head.
+    """Attention of T new tokens a request over its pages.
 
-    The layer is an operand, so that all layers of a model share one compiled kernel.
+    Args:
+        q: ``[B, T, N, H]``, rotated queries.
+        pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
+        layer: index into L.
+        page_table: i32 ``[B, P]``; entries behind a request's pages are 0.
+        seq_lens: i32 ``[B]``, tokens before the new ones.
+        tree_mask: bool ``[B, T, T]``, true where a row sees another new token; ``None`` is causal.
+            A row must see itself.
+        page_size: tokens a page.
+        implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs:
+            reads each page once for up to 64 query rows of a KV head) or ``"reference"``.
+        tiles: launch shape of the Pallas kernel; ``None`` chooses one.
+        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
+
+    Returns:
+        ``[B, T, N, H]`` in the dtype of ``q``.
 
     Raises:
-        NotImplementedError: for a tree mask over more than 64 tokens, or a head dim that is no
-            power of two from 16 to 256.
+        ValueError: for shapes that do not belong together or an unknown implementation.
+        NotImplementedError: by the Pallas kernel, for a tree mask over more than 64 tokens, or a
+            head dim that is no power of two from 16 to 256.
     """
+    check_implementation(implementation, IMPLEMENTATIONS)
+    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[3]:
+        raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {q.shape[3]}]")
+    if q.shape[2] % pool.shape[3]:
+        raise ValueError(f"{q.shape[2]} query heads are no multiple of {pool.shape[3]} KV heads")
+    if implementation != "pallas":
+        is_chunked = implementation == "chunked"
+        return _dense_or_chunked(
+            q, pool, layer, page_table, seq_lens, tree_mask, page_size, is_chunked
+        )
     batch, rows, heads, dim = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
@@ -338,6 +351,7 @@ def tree_attention_pallas(
         num_stages=tiles.num_stages,
         interpret=interpret,
     )(
+        # an operand, so that all layers of a model share one compiled kernel
         jnp.full((1,), layer, jnp.int32),
         page_table,
         seq_lens,
@@ -355,63 +369,3 @@ def tree_attention_pallas(
         num_stages=1,
         interpret=interpret,
     )(*out)
-
-
-IMPLEMENTATIONS = {
-    "reference": tree_attention_reference,
-    "chunked": tree_attention_chunked,
-    "pallas": tree_attention_pallas,
-}
-
-
-def has_kernel(head_dim: int) -> bool:
-    """Whether the Pallas kernel takes a head dim."""
-    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
-
-
-def attention_implementation(platform: str, head_dims: Iterable[int]) -> str:
-    """The implementation that suits a platform (``"cpu"`` or ``"gpu"``) and all head dims."""
-    if platform == "cpu":
-        return "chunked"
-    return "pallas" if all(map(has_kernel, head_dims)) else "reference"
-
-
-def tree_attention(
-    q: jax.Array,
-    pool: jax.Array,
-    layer: int,
-    page_table: jax.Array,
-    seq_lens: jax.Array,
-    tree_mask: jax.Array | None,
-    *,
-    page_size: int,
-    implementation: str,
-) -> jax.Array:
-    """Attention of T new tokens a request over its pages.
-
-    Args:
-        q: ``[B, T, N, H]``, rotated queries.
-        pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
-        layer: index into L.
-        page_table: i32 ``[B, P]``; entries behind a request's pages are 0.
-        seq_lens: i32 ``[B]``, tokens before the new ones.
-        tree_mask: bool ``[B, T, T]``, true where a row sees another new token; ``None`` is causal.
-            A row must see itself.
-        page_size: tokens a page.
-        implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs)
-            or ``"reference"``.
-
-    Returns:
-        ``[B, T, N, H]`` in the dtype of ``q``.
-
-    Raises:
-        ValueError: for shapes that do not belong together or an unknown implementation.
-    """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is not one of {list(IMPLEMENTATIONS)}")
-    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[3]:
-        raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {q.shape[3]}]")
-    if q.shape[2] % pool.shape[3]:
-        raise ValueError(f"{q.shape[2]} query heads are no multiple of {pool.shape[3]} KV heads")
-    attention = IMPLEMENTATIONS[implementation]
-    return attention(q, pool, layer, page_table, seq_lens, tree_mask, page_size)

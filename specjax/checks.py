@@ -1,6 +1,7 @@
 """Checks of values that users write; a bool is neither an integer nor a number."""
 
 import math
+from operator import ge, gt, le, lt
 from typing import Any
 
 
@@ -20,11 +21,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_integer(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
-    """``value`` if it is an integer within its limits.
-
-    Raises:
-        ValueError: with name, value and limits.
-    """
+    """``value`` if it is an integer within its limits; refuses it by name and limits if not."""
     if not is_integer(value) or value < at_least or (at_most is not None and value > at_most):
         limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise ValueError(f"{name}={value!r} must be an integer {limit}")
@@ -40,20 +37,15 @@ def check_number(
     at_most: float | None = None,
     below: float | None = None,
 ) -> float:
-    """``value`` as a float if it is a finite number within its limits.
-
-    Raises:
-        ValueError: with name, value and limits.
-    """
-    limits = {"of at least": at_least, "above": above, "of at most": at_most, "below": below}
-    if not is_number(value) or not (
-        (at_least is None or value >= at_least)
-        and (above is None or value > above)
-        and (at_most is None or value <= at_most)
-        and (below is None or value < below)
-    ):
-        words = " and ".join(
-            f"{word} {limit}" for word, limit in limits.items() if limit is not None
-        )
+    """``value`` as a float if it is a finite number within its limits; refuses it if not."""
+    rules = [
+        ("of at least", ge, at_least),
+        ("above", gt, above),
+        ("of at most", le, at_most),
+        ("below", lt, below),
+    ]
+    given = [(word, holds, limit) for word, holds, limit in rules if limit is not None]
+    if not is_number(value) or not all(holds(value, limit) for _, holds, limit in given):
+        words = " and ".join(f"{word} {limit}" for word, _, limit in given)
         raise ValueError(f"{name}={value!r} must be a finite number {words}".rstrip())
     return float(value)

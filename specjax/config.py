@@ -1,9 +1,10 @@
 """Frozen, validated configuration of models, speculation and the engine."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
+
+from specjax.checks import check_integer, check_number
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -35,11 +36,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes of a Llama-style decoder layer, shared by targets and draft heads.
-
-    Raises:
-        ValueError: for sizes that no such layer can have.
-    """
+    """Sizes of a Llama-style decoder layer, shared by targets and draft heads."""
 
     vocab_size: int
     hidden_size: int
@@ -55,27 +52,18 @@ class TransformerConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        for field in fields(TransformerConfig):
+            if field.type is int:
+                limit = 1024 if field.name == "num_layers" else None
+                check_integer(field.name, getattr(self, field.name), 1, limit)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
-        if not (self.rope_theta > 0 and math.isfinite(self.rope_theta)):
-            raise ValueError(f"rope_theta={self.rope_theta} must be positive and finite")
+        check_number("rms_norm_eps", self.rms_norm_eps, at_least=0.0)
+        check_number("rope_theta", self.rope_theta, above=0.0)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {sorted(DTYPES)}")
 
@@ -103,22 +91,20 @@ class ModelConfig(TransformerConfig):
     def default_feature_layers(self) -> tuple[int, int, int]:
         """Layers whose outputs EAGLE-3 reads when the draft config names none.
 
-        The upstream rule captures the inputs of layers 2, n // 2 and n - 3, which are the outputs
-        of layers 1, n // 2 - 1 and n - 4.
+        Upstream captures the inputs of layers 2, n // 2 and n - 3.
         """
-        n = self.num_layers
-        return (1, n // 2 - 1, n - 4)
+        return (1, self.num_layers // 2 - 1, self.num_layers - 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(TransformerConfig):
-    """An EAGLE-3 (``algorithm="EAGLE3"``) or EAGLE-1/2 (``"EAGLE"``) draft head.
+    """A draft head, stored as EAGLE-3 (``"eagle-3"``) or EAGLE-1/2 (``"eagle-1"``) checkpoints are.
 
     ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's own output.
     ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only).
     """
 
-    algorithm: str
+    checkpoint_format: str
     target_hidden_size: int
     draft_vocab_size: int
     feature_layers: tuple[int, ...] = ()
@@ -134,60 +120,37 @@ class DraftConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.algorithm not in ("EAGLE3", "EAGLE"):
-            raise ValueError(f"algorithm={self.algorithm!r} is not 'EAGLE3' or 'EAGLE'")
+        if self.checkpoint_format not in ("eagle-3", "eagle-1"):
+            raise ValueError(
+                f"checkpoint_format={self.checkpoint_format!r} is not 'eagle-3' or 'eagle-1'"
+            )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} must be between 1 and the target's "
                 f"vocab_size={self.vocab_size}"
             )
-        if self.algorithm == "EAGLE3" and not self.feature_layers:
+        if self.fuses_features and not self.feature_layers:
             raise ValueError("an EAGLE-3 head needs feature_layers")
         if self.norm_before_fc and self.has_fc_norm:
             raise ValueError(
                 "norm_before_fc=True (one norm over all features) and has_fc_norm=True (one for "
                 "each feature) exclude each other"
             )
-        if self.algorithm == "EAGLE3" and self.num_layers != 1:
+        if self.fuses_features and self.num_layers != 1:
             raise ValueError(f"num_layers={self.num_layers}: an EAGLE-3 head has exactly 1 layer")
+
+    @property
+    def fuses_features(self) -> bool:
+        """Whether the head joins outputs of ``feature_layers``, rather than read the last one."""
+        return self.checkpoint_format == "eagle-3"
 
     @property
     def feature_size(self) -> int:
         """Width of the target feature that enters the head."""
-        if self.algorithm == "EAGLE":
+        if not self.fuses_features:
             return self.target_hidden_size
         return len(self.feature_layers) * self.target_hidden_size
 
 
 # rows of a verify that attention tiles at once, less the root
 MAX_STEPS = 63
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """What one speculative round does. ``num_draft_tokens`` counts the root: ``num_steps + 1``."""
-
-    algorithm: str
-    num_steps: int
-    topk: int = 1
-    num_draft_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in ("EAGLE3", "EAGLE"):
-            raise ValueError(f"speculative_algorithm={self.algorithm!r} is not 'EAGLE3' or 'EAGLE'")
-        if type(self.num_steps) is not int or not 1 <= self.num_steps <= MAX_STEPS:
-            raise ValueError(
-                f"speculative_num_steps={self.num_steps} must be an integer from 1 to {MAX_STEPS}; "
-                "set speculative_algorithm=None to decode without speculation"
-            )
-        if self.topk != 1:
-            raise ValueError(
-                f"speculative_eagle_topk={self.topk}: only chains (1) are supported; "
-                "tree drafting is not implemented yet"
-            )
-        if self.num_draft_tokens != self.num_steps + 1:
-            raise ValueError(
-                f"speculative_num_draft_tokens={self.num_draft_tokens} must equal "
-                f"speculative_num_steps + 1 = {self.num_steps + 1} for a chain "
-                "(speculative_eagle_topk=1)"
-            )

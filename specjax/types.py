@@ -9,9 +9,10 @@ counts the bonus token. They are separate arrays everywhere (SGLang change #2396
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 
 class DraftShape(NamedTuple):
@@ -46,22 +47,15 @@ class DraftShape(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DraftInput:
-    """What the draft stage of a row starts from."""
-
-    topk_probs: jax.Array  # f32 [B, K]; ones where topk = 1 skips the softmax
-    topk_ids: jax.Array  # i32 [B, K], target token ids of the first drafted level
-    hidden: jax.Array  # [B, D], the head's recurrent state that predicted topk_ids
-    bonus_tokens: jax.Array  # i32 [B], the newest token; not in the KV pool yet
-    seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class VerifyInput:
-    """A drafted tree; column 0 is the root, the bonus token of the round before."""
+    """A drafted tree; column 0 is the root, the bonus token of the round before.
+
+    Real proposals come first: nodes behind ``num_proposed`` of them are padding. It counts neither
+    as proposed nor as a sibling, and is never accepted.
+    """
 
     draft_tokens: jax.Array  # i32 [B, T]
+    num_proposed: jax.Array  # i32 [B], 0 to T - 1
     parents: jax.Array  # i32 [B, T]; -1 for the root, parents come before children
     positions: jax.Array  # i32 [B, T] = seq_lens + depth
     tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
@@ -70,11 +64,14 @@ class VerifyInput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities that the target's raw logits give to tokens, and the best tokens there."""
+    """Log-probabilities that the target's raw logits give to tokens, and the best tokens there.
 
-    chosen: jax.Array  # f32 [...]
-    top_ids: jax.Array  # i32 [..., N], the N most likely tokens in descending order
-    top_values: jax.Array  # f32 [..., N]
+    Arrays of the device, or of the host once they are read.
+    """
+
+    chosen: jax.Array | np.ndarray  # f32 [...]
+    top_ids: jax.Array | np.ndarray  # i32 [..., N], the N most likely tokens, descending
+    top_values: jax.Array | np.ndarray  # f32 [..., N]
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +81,7 @@ class VerifyOutput:
 
     accept_index: jax.Array  # i32 [B, A], rows 0..T-1 of the accepted path, root first, then -1
     accept_tokens: jax.Array  # i32 [B, A], the target's token at each of those rows, then 0
+    num_proposed_drafts: jax.Array  # i32 [B]
     num_accepted_drafts: jax.Array  # i32 [B]
     num_accepted_tokens: jax.Array  # i32 [B]
     bonus_tokens: jax.Array  # i32 [B], the last valid accept_tokens
@@ -96,23 +94,9 @@ class VerifyOutput:
 class RoundOutput:
     """What the host reads of a round."""
 
-    packed: jax.Array  # i32 [B, A + 2]: accept_tokens, num_accepted_drafts, num_accepted_tokens
+    # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens
+    packed: jax.Array
     logprobs: Logprobs | None  # [B, A]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class AdjustmentTable:
-    """What changes a request's logits before temperature and filters, by request slot."""
-
-    counts_tokens: jax.Array  # bool [R], whether any of the three penalties is on
-    repetition_penalties: jax.Array  # f32 [R]; 1 turns it off
-    frequency_penalties: jax.Array  # f32 [R]; 0 turns it off
-    presence_penalties: jax.Array  # f32 [R]; 0 turns it off
-    min_new_tokens: jax.Array  # i32 [R], produced tokens before an end token may come
-    prompt_lens: jax.Array  # i32 [R], tokens of the history that the request has not produced
-    bias_ids: jax.Array  # i32 [R, M], then -1
-    bias_values: jax.Array  # f32 [R, M]
 
 
 @jax.tree_util.register_dataclass
@@ -130,14 +114,21 @@ class SamplingTable:
     min_ps: jax.Array  # f32 [R]; 0 turns it off
     seeds: jax.Array  # u32 [R, 2], the request seed as two words
     end_token_ids: jax.Array  # i32 [R, E], tokens that end the request, then -1
-    top_logprobs: jax.Array  # i32 [R], best tokens to report beside the chosen one; -1 for nothing
-    adjustments: AdjustmentTable
+    wants_logprobs: jax.Array  # i32 [R], 1 where log-probabilities are reported
+    top_logprobs: jax.Array  # i32 [R], best tokens to report beside the chosen one
+    repetition_penalties: jax.Array  # f32 [R]; 1 turns it off
+    frequency_penalties: jax.Array  # f32 [R]; 0 turns it off
+    presence_penalties: jax.Array  # f32 [R]; 0 turns it off
+    min_new_tokens: jax.Array  # i32 [R], produced tokens before an end token may come
+    prompt_lens: jax.Array  # i32 [R], tokens of the history that the request has not produced
+    bias_ids: jax.Array  # i32 [R, M], then -1
+    bias_values: jax.Array  # f32 [R, M]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPools:
-    """Keys and values of target and draft over the same slots; one large buffer each."""
+    """Keys and values of the target, and what an algorithm keeps beside them."""
 
-    target: jax.Array  # [L, slots, 2, KV, H]
-    draft: jax.Array | None  # [L_draft, slots, 2, KV_draft, H_draft]; None without a draft
+    target: jax.Array  # [L, KV indices, 2, KV, H]
+    draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing

@@ -1,9 +1,18 @@
-"""Test-wide settings: everything runs on the CPU unless a GPU is asked for."""
+"""Test-wide settings: everything runs on the CPU unless a GPU is asked for.
+
+Nearly all time goes into XLA compiling toys. It compiles them without optimisation, and every
+compiled function is kept in one folder, for the processes of a run and for later runs.
+"""
 
 import gc
+import logging
+import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -11,21 +20,85 @@ from hypothesis import settings
 
 from .tiny_engines import Files, engine_files
 
-# the same examples in every run
-settings.register_profile("fixed", derandomize=True)
+# the same examples in every run; seconds say nothing beside another process
+settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
-MANY_MAPPINGS = 15_000
+# four runners compile in 33 CPU-seconds with the first flag alone and in 12 with all
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):  # later ones do not know it
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+CACHE = {
+    "jax_compilation_cache_dir": str(COMPILED),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_traceback_in_locations_limit": 0,
+}
+# folders whose tests share compiled runners and engines: each is the work of one process
+SHARING = (("speculative", "runtime", "scheduling", "kv"), ("engine", "cli", "scripts", "metrics"))
+# of the 65,530 that Linux grants a process
+MANY_MAPPINGS = 30_000
+# bytes of compiled functions, from which on they are thrown away
+FULL = 2 * 2**30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings of XLA and of JAX's cache, for this process and for those that tests start."""
+    if not re.search(r"(?<!not )\b(slow|gpu)\b", config.option.markexpr):
+        os.environ.setdefault("XLA_FLAGS", QUICK)
+    for name, value in CACHE.items():
+        if name.upper() not in os.environ:
+            os.environ[name.upper()] = str(value)
+            jax.config.update(name, value)
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+        return
+    sizes = [path.stat().st_size for path in COMPILED.rglob("*") if path.is_file()]
+    if sum(sizes) > FULL:
+        shutil.rmtree(COMPILED)
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    COMPILED.chmod(0o700)  # what lies there is executed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Modules go to processes as a whole, and folders that share what they compile together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            parts = Path(module).parts
+            found = [group[0] for group in SHARING if len(parts) > 1 and parts[1] in group]
+            return found[0] if found else module
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where the default backend is no GPU."""
-    if jax.default_backend() == "gpu":
+    if not any("gpu" in item.keywords for item in items) or jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a collection of garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _kept_logging() -> Iterator[None]:
+    """A script's main function may set up logging for the whole process."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)
@@ -35,30 +108,28 @@ def _strict_dtypes():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_executables(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Executables of a module go with it, and those that modules share where there are many.
+def _few_executables() -> Iterator[None]:
+    """Executables go where there are many: each takes several memory mappings on a CPU.
 
-    On a CPU each takes several memory mappings, and a process that has used up the 65,530 that
-    Linux grants crashes inside the compiler.
+    A process that has used up those that it may have crashes inside the compiler.
     """
     yield
-    modules = [request.module]
-    if num_mappings() > MANY_MAPPINGS:
-        modules = [module for name, module in sys.modules.items() if name.startswith("tests.")]
-    for module in modules:
-        for value in list(vars(module).values()):
-            clear = getattr(value, "cache_clear", None)
-            if clear is not None and value.__module__ == module.__name__:
-                clear()
+    if num_mappings() < MANY_MAPPINGS:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tests."):
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if clear is not None and value.__module__ == module.__name__:
+                    clear()
     jax.clear_caches()
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    """Tiny checkpoints, and the compile cache that the engines of a module share."""
-    with engine_files(tmp_path_factory.mktemp("engine")) as made:
-        yield made
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Tiny checkpoints, and the compile cache that engines share."""
+    return engine_files(tmp_path_factory.mktemp("engine"), COMPILED)
 
 
 def num_mappings() -> int:

@@ -18,10 +18,19 @@ from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
-from specjax.runtime.runner import HostTables, ModelRunner
+from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import HostTables
 
-from .tiny import EAGLE3, TARGET, make_request, make_runner, run_requests
+from .tiny import (
+    EAGLE3,
+    TARGET,
+    algorithm_of,
+    make_request,
+    make_runner,
+    random_weights,
+    run_requests,
+)
 
 PERTURBATION = 0.06
 Named = dict[str, np.ndarray]
@@ -29,7 +38,7 @@ Named = dict[str, np.ndarray]
 
 def _random(build: Any, seed: int) -> Named:
     flat = FlatModel.of(build)
-    return dict(zip(flat.names, map(np.asarray, flat.init(build, seed)), strict=True))
+    return dict(zip(flat.names, map(np.asarray, random_weights(flat, seed)), strict=True))
 
 
 def copying_target(config: ModelConfig, head: DraftConfig) -> Named:
@@ -82,20 +91,19 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
 @cache
 def copied_weights() -> tuple[Weights, Weights]:
     """Flat weights for the networks of ``tiny``."""
-    networks = make_runner(EAGLE3, 4).networks
-    assert networks.head is not None
+    networks = algorithm_of(EAGLE3).networks(TARGET, EAGLE3)
     target = copying_target(TARGET, EAGLE3)
-    head = networks.head.order(copying_head(EAGLE3, target))
+    head = networks.draft.order(copying_head(EAGLE3, target))
     return jax.device_put((networks.target.order(target), head))
 
 
 @cache
-def copied_runner(num_steps: int, rounds: int = 1) -> ModelRunner:
+def copied_runner(num_steps: int, rounds: int = 1, **changes: Any) -> ModelRunner:
     """A runner over these weights with the compiled functions of the tiny one; 0 is plain."""
     head_config = EAGLE3 if num_steps else None
-    runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds))
+    runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds, **changes))
     config = runner.config
-    runner.tables = HostTables.empty(config.num_slots, config.pages_per_request, TARGET.vocab_size)
+    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
     runner._slots_on_device = {}
     target, head = copied_weights()
     runner.load(target, head if num_steps else ())

@@ -1,6 +1,8 @@
 """Scripts as modules."""
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,3 +17,16 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load_bench(name: str) -> ModuleType:
+    """``scripts/bench/{name}.py`` as a module of the package ``bench``."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
+    return importlib.import_module(f"bench.{name}")
+
+
+def run_bench(door: str, arguments: str) -> int:
+    """The exit status of a benchmark."""
+    status: int = load_bench("__main__").main([door, *arguments.split()])
+    return status

@@ -1,60 +1,80 @@
-"""The pool of compiled tiers, and which of them runs next."""
+"""The runtime states of the tiers, which of them runs next, and what a policy offers for that."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-from specjax.adaptive.policy import AdaptiveSpecPolicy
-from specjax.checks import check_integer
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SpecRuntimeState:
-    """Everything that a round of one tier runs with; a switch replaces it as a whole.
+class TierState(Protocol):
+    """What a worker runs a tier with: any object that knows its tier."""
 
-    The stages are compiled functions in the worker's own form, ``None`` where the worker has none.
+    @property
+    def speculative_num_steps(self) -> int:
+        """Drafted tokens of a round, 0 for plain decoding."""
 
-    Args:
-        speculative_num_steps: drafted levels; 0 for plain decoding.
-        speculative_num_draft_tokens: rows of one verify, the root included.
-        topk: branches of a level.
-        draft: the draft stage.
-        verify: the verify stage.
-        extend: the extend stage.
-        round: the three in one.
+
+State = TypeVar("State", bound=TierState)
+
+
+class AdaptiveSpecWorker(Protocol[State]):
+    """A worker whose tier can change between rounds; ``State`` is of its own making.
+
+    Building a state may take long (it compiles, it allocates); applying one must not.
+    docs/adaptive_decoding.md has a worker to begin with.
     """
-
-    speculative_num_steps: int
-    speculative_num_draft_tokens: int
-    topk: int = 1
-    draft: Any = None
-    verify: Any = None
-    extend: Any = None
-    round: Any = None
-
-    def __post_init__(self) -> None:
-        check_integer("speculative_num_steps", self.speculative_num_steps, at_least=0)
-        check_integer("speculative_num_draft_tokens", self.speculative_num_draft_tokens, at_least=1)
-        check_integer("topk", self.topk, at_least=1)
-
-
-class AdaptiveSpecWorker(Protocol):
-    """A worker whose tier can change between rounds."""
 
     @property
     def speculative_num_steps(self) -> int:
         """The tier of the rounds to come."""
 
-    def build_adaptive_runtime_state(self, steps: int, draft_tokens: int) -> SpecRuntimeState:
-        """What a tier of ``steps`` and ``draft_tokens`` rows runs with."""
+    def build_adaptive_runtime_state(
+        self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
+    ) -> State:
+        """All that rounds of a tier run with; draft tokens are rows of a verify, with the root."""
 
-    def apply_runtime_state(self, state: SpecRuntimeState) -> None:
+    def apply_runtime_state(self, state: State) -> None:
         """Run the rounds to come with ``state``; rounds in flight keep theirs."""
+
+
+class AdaptiveSpecPolicy(Protocol):
+    """Decides the tier (drafted tokens a round) from the counts of verified rounds.
+
+    It depends on nothing else but its construction, so that devices which report the same rounds
+    take the same decisions.
+    """
+
+    @property
+    def candidate_steps(self) -> tuple[int, ...]:
+        """Every tier the policy may choose, ascending."""
+
+    @property
+    def current_steps(self) -> int:
+        """The tier of the latest decision; at first the one to start with, which may be 0."""
+
+    def steps_for_batch(self, batch_size: int) -> int:
+        """The tier for the next round of ``batch_size`` rows; asking changes nothing."""
+
+    def on_verify_complete(
+        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+    ) -> bool:
+        """Take in one round, which need not be of the current tier; whether the batch's changed."""
+
+    def describe(self) -> dict[str, Any]:
+        """The policy's figures for server information, as JSON values."""
+
+
+def check_counts(num_accepted_drafts: Sequence[int], executed_steps: int) -> None:
+    """Refuse counts that a round of ``executed_steps`` drafts cannot have."""
+    if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= executed_steps:
+        raise ValueError(
+            f"num_accepted_drafts={num_accepted_drafts} must be within 0 and "
+            f"executed_steps={executed_steps}"
+        )
 
 
 @dataclass
@@ -62,29 +82,28 @@ class TierCounts:
     """Reported rounds of one tier, and the drafts of their live rows."""
 
     rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-
-def chain_draft_tokens(steps: int) -> int:
-    """Rows of a verify of a chain: the root and one for each draft."""
-    return steps + 1
+    proposed_drafts: int = 0
+    accepted_drafts: int = 0
 
 
 class AdaptiveController:
     """Holds the runtime state of every tier and gives the worker the one its policy asks for.
 
-    Args:
-        worker: runs the rounds.
-        policy: chooses the tier.
-        draft_tokens: rows of a verify for a tier.
+    A worker calls :meth:`init_states` before its first round, and then
+
+    - :meth:`on_verify_complete` with the counts alone behind every verify, which changes the
+      worker's state at once where the policy says so; or
+    - if it dispatches rounds before earlier ones are read, :meth:`activate_for_batch` before every
+      dispatch and :meth:`on_verify_complete` with the tier and the batch that the round ran with.
+
+    ``draft_tokens`` gives the rows of a verify for a tier; a chain has one more than its steps.
     """
 
     def __init__(
         self,
-        worker: AdaptiveSpecWorker,
+        worker: AdaptiveSpecWorker[Any],
         policy: AdaptiveSpecPolicy,
-        draft_tokens: Callable[[int], int] = chain_draft_tokens,
+        draft_tokens: Callable[[int], int] = lambda steps: steps + 1,
     ) -> None:
         self.worker = worker
         self.policy = policy
@@ -93,36 +112,23 @@ class AdaptiveController:
         self.tiers = {steps: TierCounts() for steps in policy.candidate_steps}
         self._ema = 0.0
         self._draft_tokens = draft_tokens
-        self._states: dict[int, SpecRuntimeState] = {}
+        self._states: dict[int, TierState] = {}
 
-    def register(self, state: SpecRuntimeState) -> None:
-        """Add a state that was built elsewhere.
-
-        Raises:
-            ValueError: if its tier is no candidate or has a state.
-        """
+    def register(self, state: TierState) -> None:
+        """Add a state that was built elsewhere; refused if its tier is no candidate or has one."""
         steps = state.speculative_num_steps
-        if steps not in self.policy.candidate_steps:
-            raise ValueError(
-                f"speculative_num_steps={steps} is not in "
-                f"candidate_steps={self.policy.candidate_steps}"
-            )
+        self._check_candidate("speculative_num_steps", steps)
         if steps in self._states:
             raise ValueError(f"speculative_num_steps={steps} is registered twice")
         self._states[steps] = state
 
     def init_states(self) -> None:
-        """Build the states of all candidates that have none, and give the worker its first tier.
-
-        To be called before the first request.
-
-        Raises:
-            ValueError: if the worker builds a state of another tier.
-        """
-        for steps in self.policy.candidate_steps:
-            if steps in self._states:
-                continue
-            state = self.worker.build_adaptive_runtime_state(steps, self._draft_tokens(steps))
+        """Build the states of all candidates that have none, and apply that of the first tier."""
+        for steps in sorted(self.tiers.keys() - self._states):
+            state = self.worker.build_adaptive_runtime_state(
+                speculative_num_steps=steps,
+                speculative_num_draft_tokens=self._draft_tokens(steps),
+            )
             if state.speculative_num_steps != steps:
                 raise ValueError(
                     f"the worker built speculative_num_steps={state.speculative_num_steps} "
@@ -130,78 +136,87 @@ class AdaptiveController:
                 )
             self._states[steps] = state
         first = self.policy.current_steps
-        if self.worker.speculative_num_steps != first:
-            self.worker.apply_runtime_state(self._states[first])
+        # whatever the worker runs now may not be the state that is registered
+        self.worker.apply_runtime_state(self._states[first])
+        logger.info(
+            "adaptive decoding: policy %s, candidate steps %s, first tier %d",
+            self.policy.describe().get("policy", type(self.policy).__name__),
+            list(self.policy.candidate_steps),
+            first,
+        )
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+        self,
+        num_accepted_drafts: Sequence[int],
+        *,
+        executed_steps: int | None = None,
+        batch_size: int | None = None,
     ) -> bool:
-        """Take in one round that was read back; whether the policy moved for that batch.
+        """Take in one verified round; whether the policy moved for that batch.
 
-        The worker changes at the next :meth:`activate_for_batch`.
+        With the counts alone the round is one of the worker's present tier, of as many rows, and
+        the worker has its new state when this returns.
 
         Args:
             num_accepted_drafts: accepted drafts of each live row, without the bonus token; zeros
                 for a plain round. Nothing happens without live rows.
             executed_steps: the tier that the round ran with.
-            batch_size: rows of the round.
+            batch_size: rows of the round, padding included.
 
         Raises:
-            ValueError: for a count outside of 0 to ``executed_steps``.
+            ValueError: for a count outside of 0 to ``executed_steps``, a tier that is no candidate,
+                or one keyword without the other. Nothing is recorded then.
         """
-        if not num_accepted_drafts:
+        if (executed_steps is None) != (batch_size is None):
+            raise ValueError(f"{executed_steps=} and {batch_size=}: give both or none")
+        rows, accepted = len(num_accepted_drafts), sum(num_accepted_drafts)
+        if not rows:
             return False
-        if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= executed_steps:
-            raise ValueError(
-                f"num_accepted_drafts={num_accepted_drafts} must be within 0 and "
-                f"executed_steps={executed_steps}"
-            )
+        applies_at_once = executed_steps is None
+        if executed_steps is None or batch_size is None:
+            executed_steps, batch_size = self.worker.speculative_num_steps, rows
+        check_counts(num_accepted_drafts, executed_steps)
+        self._check_candidate("executed_steps", executed_steps)
         tier = self.tiers[executed_steps]
         tier.rounds += 1
-        tier.proposed += executed_steps * len(num_accepted_drafts)
-        tier.accepted += sum(num_accepted_drafts)
+        tier.proposed_drafts += executed_steps * rows
+        tier.accepted_drafts += accepted
         if executed_steps > 0:
-            mean = sum(num_accepted_drafts) / len(num_accepted_drafts)
-            self._ema += EMA_ALPHA * (mean - self._ema)
-        return self.policy.on_verify_complete(
+            self._ema += EMA_ALPHA * (accepted / rows - self._ema)
+        has_moved = self.policy.on_verify_complete(
             num_accepted_drafts, executed_steps=executed_steps, batch_size=batch_size
         )
+        if applies_at_once:
+            self.activate_for_batch(batch_size)
+        return has_moved
 
-    def activate_for_batch(self, batch_size: int) -> SpecRuntimeState:
-        """Give the worker the state for its next round, unless it runs that tier already.
-
-        Raises:
-            ValueError: if the tier has no state.
-        """
-        steps = self.policy.steps_for_batch(batch_size)
-        state = self._states.get(steps)
-        if state is None:
+    def _check_candidate(self, name: str, steps: int) -> None:
+        if steps not in self.tiers:
             raise ValueError(
-                f"speculative_num_steps={steps} has no runtime state; registered: "
-                f"{sorted(self._states)}; call init_states() before the first round"
+                f"{name}={steps} is not in candidate_steps={self.policy.candidate_steps}"
             )
+
+    def activate_for_batch(self, batch_size: int) -> TierState:
+        """Give the worker the state for its next round of ``batch_size`` rows with padding."""
+        steps = self.policy.steps_for_batch(batch_size)
+        if steps not in self._states:
+            raise ValueError(f"speculative_num_steps={steps} has no state; call init_states()")
         before = self.worker.speculative_num_steps
         if before != steps:
-            logger.debug("speculative_num_steps %d -> %d", before, steps)
-            self.worker.apply_runtime_state(state)
+            self.worker.apply_runtime_state(self._states[steps])
             self.switches += 1
-        return state
+            logger.info("speculative_num_steps %d -> %d", before, steps)
+        return self._states[steps]
 
     @property
     def ema_accept_len(self) -> float:
-        """Accepted drafts of a row and verify, bonus token left out: the policy's average, if it
-        keeps one, else that of all verifies."""
+        """Accepted drafts of a row and verify, without the bonus token: a moving average."""
         return float(getattr(self.policy, "ema_accept_len", self._ema))
-
-    @property
-    def num_verify_rounds(self) -> int:
-        """Reported rounds that verified drafts; plain rounds are none."""
-        return sum(tier.rounds for steps, tier in self.tiers.items() if steps > 0)
 
     @property
     def wasted_drafts(self) -> int:
         """Drafts proposed and not accepted."""
-        return sum(tier.proposed - tier.accepted for tier in self.tiers.values())
+        return sum(tier.proposed_drafts - tier.accepted_drafts for tier in self.tiers.values())
 
     def describe(self) -> dict[str, Any]:
         """Figures for server information, as JSON values."""
@@ -210,16 +225,10 @@ class AdaptiveController:
             "candidate_steps": list(self.policy.candidate_steps),
             "switches": self.switches,
             "ema_accept_len": self.ema_accept_len,
-            "num_verify_rounds": self.num_verify_rounds,
+            "num_verify_rounds": sum(t.rounds for steps, t in self.tiers.items() if steps > 0),
             "wasted_drafts": self.wasted_drafts,
             "tiers": {
-                str(steps): {
-                    "rounds": tier.rounds,
-                    "proposed_drafts": tier.proposed,
-                    "accepted_drafts": tier.accepted,
-                }
-                for steps, tier in sorted(self.tiers.items())
-                if tier.rounds
+                str(steps): asdict(tier) for steps, tier in self.tiers.items() if tier.rounds
             },
             **self.policy.describe(),
         }

@@ -1,263 +1,194 @@
-"""The cost-aware decision: the tier of the most expected tokens a second.
+"""The cost-aware policy: the tier of the most expected tokens a second.
 
-Every function is pure; :class:`specjax.adaptive.cost_policy.CostAwarePolicy` owns the state.
+Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import Any
 
-from specjax.adaptive.config import AdaptiveConfig, CostSettings
-from specjax.adaptive.estimates import (
-    AcceptanceEstimates,
-    conditional_acceptance,
-    expected_tokens,
-    observe,
-    proven_acceptance,
-)
-from specjax.adaptive.round_times import RoundTimes
+from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
+from specjax.adaptive.controller import check_counts
+from specjax.checks import check_number
 
-# Speculation that stopped at the limit of its losses may begin again when they are down to this
-# share of it. Less makes one unlucky start long: with 0, 0.75 instead of 0.83 of the best tier's
-# speed over 128 tokens in the worst tenth of runs (acceptance 0.7, round times of a 135M model).
-RESUME_SHARE = 0.3
-# Every so many failed probes, one looks further than at the next deeper tier.
+WINDOW = 16.0  # rounds over which the weight of old counts falls to 1/e
+FIRST_GUESS = 0.7  # acceptance of the first draft before any was verified; one row's evidence
+HYSTERESIS = 0.02  # relative gain in tokens a second below which the tier stays
+# Share of the time that probes may lose to the chosen tier, and all rounds to plain decoding.
+LOSS_BUDGET = 0.02
+# One in so many probes in vain looks further than at the next tier: deep drafts may be accepted
+# where shallow ones tell nothing of it, as where some rows of a batch accept everything.
 PROBES_A_TURN = 8
+# In plain rounds: the loss to plain decoding at which speculation stops, what is left of it when
+# it may begin again (less makes an unlucky start long), and the gain that pays for later losses.
+MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
 
 
-@dataclass(frozen=True)
-class CostModel:
-    """What stays the same: a resolved configuration and the measured times of its tiers."""
+class AcceptanceEstimates:
+    """Rows that tried, and that accepted, each drafted position; old rounds weigh less."""
 
-    config: AdaptiveConfig
-    times: RoundTimes
-    # asked for several times a round, between two dispatches
-    _candidates: dict[int, tuple[int, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    def __init__(self, num_positions: int) -> None:
+        self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
+        self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
 
-    def candidates(self, batch_size: int) -> tuple[int, ...]:
-        """The tiers of the slot of ``batch_size``."""
-        found = self._candidates.get(batch_size)
-        if found is None:
-            found = self.config.slots[self.config.slot_index(batch_size)].candidate_steps or ()
-            self._candidates[batch_size] = found
-        return found
+    def observe(self, num_accepted_drafts: Sequence[int], executed_steps: int) -> None:
+        """Take in one round: a row that accepts k of its drafts has tried k + 1 or all of them."""
+        keep = 1.0 - 1.0 / WINDOW
+        for i in range(min(executed_steps, len(self.tried), max(num_accepted_drafts) + 1)):
+            self.tried[i] = keep * self.tried[i] + sum(k >= i for k in num_accepted_drafts)
+            self.accepted[i] = keep * self.accepted[i] + sum(k > i for k in num_accepted_drafts)
 
-    def rates(self, acceptance: Sequence[float], batch_size: int) -> dict[int, float]:
-        """Expected tokens a second of one row, for each tier of the slot.
-
-        Args:
-            acceptance: conditional acceptance of each drafted position.
-            batch_size: rows of the round.
-        """
-        seconds = self.times.by_steps(batch_size)
-        tokens = expected_tokens(acceptance)
-        return {steps: tokens[steps] / seconds[steps] for steps in self.candidates(batch_size)}
-
-    def proven_rates(
-        self, estimates: AcceptanceEstimates, steps: int, batch_size: int
-    ) -> dict[int, float]:
-        """Rates in which tiers deeper than ``steps`` count for no more than they have shown.
-
-        What may lie deeper is for probes to find out, whose losses are bounded: a tier that is
-        chosen for acceptance nobody has seen would be chosen again and again.
-        """
-        return self.rates(proven_acceptance(estimates, steps), batch_size)
+    def acceptance(self, num_positions: int) -> list[float]:
+        """Accepted share by position; unseen: the one before's, 0 from ``num_positions`` on."""
+        shares: list[float] = []
+        for i, (tried, accepted) in enumerate(zip(self.tried, self.accepted, strict=True)):
+            unseen = shares[-1] if shares and i < num_positions else 0.0
+            shares.append(accepted / tried if tried else unseen)
+        return shares
 
 
-@dataclass(frozen=True)
-class CostState:
-    """What the policy remembers between results."""
-
-    estimates: AcceptanceEstimates
-    steps: int  # the tier chosen at the last result
-    bucket: int | None = None  # the batch bucket it was chosen for
-    probe_steps: int | None = (
-        None  # a deeper tier that runs instead until a result that loses to steps
-    )
-    waited: int = 0  # results since the last probe or change of tier
-    probe_interval: int = 1  # results to wait
-    failed_probes: int = 0  # since the last change of tier
-    debt: float = 0.0  # seconds that probes lost, less the share of the time they may lose
-    deficit: float = 0.0  # seconds lost to plain decoding, less that share; negative is a credit
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """Tokens of a row in a round of 0, 1, 2 and so on drafts, with the bonus token."""
+    return list(accumulate(accumulate(acceptance, mul, initial=1.0)))
 
 
-def choose(
-    rates: Mapping[int, float], current: int, deficit: float, limit: float, hysteresis: float
-) -> int:
-    """The tier to run.
+class CostAwarePolicy:
+    """Chooses the tier of the most expected tokens a second, from acceptance and round times.
+
+    The tier changes for a gain of more than 2 %, and at once if it loses to step 0. Deeper tiers
+    are chosen only for what they have shown, in probes: the next deeper candidate that could win
+    runs until a result that does not gain. docs/adaptive_decoding.md has the rules for when.
 
     Args:
-        rates: estimated tokens a second for each candidate.
-        current: the tier until now.
-        deficit: seconds lost to plain decoding.
-        limit: the deficit that turns speculation off.
-        hysteresis: relative gain below which ``current`` stays, unless it loses to step 0.
+        seconds: of a round by (steps, batch bucket), for every candidate at every bucket. A batch
+            counts as the smallest bucket that holds it.
+        initial_steps: moved to the nearest candidate, the larger of two; ``None``: the deepest.
+        config: see :func:`specjax.adaptive.load_adaptive_config`.
     """
-    if 0 in rates and deficit > (limit if current else RESUME_SHARE * limit):
-        return 0
-    best = max(rates, key=lambda steps: (rates[steps], -steps))
-    if current not in rates or (0 in rates and rates[current] < rates[0]):
-        return best
-    return best if rates[best] > (1.0 + hysteresis) * rates[current] else current
 
+    def __init__(
+        self,
+        seconds: Mapping[tuple[int, int], float],
+        initial_steps: int | None = None,
+        config: ConfigSource = None,
+    ) -> None:
+        self.config = load_adaptive_config(config).resolve("cost")
+        self.candidate_steps = self.config.candidate_steps
+        self._buckets = sorted({bucket for _, bucket in seconds}) or [1]
+        pairs = {(steps, b) for steps in self.candidate_steps for b in self._buckets}
+        if missing := sorted(pairs - set(seconds)):
+            raise ValueError(f"(candidate_steps, batch)={missing} have no round times")
+        self.seconds = {
+            (steps, bucket): check_number(f"seconds of {steps} steps at {bucket}", value, above=0)
+            for (steps, bucket), value in seconds.items()
+        }
+        deepest = self.candidate_steps[-1]
+        first = deepest if initial_steps is None else initial_steps
+        self.steps = nearest(self.config.slots[0].candidate_steps, first)
+        self.probe_steps: int | None = None  # a deeper tier that runs instead
+        self.estimates = AcceptanceEstimates(deepest)
+        self.debt = 0.0  # seconds that probes lost and the budget has not repaid
+        self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
+        self._bucket: int | None = None  # that the tier was chosen for
+        self._vain_probes = 0  # since the last change of tier
 
-def next_steps(model: CostModel, state: CostState, batch_size: int) -> int:
-    """The tier for the next round of ``batch_size`` rows."""
-    candidates = model.candidates(batch_size)
-    if state.probe_steps in candidates:
-        return state.probe_steps
-    if state.steps in candidates and state.bucket == model.times.bucket(batch_size):
-        return state.steps
-    rates = model.proven_rates(state.estimates, state.steps, batch_size)
-    return _choose(model, rates, state.steps, state.deficit, batch_size)
+    @property
+    def current_steps(self) -> int:
+        """The tier that runs next if the batch stays as it is; a probe's while one runs."""
+        return self.steps if self.probe_steps is None else self.probe_steps
 
+    def steps_for_batch(self, batch_size: int) -> int:
+        """The tier for the next round of ``batch_size`` rows."""
+        candidates, bucket = self._candidates(batch_size), self._bucket_of(batch_size)
+        if self.probe_steps in candidates:
+            return self.current_steps
+        if self.steps in candidates and self._bucket in (None, bucket):
+            return self.steps
+        return self._best(self._rates(candidates, bucket), bucket)
 
-def update_cost(
-    model: CostModel,
-    state: CostState,
-    num_accepted_drafts: Sequence[int],
-    executed_steps: int,
-    batch_size: int,
-) -> CostState:
-    """The state after one round, whichever tier it ran with.
+    def on_verify_complete(
+        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+    ) -> bool:
+        """Take in one round; whether the tier for ``batch_size`` changed."""
+        if not num_accepted_drafts:
+            return False
+        check_counts(num_accepted_drafts, executed_steps)
+        before, bucket = self.steps_for_batch(batch_size), self._bucket_of(batch_size)
+        seconds = self.seconds.get((executed_steps, bucket))
+        if seconds is None:
+            raise ValueError(f"executed_steps={executed_steps} has no round time at {bucket} rows")
+        self.estimates.observe(num_accepted_drafts, executed_steps)
+        rates = self._rates(self._candidates(batch_size), bucket)
+        tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
+        self._account(rates, tokens, seconds, executed_steps, bucket)
+        best = self._best(rates, bucket)
+        if best != self.steps:
+            self.steps, self.probe_steps, self._vain_probes = best, None, 0
+        elif self.probe_steps is None:
+            self.probe_steps = self._next_probe(rates, bucket)
+        elif self.probe_steps not in rates or (
+            executed_steps == self.probe_steps
+            and tokens / seconds <= (1.0 + HYSTERESIS) * rates[best]
+        ):
+            self.probe_steps = None
+            self._vain_probes += 1
+        self._bucket = bucket
+        return self.steps_for_batch(batch_size) != before
 
-    Args:
-        model: configuration and times.
-        state: the state before.
-        num_accepted_drafts: one count for each live row; an empty round changes nothing.
-        executed_steps: the tier that the round ran with; 0 for a plain round.
-        batch_size: rows of the round.
+    def describe(self) -> dict[str, Any]:
+        """The policy's figures for server information."""
+        return {
+            "policy": "cost",
+            "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.steps)],
+            "is_probing": self.probe_steps is not None,
+            "probe_debt_seconds": self.debt,
+            "plain_deficit_seconds": self.deficit,
+        }
 
-    Raises:
-        ValueError: for a count outside of 0 to ``executed_steps``, or a round without a time.
-    """
-    if not num_accepted_drafts:
-        return state
-    if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= executed_steps:
-        raise ValueError(
-            f"num_accepted_drafts={num_accepted_drafts} must be within 0 and "
-            f"executed_steps={executed_steps}"
-        )
-    settings = model.config.cost
-    seconds = model.times.seconds(executed_steps, batch_size)
-    estimates = observe(
-        state.estimates, num_accepted_drafts, executed_steps, settings.acceptance_window
-    )
-    rates = model.proven_rates(estimates, state.steps, batch_size)
-    tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
-    deficit = state.deficit
-    if 0 in rates:
-        plain = model.times.seconds(0, batch_size)
-        lost = seconds - tokens * plain if executed_steps else -settings.probe_budget * plain
-        deficit = max(deficit + lost, -settings.max_credit_rounds * plain)
-    after = replace(
-        state,
-        estimates=estimates,
-        steps=_choose(model, rates, state.steps, deficit, batch_size),
-        bucket=model.times.bucket(batch_size),
-        debt=_debt(state, rates, tokens, seconds, executed_steps, settings),
-        deficit=deficit,
-    )
-    if after.steps != state.steps:
-        return _settled(model, state, after, batch_size)
-    if after.probe_steps is None:
-        return _awaiting_probe(model, after, batch_size)
-    if after.probe_steps not in model.candidates(batch_size):
-        return replace(after, probe_steps=None, waited=0)
-    has_gained = tokens / seconds > rates.get(after.steps, 0.0)
-    # a probe goes on while its results are better than what the chosen tier is expected to do
-    if executed_steps != after.probe_steps or has_gained:
-        return after
-    return _failed_probe(settings, after)
+    def _candidates(self, batch_size: int) -> tuple[int, ...]:
+        return self.config.slots[self.config.slot_index(batch_size)].candidate_steps
 
+    def _bucket_of(self, batch_size: int) -> int:
+        index = bisect_left(self._buckets, batch_size)
+        if index == len(self._buckets):
+            raise ValueError(f"batch_size={batch_size} is above the largest timed, {self._buckets}")
+        return self._buckets[index]
 
-def _settled(model: CostModel, before: CostState, after: CostState, batch_size: int) -> CostState:
-    """``after`` with the wait for a probe behind a change of tier.
+    def _rates(self, candidates: Sequence[int], bucket: int) -> dict[int, float]:
+        """Expected tokens a second of one row for each candidate."""
+        tokens = expected_tokens(self.estimates.acceptance(self.steps))
+        return {steps: tokens[steps] / self.seconds[steps, bucket] for steps in candidates}
 
-    A tier that has just proved itself may not be the last, so that a rise looks on at once.
-    """
-    interval = model.config.cost.min_probe_interval
-    if after.steps > before.steps:
-        hopes = _hopes(model, after, batch_size)
-        if max(hopes, key=lambda steps: hopes[steps]) > after.steps:
-            interval = 1
-    return replace(after, probe_steps=None, waited=0, probe_interval=interval, failed_probes=0)
+    def _account(
+        self, rates: Mapping[int, float], tokens: float, seconds: float, steps: int, bucket: int
+    ) -> None:
+        """Add what a round lost to the chosen tier and to plain decoding, or repay."""
+        is_probe = steps > self.steps and self.steps in rates
+        lost = seconds - tokens / rates[self.steps] if is_probe else -LOSS_BUDGET * seconds
+        self.debt = max(0.0, self.debt + lost)
+        if 0 in rates:
+            plain = self.seconds[0, bucket]
+            lost = seconds - tokens * plain if steps else -LOSS_BUDGET * plain
+            self.deficit = max(-MAX_CREDIT * plain, self.deficit + lost)
 
+    def _best(self, rates: Mapping[int, float], bucket: int) -> int:
+        if 0 in rates:
+            limit = MAX_DEFICIT if self.steps else RESUME_DEFICIT
+            if self.deficit > limit * self.seconds[0, bucket]:
+                return 0
+        best = max(rates, key=lambda steps: (rates[steps], -steps))
+        current = rates.get(self.steps, 0.0)
+        is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < rates.get(0, 0.0)
+        return best if is_enough else self.steps
 
-def _failed_probe(settings: CostSettings, state: CostState) -> CostState:
-    """The state behind a probe that lost: the next one waits for twice as long."""
-    interval = max(settings.min_probe_interval, 2 * state.probe_interval)
-    return replace(
-        state,
-        probe_steps=None,
-        waited=0,
-        probe_interval=min(interval, settings.max_probe_interval),
-        failed_probes=state.failed_probes + 1,
-    )
-
-
-def _awaiting_probe(model: CostModel, state: CostState, batch_size: int) -> CostState:
-    """The state with a probe begun or brought nearer."""
-    waited = state.waited + 1
-    limit = RESUME_SHARE * _deficit_limit(model, batch_size)
-    may_lose = state.debt <= 0.0 and (state.steps > 0 or state.deficit <= limit)
-    if waited < state.probe_interval or not may_lose:
-        return replace(state, waited=waited)
-    target = _probe_target(model, state, batch_size)
-    return replace(state, waited=waited if target is None else 0, probe_steps=target)
-
-
-def _hopes(model: CostModel, state: CostState, batch_size: int) -> dict[int, float]:
-    """Rates in which positions that nobody has seen accept as much as those before them."""
-    return model.rates(conditional_acceptance(state.estimates), batch_size)
-
-
-def _probe_target(model: CostModel, state: CostState, batch_size: int) -> int | None:
-    """The deeper tier to try: at first the best one by hope, or else the next that could win.
-
-    Now and then it is one deeper still: deep drafts may be accepted where shallow ones tell nothing
-    of it, as in a batch of which some rows accept everything.
-    """
-    hopes = _hopes(model, state, batch_size)
-    wanted = (1.0 + model.config.cost.rate_hysteresis) * hopes.get(state.steps, 0.0)
-    possible = [
-        steps
-        for steps in model.candidates(batch_size)
-        if steps > state.steps and (steps + 1) / model.times.seconds(steps, batch_size) > wanted
-    ]
-    if not possible:
-        return None
-    if state.failed_probes == 0:
-        best = max(possible, key=lambda steps: (hopes[steps], -steps))
-        return best if hopes[best] > wanted else possible[0]
-    turn, rest = divmod(state.failed_probes, PROBES_A_TURN)
-    return possible[turn % len(possible)] if rest == 0 else possible[0]
-
-
-def _choose(
-    model: CostModel, rates: Mapping[int, float], current: int, deficit: float, batch_size: int
-) -> int:
-    limit = _deficit_limit(model, batch_size)
-    return choose(rates, current, deficit, limit, model.config.cost.rate_hysteresis)
-
-
-def _deficit_limit(model: CostModel, batch_size: int) -> float:
-    """Seconds that speculation may lose to plain decoding before it stops."""
-    if 0 not in model.candidates(batch_size):
-        return 0.0
-    return model.config.cost.max_deficit_rounds * model.times.seconds(0, batch_size)
-
-
-def _debt(
-    state: CostState,
-    rates: Mapping[int, float],
-    tokens: float,
-    seconds: float,
-    executed_steps: int,
-    settings: CostSettings,
-) -> float:
-    """Seconds that rounds deeper than the chosen tier lost to it, less their budget."""
-    if executed_steps > state.steps and state.steps in rates:
-        return max(0.0, state.debt + seconds - tokens / rates[state.steps])
-    return max(0.0, state.debt - settings.probe_budget * seconds)
+    def _next_probe(self, rates: Mapping[int, float], bucket: int) -> int | None:
+        is_off = self.steps == 0 and self.deficit > RESUME_DEFICIT * self.seconds[0, bucket]
+        if self.debt > 0.0 or is_off:
+            return None
+        wanted = (1.0 + HYSTERESIS) * rates[self.steps]
+        deeper = (steps for steps in rates if steps > self.steps)
+        possible = [s for s in deeper if (s + 1) / self.seconds[s, bucket] > wanted]
+        turn, rest = divmod(self._vain_probes + 1, PROBES_A_TURN)
+        return possible[0 if rest else turn % len(possible)] if possible else None

@@ -1,86 +1,131 @@
-"""Filling a model's weights from checkpoint tensors: transposition, fusion, casts, checks."""
+"""Filling a model's weights from checkpoint tensors: checks, transposition, fusion, casts."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
 from ml_dtypes import bfloat16
 
+from specjax.checkpoints.orbax import check_orbax, load_orbax
+from specjax.checkpoints.recipes import Recipe, Recipes
 from specjax.checkpoints.tensors import TensorSource
+from specjax.config import DraftConfig, ModelConfig
 
 # Transposing 4096 x 4096 float32: 0.027 s in blocks of 128, 0.13 s in one assignment (one core).
 _BLOCK = 128
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
+C = TypeVar("C", ModelConfig, DraftConfig)
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One checkpoint tensor that fills a stripe of a weight. ``shape`` is the checkpoint's."""
+class Checkpoint(Generic[C]):
+    """A model on disk, of which only the configuration has been read.
 
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one weight is made: its parts, concatenated on the output axis.
-
-    A transposed weight is ``[in, out]`` made of parts ``[out_i, in]``; any other is the parts as
-    they are, concatenated on their first axis.
+    ``config`` has the dtype that the weights will have, ``path`` is the file or directory.
     """
 
-    parts: tuple[Part, ...]
-    transpose: bool = False
+    config: C
+    path: Path
+    _open_source: Callable[[], TensorSource] | None  # None: saved with orbax
 
+    def check_weights(self) -> None:
+        """Compare names, shapes and dtypes on disk with the configuration; reads no weight.
 
-def check_recipes(
-    recipes: Mapping[str, Recipe], source: TensorSource, ignored: Callable[[str], bool]
-) -> None:
-    """Compare what the model needs with what the checkpoint has.
+        Raises:
+            ValueError: naming tensors, shapes and file if they do not fit.
+        """
+        if self._open_source is None:
+            check_orbax(self.path, self._abstract())
+        else:
+            self._check_source(self._open_source())
 
-    Args:
-        recipes: how every weight of the model is made.
-        source: the checkpoint.
-        ignored: whether an unused tensor of the checkpoint may be left unread.
+    def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
+        """All weights by the flat names of the model, in ``config.dtype``, ``d2t`` in int32.
 
-    Raises:
-        ValueError: naming missing, mis-shaped or unknown tensors, with shapes and file.
-    """
-    names = source.names()
-    needed = {part.name: part.shape for recipe in recipes.values() for part in recipe.parts}
-    if missing := [name for name in needed if name not in names]:
-        shown = ", ".join(f"{name!r} {needed[name]}" for name in missing[:5])
-        raise ValueError(
-            f"{source.path} lacks {len(missing)} tensor(s) that its configuration asks for: {shown}"
-            + (", ..." if len(missing) > 5 else "")
-        )
-    for name, shape in needed.items():
-        info = source.info(name)
-        if info.shape != shape:
+        After each weight ``progress(done, total)`` is called from this thread.
+
+        Raises:
+            ValueError: as :meth:`check_weights`, or if a tensor cannot be read.
+        """
+        if self._open_source is None:
+            return load_orbax(self.path, self._abstract())
+        source = self._open_source()
+        self._check_source(source)
+        recipes, abstract = self._recipes(), self._abstract()
+
+        def make(name: str) -> np.ndarray:
+            return make_weight(recipes[name], source, np.dtype(abstract[name].dtype))
+
+        weights: dict[str, np.ndarray] = {}
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            for name, array in zip(recipes, pool.map(make, recipes), strict=True):
+                weights[name] = array
+                if progress is not None:
+                    progress(len(weights), len(recipes))
+        return weights
+
+    def _recipes(self) -> Recipes:
+        raise NotImplementedError
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether a stored tensor that no recipe names may be left unread."""
+        raise NotImplementedError
+
+    def _abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        dtype = self.config.jnp_dtype
+        return {
+            name: jax.ShapeDtypeStruct(recipe.shape, np.int32 if recipe.is_integer else dtype)
+            for name, recipe in self._recipes().items()
+        }
+
+    def _check_source(self, source: TensorSource) -> None:
+        infos = source.infos
+        parts = {p.name: (p, r) for r in self._recipes().values() for p in r.parts}
+        if missing := [part for part, _ in parts.values() if part.name not in infos]:
+            shown = [f"{part.name!r} {part.shape}" for part in missing]
             raise ValueError(
-                f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
-                f"asks for {shape}"
+                f"{source.path} lacks {len(missing)} tensor(s) that its configuration asks for: "
+                f"{_listed(shown)}"
             )
-    unknown = sorted(name for name in names - set(needed) if not ignored(name))
-    if unknown:
-        shown = ", ".join(
-            f"{name!r} {source.info(name).shape} in {source.info(name).path}"
-            for name in unknown[:5]
-        )
-        raise ValueError(
-            f"the model has no place for {len(unknown)} tensor(s): {shown}"
-            + (", ..." if len(unknown) > 5 else "")
-        )
+        for name, (part, recipe) in parts.items():
+            info = infos[name]
+            if info.shape != part.shape:
+                raise ValueError(
+                    f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
+                    f"asks for {part.shape}"
+                )
+            if info.dtype not in _FLOATS and not recipe.is_integer:
+                raise ValueError(
+                    f"tensor {name!r} in {info.path} is {info.dtype}; weights must be one of "
+                    f"{', '.join(_FLOATS)}"
+                )
+        unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
+        if unknown := {n for n in unknown if not self._is_ignored(n)}:
+            shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
+            raise ValueError(
+                f"the model has no place for {len(unknown)} tensor(s): {_listed(shown)}"
+            )
+
+
+def _listed(shown: list[str]) -> str:
+    return ", ".join([*shown[:5], *(["..."] if len(shown) > 5 else [])])
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """``array`` in ``dtype``; bfloat16 to float32 by shifting bits, which is exact."""
     if array.dtype == dtype:
         return array
+    if array.dtype.kind in "iubc" and np.dtype(dtype).kind not in "iu":
+        raise ValueError(
+            f"a tensor of shape {array.shape} is {array.dtype}, which is no form of {dtype} weights"
+        )
     if array.dtype == bfloat16 and dtype == np.float32:
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(dtype)
@@ -102,62 +147,16 @@ def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
 
 def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
     """One weight, in ``dtype``, owned by the caller."""
-    if not recipe.transpose and len(recipe.parts) == 1:
-        array = cast(source.read(recipe.parts[0].name), dtype)
+    if not recipe.transpose:
+        arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
+        array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         # owned and writable: a view would keep a memory map, and its file, alive
         return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
-    width = sum(part.shape[0] for part in recipe.parts)
-    rest = recipe.parts[0].shape[1:]
-    out = np.empty((*rest, width) if recipe.transpose else (width, *rest), dtype)
+    out = np.empty(recipe.shape, dtype)
     start = 0
     for part in recipe.parts:
         stop = start + part.shape[0]
         tensor = np.ascontiguousarray(cast(source.read(part.name), dtype))
-        if recipe.transpose:
-            _transpose_into(out[:, start:stop], tensor)
-        else:
-            out[start:stop] = tensor
+        _transpose_into(out[:, start:stop], tensor)
         start = stop
     return out
-
-
-def assemble(
-    recipes: Mapping[str, Recipe],
-    source: TensorSource,
-    abstract: Mapping[str, jax.ShapeDtypeStruct],
-    progress: Progress | None = None,
-) -> dict[str, np.ndarray]:
-    """Read and convert all weights.
-
-    Args:
-        recipes: how each weight is made, by flat name; checked by :func:`check_recipes` before.
-        source: the checkpoint.
-        abstract: shape and dtype that the model expects of each weight.
-        progress: called as ``progress(done, total)`` after each weight, from this thread.
-
-    Returns:
-        Weights by flat name.
-
-    Raises:
-        ValueError: if the recipes do not make exactly the weights of the model.
-    """
-    if set(recipes) != set(abstract):
-        missing, unknown = set(abstract) - set(recipes), set(recipes) - set(abstract)
-        raise ValueError(f"recipes miss {sorted(missing)} and have unknown {sorted(unknown)}")
-
-    def make(name: str) -> np.ndarray:
-        array = make_weight(recipes[name], source, np.dtype(abstract[name].dtype))
-        if array.shape != abstract[name].shape:
-            raise ValueError(
-                f"weight {name!r} from {[part.name for part in recipes[name].parts]} has shape "
-                f"{array.shape}, the model expects {abstract[name].shape}"
-            )
-        return array
-
-    weights: dict[str, np.ndarray] = {}
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for name, array in zip(recipes, pool.map(make, recipes), strict=True):
-            weights[name] = array
-            if progress is not None:
-                progress(len(weights), len(recipes))
-    return weights

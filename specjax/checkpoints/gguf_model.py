@@ -1,52 +1,44 @@
 """Target models in GGUF files: configuration from metadata, tensors in Hugging Face names."""
 
 import re
-from typing import Any
 
 import numpy as np
 
-from specjax.checkpoints.gguf_reader import GGUFFile
-from specjax.checkpoints.gguf_tokenizer import extra_eos_token_ids
-from specjax.checkpoints.tensors import TensorInfo
+from specjax.checkpoints.gguf import GGUFFile
+from specjax.checkpoints.gguf_tokenizer import eos_token_ids
+from specjax.checkpoints.tensors import TensorSource
 from specjax.config import ModelConfig, RopeScaling
+from specjax.json_file import Fields
 from specjax.models.layers import rope_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 _TOP_LEVEL = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
 _IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
-_FROM_GGUF = {value: key for key, value in (_TOP_LEVEL | _IN_LAYER).items()}
 
 
-def huggingface_name(name: str) -> str | None:
-    """Hugging Face name of a GGUF tensor, None for one that target models do not have."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _FROM_GGUF:
-        return None
-    base = _FROM_GGUF[match[2]]
-    if (match[1] is None) != (base in _TOP_LEVEL):
-        return None
-    prefix = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{prefix}{base}.{match[3]}"
+def _huggingface_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; one that target models do not have keeps its own."""
+    match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in (_IN_LAYER if match[1] else _TOP_LEVEL):
+        return name
+    if match[1] is None:
+        return f"{_TOP_LEVEL[match[2]]}.{match[3]}"
+    return f"{match[1].replace('blk', 'model.layers')}{_IN_LAYER[match[2]]}.{match[3]}"
 
 
-def interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
+def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
     """Rows of a GGUF query or key projection of architecture ``llama``, in Hugging Face order.
 
     GGUF rotates neighbouring pairs, Hugging Face the two halves of a head, so the converter
@@ -56,83 +48,56 @@ def interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
     return rows.swapaxes(1, 2).reshape(-1)
 
 
-class GGUFSource:
+def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     """A GGUF file as a source of tensors in Hugging Face names and layout."""
+    stored = {_huggingface_name(name): name for name in file.tensors}
+    stored.pop("rope_freqs.weight", None)
+    rows: dict[str, np.ndarray] = {}
+    if config.model_type == "llama":
+        rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
+        rows["k_proj"] = _interleaved_rows(config.num_kv_heads, config.head_dim)
 
-    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        self.path = file.path
-        self._file = file
-        # tensors without a counterpart keep their own name, so that errors can show them
-        self._stored = {huggingface_name(name) or name: name for name in file.tensors}
-        self._rows: dict[str, np.ndarray] = {}
-        if file.metadata["general.architecture"] == "llama":
-            self._rows = {
-                "q_proj": interleaved_rows(config.num_heads, config.head_dim),
-                "k_proj": interleaved_rows(config.num_kv_heads, config.head_dim),
-            }
+    def read(name: str) -> np.ndarray:
+        array, module = file.read(stored[name]), name.split(".")[-2]
+        return array[rows[module]] if module in rows else array
 
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._stored) - {"rope_freqs.weight"}
-
-    def info(self, name: str) -> TensorInfo:
-        """What is known of a tensor without reading it."""
-        return self._file.info(self._stored[name])
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor, dequantised to float32 if it is quantised."""
-        array = self._file.read(self._stored[name])
-        parts = name.split(".")
-        rows = self._rows.get(parts[-2]) if len(parts) > 1 else None
-        return array if rows is None else array[rows]
-
-
-def checkpoint_dtype(file: GGUFFile) -> str:
-    """``float32`` for a file that stores its matrices in float32, else ``bfloat16``."""
-    kinds = {t.tensor_type.name for t in file.tensors.values() if len(t.shape) > 1}
-    return "float32" if kinds <= {"F32"} else "bfloat16"
+    return TensorSource(file.path, {name: file.info(stored[name]) for name in stored}, read)
 
 
 def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
-    """The configuration that the metadata and tensor table of a GGUF file describe.
-
-    Raises:
-        ValueError: if a key is missing or names something that is not supported.
-    """
-    arch = file.metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise ValueError(
-            f"{file.path}: general.architecture={arch!r} is not supported; supported: "
-            f"{list(ARCHITECTURES)}"
-        )
-    keys = _Keys(file, arch)
-    if keys.get("expert_count", 0):
+    """The configuration that the metadata and tensor table of a GGUF file describe."""
+    if dtype == "auto":
+        kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+        dtype = "float32" if kinds <= {"F32"} else "bfloat16"
+    arch = file.metadata.text("general.architecture", None)
+    if arch not in _ARCHITECTURES:
+        demand = f"is not supported; supported: {_ARCHITECTURES}"
+        raise file.metadata.wrong("general.architecture", demand)
+    keys = _architecture_keys(file, arch)
+    if keys.integer("expert_count", 0):
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
-    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
-    head_dim = keys.get("attention.key_length", hidden // heads)
+    hidden = keys.integer("embedding_length")
+    heads = keys.integer("attention.head_count", at_least=1)
+    head_dim = keys.integer("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.get(key, head_dim) != head_dim:
-            raise ValueError(
-                f"{file.path}: {arch}.{key}={keys.get(key)} differs from the head dimension "
-                f"{head_dim}, which is not supported"
-            )
+        if keys.integer(key, head_dim) != head_dim:
+            raise keys.wrong(key, f"must be the head dimension {head_dim}")
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
-    theta = float(keys.get("rope.freq_base", 10000.0))
-    eos = file.metadata.get("tokenizer.ggml.eos_token_id")
-    context, window = keys.size("context_length"), keys.get("attention.sliding_window")
-    values: dict[str, Any] = {
+    theta = keys.number("rope.freq_base", 10000.0)
+    context, window = keys.integer("context_length"), keys.integer("attention.sliding_window", 0)
+    values = {
         "model_type": arch,
-        "vocab_size": file.shape("token_embd.weight")[0],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
-        "num_layers": keys.size("block_count"),
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_layers": keys.integer("block_count"),
         "num_heads": heads,
-        "num_kv_heads": keys.get("attention.head_count_kv", heads),
+        "num_kv_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.require("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(keys, head_dim, theta),
+        "rope_scaling": _rope_scaling(file, keys, head_dim, theta),
         "max_position_embeddings": context,
         "dtype": dtype,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -141,73 +106,45 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         # a window as wide as the context never applies
-        "sliding_window": window if window and window < context else None,
-        "eos_token_ids": tuple(
-            dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids(file)])
-        ),
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "sliding_window": window if 0 < window < context else None,
+        "eos_token_ids": eos_token_ids(file),
+        "bos_token_id": file.metadata.integer("tokenizer.ggml.bos_token_id", None),
     }
-    try:
-        return ModelConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from None
+    return file.metadata.build(ModelConfig, values)
 
 
-class _Keys:
-    """Metadata under the architecture's prefix."""
-
-    def __init__(self, file: GGUFFile, arch: str) -> None:
-        self.file, self.arch = file, arch
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.file.metadata.get(f"{self.arch}.{key}", default)
-        if isinstance(value, list):  # one value per layer
-            if len(set(value)) != 1:
-                raise ValueError(
-                    f"{self.file.path}: {self.arch}.{key}={value} differs between layers, which "
-                    "is not supported"
-                )
-            value = value[0]
-        return value
-
-    def require(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ValueError(f"{self.file.path} has no metadata key {self.arch}.{key}")
-        return value
-
-    def size(self, key: str) -> int:
-        """A count that must be there."""
-        value = self.require(key)
-        if not isinstance(value, int) or value < 1:
-            name = f"{self.arch}.{key}"
-            raise ValueError(f"{self.file.path}: {name}={value!r} must be an integer of at least 1")
-        return value
+def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
+    """Metadata under the architecture's prefix; lists of one value per layer as that value."""
+    values = {}
+    for key, value in file.metadata.values.items():
+        if key.startswith(f"{arch}."):
+            is_alike = isinstance(value, list) and value and all(x == value[0] for x in value)
+            values[key.removeprefix(f"{arch}.")] = value[0] if is_alike else value
+    return Fields(values, f"{file.path}: {arch}")
 
 
-def _rope_scaling(keys: _Keys, head_dim: int, theta: float) -> RopeScaling | None:
-    file = keys.file
-    kind = keys.get("rope.scaling.type", "none")
+def _rope_scaling(file: GGUFFile, keys: Fields, head_dim: int, theta: float) -> RopeScaling | None:
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, head_dim, theta)
+    kind = keys.text("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        demand = "is not supported; supported: 'none', 'linear' and Llama 3.1's rope_freqs.weight"
+        raise keys.wrong("rope.scaling.type", demand)
     if kind == "none":
         return None
-    if kind == "linear":
-        return RopeScaling(rope_type="linear", factor=float(keys.get("rope.scaling.factor", 1.0)))
-    raise ValueError(
-        f"{file.path}: {keys.arch}.rope.scaling.type={kind!r} is not supported; supported: "
-        "'none', 'linear' and the factors of Llama 3.1 (rope_freqs.weight)"
-    )
+    factor = keys.number("rope.scaling.factor", 1.0)
+    return keys.build(RopeScaling, {"rope_type": "linear", "factor": factor})
 
 
 def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
     """The Llama 3.1 scaling whose frequencies the file lists as divisors."""
     divisors = np.asarray(file.read("rope_freqs.weight"), np.float32)
     scaling = RopeScaling(rope_type="llama3", factor=max(1.0, float(divisors.max())))
-    expected = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ValueError(
-            f"{file.path}: rope_freqs.weight {divisors.shape} is not the Llama 3.1 scaling with "
-            f"factor {scaling.factor} over 8192 positions, the only one that is supported"
-        )
-    return scaling
+    if theta > 0 and divisors.shape == (head_dim // 2,):
+        plain = rope_frequencies(head_dim, theta, None)
+        if np.allclose(divisors, plain / rope_frequencies(head_dim, theta, scaling), rtol=1e-4):
+            return scaling
+    raise ValueError(
+        f"{file.path}: rope_freqs.weight {divisors.shape} is not the Llama 3.1 scaling with factor "
+        f"{scaling.factor} over 8192 positions, the only one that is supported"
+    )

@@ -1,12 +1,10 @@
 """Tokenizers built from the metadata of a GGUF file (byte-level BPE)."""
 
-from typing import Any
-
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from specjax.checkpoints.gguf_reader import GGUFFile
-from specjax.text.tokenizer import Tokenizer, set_template
+from specjax.checkpoints.gguf import GGUFFile
+from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -23,27 +21,19 @@ _TEKKEN = (
 
 # `tokenizer.ggml.pre` to the regular expression that splits text before merging; None is GPT-2's,
 # which `tokenizers` has built in. transformers reads `smollm` files with GPT-2's split too.
-SPLITS: dict[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": None,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
+_SPLITS: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
 }
 
 
 def _byte_alphabet() -> dict[int, str]:
     """Spelling of each byte in a byte-level vocabulary: printable as itself, others from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    spelling = {byte: chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in spelling)
-    return spelling | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
@@ -51,27 +41,18 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
 
     Encodes as transformers does when it loads the same file (``gguf_file=``): control tokens are
     special, user-defined ones are matched whole, and ``tokenizer.ggml.pre`` picks the split.
-
-    Raises:
-        ValueError: if the file has no tokenizer or one of another kind than byte-level BPE.
     """
     data = file.metadata
-    kind = data.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ValueError(
-            f"{file.path}: tokenizer.ggml.model={kind!r} is not supported; supported: 'gpt2' "
-            "(byte-level BPE). Use the Hugging Face directory of the model, or pass "
-            "skip_tokenizer_init=True and give input_ids"
-        )
-    pre = data.get("tokenizer.ggml.pre", "default")
-    if pre not in SPLITS:
-        raise ValueError(
-            f"{file.path}: tokenizer.ggml.pre={pre!r} is not supported; supported: "
-            f"{sorted(SPLITS)}. Use the Hugging Face directory of the model, or pass "
-            "skip_tokenizer_init=True and give input_ids"
-        )
-    tokens: list[str] = _required(file, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _required(file, "tokenizer.ggml.merges")]
+    for key, default, known in (("model", None, ["gpt2"]), ("pre", "default", sorted(_SPLITS))):
+        if data.text(f"tokenizer.ggml.{key}", default) not in known:
+            raise data.wrong(
+                f"tokenizer.ggml.{key}",
+                f"is not supported; supported: {known} (byte-level BPE). Use the Hugging Face "
+                "directory of the model, or pass skip_tokenizer_init=True and give input_ids",
+            )
+    tokens: list[str] = data.items("tokenizer.ggml.tokens", str)
+    kinds: list[int] = data.items("tokenizer.ggml.token_type", int, [])
+    merges = [tuple(merge.split(" ", 1)) for merge in data.items("tokenizer.ggml.merges", str)]
     alphabet = _byte_alphabet()
     letters = set(alphabet.values())
     vocab = {
@@ -84,49 +65,31 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{file.path}: broken BPE vocabulary: {error}") from error
     backend.decoder = decoders.ByteLevel()
-    backend.pre_tokenizer = _pre_tokenizer(SPLITS[pre])
-    _add_marked_tokens(backend, tokens, data.get("tokenizer.ggml.token_type", ()), letters)
+    backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.text("tokenizer.ggml.pre", "default")])
+    _add_marked_tokens(backend, tokens, kinds, letters)
     special = _special_tokens(file, tokens)
-    backend.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True)
-            for token in dict.fromkeys(special.values())
-        ]
-    )
-    set_template(
-        backend,
-        bos=special.get("bos_token") if data.get("tokenizer.ggml.add_bos_token") else None,
-        eos=special.get("eos_token") if data.get("tokenizer.ggml.add_eos_token") else None,
-    )
+    named = dict.fromkeys(special.values())
+    backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
+    set_template(backend, special, data, "tokenizer.ggml.")
     return Tokenizer(
         backend,
         special_tokens=special,
-        chat_template=data.get("tokenizer.chat_template"),
-        extra_eos_token_ids=extra_eos_token_ids(file),
+        chat_template=data.text("tokenizer.chat_template", None),
+        extra_eos_token_ids=eos_token_ids(file),
     )
 
 
-def extra_eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """End-of-turn and end-of-message ids, which end a text beside ``eos_token``."""
-    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    return tuple(file.metadata[key] for key in keys if key in file.metadata)
-
-
-def _required(file: GGUFFile, key: str) -> Any:
-    if key not in file.metadata:
-        raise ValueError(f"{file.path} has no {key}, which its tokenizer needs")
-    return file.metadata[key]
+def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
+    """Ids that end a text: those of the end of a text, of a turn and of a message."""
+    keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
+    return unique_ids(file.metadata.integer(key, None) for key in keys)
 
 
 def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     if split is None:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+        return letters
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), letters])
 
 
 def _add_marked_tokens(
@@ -137,33 +100,25 @@ def _add_marked_tokens(
     An entry outside the byte alphabet is stored under its byte spelling, so adding its text would
     allot a new id beyond the model's vocabulary: it stays a plain vocabulary entry.
     """
-    special: list[AddedToken] = []
-    plain: list[AddedToken] = []
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (_CONTROL, _USER_DEFINED) and set(token) <= letters:
-            is_special = kind == _CONTROL
-            added = AddedToken(token, normalized=False, special=is_special)
-            (special if is_special else plain).append(added)
-    backend.add_special_tokens(special)
-    backend.add_tokens(plain)
+    marked = {
+        wanted: [
+            AddedToken(token, normalized=False, special=wanted == _CONTROL)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind == wanted and set(token) <= letters
+        ]
+        for wanted in (_CONTROL, _USER_DEFINED)
+    }
+    backend.add_special_tokens(marked[_CONTROL])
+    backend.add_tokens(marked[_USER_DEFINED])
 
 
 def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
-    keys = {
-        "bos_token": "bos_token_id",
-        "eos_token": "eos_token_id",
-        "unk_token": "unknown_token_id",
-        "pad_token": "padding_token_id",
-    }
     special = {}
-    for name, key in keys.items():
-        token_id = file.metadata.get(f"tokenizer.ggml.{key}")
-        if token_id is None:
-            continue
-        if not 0 <= token_id < len(tokens):
-            raise ValueError(
-                f"{file.path}: tokenizer.ggml.{key}={token_id} is outside the vocabulary of "
-                f"{len(tokens)} tokens"
-            )
-        special[name] = tokens[token_id]
+    for name, stored in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        key = f"tokenizer.ggml.{stored}_token_id"
+        if key in file.metadata:
+            if (token_id := file.metadata.integer(key)) >= len(tokens):
+                demand = f"is outside the vocabulary of {len(tokens)} tokens"
+                raise file.metadata.wrong(key, demand)
+            special[f"{name}_token"] = tokens[token_id]
     return special

@@ -4,19 +4,12 @@ import re
 from pathlib import Path
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_METADATA = ["*.json", "*.jinja"]
 
 
 def download(repo_id: str, knob: str) -> Path:
     """Local snapshot of a repository: configuration, tokenizer and one set of weights.
 
-    Args:
-        repo_id: ``owner/name``.
-        knob: the argument that the value came from, for errors.
-
-    Raises:
-        ValueError: if it is no repository id, or it can be neither downloaded nor found in the
-            local cache.
+    ``knob`` is the argument that the value came from, for errors.
     """
     if not _REPOSITORY.fullmatch(repo_id):
         raise ValueError(
@@ -25,20 +18,13 @@ def download(repo_id: str, knob: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    def fetch(weights: str) -> Path:
-        # weights in sub-folders and consolidated files are copies in other formats
-        return Path(
-            snapshot_download(
-                repo_id,
-                allow_patterns=[*_METADATA, weights],
-                ignore_patterns=["*/*", "consolidated*"],
-            )
-        )
-
     try:
-        path = fetch("*.safetensors")
-        if not any(path.glob("*.safetensors")):
-            path = fetch("pytorch_model*.bin")
+        for weights in ("*.safetensors", "pytorch_model*.bin"):
+            # weights in sub-folders and consolidated files are copies in other formats
+            wanted, copies = ["*.json", "*.jinja", weights], ["*/*", "consolidated*"]
+            path = Path(snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=copies))
+            if any(path.glob(weights)):
+                break
     except Exception as error:  # the hub client raises several unrelated types
         raise ValueError(
             f"{knob}={repo_id!r} is no local path, and the repository cannot be downloaded: "

@@ -5,58 +5,45 @@ opens like a checkpoint with ``load_format="dummy"``.
 """
 
 from pathlib import Path
+from typing import Any
 
-from specjax.checkpoints.orbax_store import write_config
+from specjax.checkpoints.orbax import write_config
 from specjax.config import DraftConfig, ModelConfig, RopeScaling
 
+_LLAMA31_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
 LLAMA31_8B = ModelConfig(
     model_type="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
     num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
     rope_theta=500000.0,
     rope_scaling=RopeScaling(rope_type="llama3", factor=8.0),
-    max_position_embeddings=131072,
-    dtype="bfloat16",
+    **_LLAMA31_8B,
 )
 LLAMA31_8B_EAGLE3 = DraftConfig(
-    algorithm="EAGLE3",
-    vocab_size=128256,
+    checkpoint_format="eagle-3",
     draft_vocab_size=32000,
-    hidden_size=4096,
-    target_hidden_size=4096,
-    intermediate_size=14336,
+    target_hidden_size=LLAMA31_8B.hidden_size,
     num_layers=1,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=131072,
     feature_layers=LLAMA31_8B.default_feature_layers,
-    dtype="bfloat16",
+    **_LLAMA31_8B,
 )
-PRESETS: dict[str, tuple[ModelConfig, DraftConfig]] = {
-    "llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)
-}
+PRESETS = {"llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)}
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write the configurations of a preset; returns the folders of target and draft.
-
-    Raises:
-        ValueError: for an unknown preset.
-    """
+    """Write the configurations of a preset; returns the folders of target and draft."""
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is not one of {sorted(PRESETS)}")
     paths = folder / name / "target", folder / name / "draft"
-    target, draft = PRESETS[name]
-    for path in paths:
+    for path, config in zip(paths, PRESETS[name], strict=True):
         path.mkdir(parents=True, exist_ok=True)
-    write_config(paths[0], target)
-    write_config(paths[1], draft)
+        write_config(path, config)
     return paths

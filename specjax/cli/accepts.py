@@ -7,11 +7,10 @@ from typing import TextIO
 
 ACCEPTED = "\x1b[32m"
 RESET = "\x1b[0m"
-LEGEND = "accepted drafts; everything else is the target's own token of a pass"
 
 
 def use_colour(stream: TextIO) -> bool:
-    """Says whether ``stream`` should get ANSI colours (https://no-color.org)."""
+    """Whether ``stream`` should get ANSI colours (https://no-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (
@@ -27,53 +26,44 @@ class AcceptPainter:
 
     Args:
         push: takes new token ids and returns the text that they complete, as
-            `IncrementalDecoder.push` does.
+            :meth:`IncrementalDecoder.push` does.
         colour: mark by colour; otherwise by square brackets.
     """
 
     def __init__(self, push: Callable[[list[int]], str], *, colour: bool) -> None:
         self._push = push
         self._open, self._close = (ACCEPTED, RESET) if colour else ("[", "]")
-        self._pending: deque[tuple[int, bool]] = deque()
-        self._num_tokens = 0
-        self._num_chars = 0
+        self._pending: deque[tuple[int, bool]] = deque()  # length and flag of tokens not shown yet
+        self._num_tokens = self._num_chars = 0
         self._is_open = False
-
-    @property
-    def legend(self) -> str:
-        """One line that explains the marks."""
-        return f"{self._open}like this{self._close}: {LEGEND}"
+        self.legend = (
+            f"{self._open}like this{self._close}: accepted drafts; everything else is the target's "
+            "own token of a pass"
+        )
 
     def paint(
         self, text: str, output_ids: Sequence[int], is_draft: Sequence[bool], *, final: bool
     ) -> str:
-        """Returns what is new since the last call, marked.
+        """What is new since the last call, marked.
 
-        Args:
-            text: the completion so far. It may lag behind the tokens by what could become a stop
-                string.
-            output_ids: the token ids so far.
-            is_draft: for each of them, whether it was an accepted draft.
-            final: nothing follows; a token that is not whole in ``text`` is cut there.
+        The ``text`` may lag behind the tokens by what could become a stop string. With ``final``
+        nothing follows: a token that is not whole in it is cut there.
         """
         for i in range(self._num_tokens, len(output_ids)):
             self._pending.append((len(self._push([output_ids[i]])), is_draft[i]))
         self._num_tokens = len(output_ids)
-        pieces = []
-        while self._pending:
-            length, accepted = self._pending[0]
-            if not final and self._num_chars + length > len(text):
-                break
-            self._pending.popleft()
-            pieces.append(self._mark(text[self._num_chars :][:length], accepted))
+        painted = ""
+        while self._pending and (final or self._num_chars + self._pending[0][0] <= len(text)):
+            length, accepted = self._pending.popleft()
+            painted += self._mark(text[self._num_chars :][:length], accepted)
             self._num_chars += length
         if final:
             # an incomplete character at the very end belongs to no token's piece
-            pieces += [self._mark(text[self._num_chars :], False), self.end_mark()]
-        return "".join(pieces)
+            painted += self._mark(text[self._num_chars :], False) + self.end_mark()
+        return painted
 
     def end_mark(self) -> str:
-        """Returns what closes an open mark, or nothing."""
+        """What closes an open mark, or nothing."""
         was_open, self._is_open = self._is_open, False
         return self._close if was_open else ""
 

@@ -1,16 +1,59 @@
-"""``--compare``: the same request with and without speculation, timed and compared."""
+"""The same request with and without speculation: timed, and where the two texts part."""
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.cli.difference import Difference, find_difference
-from specjax.engine.inputs import tokenize_inputs
+from specjax.engine.requests import tokenize_inputs
 
 NUM_TIMED_RUNS = 3
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first token at which two completions part, and how close the decision was."""
+
+    index: int  # of the completion's tokens, from 0
+    speculative_id: int | None  # None where the completion ends before
+    plain_id: int | None
+    top_ids: tuple[int, int]  # the two best tokens of the plain pass there
+    gap: float  # of their logits
+
+    def describe(self, decode: Decode | None = None) -> str:
+        """The difference in words; ``decode`` adds the tokens' text to their ids."""
+
+        def name(token_id: int | None) -> str:
+            if token_id is None:
+                return "the end"
+            return f"{token_id}" if decode is None else f"{token_id} {decode([token_id])!r}"
+
+        return (
+            f"token {self.index} is {name(self.speculative_id)} with speculation and "
+            f"{name(self.plain_id)} without; the two best logits there are {self.gap:.4g} apart "
+            f"({name(self.top_ids[0])} and {name(self.top_ids[1])})"
+        )
+
+
+def find_difference(
+    speculative_ids: Sequence[int],
+    plain_ids: Sequence[int],
+    prompt_ids: Sequence[int],
+    logit_gap: Callable[[list[int]], tuple[int, int, float]],
+) -> Difference:
+    """Where two unequal completions part; ``logit_gap`` is :meth:`Engine.logit_gap`."""
+    shorter = min(len(speculative_ids), len(plain_ids))
+    index = next((i for i in range(shorter) if speculative_ids[i] != plain_ids[i]), shorter)
+    first, second, gap = logit_gap([*prompt_ids, *plain_ids[:index]])
+    return Difference(
+        index=index,
+        speculative_id=speculative_ids[index] if index < len(speculative_ids) else None,
+        plain_id=plain_ids[index] if index < len(plain_ids) else None,
+        top_ids=(first, second),
+        gap=gap,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,46 +63,28 @@ class Comparison:
     dtype: str
     plain_tokens_per_second: float
     speculative_tokens_per_second: float
+    speed_up: float
+    equal: bool
     difference: Difference | None
-    speculative_text: str
-    plain_text: str
-
-    @property
-    def speed_up(self) -> float:
-        """Speculative over plain tokens per second."""
-        return self.speculative_tokens_per_second / self.plain_tokens_per_second
 
     @property
     def is_acceptable(self) -> bool:
         """False for a difference in float32, where the outputs have to be identical."""
-        return self.difference is None or self.dtype != "float32"
+        return self.equal or self.dtype != "float32"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the comparison for JSON."""
-        return {
-            "dtype": self.dtype,
-            "plain_tokens_per_second": self.plain_tokens_per_second,
-            "speculative_tokens_per_second": self.speculative_tokens_per_second,
-            "speed_up": self.speed_up,
-            "equal": self.difference is None,
-            "difference": self.difference and dataclasses.asdict(self.difference),
-        }
-
-    def report(self, decode: Callable[[list[int]], str] | None = None) -> str:
-        """Returns the comparison as lines of text; ``decode`` shows tokens as text too."""
-        lines = [
-            "",
-            f"plain        {self.plain_tokens_per_second:8.1f} tok/s",
-            f"speculative  {self.speculative_tokens_per_second:8.1f} tok/s",
-            f"speed-up     {self.speed_up:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
-            "prefill included, start-up not)",
-        ]
-        if self.difference is None:
-            return "\n".join([*lines, "the texts are equal"])
-        lines.append(f"the texts differ: {self.difference.describe(decode)}")
+    def report(self, decode: Decode) -> str:
+        """The comparison as lines of text."""
+        texts = "the texts are equal"
+        if self.difference is not None:
+            texts = f"the texts differ: {self.difference.describe(decode)}"
         if not self.is_acceptable:
-            lines.append("in float32 the texts have to be equal: this is a defect")
-        return "\n".join(lines)
+            texts += "\nin float32 the texts have to be equal: this is a defect"
+        return (
+            f"\nplain        {self.plain_tokens_per_second:8.1f} tok/s"
+            f"\nspeculative  {self.speculative_tokens_per_second:8.1f} tok/s"
+            f"\nspeed-up     {self.speed_up:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
+            f"prefill included, start-up not)\n{texts}"
+        )
 
 
 def compare_with_plain(
@@ -67,55 +92,42 @@ def compare_with_plain(
     engine_args: dict[str, Any],
     make_engine: Callable[..., Any],
     request: dict[str, Any],
-    sampling: dict[str, Any],
 ) -> Comparison:
-    """Decodes ``request`` with ``engine`` and with a plain engine that shares its weights.
+    """Decode a request, which the warm ``engine`` has answered before, also with a plain engine.
 
-    Args:
-        engine: the speculative engine, already warm: it has answered the request once.
-        engine_args: the keyword arguments it was made with.
-        make_engine: builds an engine.
-        request: the prompt as keyword arguments of `Engine.generate`.
-        sampling: sampling parameters; seeded where they sample.
+    That shares the weights and the arguments that are not about drafts. The ``request`` is keyword
+    arguments of :meth:`Engine.generate`, seeded where it samples.
     """
     plain_args = {
         name: value
         for name, value in engine_args.items()
-        if not name.startswith("speculative_") and not name.startswith("draft")
+        if not name.startswith(("speculative_", "draft", "simulate_"))
     }
-    with make_engine(
-        **plain_args, speculative_algorithm=None, share_weights_with=engine
-    ) as plain_engine:
-        plain_engine.generate(sampling_params=sampling, **request)
-        runs: dict[str, list[float]] = {"speculative": [], "plain": []}
-        outputs = {}
+    with make_engine(**plain_args, speculative_algorithm=None, share_weights_with=engine) as plain:
+        plain.generate(**request)
+        engines = {"speculative": engine, "plain": plain}
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        ids: dict[str, list[int]] = {}
         # alternating, so that a change of clock speed falls on both
         for _ in range(NUM_TIMED_RUNS):
-            for name, one in (("speculative", engine), ("plain", plain_engine)):
+            for name, one in engines.items():
                 start = time.perf_counter()
-                outputs[name] = one.generate(sampling_params=sampling, **request)
-                runs[name].append(time.perf_counter() - start)
-        speculative, plain = outputs["speculative"], outputs["plain"]
+                ids[name] = one.generate(**request)["output_ids"]
+                seconds[name].append(time.perf_counter() - start)
         difference = None
-        if speculative["output_ids"] != plain["output_ids"]:
+        if ids["speculative"] != ids["plain"]:
             (prompt_ids,), _ = tokenize_inputs(
                 engine.tokenizer, request.get("prompt"), None, request.get("messages")
             )
             difference = find_difference(
-                speculative["output_ids"],
-                plain["output_ids"],
-                prompt_ids,
-                plain_engine.logit_gap,
+                ids["speculative"], ids["plain"], prompt_ids, plain.logit_gap
             )
-    speeds = {
-        name: len(outputs[name]["output_ids"]) / statistics.median(seconds)
-        for name, seconds in runs.items()
-    }
+    speculative, plainly = (len(ids[one]) / statistics.median(seconds[one]) for one in engines)
     return Comparison(
         dtype=engine.target.config.dtype,
-        plain_tokens_per_second=speeds["plain"],
-        speculative_tokens_per_second=speeds["speculative"],
+        plain_tokens_per_second=plainly,
+        speculative_tokens_per_second=speculative,
+        speed_up=speculative / plainly,
+        equal=difference is None,
         difference=difference,
-        speculative_text=speculative["text"],
-        plain_text=plain["text"],
     )

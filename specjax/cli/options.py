@@ -1,24 +1,25 @@
 """Command-line options of an engine, for every command that makes one.
 
-Options that were not given stay out of the namespace, so that ``Engine`` keeps the only copy of
-their defaults: the parser needs ``argument_default=argparse.SUPPRESS``.
+Flags, types and help come from the fields of dataclasses and their descriptions. Options that
+were not given stay out of the namespace, so that ``EngineArgs`` keeps the only copy of their
+defaults: the parser needs ``argument_default=argparse.SUPPRESS``.
 """
 
 import argparse
+import inspect
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
-ENGINE_ARGUMENTS = (
-    "model",
-    "draft",
-    "speculative_algorithm",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "draft_rope_theta",
-    "speculative_adaptive",
-    "speculative_adaptive_config",
-    "dtype",
+from specjax.checkpoints.presets import write_preset
+from specjax.engine.args import EngineArgs
+from specjax.speculative.registry import DEFAULT
+
+MODEL = ("model", "draft", "dtype")
+MEMORY = (
     "context_length",
     "page_size",
     "max_total_tokens",
@@ -27,87 +28,30 @@ ENGINE_ARGUMENTS = (
     "mem_fraction_static",
     "seed",
     "compile_cache_dir",
-    "max_running_requests",
-    "batch_buckets",
 )
+# --quiet says whether progress is shown
+ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")
+SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
+SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION))
 
 
-def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of ``Engine`` that the command line sets."""
-    given = {name: getattr(args, name) for name in ENGINE_ARGUMENTS if hasattr(args, name)}
-    for name in ("speculative_algorithm", "compile_cache_dir"):
-        if given.get(name) == "none":
-            given[name] = None
-    return given
+def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[str]) -> None:
+    """Add a flag for each of the fields of a dataclass that are named."""
+    hints, help_texts = get_type_hints(cls), _descriptions(cls)
+    for name in names:
+        options = _option(hints[name]) | {"help": help_texts.get(name)}
+        group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def add_model_options(group: argparse._ArgumentGroup) -> None:
-    """Which weights, and in which precision."""
-    group.add_argument(
-        "--model", help="embedded name, checkpoint directory or repo id (default: smollm2-135m)"
-    )
-    group.add_argument(
-        "--draft", help="draft head: directory or repo id (default: the model's own)"
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="auto (default): float32 on a CPU, the checkpoint's own on a GPU",
-    )
-
-
-def add_speculation_options(group: argparse._ArgumentGroup) -> None:
-    """What a round drafts."""
-    group.add_argument(
-        "--speculative-algorithm",
-        choices=("EAGLE3", "EAGLE", "none"),
-        default="EAGLE3",
-        help="none decodes plainly (default: EAGLE3)",
-    )
-    group.add_argument(
-        "--speculative-num-steps", type=int, metavar="N", help="tokens drafted per round"
-    )
-    group.add_argument("--speculative-eagle-topk", type=int, metavar="N")
-    group.add_argument("--speculative-num-draft-tokens", type=int, metavar="N")
-    group.add_argument(
-        "--speculative-adaptive",
-        action="store_true",
-        help="choose the tokens drafted per round by what is being accepted",
-    )
-    group.add_argument(
-        "--speculative-adaptive-config", metavar="FILE", help="JSON, see docs/adaptive_decoding.md"
-    )
-    group.add_argument(
-        "--draft-rope-theta", type=float, metavar="X", help="override the head's rotary base"
-    )
-
-
-def add_memory_options(group: argparse._ArgumentGroup) -> None:
-    """Sizes, and what happens at start-up."""
-    group.add_argument("--context-length", type=int, metavar="N")
-    group.add_argument("--page-size", type=int, metavar="N", help="tokens per KV page")
-    group.add_argument("--max-total-tokens", type=int, metavar="N", help="size of the KV pool")
-    group.add_argument("--chunked-prefill-size", type=int, metavar="N", help="prompt tokens a pass")
-    group.add_argument(
-        "--rounds-per-dispatch", type=int, metavar="N", help="rounds in one call on the device"
-    )
-    group.add_argument("--mem-fraction-static", type=float, metavar="X")
-    group.add_argument("--seed", type=int, metavar="N", help="seed of unseeded sampled requests")
-    group.add_argument(
-        "--compile-cache-dir",
-        metavar="DIR",
-        help="where compiled functions are kept; none: nowhere",
-    )
-
-
-def add_batch_buckets_option(group: argparse._ArgumentGroup) -> None:
-    """Which batch sizes are compiled."""
-    group.add_argument(
-        "--batch-buckets",
-        type=lambda text: [int(part) for part in text.split(",")],
-        metavar="N,N",
-        help="batch sizes to compile for (default: powers of two, some from 2 on)",
-    )
+def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] = MEMORY) -> None:
+    """Add flags for fields of ``EngineArgs``; a command line speculates unless told otherwise."""
+    for title, names in (
+        ("model", MODEL),
+        ("speculation", SPECULATION),
+        ("memory and start-up", memory),
+    ):
+        add_options(parser.add_argument_group(title), EngineArgs, names)
+    parser.set_defaults(speculative_algorithm=DEFAULT)
 
 
 def add_start_options(group: argparse._ArgumentGroup) -> None:
@@ -118,29 +62,53 @@ def add_start_options(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="a published model's shape with random weights instead of --model and --draft",
     )
-    group.add_argument(
-        "--max-running-requests",
-        type=int,
-        metavar="N",
-        help="requests decoded at once (default: as the engine; specjax generate has 1)",
-    )
-    add_batch_buckets_option(group)
+    add_options(group, EngineArgs, ("max_running_requests", "batch_buckets"))
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``Engine`` that the command line sets."""
+    return {name: getattr(args, name) for name in ALL if hasattr(args, name)}
 
 
 def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of ``Engine`` for a preset, whose configurations go to ``folder``.
-
-    Raises:
-        ValueError: for an unknown preset, or one beside a model or a draft head.
-    """
+    """Keyword arguments of ``Engine`` for a preset, whose configurations go to ``folder``."""
     if preset is None:
         return engine_args
     excluded = [f"--{name}" for name in ("model", "draft") if name in engine_args]
     if excluded:
         raise ValueError(f"--preset={preset} excludes {', '.join(excluded)}")
-    from specjax.checkpoints.presets import write_preset
-
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     has_head = engine_args["speculative_algorithm"] is not None
     return engine_args | dummy | ({"draft": str(draft)} if has_head else {})
+
+
+def _option(hint: Any) -> dict[str, Any]:
+    """How a value of a type is written on a command line."""
+    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction if NoneType in kinds else "store_true"}
+    if int in kinds or float in kinds:
+        return {"type": int, "metavar": "N"} if int in kinds else {"type": float, "metavar": "X"}
+    if list in kinds:
+        return {"action": "append", "metavar": "TEXT"}
+    if Sequence in kinds:
+        return {"type": _integers, "metavar": "N,N"}
+    return {"type": _or_none if NoneType in kinds else str, "metavar": "TEXT"}
+
+
+def _or_none(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _descriptions(cls: type) -> dict[str, str]:
+    """What the docstring of a class says of each attribute."""
+    attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return {
+        name: " ".join(text.split()).replace("``", "").replace("%", "%%") for name, text in found
+    }

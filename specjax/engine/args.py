@@ -1,26 +1,29 @@
 """Arguments of an engine, checked as far as they can be without model and device."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
-from specjax.checks import check_integer, is_number
-from specjax.config import MAX_STEPS, SpeculativeConfig
+from specjax.checks import check_integer, check_number, is_integer
+from specjax.config import MAX_STEPS
+from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.types import DraftShape
 
-DEFAULT_NUM_STEPS = 5
 # measured: docs/adaptive_decoding.md
 DEFAULT_POLICY = "ema"
-PATHS = ("model", "draft", "compile_cache_dir")
-BOOLS = (
-    "speculative_adaptive",
-    "disable_radix_cache",
-    "overlap",
-    "skip_tokenizer_init",
-    "show_progress",
-)
+# of numbers, where it is not "at least 1" of an integer; the algorithm checks its own sizes
+LIMITS: dict[str, Any] = {
+    "max_waiting_requests": {"at_least": 0},
+    "seed": {"at_least": 0},
+    "base_gpu_id": {"at_least": 0},
+    "speculative_num_steps": {"at_least": 0, "at_most": MAX_STEPS},
+    "request_timeout": {"above": 0},
+    "mem_fraction_static": {"above": 0, "at_most": 1},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +38,20 @@ class EngineArgs:
         speculative_eagle_topk: candidates a level; only 1 (a chain) is supported.
         speculative_num_draft_tokens: rows of a verify; ``speculative_num_steps + 1`` for a chain.
         speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
-            ``speculative_num_steps`` is where it begins.
-        speculative_adaptive_config: path of a JSON file, or its values, for
-            ``speculative_adaptive``; see ``docs/adaptive_decoding.md``.
+            ``speculative_num_steps`` is where it begins, which may be 0.
+        speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
         draft_rope_theta: overrides the rotary base of the draft head.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, the checkpoint's on a
-            GPU.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
         context_length: prompt and completion together; the model's own limit by default.
         page_size: tokens a KV page.
         max_running_requests: requests decoded at once; 4 on a CPU and 32 on a GPU by default.
-        max_waiting_requests: requests that may wait for a place beside those; a request beyond is
-            refused. ``None`` is no limit.
+        max_waiting_requests: requests that may wait beside those, more are refused; ``None``: any.
         request_timeout: seconds after which a request ends with finish reason ``abort``, waiting
             included; ``generate`` can set another for its own. ``None`` is no limit.
         batch_buckets: batch sizes that rounds are compiled for. By default powers of two, on a GPU
             from 2 on where a padded batch of one is faster.
         max_total_tokens: tokens in the KV pool.
-        mem_fraction_static: share of the device's memory for weights and KV where
-            ``max_total_tokens`` is not given.
+        mem_fraction_static: share of device memory for weights and KV, not with max_total_tokens.
         disable_radix_cache: compute every prompt anew instead of keeping KV pages by prefix.
         chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
         overlap: dispatch a round before the one before it is read. The results are the same; by
@@ -65,11 +64,10 @@ class EngineArgs:
         seed: of the noise of requests that bring no ``sampling_seed``.
         compile_cache_dir: folder of compiled functions, ``"auto"`` for the user's cache folder,
             ``None`` to leave JAX's own setting alone.
-        show_progress: sizes, the resolved draft head and a progress bar on standard error at
-            start-up; by default where that is a terminal.
-        simulate_accept_length: accept this many tokens a round on average, right or wrong: for
-            measurements of speed, its text is of no meaning. From 1 to
-            ``speculative_num_steps + 1``.
+        show_progress: sizes and a progress bar on standard error; by default on a terminal.
+        base_gpu_id: which of the process's devices (``jax.devices()``) the engine is put on.
+        simulate_accept_length: accept this many tokens a round on average, right or wrong, to
+            measure speed alone: from 1 to ``speculative_num_steps + 1``.
 
     Raises:
         ValueError: for a value outside its range, with its name.
@@ -102,121 +100,75 @@ class EngineArgs:
     seed: int = 0
     compile_cache_dir: str | PathLike[str] | None = "auto"
     show_progress: bool | None = None
+    base_gpu_id: int = 0
     simulate_accept_length: float | None = None
 
     def __post_init__(self) -> None:
-        optional = {f.name for f in fields(self) if f.default is None}
-        for name, least in (
-            ("max_running_requests", 1),
-            ("max_waiting_requests", 0),
-            ("chunked_prefill_size", 1),
-            ("rounds_per_dispatch", 1),
-            ("context_length", 1),
-            ("page_size", 1),
-            ("max_total_tokens", 1),
-            ("seed", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None or name not in optional:
-                check_integer(name, value, at_least=least)
-        for name in BOOLS:
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name in optional):
-                raise ValueError(f"{name}={value!r} must be a bool")
-        for name in PATHS:
-            value = getattr(self, name)
-            if not isinstance(value, str | PathLike) and (value is not None or name == "model"):
-                raise ValueError(f"{name}={value!r} must be a text or a path")
-        for name in ("draft_rope_theta", "mem_fraction_static"):
-            value = getattr(self, name)
-            if value is not None and not is_number(value):
-                raise ValueError(f"{name}={value!r} must be a number")
-        buckets = self.batch_buckets
-        if buckets is not None and not (
-            isinstance(buckets, Sequence) and all(type(size) is int for size in buckets)
-        ):
-            raise ValueError(f"batch_buckets={buckets!r} must be a list of integers")
+        for name, hint in get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), hint)
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format={self.load_format!r} is not 'auto' or 'dummy'")
-        check_timeout("request_timeout", self.request_timeout)
-        speculative, accepted = self.speculative, self.simulate_accept_length
+        self.algorithm.validate(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
                 "speculative_adaptive is False; set it"
             )
-        most = self.tiers[-1]
+        most = self.shapes[-1].steps
         if most > MAX_STEPS:
             raise ValueError(
-                f"speculative_adaptive_config has candidate_steps={list(self.tiers)}, but at most "
+                f"speculative_adaptive_config has {most} among its candidate_steps, but at most "
                 f"{MAX_STEPS} are supported"
             )
-        if speculative is not None and accepted is not None:
-            if not is_number(accepted) or not 1 <= accepted <= most + 1:
-                raise ValueError(
-                    f"simulate_accept_length={accepted!r} must be a number from 1 to "
-                    f"speculative_num_steps + 1 = {most + 1}"
-                )
+        accepted = self.simulate_accept_length
+        if accepted is not None and not 1 <= accepted <= most + 1:
+            raise ValueError(
+                f"simulate_accept_length={accepted!r} must be a number from 1 to "
+                f"speculative_num_steps + 1 = {most + 1}"
+            )
 
     @cached_property
     def adaptive(self) -> AdaptiveConfig | None:
-        """How the drafted tokens are chosen; ``None`` where they stay as they are.
-
-        A file is read once, so that tiers and policy come from the same values.
-
-        Raises:
-            ValueError: for a configuration that is not valid.
-        """
+        """How the drafted tokens are chosen; ``None`` where they stay. A file is read once."""
         if not self.speculative_adaptive:
             return None
         config = load_adaptive_config(self.speculative_adaptive_config)
         return config.resolve(config.policy or DEFAULT_POLICY)
 
-    @property
-    def tiers(self) -> tuple[int, ...]:
-        """Every number of drafted tokens that a round can have, ascending."""
-        adaptive, speculative = self.adaptive, self.speculative
-        if adaptive is not None:
-            return adaptive.candidate_steps
-        return (0 if speculative is None else speculative.num_steps,)
+    @cached_property
+    def algorithm(self) -> SpeculativeAlgorithm:
+        """How tokens are drafted."""
+        return SpeculativeAlgorithm.from_string(self.speculative_algorithm)
 
-    @property
-    def speculative(self) -> SpeculativeConfig | None:
-        """What a round drafts; ``None`` for plain decoding."""
-        if self.speculative_algorithm is None:
-            given: dict[str, Any] = {
-                "speculative_num_steps": self.speculative_num_steps,
-                "speculative_num_draft_tokens": self.speculative_num_draft_tokens,
-                "speculative_eagle_topk": (
-                    self.speculative_eagle_topk if self.speculative_eagle_topk != 1 else None
-                ),
-                "speculative_adaptive": self.speculative_adaptive or None,
-                "speculative_adaptive_config": self.speculative_adaptive_config,
-                "draft": self.draft,
-                "draft_rope_theta": self.draft_rope_theta,
-                "simulate_accept_length": self.simulate_accept_length,
-            }
-            unused = [name for name, value in given.items() if value is not None]
-            if unused:
-                raise ValueError(f"{unused} are given, but speculative_algorithm is None; set it")
-            return None
-        steps = self.speculative_num_steps
-        if steps is None:
-            steps = DEFAULT_NUM_STEPS
-        rows = self.speculative_num_draft_tokens
-        return SpeculativeConfig(
-            algorithm=self.speculative_algorithm,
-            num_steps=steps,
-            topk=self.speculative_eagle_topk,
-            num_draft_tokens=steps + 1 if rows is None else rows,
-        )
+    @cached_property
+    def shape(self) -> DraftShape:
+        """What a round drafts, the first where that adapts."""
+        return self.algorithm.draft_shape(self)
+
+    @cached_property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Everything that a round may draft, the tiers, by ascending steps."""
+        if self.adaptive is None:
+            return (self.shape,)
+        reason = self.algorithm.adaptive_unsupported_reason(self)
+        if reason is not None:
+            raise ValueError(f"speculative_adaptive=True: {reason}")
+        steps = self.adaptive.candidate_steps
+        return tuple(self.algorithm.draft_shape(self, count) for count in steps)
 
 
-def check_timeout(name: str, seconds: float | None) -> None:
-    """Refuse what is no time to wait.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if seconds is not None and not (is_number(seconds) and seconds > 0):
-        raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, or None")
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that is not of the type that its field declares."""
+    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+    if value is None and NoneType in kinds:
+        return
+    if int in kinds:
+        check_integer(name, value, **LIMITS.get(name, {"at_least": 1}))
+    elif float in kinds:
+        check_number(name, value, **LIMITS.get(name, {}))
+    elif Sequence in kinds:
+        if not isinstance(value, Sequence) or not all(map(is_integer, value)):
+            raise ValueError(f"{name}={value!r} must be a list of integers")
+    elif not isinstance(value, tuple(kinds)):
+        names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise ValueError(f"{name}={value!r} must be a {names}")

@@ -39,17 +39,6 @@ def next_logits(
 ) -> np.ndarray:
     """Float32 logits ``[V]`` of the token behind ``input_ids``, in one pass."""
     # padded so that inputs of similar length share one compiled function
-    width = -(-len(input_ids) // 64) * 64
-    tokens = np.zeros((1, width), np.int32)
+    tokens = np.zeros((1, -(-len(input_ids) // 64) * 64), np.int32)
     tokens[0, : len(input_ids)] = input_ids
-
     return np.asarray(_next_logits(flat, weights, tokens, np.int32(len(input_ids) - 1)))
-
-
-def two_best(
-    flat: FlatModel[CausalLM], weights: Weights, input_ids: Sequence[int]
-) -> tuple[int, int, float]:
-    """The two best next tokens and the gap of their logits."""
-    logits = next_logits(flat, weights, input_ids)
-    second, first = (int(i) for i in np.argsort(logits)[-2:])
-    return first, second, float(logits[first] - logits[second])

@@ -4,31 +4,33 @@ import atexit
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from os import PathLike
 from typing import Any
 
-import jax
+import numpy as np
 
 from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import EngineParts, build_parts
-from specjax.engine.diagnostics import two_best
+from specjax.engine.build import EnginePlan, build_engine
+from specjax.engine.diagnostics import next_logits
 from specjax.engine.info import server_info
-from specjax.engine.inputs import Messages, check_ids
-from specjax.engine.requests import Params, RequestFactory
-from specjax.engine.streams import Batch, stream_batch, stream_batch_async, wait, wait_async
+from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt
 from specjax.engine.weights import (
     NewWeights,
+    check_finite,
     replace_weights,
     weights_from_disk,
     weights_from_tensors,
 )
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
-from specjax.metrics.engine_metrics import EngineMetrics
+from specjax.metrics.prometheus import EngineMetrics
+from specjax.metrics.totals import Totals
 from specjax.runtime.runner import ModelRunner
+from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
 from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import Tokenizer
@@ -44,17 +46,23 @@ class Engine:
     """Generates text with a target model, speculatively or plainly, on one device.
 
     Everything that serving dispatches is compiled here, before the first request. The names follow
-    SGLang's ``Engine``. All methods may be called from several threads at once; one thread of the
-    engine's own runs the requests of all of them together.
+    SGLang's ``Engine``. Methods may be called from several threads at once; one thread of the
+    engine's own runs all their requests together. In a forked process they are a ``RuntimeError``.
 
-    An engine ends with :meth:`close`, with its ``with`` block, when the last reference to it goes,
-    or with the interpreter.
+    It ends with :meth:`close`, its ``with`` block, its last reference or the interpreter.
 
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         share_weights_with: an engine over the same model whose weights are used again, as they are
             now.
         **options: the other attributes of :class:`~specjax.engine.args.EngineArgs`.
+
+    Attributes:
+        args: what the engine was told.
+        runner: the device side; it belongs to the engine's thread.
+        tokenizer: ``None`` with ``skip_tokenizer_init``.
+        context_length: tokens of prompt and completion together.
+        metrics: figures since the start; ``metrics.registry`` is for ``prometheus_client``.
 
     Raises:
         TypeError: for options that do not exist.
@@ -68,39 +76,39 @@ class Engine:
         share_weights_with: "Engine | None" = None,
         **options: Any,
     ) -> None:
-        self.args = EngineArgs(model=model, **options)
+        self.args = args = EngineArgs(model=model, **options)
+        lender = None
         if share_weights_with is not None:
             share_weights_with._need_open()
-        lender = None if share_weights_with is None else share_weights_with._parts
-        self._parts: EngineParts = build_parts(self.args, lender)
-        parts, args = self._parts, self.args
-        self._factory = RequestFactory(
-            parts.target.config,
-            parts.tokenizer,
-            context_length=parts.context_length,
-            num_steps=parts.runner.config.num_steps,
-            seed=args.seed,
-            timeout=args.request_timeout,
-        )
-        overlap = jax.default_backend() != "cpu" if args.overlap is None else args.overlap
-        runner = parts.runner
+            lender = share_weights_with._plan, share_weights_with.runner
+        plan, runner, tokenizer = build_engine(args, lender)
+        self._plan: EnginePlan = plan
+        self.runner: ModelRunner = runner
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.context_length = plan.context_length
+        overlap = not runner.networks.placement.on_cpu if args.overlap is None else args.overlap
         allocator = PageAllocator(runner.config.num_pages, args.page_size)
         cache = None
         if not args.disable_radix_cache:
-            lookahead = 0 if parts.draft is None else 1
-            cache = PrefixCache(allocator, args.page_size, lookahead=lookahead)
+            cache = PrefixCache(allocator, lookahead=args.algorithm.lookahead)
         self._controller = make_controller(args, runner)
-        num_kv_tokens = (runner.config.num_pages - 1) * args.page_size
-        self._metrics = EngineMetrics(parts.target.name, num_kv_tokens, controller=self._controller)
+        totals = Totals(
+            max_total_tokens=plan.pools.max_total_tokens,
+            drafts=runner.config.largest.steps > 0,
+            adapts=self._controller is not None,
+            tier=runner.state.shape,
+        )
+        self.metrics = EngineMetrics(plan.target.name, totals)
         self._scheduler = Scheduler(
             runner,
             allocator,
             run_ahead=int(overlap),
             prefix_cache=cache,
             max_waiting_requests=args.max_waiting_requests,
-            metrics=self._metrics,
+            metrics=totals,
             controller=self._controller,
         )
+        self._factory = RequestFactory(args, plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
         # behind JAX's own hook and so before it: the thread needs a device until it ends
@@ -112,40 +120,24 @@ class Engine:
     @property
     def target(self) -> TargetCheckpoint:
         """Where the target's weights come from, with its configuration."""
-        return self._parts.target
+        return self._plan.target
 
     @property
     def draft(self) -> DraftCheckpoint | None:
         """Where the draft head's weights come from; ``None`` in plain decoding."""
-        return self._parts.draft
-
-    @property
-    def runner(self) -> ModelRunner:
-        """The device side; it belongs to the engine's thread."""
-        return self._parts.runner
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """``None`` with ``skip_tokenizer_init``."""
-        return self._parts.tokenizer
-
-    @property
-    def context_length(self) -> int:
-        """Prompt and completion together."""
-        return self._parts.context_length
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        """Figures since the start; ``metrics.registry`` is for ``prometheus_client``."""
-        return self._metrics
+        return next(iter(self._plan.drafts), None)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Arguments, sizes and state, in the shape of SGLang's ``get_server_info``.
+        """Arguments, sizes and state, in the shape of SGLang's ``get_server_info``, for JSON.
 
         ``internal_states`` is a list with one dict: requests, KV use, throughput, acceptance and
-        memory now and since the start. Everything in it is plain data for ``json.dumps``.
+        memory now and since the start.
         """
-        return server_info(self.args, self._parts, self._metrics.snapshot(), self._controller)
+        return server_info(self.args, self._plan, self.metrics.snapshot(), self._controller)
+
+    def debug_state(self) -> dict[str, int]:
+        """Requests, calls and KV pages that the engine holds between two steps, for tests."""
+        return self._loop.debug_state()
 
     def generate(
         self,
@@ -195,10 +187,10 @@ class Engine:
             QueueFullError: if ``max_waiting_requests`` wait already.
             EngineFault: if the engine failed while it ran the requests, or before.
         """
-        self._need_open()
-        batch = self._factory.make(
-            prompt=prompt,
-            sampling_params=sampling_params,
+        call = self._make_call(
+            prompt,
+            sampling_params,
+            stream=stream,
             input_ids=input_ids,
             messages=messages,
             rid=rid,
@@ -206,46 +198,21 @@ class Engine:
             top_logprobs_num=top_logprobs_num,
             timeout=timeout,
         )
-        self._check(batch)
-        if stream:
-            return stream_batch(self._loop, batch, owner=self)
-        return wait(self._loop, batch)
+        return self._loop.stream(call, owner=self) if stream else self._loop.wait(call)
 
-    async def async_generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        messages: Messages | Sequence[Messages] | None = None,
-        rid: str | Sequence[str] | None = None,
-        return_logprob: bool | Sequence[bool] = False,
-        top_logprobs_num: int | Sequence[int] = 0,
-        timeout: float | None = None,
-        stream: bool = False,
-    ) -> Any:
-        """:meth:`generate` as a coroutine; with ``stream`` it returns an asynchronous iterator.
+    @wraps(generate, assigned=())
+    async def async_generate(self, *inputs: Any, stream: bool = False, **options: Any) -> Any:
+        """:meth:`generate` as a coroutine, which aborts when it is cancelled.
 
-        Cancelling it aborts what still runs.
+        With ``stream`` it returns an asynchronous iterator.
         """
-        self._need_open()
-        batch = self._factory.make(
-            prompt=prompt,
-            sampling_params=sampling_params,
-            input_ids=input_ids,
-            messages=messages,
-            rid=rid,
-            return_logprob=return_logprob,
-            top_logprobs_num=top_logprobs_num,
-            timeout=timeout,
-        )
-        self._check(batch)
+        call = self._make_call(*inputs, stream=stream, **options)
         if stream:
-            return stream_batch_async(self._loop, batch, owner=self)
-        return await wait_async(self._loop, batch)
+            return self._loop.stream_async(call, owner=self)
+        return await self._loop.wait_async(call)
 
     def abort(self, rid: str) -> None:
-        """End the request of an id, and all its samples, with finish reason ``abort``.
+        """End the request of an id, with all its samples, with finish reason ``abort``.
 
         Whoever waits for it gets the text so far. An id that does not run is ignored.
         """
@@ -258,10 +225,7 @@ class Engine:
         self._loop.abort_rid(None if abort_all else rid)
 
     def flush_cache(self) -> None:
-        """Forget all KV, cached prefixes included.
-
-        Running requests keep their text, and compute its KV again.
-        """
+        """Forget all KV, cached prefixes included; running requests compute theirs again."""
         self._need_open()
         # half a flush has lost results that requests wait for
         self._loop.run(self._scheduler.flush_cache, is_vital=True)
@@ -270,38 +234,40 @@ class Engine:
         self,
         model_path: str | PathLike[str] | None = None,
         draft_path: str | PathLike[str] | None = None,
+        *,
+        allow_nonfinite: bool = False,
     ) -> None:
-        """Replace the weights of the target, the draft head or both between two rounds.
+        """Replace the weights of the target, the draft head or both by those of checkpoints.
 
-        Nothing compiles. No KV of the old weights is used again: the prefix cache is flushed, and
-        running requests keep their text, compute its KV anew and go on with the new weights.
-
-        Args:
-            model_path: a checkpoint with the configuration of the running target.
-            draft_path: one with that of the running draft head.
+        Nothing compiles. Pools and prefix cache are emptied between two rounds; running requests
+        keep their text, compute its KV anew and go on with the new weights.
 
         Raises:
-            ValueError: if a checkpoint cannot be read or has another configuration; the weights
-                are as before then.
+            ValueError: if a checkpoint cannot be read or has another configuration, or a weight is
+                not finite without ``allow_nonfinite``; the weights are as before then.
         """
         self._need_open()
-        target, draft, weights = weights_from_disk(
+        target, drafts, weights = weights_from_disk(
             self.target,
-            self.draft,
+            self._plan.drafts,
             model_path,
             draft_path,
             draft_rope_theta=self.args.draft_rope_theta,
         )
-        self._replace_weights(weights)
-        self._parts.target, self._parts.draft = target, draft
+        self._replace_weights(weights, allow_nonfinite)
+        self._plan = replace(self._plan, target=target, drafts=drafts)
 
     def update_weights_from_tensor(
         self,
         named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
         *,
         draft: bool = False,
+        allow_nonfinite: bool = False,
     ) -> None:
-        """Replace some or all weights between two rounds, as :meth:`update_weights_from_disk` does.
+        """Replace some or all weights of the target, or of the draft head with ``draft``.
+
+        Goes on as :meth:`update_weights_from_disk`. The tensors are copied, JAX arrays on their
+        device: where it has no room for a second copy of all, give them in several calls.
 
         Args:
             named_tensors: arrays by name: Hugging Face names (with all the parts of a weight that
@@ -309,13 +275,14 @@ class Engine:
                 engine's own (``engine.runner.networks.target.names``). Shapes and dtypes are those
                 of the running weights.
             draft: they are of the draft head.
+            allow_nonfinite: take weights that are NaN or infinite too.
 
         Raises:
-            ValueError: naming the tensor that does not fit; the weights are as before then.
+            ValueError: naming the tensor that does not fit, was donated or is not finite.
         """
         self._need_open()
-        nets = self.runner.networks
-        self._replace_weights(weights_from_tensors(nets, named_tensors, draft=draft))
+        new = weights_from_tensors(self.runner.networks, named_tensors, draft=draft)
+        self._replace_weights(new, allow_nonfinite)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
         """The two best next tokens after ``input_ids`` and the gap of their logits.
@@ -324,19 +291,18 @@ class Engine:
         """
         self._need_open()
         nets = self.runner.networks
-        check_ids(input_ids, self.target.config.vocab_size, self.context_length)
-        return two_best(nets.target, self.runner.weights[0], list(input_ids))
+        check_prompt(input_ids, self.target.config.vocab_size, self.context_length)
+        logits = next_logits(nets.target, self.runner.weights[0], input_ids)
+        second, first = (int(i) for i in np.argsort(logits)[-2:])
+        return first, second, float(logits[first] - logits[second])
 
     def close(self) -> None:
         """End what is running with finish reason ``abort`` and let the device memory go."""
+        self._loop.check_process()
         self._is_closed = True
         if not self._loop.close(CLOSE_SECONDS):
-            logger.warning(
-                "the engine's thread did not end within %.0f s; its memory goes when it does",
-                CLOSE_SECONDS,
-            )
-            return
-        if self._finalizer.detach() is not None:  # the first to get here
+            logger.warning("the engine's thread still runs after %.0f s", CLOSE_SECONDS)
+        elif self._finalizer.detach() is not None:  # the first to get here
             atexit.unregister(self._at_exit)
             self.runner.unload()
 
@@ -347,20 +313,24 @@ class Engine:
         self.close()
 
     def _need_open(self) -> None:
+        self._loop.check_process()
         if self._is_closed:
             raise ValueError("the engine is closed")
 
-    def _check(self, batch: Batch) -> None:
-        for request in batch.requests:
-            self._scheduler.check(request)
+    def _make_call(self, *inputs: Any, **options: Any) -> Call:
+        self._need_open()
+        return self._factory.make(*inputs, **options)
 
-    def _replace_weights(self, new: NewWeights) -> None:
-        self._loop.run(partial(_replace_weights, self._scheduler, self.runner, new), is_vital=True)
+    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool) -> None:
+        if not allow_nonfinite:
+            check_finite(new)
 
+        def replace_between_steps() -> None:
+            self._scheduler.flush_cache()
+            replace_weights(self.runner, new)
+            self.runner.reset()
 
-def _replace_weights(scheduler: Scheduler, runner: ModelRunner, new: NewWeights) -> None:
-    scheduler.flush_cache()
-    replace_weights(runner, new)
+        self._loop.run(replace_between_steps, is_vital=True)
 
 
 def _stop(loop: EngineLoop, at_exit: Any) -> None:

@@ -7,112 +7,116 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config import ModelConfig
-from specjax.engine.args import check_timeout
-from specjax.engine.inputs import (
-    check_ids,
-    check_vocabulary,
-    for_each_input,
-    need_tokenizer,
-    tokenize_inputs,
-)
-from specjax.engine.streams import Batch
+from specjax.checks import check_integer, check_number, is_integer
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import EnginePlan
 from specjax.sampling.params import SamplingParams
+from specjax.scheduling.call import Call
 from specjax.scheduling.request import Request
+from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
+Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
 
+# OpenAI's limit
+MAX_SAMPLES = 128
 # 2**64 over the golden ratio: multiples of it spread over all seeds, far from a caller's own
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index`` of an input with ``sampling_seed=seed``.
-
-    Sample 0 has the seed itself, and every sample is what its own seed gives with ``n=1``.
-    """
+    """The seed of sample ``index`` of an input; it gives the same text with ``n=1``."""
     return (seed + index * SEED_STRIDE) % 2**64
 
 
-class RequestFactory:
-    """Makes the requests of a call; used by several threads at once.
+def tokenize_inputs(
+    tokenizer: Tokenizer | None, prompt: Any = None, input_ids: Any = None, messages: Any = None
+) -> tuple[list[list[int]], bool]:
+    """Token ids of every input of the one kind that is given, and whether a list was given.
 
-    Args:
-        config: the target's.
-        tokenizer: ``None`` where only ``input_ids`` can be served.
-        context_length: prompt and completion together.
-        num_steps: drafted tokens a round; 0 for plain decoding.
-        seed: of the noise of requests that bring no ``sampling_seed``.
-        timeout: seconds for calls that bring none, ``None`` for no limit.
+    Special tokens are added to raw text as the checkpoint asks, and by the chat template to
+    ``messages``. Arrays serve as ``input_ids`` too.
     """
+    given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ValueError(f"give exactly one of prompt, input_ids and messages, not {names}")
+    if input_ids is not None:
+        return _id_lists(input_ids)
+    tokenizer = _need_tokenizer(tokenizer, names[0])
+    if prompt is not None:
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if not _is_list(texts) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"prompt={prompt!r} must be a text or a list of texts")
+        return [tokenizer.encode(text) for text in texts], not isinstance(prompt, str)
+    is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
+    conversations = messages if is_batch else [messages]
+    if not all(_is_list(one) for one in conversations):
+        raise ValueError(f"messages={messages!r} must be a list of turns or a list of such lists")
+    rendered = [tokenizer.apply_chat_template(one) for one in conversations]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in rendered], is_batch
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> None:
+    """Refuse a prompt that the model cannot read or that leaves no room for a completion."""
+    if not ids:
+        raise ValueError("an input has no tokens; give at least one")
+    _check_vocabulary("input_ids", ids, vocab_size)
+    if len(ids) >= context_length:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens leaves no room in context_length={context_length}; "
+            "shorten it or raise context_length"
+        )
+
+
+class RequestFactory:
+    """Makes the calls of an engine, whose ``scheduler`` may refuse them; for several threads."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        *,
-        context_length: int,
-        num_steps: int,
-        seed: int,
-        timeout: float | None,
+        self, args: EngineArgs, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler
     ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._context_length = context_length
-        self._num_steps = num_steps
-        self._timeout = timeout
-        self._rng = np.random.default_rng(seed)
+        self._args, self._plan = args, plan
+        self._tokenizer, self._scheduler = tokenizer, scheduler
+        self._rng = np.random.default_rng(args.seed)
         self._rng_lock = threading.Lock()
 
     def make(
         self,
+        prompt: Any = None,
+        sampling_params: Any = None,
         *,
-        prompt: Any,
-        sampling_params: Params | Sequence[Params],
-        input_ids: Any,
-        messages: Any,
-        rid: Any,
-        return_logprob: Any,
-        top_logprobs_num: Any,
-        timeout: float | None,
-    ) -> Batch:
-        """The requests of one call; the arguments are those of :meth:`Engine.generate`.
-
-        Raises:
-            ValueError: for inputs or parameters that cannot be served.
-        """
-        inputs, is_batch = tokenize_inputs(self._tokenizer, prompt, input_ids, messages)
-        for ids in inputs:
-            check_ids(ids, self._config.vocab_size, self._context_length)
-        count = len(inputs)
-        check_timeout("timeout", timeout)
-        timeout = self._timeout if timeout is None else timeout
-        given = for_each_input("sampling_params", sampling_params, count)
+        stream: bool,
+        input_ids: Any = None,
+        messages: Any = None,
+        rid: Any = None,
+        return_logprob: Any = False,
+        top_logprobs_num: Any = 0,
+        timeout: float | None = None,
+    ) -> Call:
+        """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later."""
+        prompts, is_batch = tokenize_inputs(self._tokenizer, prompt, input_ids, messages)
+        for ids in prompts:
+            check_prompt(ids, self._plan.target.config.vocab_size, self._plan.context_length)
+        count = len(prompts)
+        if timeout is not None:
+            check_number("timeout", timeout, above=0)
+        given = _for_each_input("sampling_params", sampling_params, count)
         params = [SamplingParams.of(one) for one in given]
-        num_samples = {one.n for one in params}
-        if len(num_samples) > 1:
-            raise ValueError(
-                f"n={sorted(num_samples)} in one call; give all inputs the same n, or call twice"
-            )
+        numbers = sorted({one.n for one in params})
+        if len(numbers) > 1:
+            raise ValueError(f"n={numbers} in one call; give all inputs the same n, or call twice")
+        n = check_integer("n", numbers[0], 1, MAX_SAMPLES) if numbers else 1
+        self._scheduler.check_queue(n * count)
         tops = _top_logprobs(return_logprob, top_logprobs_num, count)
         rids = _rids(rid, count, is_batch)
-        requests: list[Request] = []
-        groups: list[str] = []
-        for i, (ids, one) in enumerate(zip(inputs, params, strict=True)):
-            for sample in range(one.n):
-                requests.append(
-                    self._request(
-                        rids[i] if one.n == 1 else f"{rids[i]}_{sample}",
-                        ids,
-                        one,
-                        sample,
-                        top_logprobs=tops[i],
-                        timeout=timeout,
-                    )
-                )
-                groups.append(rids[i])
-        return Batch(requests, groups, is_batch or any(one.n > 1 for one in params))
+        requests = [
+            self._request(name if n == 1 else f"{name}_{sample}", ids, one, sample, top, timeout)
+            for name, ids, one, top in zip(rids, prompts, params, tops, strict=True)
+            for sample in range(n)
+        ]
+        groups = [name for name in rids for _ in range(n)]
+        return Call(requests, groups=groups, is_batch=is_batch or n > 1, is_stream=stream)
 
     def _request(
         self,
@@ -120,15 +124,14 @@ class RequestFactory:
         ids: list[int],
         params: SamplingParams,
         sample: int,
-        *,
-        top_logprobs: int,
+        top_logprobs: int | None,
         timeout: float | None,
     ) -> Request:
-        config = self._config
+        config = self._plan.target.config
         if params.stop_strings:
-            need_tokenizer(self._tokenizer, "stop")
+            _need_tokenizer(self._tokenizer, "stop")
         ends = set(params.stop_token_ids or ())
-        check_vocabulary("stop_token_ids", sorted(ends), config.vocab_size)
+        _check_vocabulary("stop_token_ids", sorted(ends), config.vocab_size)
         if not params.ignore_eos:
             ends |= set(config.eos_token_ids)
         if params.sampling_seed is None:
@@ -136,27 +139,26 @@ class RequestFactory:
                 seed = int(self._rng.integers(2**63))
         else:
             seed = sample_seed(params.sampling_seed, sample)
-        return Request(
+        request = Request(
             rid,
             ids,
             params,
             seed=seed,
-            max_new_tokens=min(params.max_new_tokens, self._context_length - len(ids)),
+            max_new_tokens=min(params.max_new_tokens, self._plan.context_length - len(ids)),
             end_token_ids=frozenset(ends),
             decoder=None if self._tokenizer is None else IncrementalDecoder(self._tokenizer),
-            spec_width=self._num_steps,
-            return_logprob=top_logprobs >= 0,
-            top_logprobs_num=max(top_logprobs, 0),
-            timeout=timeout,
+            spec_width=self._plan.config.largest.steps,
+            top_logprobs=top_logprobs,
+            timeout=self._args.request_timeout if timeout is None else timeout,
         )
+        self._scheduler.check(request)
+        return request
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
-    """An id for each input: the caller's, or new ones."""
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
-    is_list = isinstance(rid, Sequence) and not isinstance(rid, str)
-    rids = list(rid) if is_batch and is_list else [rid]
+    rids = list(rid) if is_batch and _is_list(rid) else [rid]
     if len(rids) != count or not all(isinstance(one, str) and one for one in rids):
         kind = f"a list of {count} texts" if is_batch else "a text"
         raise ValueError(f"rid={rid!r} must be {kind}, none empty")
@@ -165,15 +167,55 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     return rids
 
 
-def _top_logprobs(return_logprob: Any, top_logprobs_num: Any, count: int) -> list[int]:
-    """For each input how many of the best tokens to report; -1 for no log probabilities at all."""
-    wanted = for_each_input("return_logprob", return_logprob, count)
-    numbers = for_each_input("top_logprobs_num", top_logprobs_num, count)
+def _top_logprobs(return_logprob: Any, top_logprobs_num: Any, count: int) -> list[int | None]:
+    """For each input how many of the best tokens to report; ``None``: no log probabilities."""
+    wanted = _for_each_input("return_logprob", return_logprob, count)
+    numbers = _for_each_input("top_logprobs_num", top_logprobs_num, count)
     for is_wanted, number in zip(wanted, numbers, strict=True):
         if not isinstance(is_wanted, bool):
             raise ValueError(f"return_logprob={is_wanted!r} must be a bool")
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"top_logprobs_num={number!r} must be an integer of at least 0")
+        check_integer("top_logprobs_num", number, at_least=0)
         if number and not is_wanted:
             raise ValueError(f"top_logprobs_num={number} needs return_logprob=True")
-    return [n if is_wanted else -1 for is_wanted, n in zip(wanted, numbers, strict=True)]
+    return [n if is_wanted else None for is_wanted, n in zip(wanted, numbers, strict=True)]
+
+
+def _for_each_input(name: str, value: Any, count: int) -> list[Any]:
+    """One value for each input: those of a list, or the same for all."""
+    if not _is_list(value):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{len(value)} {name} for {count} inputs")
+    return list(value)
+
+
+def _need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError(f"{what} needs a tokenizer; with skip_tokenizer_init give input_ids")
+    return tokenizer
+
+
+def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
+        raise ValueError(f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _id_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
+    plain = _without_arrays(input_ids)
+    items = [_without_arrays(item) for item in plain] if _is_list(plain) else [None]
+    is_batch = len(items) > 0 and not is_integer(items[0])
+    rows: list[Any] = items if is_batch else [items]
+    for row in rows:
+        if not _is_list(row) or not all(is_integer(_without_arrays(i)) for i in row):
+            raise ValueError(
+                f"input_ids={input_ids!r} must be a list of token ids or a list of such lists"
+            )
+    return [[int(i) for i in row] for row in rows], is_batch
+
+
+def _without_arrays(value: Any) -> Any:
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value

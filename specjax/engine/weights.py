@@ -1,98 +1,93 @@
-"""Other weights for a running engine: under which names, what fits, and how they are put in."""
+"""Weights of an engine: those of its start, and others for a running one."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_draft, open_target
-from specjax.checkpoints.assemble import Recipe, make_weight
-from specjax.checkpoints.draft import check_vocabulary
-from specjax.checkpoints.draft_names import DraftSource, canonical_name, draft_recipes
-from specjax.checkpoints.names import target_recipes
-from specjax.checkpoints.tensors import TensorInfo
+from specjax.checkpoints.assemble import Checkpoint, make_weight
+from specjax.checkpoints.draft import canonical_name, check_vocabulary
+from specjax.checkpoints.recipes import Recipe, draft_recipes, target_recipes
+from specjax.checkpoints.tensors import TensorInfo, TensorSource
+from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.runner import ModelRunner
 
+# weights of target and draft by flat name, which fit the running ones; those not named stay
+NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
-@dataclass(frozen=True)
-class NewWeights:
-    """Weights by flat name that fit the running ones; those not named stay."""
 
-    target: Mapping[str, Any]
-    draft: Mapping[str, Any]
+def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
+    """Whether two checkpoints give the same weights."""
+    return one.config == other.config and one.path.resolve() == other.path.resolve()
+
+
+def load_weights(
+    networks: Networks,
+    target: TargetCheckpoint,
+    drafts: tuple[DraftCheckpoint, ...],
+    *,
+    is_dummy: bool = False,
+    lender: tuple[tuple[DraftCheckpoint, ...], tuple[Weights, Weights]] | None = None,
+) -> tuple[Weights, Weights]:
+    """Flat weights of target and draft on the device, random ones with ``is_dummy``.
+
+    Of a ``lender`` over the same target, given as draft checkpoints and weights, the target's
+    weights are used again, and the draft's if that is the same too.
+    """
+    place = networks.placement
+    if is_dummy:
+        with jax.default_device(place.device):
+            return place.put((networks.target.random(0), networks.draft.random(1)))
+    if lender is None:
+        lent = place.put(networks.target.order(target.load_weights()))
+    else:
+        lent = lender[1][0]
+        if len(drafts) == len(lender[0]) and all(map(is_same, drafts, lender[0])):
+            return lender[1]
+    named = {name: weight for draft in drafts for name, weight in draft.load_weights().items()}
+    return lent, place.put(networks.draft.order(named))
 
 
 def weights_from_disk(
     target: TargetCheckpoint,
-    draft: DraftCheckpoint | None,
+    drafts: tuple[DraftCheckpoint, ...],
     model_path: str | PathLike[str] | None,
     draft_path: str | PathLike[str] | None,
     *,
     draft_rope_theta: float | None,
-) -> tuple[TargetCheckpoint, DraftCheckpoint | None, NewWeights]:
-    """Read other checkpoints of the same configurations.
-
-    Args:
-        target: the running target.
-        draft: the running draft head, if there is one.
-        model_path: in the place of the target, ``None`` to keep it.
-        draft_path: in the place of the draft head, ``None`` to keep it.
-        draft_rope_theta: the rotary base that the engine was told to use for its head.
-
-    Returns:
-        Target, draft head and weights to go on with.
-
-    Raises:
-        ValueError: if a checkpoint cannot be read, or has another configuration.
-    """
+) -> tuple[TargetCheckpoint, tuple[DraftCheckpoint, ...], NewWeights]:
+    """Checkpoints to go on with, and the weights of those that a path is given for."""
     if model_path is None and draft_path is None:
         raise ValueError("give model_path, draft_path or both")
-    new_target, new_draft = target, draft
+    opened, new_target, new_draft = target, {}, {}
     if model_path is not None:
-        new_target = open_target(model_path, dtype=target.config.dtype)
-        _check_same_config(new_target, target)
+        opened = open_target(model_path, dtype=target.config.dtype)
+        _check_same_config(opened, target)
     if draft_path is not None:
-        if draft is None:
+        if not drafts:
             raise ValueError(
                 f"draft_path={draft_path!r}, but the engine decodes plainly; set "
                 "speculative_algorithm at its start"
             )
-        new_draft = open_draft(
-            draft_path, new_target, algorithm=draft.config.algorithm, rope_theta=draft_rope_theta
-        )
-        _check_same_config(new_draft, draft)
-    weights = NewWeights(
-        {} if model_path is None else new_target.load_weights(),
-        {} if draft_path is None or new_draft is None else new_draft.load_weights(),
-    )
-    return new_target, new_draft, weights
+        draft = open_draft(draft_path, opened, rope_theta=draft_rope_theta)
+        _check_same_config(draft, drafts[0])
+        drafts, new_draft = (draft,), draft.load_weights()
+    if model_path is not None:
+        new_target = opened.load_weights()
+    return opened, drafts, (new_target, new_draft)
 
 
-class TensorMap:
-    """Tensors in memory, as a :class:`~specjax.checkpoints.tensors.TensorSource`."""
-
+def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
     path = Path("named_tensors")
-
-    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        """Shape and dtype of a tensor."""
-        tensor = self._tensors[name]
-        return TensorInfo(tensor.shape, self.path, str(tensor.dtype))
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor."""
-        return self._tensors[name]
+    infos = {name: TensorInfo(x.shape, path, str(x.dtype)) for name, x in tensors.items()}
+    return TensorSource(path, infos, tensors.__getitem__)
 
 
 def weights_from_tensors(
@@ -101,124 +96,120 @@ def weights_from_tensors(
     *,
     draft: bool,
 ) -> NewWeights:
-    """Weights by flat name from tensors under flat or under Hugging Face names.
+    """Weights by flat name from tensors of target or ``draft`` under flat or Hugging Face names.
 
-    Args:
-        networks: structures of target and draft.
-        named_tensors: arrays or CPU tensors. Flat names are those of ``FlatModel.names``, with
-            matrices as ``[in, out]``; Hugging Face names those of the checkpoint, with matrices as
-            ``[out, in]``. Of a weight that is made of several checkpoint tensors, such as the
-            projections to queries, keys and values, all have to be given.
-        draft: they are of the draft head.
-
-    Raises:
-        ValueError: naming the tensor that is unknown, missing or of another shape or dtype.
+    Flat names are those of ``FlatModel.names``, with matrices as ``[in, out]``; Hugging Face names
+    those of the checkpoint, with matrices as ``[out, in]``. Of a weight that is made of several
+    checkpoint tensors all have to be given.
     """
-    flat = networks.head if draft else networks.target
-    if flat is None:
+    flat = networks.draft if draft else networks.target
+    if not flat.names:
         raise ValueError("draft=True, but the engine decodes plainly and has no draft head")
-    tensors = {name: _as_array(name, value) for name, value in dict(named_tensors).items()}
+    tensors = {name: _copied(name, value) for name, value in dict(named_tensors).items()}
     if not tensors:
         raise ValueError("named_tensors are empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
-    weights = {name: tensor for name, tensor in tensors.items() if name in abstract}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in abstract}
-    if draft and networks.head_config is not None:
-        is_eagle3 = networks.head_config.algorithm == "EAGLE3"
-        rest = {canonical_name(name, is_eagle3=is_eagle3): rest[name] for name in rest}
-        recipes = draft_recipes(networks.head_config)
+    weights = {name: tensors.pop(name) for name in abstract if name in tensors}
+    if draft:
+        is_eagle3 = networks.draft_config.fuses_features
+        tensors = {canonical_name(name, is_eagle3=is_eagle3): tensors[name] for name in tensors}
+        recipes = draft_recipes(networks.draft_config)
     else:
         recipes = target_recipes(networks.target_config)
     for name, recipe in recipes.items():
-        weights |= _from_checkpoint_names(name, recipe, abstract[name], rest)
-    if rest:
-        raise ValueError(f"named_tensors {sorted(rest)[:5]} are not weights of the model")
-    _check_weights(abstract, weights)
-    if "d2t" in weights and networks.head_config is not None:
-        vocabulary = TensorMap({"d2t": np.asarray(weights["d2t"])})
-        check_vocabulary(DraftSource(vocabulary), networks.head_config)
-    return NewWeights({}, weights) if draft else NewWeights(weights, {})
+        if any(part.name in tensors for part in recipe.parts):
+            weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
+    if tensors:
+        raise ValueError(f"named_tensors {sorted(tensors)[:5]} are not weights of the model")
+    for name, weight in weights.items():
+        _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
+    if "d2t" in weights:
+        check_vocabulary(_in_memory({"d2t": np.asarray(weights["d2t"])}), networks.draft_config)
+    return ({}, weights) if draft else (weights, {})
+
+
+def check_finite(new: NewWeights) -> None:
+    """Refuse weights that are NaN or infinite."""
+    for name, weight in (pair for weights in new for pair in weights.items()):
+        if jnp.issubdtype(weight.dtype, jnp.floating) and not _is_finite(weight):
+            raise ValueError(
+                f"weight {name!r} has values that are not finite; mend it, or set "
+                "allow_nonfinite=True to take it as it is"
+            )
+
+
+def _is_finite(weight: Any) -> bool:
+    if isinstance(weight, jax.Array) and jax.default_backend() != "cpu":
+        return bool(jnp.isfinite(weight).all())
+    # As integers, what is not finite is at least infinity of either sign: five times as fast as
+    # isfinite on bfloat16.
+    array = np.asarray(weight)
+    size = array.dtype.itemsize
+    infinity = int(np.array(np.inf, array.dtype).view(f"u{size}"))
+    sign = 1 << (8 * size - 1)
+    return bool(
+        array.view(f"i{size}").max(initial=0) < infinity
+        and array.view(f"u{size}").max(initial=0) < infinity + sign
+    )
 
 
 def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
-    """Put weights in the place of a runner's own, one after the other.
+    """Put weights in the place of a runner's own.
 
-    Each old weight goes before the next new one comes, so that the device needs no room for two
-    models. Dispatches before this still run with the old weights.
+    Each old one goes before the next new one comes: the device needs no room for two models.
     """
     nets = runner.networks
-    for is_draft, flat, weights in ((False, nets.target, new.target), (True, nets.head, new.draft)):
-        for i, name in enumerate(() if flat is None else flat.names):
+    for flat, weights in zip((nets.target, nets.draft), new, strict=True):
+        for i, name in enumerate(flat.names):
             if name in weights:
-                weight = jax.device_put(_owned(weights[name]), may_alias=False)
-                runner.replace_weight(i, jax.block_until_ready(weight), draft=is_draft)
+                weight = jax.block_until_ready(nets.placement.put(weights[name]))
+                runner.replace_weight(i, weight, draft=flat is nets.draft)
 
 
 def _check_same_config(
     new: TargetCheckpoint | DraftCheckpoint, old: TargetCheckpoint | DraftCheckpoint
 ) -> None:
-    if new.config == old.config:
-        return
-    differing = [
-        f"{field.name}={getattr(new.config, field.name)!r} instead of "
-        f"{getattr(old.config, field.name)!r}"
-        for field in fields(old.config)
-        if getattr(new.config, field.name) != getattr(old.config, field.name)
-    ]
-    raise ValueError(
-        f"{new.path} does not fit the running engine: {', '.join(differing)}; make a new engine"
-    )
+    names = [field.name for field in fields(old.config)]
+    values = [(name, getattr(new.config, name), getattr(old.config, name)) for name in names]
+    differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]
+    if differing:
+        raise ValueError(
+            f"{new.path} does not fit the running engine: {', '.join(differing)}; make a new engine"
+        )
 
 
-def _check_weights(
-    abstract: Mapping[str, jax.ShapeDtypeStruct], weights: Mapping[str, Any]
-) -> None:
-    for name, value in weights.items():
-        want = abstract[name]
-        if value.shape != want.shape or value.dtype != want.dtype:
-            raise ValueError(
-                f"weight {name!r} is {value.dtype} {tuple(value.shape)}, but the engine runs with "
-                f"{want.dtype} {want.shape}"
-            )
+def _check_fits(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if value.shape != shape or value.dtype != dtype:
+        raise ValueError(
+            f"{what} is {value.dtype} {tuple(value.shape)}, but the engine runs with "
+            f"{dtype} {shape}"
+        )
 
 
-def _owned(value: Any) -> Any:
-    """The value, or a copy where the device would share memory with a caller who may write to it.
-
-    On a CPU ``device_put`` takes aligned numpy memory as it is, also with ``may_alias=False``.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    return np.array(value) if isinstance(value, np.ndarray) and on_cpu else value
-
-
-def _as_array(name: str, value: Any) -> Any:
-    if isinstance(value, jax.Array | np.ndarray):
-        return value
-    array = np.asarray(value)
+def _copied(name: str, value: Any) -> Any:
+    """A copy that the caller can neither write to nor donate."""
+    if isinstance(value, jax.Array):
+        try:
+            return jax.device_put(value, may_alias=False)
+        except RuntimeError as error:
+            raise ValueError(f"named_tensors[{name!r}] cannot be copied: {error}") from error
+    array = np.array(value)
     if array.dtype == object:
         raise ValueError(f"named_tensors[{name!r}] is a {type(value).__name__}, not an array")
     return array
 
 
-def _from_checkpoint_names(
-    name: str, recipe: Recipe, want: jax.ShapeDtypeStruct, tensors: dict[str, Any]
-) -> dict[str, np.ndarray]:
-    """One weight made of its parts, which are taken out of ``tensors``; nothing without any."""
-    given = [part for part in recipe.parts if part.name in tensors]
-    if not given:
-        return {}
-    if missing := [part.name for part in recipe.parts if part.name not in tensors]:
+def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
+    """One weight made of its checkpoint tensors, which are taken out of ``tensors``."""
+    names = [part.name for part in recipe.parts]
+    if missing := [name for name in names if name not in tensors]:
+        given = next(name for name in names if name in tensors)
         raise ValueError(
-            f"named_tensors have {given[0].name!r} without {missing}, which are parts of the same "
-            "weight; give all of them"
+            f"named_tensors have {given!r} without {missing}, which are parts of the same weight; "
+            "give all of them"
         )
     parts = {part.name: tensors.pop(part.name) for part in recipe.parts}
     for part in recipe.parts:
-        tensor = parts[part.name]
-        if tensor.shape != part.shape or tensor.dtype != want.dtype:
-            raise ValueError(
-                f"tensor {part.name!r} is {tensor.dtype} {tuple(tensor.shape)}, but the engine "
-                f"runs with {want.dtype} {part.shape}"
-            )
-    source = TensorMap({name: np.asarray(tensor) for name, tensor in parts.items()})
-    return {name: make_weight(recipe, source, np.dtype(want.dtype))}
+        _check_fits(f"tensor {part.name!r}", parts[part.name], part.shape, dtype)
+    source = _in_memory({name: np.asarray(tensor) for name, tensor in parts.items()})
+    return make_weight(recipe, source, np.dtype(dtype))

@@ -1,21 +1,21 @@
 """Pages of the running requests: who gets how many, and who gives some back.
 
 Invariant between any two calls: every page but the padding page is free, owned by the prefix cache,
-or owned by exactly one row (its ``pages`` behind the first ``num_shared``).
+or owned by exactly one holding (its ``pages`` behind the first ``num_shared``).
 
-Rows grow on demand. Before a dispatch each has pages for the largest advance of all its unread
-rounds and of this one. A change of any row uploads the page tables, so all rows grow together and,
+Holdings grow on demand. Before a dispatch each has pages for the largest advance of all its unread
+rounds and of this one. A change of any of them uploads the page tables, so all grow together and,
 where pages are plentiful, for up to ``GROW_DISPATCHES`` to come. What turns out unneeded stays with
-its row as slack, until an admission or another row needs it.
+its holding, until an admission or another one needs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
-from specjax.runtime.runner import ModelRunner
-from specjax.scheduling.request import Request
-from specjax.scheduling.row import Row
+from specjax.kv.prefix_cache import Node, PrefixCache
+from specjax.types import DraftShape
 
 GROW_DISPATCHES = 16
 
@@ -28,130 +28,180 @@ HELD_BACK_RAISE = 0.2
 HELD_BACK_DECAY = 0.998
 
 
-class PageBudget:
-    """Hands out the pages of a runner's pool.
+class Reach(NamedTuple):
+    """How far a dispatch may write behind a text: of all tiers, the most."""
 
-    Args:
-        runner: its page tables follow what rows hold.
-        allocator: pages of the pool.
-        cache: shares the pages of equal prefixes; ``None`` shares nothing.
+    rounds: int  # of a dispatch
+    accept_width: int  # A, tokens that a round adds
+    nodes: int  # T, rows that a round writes behind the tokens it found
+    overhang: int  # rows that it needs behind a request's last token
+
+    @classmethod
+    def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "Reach":
+        """Of the given tiers."""
+        return cls(
+            rounds,
+            max(shape.accept_width for shape in shapes),
+            max(shape.nodes for shape in shapes),
+            max(shape.overhang for shape in shapes),
+        )
+
+    def behind(self, num_rounds: int) -> int:
+        """KV indices behind a text that so many rounds may write, none of them read."""
+        return (num_rounds - 1) * self.accept_width + self.nodes if num_rounds else 0
+
+
+@dataclass(eq=False)
+class PageHolding:
+    """The pages of one running request, and the lengths that they are planned by.
+
+    ``kv_len`` counts tokens whose KV is final, in target and draft, once everything dispatched has
+    run: a prefill chunk counts from its dispatch, a round from when its tokens are read. Dispatches
+    write at ``kv_len`` or behind it, never before.
+    """
+
+    slot: int  # request slot
+    prefill_ids: list[int]  # the prompt, and the output of before a retraction
+    max_kv_tokens: int  # tokens that the request ever has in the pool
+    pages: list[int] = field(default_factory=list)  # in the order of the text
+    num_shared: int = 0  # first pages that the prefix cache owns and that are only read
+    node: Node | None = None  # locked in the prefix cache for the shared pages
+    kv_len: int = 0
+    unread_rounds: int = 0  # dispatched rounds that the host has not read
+
+    def reached(self, reach: Reach, dispatches: int = 1) -> int:
+        """KV indices, at most, that are in use after everything dispatched and so much more.
+
+        The rows that a round verifies begin where the text in the pool ends, and its drafts lie
+        among them. Those behind the request's own maximum and the overhang are never accepted; they
+        go to the padding page where they have none.
+        """
+        begin = max(self.kv_len, len(self.prefill_ids))
+        rounds = self.unread_rounds + dispatches * reach.rounds
+        return min(begin + reach.behind(rounds), self.max_kv_tokens + reach.overhang)
+
+
+class PageBudget:
+    """Hands out the pages of a pool; without a cache of equal prefixes none is shared.
+
+    ``set_pages`` writes a slot's page table from an entry on: slot, pages, first entry.
     """
 
     def __init__(
-        self, runner: ModelRunner, allocator: PageAllocator, cache: PrefixCache | None
+        self,
+        allocator: PageAllocator,
+        cache: PrefixCache | None,
+        reach: Reach,
+        set_pages: Callable[[int, Sequence[int], int], None],
     ) -> None:
-        self._runner = runner
         self._allocator = allocator
-        self._cache = cache
-        self._rounds = runner.config.rounds_per_dispatch
-        self._advance = runner.config.num_steps + 1
+        # without one, a cache that is never given a page
+        self._cache = PrefixCache(allocator, lookahead=0) if cache is None else cache
+        self._is_sharing = cache is not None
+        self._reach = reach
+        self._set_pages = set_pages
         self._held_back = HELD_BACK_START
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens in the pages of the rows, those that the prefix cache lends them included."""
-        allocator = self._allocator
-        num_used = allocator.num_pages - 1 - allocator.num_free
-        if self._cache is not None:
-            num_used -= self._cache.num_evictable
-        return num_used * allocator.page_size
+        """Tokens in the pages of the holdings, those that the prefix cache lends them included."""
+        num_used = self._allocator.num_pages - 1 - self._available(())
+        return num_used * self._allocator.page_size
 
-    def admit(self, request: Request, slot: int, running: Sequence[Row]) -> Row | None:
-        """Give a request the pages of its text and of its first rounds, cached ones first.
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages of the prefix cache, those that it lends to rows included."""
+        return self._cache.num_pages
 
-        Returns:
-            Its row, or ``None`` where that would leave the running requests too few pages.
+    def admit(self, holding: PageHolding, running: Sequence[PageHolding]) -> bool:
+        """Give a new holding the pages of its text and of its first rounds, cached ones first.
 
-        Raises:
-            RuntimeError: if nothing runs and still there are too few: pages were lost.
+        False, and nothing is given, where that would leave the running requests too few.
         """
-        row = Row(request, slot, request.input_ids + request.output_ids)
-        if self._cache is not None:
-            match = self._cache.match(row.text)
-            self._cache.lock(match.node)
-            row.node, row.pages = match.node, match.pages
-            row.num_shared, row.kv_len = len(match.pages), match.num_tokens
-        count = self._needed(row) - row.num_shared
-        held_back = sum(map(self._may_grow, (*running, row))) if running else 0
+        match = self._cache.match(holding.prefill_ids)
+        self._cache.lock(match.node)
+        holding.node, holding.pages = match.node, match.pages
+        holding.num_shared, holding.kv_len = len(match.pages), match.num_tokens
+        count = self._needed(holding) - holding.num_shared
+        held_back = sum(map(self._may_grow, (*running, holding))) if running else 0
         if count + held_back > self._available(running):
-            if self._cache is not None and row.node is not None:
-                self._cache.unlock(row.node)
+            self._cache.unlock(match.node)
             if not running:
                 raise RuntimeError(
-                    f"request {request.rid!r} needs {count} pages and only "
-                    f"{self._available(())} are left though nothing runs; pages were lost"
+                    f"a request needs {count} pages and only {self._available(())} are left though "
+                    "nothing runs; pages were lost"
                 )
-            return None
-        row.pages = row.pages + self._take(count, running)
-        return row
-
-    def grow(self, rows: Sequence[Row], running: Sequence[Row]) -> bool:
-        """Make sure that each of ``rows`` has the pages for one more dispatch.
-
-        Pages come from the free list, then from the prefix cache, then from the slack of others.
-
-        Returns:
-            Whether they all have; if not, nothing has changed.
-        """
-        self._held_back = max(HELD_BACK_LEAST, self._held_back * HELD_BACK_DECAY)
-        missing = [self._needed(row) - len(row.pages) for row in rows]
-        if max(missing, default=0) <= 0:
-            return True
-        counts = self._generous(rows) or missing
-        if counts is missing and sum(filter(_positive, missing)) > self._available(running):
             return False
-        self._take_for(rows, counts, running)
+        holding.pages = holding.pages + self._take(count, running)
         return True
 
-    def _generous(self, rows: Sequence[Row]) -> list[int] | None:
-        """Pages for as many dispatches as leave half of what no running request must give up."""
-        plenty = self._available(()) // 2
-        dispatches = GROW_DISPATCHES
-        while dispatches > 1:
-            counts = [self._needed(row, dispatches) - len(row.pages) for row in rows]
-            if sum(filter(_positive, counts)) <= plenty:
-                return counts
-            dispatches //= 2
-        return None
+    def grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
+        """Make sure that each of ``holdings`` has the pages for one more dispatch.
 
-    def share(self, row: Row) -> None:
+        Pages come from the free list, the prefix cache, then from what others can spare. False, and
+        nothing has changed, where those are too few.
+        """
+        self._held_back = max(HELD_BACK_LEAST, self._held_back * HELD_BACK_DECAY)
+        counts = self._missing(holdings, 1)
+        if not any(counts):
+            return True
+        # for as many dispatches as leave half of what no running request must give up
+        plenty, dispatches = self._available(()) // 2, GROW_DISPATCHES
+        while dispatches > 1 and sum(self._missing(holdings, dispatches)) > plenty:
+            dispatches //= 2
+        counts = self._missing(holdings, dispatches)
+        if dispatches == 1 and sum(counts) > self._available(running):
+            return False
+        pages = self._take(sum(counts), running)
+        for holding, count in zip(holdings, counts, strict=True):
+            if count:
+                first = len(holding.pages)
+                holding.pages += pages[:count]
+                del pages[:count]
+                self._set_pages(holding.slot, holding.pages[first:], first)
+        return True
+
+    def _missing(self, holdings: Sequence[PageHolding], dispatches: int) -> list[int]:
+        """Pages that holdings lack for so many dispatches."""
+        return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
+
+    def share(self, holding: PageHolding) -> None:
         """Lend the full pages of a text whose prefill is dispatched to the prefix cache.
 
         Their KV is final in the order of the device: whoever reads them is dispatched later. The
         page of the last token stays out: a match leaves that token over, so no lock could cover it.
         """
-        if self._cache is None or row.node is None:
+        if not self._is_sharing or holding.node is None:
             return
-        count = (len(row.text) - 1) // self._allocator.page_size
-        if count == row.num_shared:
+        count = (len(holding.prefill_ids) - 1) // self._allocator.page_size
+        if count == holding.num_shared:
             return
-        duplicates = self._cache.insert(row.text, row.pages[:count])
-        match = self._cache.match(row.text)
+        duplicates = self._cache.insert(holding.prefill_ids, holding.pages[:count])
+        match = self._cache.match(holding.prefill_ids)
         self._cache.lock(match.node)
-        self._cache.unlock(row.node)
-        row.node, row.num_shared = match.node, count
+        self._cache.unlock(holding.node)
+        holding.node, holding.num_shared = match.node, count
         if duplicates:
             # another request brought the same pages: from the next dispatch on, this one reads them
-            row.pages = match.pages + row.pages[count:]
-            self._runner.set_pages(row.slot, row.pages)
+            holding.pages = match.pages + holding.pages[count:]
+            self._set_pages(holding.slot, holding.pages, 0)
             self._allocator.free(duplicates)
 
-    def release(self, row: Row, *, is_cached: bool = True) -> None:
-        """Take all pages of a row back; the full ones of its known text go to the prefix cache.
+    def release(self, holding: PageHolding, known_ids: Sequence[int] | None) -> None:
+        """Take all pages of a holding back.
 
         A round in flight may still write behind ``kv_len`` through the page table that it was
         dispatched with. The device executes in dispatch order, so whoever gets these pages next
-        writes them later, and no full page below ``kv_len`` is written again.
+        writes them later, and no full page below ``kv_len`` is written again. The full pages of
+        ``known_ids``, all its tokens, go to the prefix cache; ``None`` keeps no KV.
         """
-        owned = row.pages[row.num_shared :]
-        if self._cache is not None and row.node is not None:
-            if is_cached:
-                request = row.request
-                full = row.kv_len // self._allocator.page_size
-                tokens = request.input_ids + request.output_ids
-                owned = self._cache.insert(tokens, row.pages[:full]) + row.pages[full:]
-            self._cache.unlock(row.node)
-        row.pages, row.num_shared, row.node = [], 0, None
+        owned = holding.pages[holding.num_shared :]
+        if holding.node is not None:
+            if self._is_sharing and known_ids is not None:
+                full = holding.kv_len // self._allocator.page_size
+                owned = self._cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
+            self._cache.unlock(holding.node)
+        holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)
 
     def hold_back_more(self) -> None:
@@ -159,56 +209,40 @@ class PageBudget:
         self._held_back = min(1.0, self._held_back + HELD_BACK_RAISE)
 
     def flush(self) -> None:
-        """Forget every cached prefix that no row reads."""
-        if self._cache is not None:
-            self._cache.flush()
+        """Forget every cached prefix that no holding reads."""
+        self._cache.flush()
 
-    def _needed(self, row: Row, dispatches: int = 1) -> int:
-        rounds = dispatches * self._rounds
-        return self._allocator.pages_for(row.max_tokens(rounds, self._advance))
+    def _needed(self, holding: PageHolding, dispatches: int = 1) -> int:
+        return self._allocator.pages_for(holding.reached(self._reach, dispatches))
 
-    def _may_grow(self, row: Row) -> int:
-        """Pages beyond the next dispatch to hold back for a row."""
-        soon, most = row.max_tokens(self._rounds, self._advance), row.request.max_kv_tokens
+    def _may_grow(self, holding: PageHolding) -> int:
+        """Pages beyond the next dispatch to hold back for a holding."""
+        soon, most = holding.reached(self._reach), holding.max_kv_tokens + self._reach.overhang
         later = soon + int(self._held_back * (most - soon))
         return self._allocator.pages_for(later) - self._allocator.pages_for(soon)
 
-    def _slack(self, row: Row) -> int:
-        """Pages that a row can give back and still take part in the next dispatch."""
-        return max(0, len(row.pages) - self._needed(row))
+    def _spare(self, holding: PageHolding) -> int:
+        """Pages that a holding can give back and still take part in the next dispatch."""
+        return max(0, len(holding.pages) - self._needed(holding))
 
-    def _available(self, running: Sequence[Row]) -> int:
-        """Pages to be had from the free list, the prefix cache and the slack of rows."""
-        cached = 0 if self._cache is None else self._cache.num_evictable
-        return self._allocator.num_free + cached + sum(map(self._slack, running))
+    def _available(self, running: Sequence[PageHolding]) -> int:
+        """Pages to be had from the free list, the prefix cache and the spare pages of holdings."""
+        free = self._allocator.num_free + self._cache.num_evictable
+        return free + sum(map(self._spare, running))
 
-    def _take(self, count: int, running: Sequence[Row]) -> list[int]:
+    def _take(self, count: int, running: Sequence[PageHolding]) -> list[int]:
         """``count`` pages, of as many as are available or more."""
         short = count - self._allocator.num_free
-        if short > 0 and self._cache is not None:
-            short -= self._cache.evict(short)
-        for row in reversed(running):
+        short -= self._cache.evict(short)
+        for holding in reversed(running):
             if short <= 0:
                 break
-            kept = len(row.pages) - min(short, self._slack(row))
-            if kept < len(row.pages):
-                short -= len(row.pages) - kept
-                self._allocator.free(row.pages[kept:])
-                del row.pages[kept:]
-                self._runner.set_pages(row.slot, (), first=kept)
+            kept = len(holding.pages) - min(short, self._spare(holding))
+            if kept < len(holding.pages):
+                short -= len(holding.pages) - kept
+                self._allocator.free(holding.pages[kept:])
+                del holding.pages[kept:]
+                self._set_pages(holding.slot, (), kept)
         pages = self._allocator.allocate(count)
         assert pages is not None
         return pages
-
-    def _take_for(self, rows: Sequence[Row], counts: Sequence[int], running: Sequence[Row]) -> None:
-        pages = self._take(sum(filter(_positive, counts)), running)
-        for row, count in zip(rows, counts, strict=True):
-            if count > 0:
-                first = len(row.pages)
-                row.pages += pages[:count]
-                del pages[:count]
-                self._runner.set_pages(row.slot, row.pages[first:], first=first)
-
-
-def _positive(count: int) -> bool:
-    return count > 0

@@ -34,13 +34,10 @@ class PageView:
         tree_mask: jax.Array | None = None,
         num_valid: jax.Array | None = None,
     ) -> Attend:
-        """An ``attend`` that stores ``rows`` new tokens behind ``seq_lens`` and attends over all.
+        """Stores T = ``rows`` new tokens behind ``seq_lens`` i32 ``[B]`` and attends over all.
 
-        Args:
-            seq_lens: i32 ``[B]``, tokens already stored.
-            rows: T new tokens a request.
-            tree_mask: bool ``[B, T, T]``; ``None`` is causal.
-            num_valid: i32 ``[B]``, new tokens that are real; the others go to the padding page.
+        ``tree_mask`` is bool ``[B, T, T]``, or ``None`` for causal. Of the new tokens ``num_valid``
+        i32 ``[B]`` are real; the others go to the padding page.
         """
         offsets = jnp.arange(rows, dtype=jnp.int32)
         slots = self.slots(seq_lens[:, None] + offsets)
@@ -48,12 +45,7 @@ class PageView:
             slots = jnp.where(offsets < num_valid[:, None], slots, 0)
 
         def attend(
-            kv: jax.Array,
-            layer: int,
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            rope: RopeTables,
+            kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
         ) -> tuple[jax.Array, jax.Array]:
             store = "pallas" if self.implementation == "pallas" else "xla"
             q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=store)
@@ -101,11 +93,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Give pages back.
-
-        Raises:
-            ValueError: for a page that is not allocated, or named twice; nothing is freed then.
-        """
+        """Give pages back; all of them, or none where one is not allocated or named twice."""
         given = set(pages)
         if len(given) != len(pages):
             raise ValueError(f"pages {pages} name a page twice")

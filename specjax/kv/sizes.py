@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import jax
 
-from specjax.config import TransformerConfig
-
-# share of a device's memory for weights and KV together; what is left serves activations
-DEFAULT_MEM_FRACTION = 0.85
-# on a CPU the pools share the machine with everything else
-DEFAULT_MEM_FRACTION_CPU = 0.5
+# share of a device's memory for weights and KV together; the rest serves activations, on a CPU also
+# everything else of the machine
+DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 
 
 def device_memory(device: jax.Device) -> int:
@@ -21,13 +18,7 @@ def device_memory(device: jax.Device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def kv_bytes_per_token(config: TransformerConfig) -> int:
-    """Bytes of keys and values that one token takes in all layers."""
-    width = 2 * config.num_kv_heads * config.head_dim
-    return config.num_layers * width * config.jnp_dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PoolPlan:
     """Sizes of the KV pools, padding page included in ``num_pages``."""
 
@@ -66,40 +57,26 @@ def plan_pools(
     ``max_total_tokens`` sets it directly (rounded up to pages). Otherwise weights and KV together
     take ``mem_fraction_static`` of the device's memory, as in SGLang, but never more than all
     requests can use.
-
-    Raises:
-        ValueError: if not even one page fits; names the knob.
     """
-    if page_size < 1:
-        raise ValueError(f"page_size={page_size} must be at least 1")
-    if max_total_tokens is not None and max_total_tokens < 1:
-        raise ValueError(f"max_total_tokens={max_total_tokens} must be at least 1")
-    if mem_fraction_static is not None and not 0 < mem_fraction_static <= 1:
-        raise ValueError(f"mem_fraction_static={mem_fraction_static} must be in (0, 1]")
     fraction = mem_fraction_static or (DEFAULT_MEM_FRACTION_CPU if on_cpu else DEFAULT_MEM_FRACTION)
-    budget = int(memory * fraction) - weight_bytes
     page_bytes = token_bytes * page_size
-    fits = budget // page_bytes - 1
     if max_total_tokens is not None:
-        pages = -(-max_total_tokens // page_size)
+        num_pages = 1 - (-max_total_tokens // page_size)
         room = memory - weight_bytes
-        if (pages + 1) * page_bytes > room:
+        if num_pages * page_bytes > room:
             raise ValueError(
-                f"max_total_tokens={max_total_tokens} needs {(pages + 1) * page_bytes / 1e9:.2f} "
-                f"GB of KV, but {room / 1e9:.2f} GB are left beside the weights; lower "
+                f"max_total_tokens={max_total_tokens} needs {num_pages * page_bytes / 1e9:.2f} GB "
+                f"of KV, but {room / 1e9:.2f} GB are left beside the weights; lower "
                 "max_total_tokens"
             )
     else:
-        pages = min(fits, max_running_requests * -(-context_length // page_size))
-        if pages < 1:
+        budget = int(memory * fraction) - weight_bytes
+        usable = max_running_requests * -(-context_length // page_size)
+        num_pages = min(budget // page_bytes, usable + 1)
+        if num_pages < 2:
             raise ValueError(
                 f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB leaves "
                 f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights; raise "
                 "mem_fraction_static"
             )
-    return PoolPlan(
-        num_pages=pages + 1,
-        page_size=page_size,
-        weight_bytes=weight_bytes,
-        kv_bytes=(pages + 1) * page_bytes,
-    )
+    return PoolPlan(num_pages, page_size, weight_bytes, num_pages * page_bytes)

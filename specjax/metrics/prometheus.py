@@ -1,145 +1,109 @@
 """An engine's figures as Prometheus families, under SGLang's names with the prefix ``specjax:``."""
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from specjax.adaptive import AdaptiveController
 from specjax.metrics.totals import Histogram, Totals
 
 PREFIX = "specjax:"
+_EMA = (
+    "Accepted drafts a verify, moving average. It excludes the bonus token, which "
+    "spec_accept_length includes."
+)
+_COMPUTED = "Tokens computed or found in the cache, those of resumed requests included."
+_KINDS: dict[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
-def make_registry(
-    read: Callable[[], Totals],
-    model_name: str,
-    max_total_tokens: int,
-    controller: AdaptiveController | None = None,
-) -> CollectorRegistry:
-    """A registry of its own for one engine.
+class Figure(NamedTuple):
+    """One figure of an engine."""
 
-    Args:
-        read: its figures of the moment of a scrape.
-        model_name: value of the only label that everything has.
-        max_total_tokens: tokens that the KV pool holds.
-        controller: what chooses the drafted tokens, if anything does.
+    name: str  # in Prometheus, without the prefix and a counter's ``_total``
+    kind: str
+    field: str  # of Totals
+    help: str
+    needs: str = ""  # the field of Totals without which an engine has no such figure
+    mode: str = ""  # value of the label of that name, where its family has one
+
+    def of(self, totals: Totals) -> Any:
+        """Its value: a number or a histogram."""
+        return attrgetter(self.field)(totals)
+
+
+FIGURES = (
+    Figure("num_running_reqs", "gauge", "num_running", "Requests that run."),
+    Figure("num_queue_reqs", "gauge", "num_waiting", "Requests that wait, also retracted ones."),
+    Figure("num_used_tokens", "gauge", "num_used_tokens", "Tokens in pages of running requests."),
+    Figure("max_total_num_tokens", "gauge", "max_total_tokens", "Tokens that the KV pool holds."),
+    Figure("token_usage", "gauge", "token_usage", "Used share of the KV pool."),
+    Figure("gen_throughput", "gauge", "gen_throughput", "Tokens/s in the last 5 s with work."),
+    Figure("cache_hit_rate", "gauge", "cache_hit_rate", "Share of prompt tokens in the cache."),
+    Figure("spec_accept_length", "gauge", "accept_length", "Tokens a verify, bonus included."),
+    Figure("spec_accept_rate", "gauge", "accept_rate", "Accepted share of the proposed drafts."),
+    Figure("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of admitted requests."),
+    Figure("cached_tokens", "counter", "cached_tokens", "Of them, found in the prefix cache."),
+    Figure("generation_tokens", "counter", "generated_tokens", "Completion tokens."),
+    Figure("num_requests", "counter", "num_finished", "Requests that ended, also aborted ones."),
+    Figure("num_aborted_requests", "counter", "num_aborted", "Ends by abort or timeout."),
+    Figure("num_retracted_requests", "counter", "num_retracted", "Times that one was retracted."),
+    Figure("spec_verify_calls", "counter", "num_verifies", "Verifies, counted for each request."),
+    Figure("spec_proposed_drafts", "counter", "num_proposed_drafts", "Drafts that were verified."),
+    Figure("spec_accepted_drafts", "counter", "num_accepted_drafts", "Drafts that were accepted."),
+    Figure("spec_num_steps", "gauge", "tier.steps", "Drafted levels of a round now.", "drafts"),
+    Figure("spec_num_draft_tokens", "gauge", "tier.nodes", "Rows of a verify now.", "drafts"),
+    Figure("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
+    Figure("spec_num_switches", "counter", "num_switches", "Changes of the tier.", "adapts"),
+    Figure("spec_wasted_drafts", "counter", "wasted_drafts", "Drafts not accepted.", "adapts"),
+    Figure("realtime_tokens", "counter", "prefilled_tokens", _COMPUTED, mode="prefill_compute"),
+    Figure("realtime_tokens", "counter", "reused_tokens", _COMPUTED, mode="prefill_cache"),
+    Figure("realtime_tokens", "counter", "generated_tokens", _COMPUTED, mode="decode"),
+    Figure("queue_time_seconds", "histogram", "queue_time", "From making to prefill."),
+    Figure("time_to_first_token_seconds", "histogram", "time_to_first_token", "From making."),
+    Figure("inter_token_latency_seconds", "histogram", "inter_token_latency", "Of later tokens."),
+    Figure("e2e_request_latency_seconds", "histogram", "e2e_latency", "From making to end."),
+)
+
+
+class EngineMetrics(Collector):
+    """The figures of one engine, for Prometheus and for code; ``model_name`` labels them all.
+
+    Attributes:
+        registry: all figures, for ``prometheus_client``. Each engine has its own.
+        snapshot: the figures of one moment, as :class:`Totals`; any thread may call it.
     """
-    registry = CollectorRegistry()
-    registry.register(TotalsCollector(read, model_name, max_total_tokens, controller))
-    return registry
 
-
-class TotalsCollector(Collector):
-    """Makes all families from one reading of the figures."""
-
-    def __init__(
-        self,
-        read: Callable[[], Totals],
-        model_name: str,
-        max_total_tokens: int,
-        controller: AdaptiveController | None,
-    ) -> None:
-        # a registry that outlives its engine must not keep the device's memory
-        self._controller = None if controller is None else weakref.ref(controller)
-        self._read = read
+    def __init__(self, model_name: str, totals: Totals) -> None:
         self._labels = {"model_name": model_name}
-        self._max_total_tokens = max_total_tokens
+        self.snapshot = totals.snapshot
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Any]:
         """All families; called by the registry at a scrape."""
-        now = self._read()
-        capacity = self._max_total_tokens
-        for name, value, help_text in (
-            ("num_running_reqs", now.num_running, "Requests that run."),
-            ("num_queue_reqs", now.num_waiting, "Requests that wait, retracted ones included."),
-            ("num_used_tokens", now.num_used_tokens, "Tokens in KV pages of running requests."),
-            ("max_total_num_tokens", capacity, "Tokens that the KV pool holds."),
-            ("token_usage", now.num_used_tokens / capacity, "Used share of the KV pool."),
-            ("gen_throughput", now.gen_throughput, "Tokens a second in the last 5 s with work."),
-            ("cache_hit_rate", now.cache_hit_rate, "Share of prompt tokens found in the cache."),
-            ("spec_accept_length", now.accept_length, "Tokens a verify, bonus token included."),
-            ("spec_accept_rate", now.accept_rate, "Accepted share of the proposed drafts."),
-        ):
-            yield self._family(GaugeMetricFamily, name, value, help_text)
-        for name, value, help_text in (
-            ("prompt_tokens", now.prompt_tokens, "Prompt tokens of admitted requests."),
-            ("cached_tokens", now.cached_tokens, "Of the prompt tokens, found in the cache."),
-            ("generation_tokens", now.generated_tokens, "Completion tokens."),
-            ("num_requests", now.num_finished, "Requests that ended, aborted ones included."),
-            ("num_aborted_requests", now.num_aborted, "Requests that ended by abort or timeout."),
-            ("num_retracted_requests", now.num_retracted, "Times that a request was retracted."),
-            ("spec_verify_calls", now.num_verifies, "Verifies, counted for each request."),
-            ("spec_proposed_drafts", now.num_proposed_drafts, "Drafts that were verified."),
-            ("spec_accepted_drafts", now.num_accepted_drafts, "Drafts that were accepted."),
-        ):
-            yield self._family(CounterMetricFamily, name, value, help_text)
-        controller = None if self._controller is None else self._controller()
-        if controller is not None:
-            yield from self._adaptive(controller)
-        yield self._by_mode(now)
-        for name, histogram, help_text in (
-            ("queue_time", now.queue_time, "From a request's making to its prefill."),
-            ("time_to_first_token", now.time_to_first_token, "From its making to its first token."),
-            ("inter_token_latency", now.inter_token_latency, "A token after the first."),
-            ("e2e_request_latency", now.e2e_latency, "From the making of a request to its end."),
-        ):
-            yield self._histogram(f"{name}_seconds", histogram, help_text)
-
-    def _adaptive(self, controller: AdaptiveController) -> Iterator[Metric]:
-        steps, ema = controller.worker.speculative_num_steps, controller.ema_accept_len
-        for name, value, help_text in (
-            ("spec_num_steps", steps, "Drafted tokens of a round now."),
-            ("spec_ema_accept_len", ema, "Accepted drafts of a verify, moving average."),
-        ):
-            yield self._family(GaugeMetricFamily, name, value, help_text)
-        for name, value, help_text in (
-            ("spec_num_switches", controller.switches, "Changes of the drafted tokens."),
-            ("spec_wasted_drafts", controller.wasted_drafts, "Drafts that were not accepted."),
-        ):
-            yield self._family(CounterMetricFamily, name, value, help_text)
-
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        value: float,
-        help_text: str,
-    ) -> Metric:
-        family = kind(PREFIX + name, help_text, labels=tuple(self._labels))
-        family.add_metric(tuple(self._labels.values()), value)
-        return family
-
-    def _by_mode(self, now: Totals) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "realtime_tokens",
-            "Tokens computed or found in the cache, those of resumed requests included.",
-            labels=(*self._labels, "mode"),
-        )
-        for mode, value in (
-            ("prefill_compute", now.prefilled_tokens),
-            ("prefill_cache", now.reused_tokens),
-            ("decode", now.generated_tokens),
-        ):
-            family.add_metric((*self._labels.values(), mode), value)
-        return family
-
-    def _histogram(self, name: str, histogram: Histogram, help_text: str) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, help_text, labels=tuple(self._labels))
-        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
-        counts = accumulate(histogram.counts)
-        family.add_metric(
-            tuple(self._labels.values()),
-            buckets=list(zip(bounds, counts, strict=True)),
-            sum_value=histogram.total,
-        )
-        return family
+        totals = self.snapshot()
+        families: dict[str, Any] = {}
+        for figure in FIGURES:
+            if figure.needs and not getattr(totals, figure.needs):
+                continue
+            labels = self._labels | ({"mode": figure.mode} if figure.mode else {})
+            name, values = PREFIX + figure.name, tuple(labels.values())
+            if name not in families:
+                families[name] = _KINDS[figure.kind](name, figure.help, labels=tuple(labels))
+            value = figure.of(totals)
+            if isinstance(value, Histogram):
+                bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+                buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+                families[name].add_metric(values, buckets, value.total)
+            else:
+                families[name].add_metric(values, value)
+        return families.values()

@@ -7,10 +7,9 @@ MARKS_A_WINDOW = 50
 
 
 class Throughput:
-    """Units a second over the last ``window`` seconds with work to do.
+    """Units a second over the last ``window`` seconds with work to do; other time does not count.
 
-    Time without work does not count, so that requests that come one by one show the speed that they
-    are served at.
+    So requests that come one by one show the speed that they are served at.
     """
 
     def __init__(self, window: float = WINDOW_SECONDS) -> None:

@@ -1,7 +1,14 @@
 """Counts and times of an engine since its start, as plain numbers."""
 
+import threading
+import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specjax.metrics.throughput import Throughput
+from specjax.types import DraftShape
 
 # of SGLang's, with finer steps below: a small model makes a token in a third of a millisecond
 FIRST_TOKEN_BOUNDS = (
@@ -14,6 +21,7 @@ INTER_TOKEN_BOUNDS = (
     *(0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
 )
 LATENCY_BOUNDS = (*FIRST_TOKEN_BOUNDS, 600, 1200, 1800, 2400)
+_PLAIN = DraftShape.chain(0)
 
 
 @dataclass
@@ -32,11 +40,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    @property
-    def num_values(self) -> int:
-        """Values counted so far."""
-        return sum(self.counts)
-
     def copy(self) -> "Histogram":
         """A copy that later values leave alone."""
         return replace(self, counts=list(self.counts))
@@ -46,30 +49,20 @@ class Histogram:
 class Totals:
     """Figures of an engine since its start.
 
-    Attributes:
-        num_running: requests that run now.
-        num_waiting: requests that wait now, retracted ones included.
-        num_used_tokens: what the KV pages of running requests hold now.
-        prompt_tokens: of the requests whose prefill has begun, each counted once.
-        cached_tokens: of those, found in the prefix cache.
-        prefilled_tokens: given to prefill, those of resumed requests included.
-        reused_tokens: found in the prefix cache instead, those of resumed requests included.
-        generated_tokens: completion tokens.
-        num_finished: requests that ended, the aborted ones included.
-        num_aborted: of those, with finish reason ``abort``.
-        num_retracted: times that a running request lost its pages.
-        num_verifies: rounds that verified drafts, counted for each request.
-        num_proposed_drafts: drafts for the positions of kept tokens.
-        num_accepted_drafts: of those, without the bonus tokens.
-        queue_time: seconds from a request's making to its prefill.
-        time_to_first_token: seconds from a request's making to its first token.
-        inter_token_latency: seconds a token after the first; tokens that came together share the
-            time since the ones before.
-        e2e_latency: seconds from the making to the end of a request that was not aborted.
-        gen_throughput: tokens a second over the last ``throughput.WINDOW_SECONDS`` with work to do;
-            0 where there has been none for as long.
-        last_gen_throughput: the same, and what it was last where there is no work.
+    One thread writes, that of the scheduler: single figures directly, those that belong together by
+    the methods. Any thread may take a :meth:`snapshot`. What each figure counts is said in
+    ``docs/metrics.md`` and in :data:`specjax.metrics.prometheus.FIGURES`.
     """
+
+    clock: Callable[[], float] = time.perf_counter
+    max_total_tokens: int = 1
+    drafts: bool = False  # rounds may draft, so that there is a tier
+    adapts: bool = False  # the tier follows what is being accepted
+
+    tier: DraftShape = _PLAIN  # of the rounds to come
+    ema_accept_len: float = 0.0
+    num_switches: int = 0
+    wasted_drafts: int = 0
 
     num_running: int = 0
     num_waiting: int = 0
@@ -89,8 +82,71 @@ class Totals:
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
-    gen_throughput: float = 0.0
-    last_gen_throughput: float = 0.0
+    gen_throughput: float = 0.0  # tokens/s over the last window with work, 0 after an idle one
+    last_gen_throughput: float = 0.0  # the same, and what it was last where there is no work
+    throughput: Throughput = field(default_factory=Throughput)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def snapshot(self) -> "Totals":
+        """The figures of one moment."""
+        with self.lock:
+            now = self.clock()
+            rate = self.throughput.rate(now, self.generated_tokens)
+            speed = 0.0 if self.throughput.is_idle(now) else rate
+            changes: dict[str, Any] = {"gen_throughput": speed, "last_gen_throughput": rate}
+            for name, value in vars(self).items():
+                if isinstance(value, Histogram):
+                    changes[name] = value.copy()
+            return replace(self, **changes)
+
+    def queue_changed(self, num_running: int, num_waiting: int, num_used_tokens: int) -> None:
+        """Take the state after a step or an abort."""
+        with self.lock:
+            self.num_running = num_running
+            self.num_waiting = num_waiting
+            self.num_used_tokens = num_used_tokens
+            has_work = num_running + num_waiting > 0
+            self.throughput.advance(self.clock(), self.generated_tokens, has_work)
+
+    def request_admitted(
+        self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None
+    ) -> None:
+        """Count a prefill that begins; ``queue_seconds`` is ``None`` for a request that resumes."""
+        with self.lock:
+            self.throughput.resume(self.clock())
+            self.reused_tokens += num_cached_tokens
+            if queue_seconds is not None:
+                self.prompt_tokens += num_prompt_tokens
+                self.cached_tokens += num_cached_tokens
+                self.queue_time.observe(queue_seconds)
+
+    def tokens_generated(self, num_tokens: int, seconds: float | None) -> None:
+        """Count tokens that a request got at once, ``seconds`` after those before, if any."""
+        with self.lock:
+            self.generated_tokens += num_tokens
+            if seconds is not None:
+                self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
+
+    def drafts_verified(self, num_verifies: int, num_proposed: int, num_accepted: int) -> None:
+        """Count verifies of one request, with the drafts for the positions of kept tokens."""
+        with self.lock:
+            self.num_verifies += num_verifies
+            self.num_proposed_drafts += num_proposed
+            self.num_accepted_drafts += num_accepted
+
+    def request_finished(self, reason: str, seconds: float) -> None:
+        """Count an end, ``seconds`` after the request was made."""
+        with self.lock:
+            self.num_finished += 1
+            if reason == "abort":
+                self.num_aborted += 1
+            else:
+                self.e2e_latency.observe(seconds)
+
+    @property
+    def token_usage(self) -> float:
+        """Used share of the KV pool."""
+        return self.num_used_tokens / self.max_total_tokens
 
     @property
     def cache_hit_rate(self) -> float:

@@ -30,7 +30,7 @@ from specjax.models.layers import (
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward block with residual connections."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kernels: str = "xla") -> None:
+    def __init__(self, config: ModelConfig, kernels: str = "xla") -> None:
         norm = partial(
             RMSNorm,
             config.hidden_size,
@@ -45,11 +45,10 @@ class DecoderLayer(nnx.Module):
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             qk_norm=config.qk_norm,
-            rngs=rngs,
             kernels=kernels,
         )
         self.post_attention_norm = norm()
-        self.mlp = MLP(config, bias=config.mlp_bias, rngs=rngs, kernels=kernels)
+        self.mlp = MLP(config, bias=config.mlp_bias, kernels=kernels)
 
     def __call__(
         self,
@@ -60,12 +59,9 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """Apply the layer to ``x + delta``, both ``[B, T, D]`` (or ``delta`` in partial sums).
+        """``x + delta``, the layer's output for it as two summands, and kv as ``attend`` left it.
 
         Additions wait for the norm behind them, with which they make one kernel.
-
-        Returns:
-            ``x + delta``, the layer's output as two summands, and kv as ``attend`` left it.
         """
         x, normed = self.input_norm.add(x, delta)
         mixed, kv = self.attention(normed, rope, kv, layer, attend)
@@ -76,21 +72,14 @@ class DecoderLayer(nnx.Module):
 class CausalLM(nnx.Module):
     """Decoder-only language model whose attention and KV storage are supplied by the caller."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kernels: str = "xla") -> None:
+    def __init__(self, config: ModelConfig, kernels: str = "xla") -> None:
         self.config = config
-        dtype = config.jnp_dtype
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            DecoderLayer(config, rngs, kernels) for _ in range(config.num_layers)
-        )
-        self.norm = RMSNorm(
-            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, kernels=kernels
-        )
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
-        )
+        dtype, size, vocab_size = config.jnp_dtype, config.hidden_size, config.vocab_size
+        self.embedding = Embedding(vocab_size, size, dtype=dtype)
+        self.layers = nnx.List(DecoderLayer(config, kernels) for _ in range(config.num_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype, kernels=kernels)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(size, vocab_size, bias=False, dtype=dtype)
 
     def __call__(
         self,
@@ -100,18 +89,12 @@ class CausalLM(nnx.Module):
         attend: Attend,
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run the layers.
+        """Hidden states ``[B, T, D]`` after the final norm, features ``[B, T, F]`` and kv.
 
-        Args:
-            tokens: i32 ``[B, T]``.
-            positions: i32 ``[B, T]``, the rotary positions.
-            kv: whatever ``attend`` threads through (a KV pool, a dense cache, nothing).
-            attend: stores keys and values and computes attention.
-            feature_layers: layers whose residual-stream outputs, un-normed, are the EAGLE-3
-                feature; empty for the EAGLE-1/2 feature, which is the returned hidden state.
-
-        Returns:
-            Hidden states ``[B, T, D]`` after the final norm, the features ``[B, T, F]`` and kv.
+        Tokens and rotary positions are i32 ``[B, T]``; ``kv`` is whatever ``attend`` threads
+        through (a KV pool, a dense cache, nothing). The residual-stream outputs of
+        ``feature_layers``, un-normed, are the EAGLE-3 feature (auxiliary hidden states); without
+        layers the feature is the hidden state, as EAGLE-1/2 take it.
         """
         x = self.embedding(tokens)
         delta: jax.Array | None = None

@@ -13,6 +13,7 @@ Both heads share one interface, so that nothing outside this file asks which one
 Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840) and the published checkpoints.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,19 +44,15 @@ class DraftVocabulary(nnx.Variable):
 class DraftHead(nnx.Module):
     """What EAGLE-1/2 and EAGLE-3 heads have in common: embeddings, output head, vocabulary."""
 
-    def __init__(self, config: DraftConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         self.config = config
         dtype, size = config.jnp_dtype, config.hidden_size
-        self.embedding = (
-            Embedding(config.vocab_size, size, dtype=dtype, rngs=rngs)
-            if config.has_own_embedding
-            else None
-        )
         own_head = config.has_own_lm_head and not config.ties_lm_head
+        self.embedding = (
+            Embedding(config.vocab_size, size, dtype=dtype) if config.has_own_embedding else None
+        )
         self.lm_head = (
-            Linear(size, config.draft_vocab_size, bias=False, dtype=dtype, rngs=rngs)
-            if own_head
-            else None
+            Linear(size, config.draft_vocab_size, bias=False, dtype=dtype) if own_head else None
         )
         # target id = draft id + offset, as the published `d2t` tensors store it
         self.d2t = (
@@ -82,7 +79,34 @@ class DraftHead(nnx.Module):
         return target.logits(x)
 
 
-class Eagle3Head(DraftHead):
+class EagleBlock(nnx.Module):
+    """Llama attention and feed-forward behind whatever a head makes of its inputs."""
+
+    def __init__(self, config: DraftConfig, in_size: int, kernels: str) -> None:
+        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.jnp_dtype
+        self.attention = Attention(
+            config, in_size=in_size, qkv_bias=config.qkv_bias, kernels=kernels
+        )
+        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
+        self.mlp = MLP(config, kernels=kernels)
+
+    def block(
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        rope: RopeTables,
+        kv: Any,
+        layer: int,
+        attend: Attend,
+        row: jax.Array | None,
+    ) -> tuple[jax.Array, Any]:
+        """Add to ``x [B, T, D]`` what ``normed`` gives; ``layer`` is the index in ``kv``."""
+        mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
+        x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
+        return x + whole(self.mlp(normed), x.ndim, x.dtype), kv
+
+
+class Eagle3Head(DraftHead, EagleBlock):
     """EAGLE-3: one layer over ``[norm(embed(token)), norm(hidden)]``, features of three layers.
 
     ``has_fc_norm`` and ``norm_output`` are the EAGLE 3.1 variants (arXiv 2605.09992): a norm on
@@ -91,35 +115,16 @@ class Eagle3Head(DraftHead):
     have it.
     """
 
-    def __init__(self, config: DraftConfig, rngs: nnx.Rngs, kernels: str = "xla") -> None:
-        super().__init__(config, rngs)
+    def __init__(self, config: DraftConfig, kernels: str = "xla") -> None:
+        DraftHead.__init__(self, config)
         dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
-        self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtype=dtype, rngs=rngs)
-        self.feature_norm = (
-            RMSNorm(config.feature_size, eps=eps, dtype=dtype) if config.norm_before_fc else None
-        )
-        self.fc_norms = (
-            nnx.List(
-                RMSNorm(config.target_hidden_size, eps=eps, dtype=dtype)
-                for _ in config.feature_layers
-            )
-            if config.has_fc_norm
-            else None
-        )
-        self.input_norm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.hidden_norm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.attention = Attention(
-            config,
-            in_size=2 * size,
-            qkv_bias=config.qkv_bias,
-            output_bias=False,
-            qk_norm=False,
-            rngs=rngs,
-            kernels=kernels,
-        )
-        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
-        self.mlp = MLP(config, bias=False, rngs=rngs, kernels=kernels)
-        self.norm = RMSNorm(size, eps=eps, dtype=dtype)
+        EagleBlock.__init__(self, config, 2 * size, kernels)
+        self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtype=dtype)
+        norm = partial(RMSNorm, eps=eps, dtype=dtype)
+        self.feature_norm = norm(config.feature_size) if config.norm_before_fc else None
+        fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
+        self.fc_norms = nnx.List(fc_norms) if config.has_fc_norm else None
+        self.input_norm, self.hidden_norm, self.norm = norm(size), norm(size), norm(size)
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
@@ -145,9 +150,8 @@ class Eagle3Head(DraftHead):
         normed = self.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
-        mixed, kv = self.attention(x, rope_tables(self.config, positions), kv, 0, attend, row)
-        x, normed = self.post_attention_norm.add(pick_row(residual, row), mixed)
-        x = x + whole(self.mlp(normed), x.ndim, x.dtype)
+        rope = rope_tables(self.config, positions)
+        x, kv = self.block(residual, x, rope, kv, 0, attend, row)
         return (self.norm(x) if self.config.norm_output else x), kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
@@ -155,40 +159,13 @@ class Eagle3Head(DraftHead):
         return self._head(hidden if self.config.norm_output else self.norm(hidden), target)
 
 
-class EagleLayer(nnx.Module):
+class EagleLayer(EagleBlock):
     """Llama decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
 
-    def __init__(
-        self, config: DraftConfig, *, has_input_norm: bool, rngs: nnx.Rngs, kernels: str
-    ) -> None:
-        dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
+    def __init__(self, config: DraftConfig, *, has_input_norm: bool, kernels: str) -> None:
+        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.jnp_dtype
+        super().__init__(config, size, kernels)
         self.input_norm = RMSNorm(size, eps=eps, dtype=dtype) if has_input_norm else None
-        self.attention = Attention(
-            config,
-            in_size=size,
-            qkv_bias=config.qkv_bias,
-            output_bias=False,
-            qk_norm=False,
-            rngs=rngs,
-            kernels=kernels,
-        )
-        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
-        self.mlp = MLP(config, bias=False, rngs=rngs, kernels=kernels)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rope: RopeTables,
-        kv: Any,
-        layer: int,
-        attend: Attend,
-        row: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Apply the layer to ``x [B, T, D]``; ``layer`` is its index in ``kv``."""
-        normed = x if self.input_norm is None else self.input_norm(x)
-        mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
-        x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
-        return x + whole(self.mlp(normed), x.ndim, x.dtype), kv
 
 
 class EagleHead(DraftHead):
@@ -197,13 +174,13 @@ class EagleHead(DraftHead):
     The target feature is the hidden state after the target's final norm.
     """
 
-    def __init__(self, config: DraftConfig, rngs: nnx.Rngs, kernels: str = "xla") -> None:
-        super().__init__(config, rngs)
+    def __init__(self, config: DraftConfig, kernels: str = "xla") -> None:
+        super().__init__(config)
         size = config.hidden_size
         in_size = size + config.target_hidden_size
-        self.fc = Linear(in_size, size, bias=config.fc_bias, dtype=config.jnp_dtype, rngs=rngs)
+        self.fc = Linear(in_size, size, bias=config.fc_bias, dtype=config.jnp_dtype)
         self.layers = nnx.List(
-            EagleLayer(config, has_input_norm=i > 0, rngs=rngs, kernels=kernels)
+            EagleLayer(config, has_input_norm=i > 0, kernels=kernels)
             for i in range(config.num_layers)
         )
 
@@ -225,7 +202,8 @@ class EagleHead(DraftHead):
         rope = rope_tables(self.config, positions)
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1
-            x, kv = layer(x, rope, kv, i, attend, row if is_last else None)
+            normed = x if layer.input_norm is None else layer.input_norm(x)
+            x, kv = layer.block(x, normed, rope, kv, i, attend, row if is_last else None)
         return x, kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
@@ -233,6 +211,6 @@ class EagleHead(DraftHead):
         return self._head(hidden, target)
 
 
-def build_head(config: DraftConfig, rngs: nnx.Rngs, kernels: str = "xla") -> Eagle3Head | EagleHead:
-    """The head of a draft configuration, randomly initialised."""
-    return (Eagle3Head if config.algorithm == "EAGLE3" else EagleHead)(config, rngs, kernels)
+def build_head(config: DraftConfig, kernels: str = "xla") -> Eagle3Head | EagleHead:
+    """The head of a draft configuration."""
+    return (Eagle3Head if config.fuses_features else EagleHead)(config, kernels)

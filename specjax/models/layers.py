@@ -2,7 +2,8 @@
 
 Axes: B batch, T tokens per row, D hidden, N query heads, KV key/value heads, H head dim, V vocab.
 Weights are stored ``[in, out]``; query, key and value projections are one matrix, and so are gate
-and up. In float32 every product asks for HIGHEST precision, since the default on a GPU is TF32.
+and up. A new module is zeros; its variables say how random weights would be spread. In float32
+every product asks for HIGHEST precision, since the default on a GPU is TF32.
 """
 
 from collections.abc import Callable
@@ -53,8 +54,7 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
 
     A matrix of few columns keeps too few multiprocessors busy in one piece. XLA splits such
     products itself (4 or 8 ways at the Llama-3.1-8B shape), with a launch for the reduction, which
-    costs more than the split gains from 64 rows on. A single row is left
-    to XLA.
+    costs more than the split gains from 64 rows on. A single row is left to XLA.
     """
     parts = 8
     while parts > 1 and (
@@ -71,11 +71,8 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
 class Linear(nnx.Module):
     """Affine map with a ``kernel [in, out]`` and an optional ``bias [out]``."""
 
-    def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
-        kernel = jax.random.normal(rngs.params(), (in_size, out_size), jnp.float32)
-        self.kernel = nnx.Param((kernel * in_size**-0.5).astype(dtype))
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype) -> None:
+        self.kernel = nnx.Param(jnp.zeros((in_size, out_size), dtype), stddev=in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -84,10 +81,7 @@ class Linear(nnx.Module):
         return out if self.bias is None else out + self.bias[...]
 
     def partial_sums(self, x: jax.Array, kernels: str) -> jax.Array:
-        """``[..., in]`` to f32 ``[P, ..., out]`` whose sum over P is the product.
-
-        The product itself, ``[..., out]``, where a split does not pay or the reader could not add.
-        """
+        """f32 ``[P, ..., out]`` whose sum is the product, or that itself where no split pays."""
         kernel = self.kernel[...]
         size, out_size = kernel.shape
         parts = num_partial_sums(x.size // size, size, out_size)
@@ -103,13 +97,10 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis, computed in float32.
-
-    ``kernels`` names the implementation of the fused form, ``"xla"`` or ``"pallas"``.
-    """
+    """Normalisation over the last axis; ``kernels`` names the implementation of the fused form."""
 
     def __init__(self, size: int, *, eps: float, dtype: jnp.dtype, kernels: str = "xla") -> None:
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.scale = nnx.Param(jnp.ones((size,), dtype), mean=1.0)
         self.eps = eps
         self.kernels = kernels
 
@@ -127,9 +118,8 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token table ``[V, D]``; also the output projection of a model with tied embeddings."""
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        table = jax.random.normal(rngs.params(), (vocab_size, size), jnp.float32)
-        self.table = nnx.Param((table * size**-0.5).astype(dtype))
+    def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype) -> None:
+        self.table = nnx.Param(jnp.zeros((vocab_size, size), dtype), stddev=size**-0.5)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Rows ``[..., D]`` of token ids ``[...]``."""
@@ -153,10 +143,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     between, as in the Llama 3.1 release.
     """
     inverse = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None:
-        return inverse.astype(np.float32)
-    if scaling.rope_type == "linear":
-        return (inverse / scaling.factor).astype(np.float32)
+    if scaling is None or scaling.rope_type == "linear":
+        return (inverse / (1.0 if scaling is None else scaling.factor)).astype(np.float32)
     original = scaling.original_max_position_embeddings
     wavelength = 2 * np.pi / inverse
     smooth = (original / wavelength - scaling.low_freq_factor) / (
@@ -195,21 +183,16 @@ class Attention(nnx.Module):
         *,
         in_size: int,
         qkv_bias: bool,
-        output_bias: bool,
-        qk_norm: bool,
-        rngs: nnx.Rngs,
+        output_bias: bool = False,
+        qk_norm: bool = False,
         kernels: str = "xla",
     ) -> None:
-        dtype = config.jnp_dtype
+        dtype, eps = config.jnp_dtype, config.rms_norm_eps
         self.kernels = kernels
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
-        out = (heads + 2 * kv_heads) * dim
-        self.qkv = Linear(in_size, out, bias=qkv_bias, dtype=dtype, rngs=rngs)
-        self.output = Linear(
-            heads * dim, config.hidden_size, bias=output_bias, dtype=dtype, rngs=rngs
-        )
-        eps = config.rms_norm_eps
+        self.qkv = Linear(in_size, (heads + 2 * kv_heads) * dim, bias=qkv_bias, dtype=dtype)
+        self.output = Linear(heads * dim, config.hidden_size, bias=output_bias, dtype=dtype)
         self.q_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
 
@@ -224,8 +207,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and kv as attend left it.
 
-        With ``row`` i32 ``[B]`` keys and values of all rows are stored, and the output is ``[B, 1,
-        D]``, that of one row a request.
+        With ``row`` i32 ``[B]`` all is stored, and the output ``[B, 1, D]`` is that of these rows.
         """
         heads, kv_heads, dim = self.shape
         # query and key norms read whole products
@@ -243,12 +225,12 @@ class MLP(nnx.Module):
     """SwiGLU feed-forward: ``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
 
     def __init__(
-        self, config: TransformerConfig, *, bias: bool, rngs: nnx.Rngs, kernels: str = "xla"
+        self, config: TransformerConfig, *, bias: bool = False, kernels: str = "xla"
     ) -> None:
         self.kernels = kernels
         inner, dtype = config.intermediate_size, config.jnp_dtype
-        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(inner, config.hidden_size, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=bias, dtype=dtype)
+        self.down = Linear(inner, config.hidden_size, bias=bias, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., D]`` to ``[..., D]`` or its partial sums."""

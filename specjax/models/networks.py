@@ -1,35 +1,34 @@
-"""Structures of target and draft head, without weights."""
+"""Structures of target and draft, without weights, and where they live."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from specjax.config import DraftConfig, ModelConfig
+from specjax.config import ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
-from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
+from specjax.models.placement import Placement
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Structures of target and draft, without weights."""
+    """Structures of target and draft."""
 
     target: FlatModel[CausalLM]
-    head: FlatModel[Any] | None
+    draft: FlatModel[
+        Any
+    ]  # what an algorithm drafts with; without weights where it needs no network
     target_config: ModelConfig
-    head_config: DraftConfig | None
-
-    @classmethod
-    def of(cls, target: ModelConfig, head: DraftConfig | None, kernels: str = "xla") -> "Networks":
-        """Structures of two configurations; ``kernels`` as :class:`RMSNorm` has it."""
-        return cls(
-            FlatModel.of(partial(CausalLM, target, kernels=kernels)),
-            None if head is None else FlatModel.of(partial(build_head, head, kernels=kernels)),
-            target,
-            head,
-        )
+    draft_config: Any  # ``None`` where an algorithm needs no network
+    placement: Placement  # where both live
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Target layers that the head reads."""
-        return () if self.head_config is None else self.head_config.feature_layers
+    def configs(self) -> tuple[TransformerConfig, ...]:
+        """Configurations of the networks that there are."""
+        configs = (self.target_config, self.draft_config)
+        return tuple(config for config in configs if isinstance(config, TransformerConfig))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights."""
+        leaves = (*self.target.abstract, *self.draft.abstract)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -1,6 +1,8 @@
 """Padded sizes for which functions are compiled."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import count, takewhile
 
 # Products of one row take XLA's matrix-vector path on a GPU, which has more kernels. Plain rounds:
 # 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B shape; H200, jax
@@ -12,30 +14,22 @@ PADDED_ROWS = 2
 LAUNCH_BOUND_BYTES = 1e9
 
 
-def smallest_bucket(*, on_gpu: bool, speculative: bool, weight_bytes: int) -> int:
+def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
     """Rows that a batch of one is padded to."""
-    pays = on_gpu and (not speculative or weight_bytes < LAUNCH_BOUND_BYTES)
+    pays = on_gpu and (not drafts or weight_bytes < LAUNCH_BOUND_BYTES)
     return PADDED_ROWS if pays else 1
 
 
 def batch_buckets(max_running_requests: int, smallest: int = 1) -> tuple[int, ...]:
     """Powers of two from ``smallest`` up to ``max_running_requests``, and that number itself."""
-    sizes = []
-    size = smallest
-    while size < max_running_requests:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, max(smallest, max_running_requests))
+    doubled = takewhile(lambda size: size < max_running_requests, (smallest << i for i in count()))
+    return (*doubled, max(smallest, max_running_requests))
 
 
 def checked_buckets(
     buckets: Sequence[int] | None, max_running_requests: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """Batch buckets as given, sorted, or the default ones for ``None``.
-
-    Raises:
-        ValueError: if the largest does not hold ``max_running_requests``.
-    """
+    """Batch buckets as given, sorted, or the default ones for ``None``."""
     if buckets is None:
         return batch_buckets(max_running_requests, smallest)
     ordered = tuple(sorted(set(buckets)))
@@ -55,12 +49,10 @@ def prefill_buckets(chunked_prefill_size: int, context_length: int) -> tuple[int
 
 
 def pick_bucket(size: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds ``size``.
-
-    Raises:
-        ValueError: if none does.
-    """
-    for bucket in buckets:
-        if bucket >= size:
-            return bucket
-    raise ValueError(f"size={size} exceeds the largest bucket {max(buckets)} of {tuple(buckets)}")
+    """The smallest of ascending buckets that holds ``size``."""
+    at = bisect_left(buckets, size)
+    if at == len(buckets):
+        raise ValueError(
+            f"size={size} exceeds the largest bucket {buckets[-1]} of {tuple(buckets)}"
+        )
+    return buckets[at]

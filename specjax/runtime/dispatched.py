@@ -1,4 +1,4 @@
-"""What a dispatch leaves on the device for the host."""
+"""Results of a dispatch, on their way from the device to the host."""
 
 from dataclasses import dataclass
 
@@ -9,28 +9,12 @@ from specjax.types import Logprobs
 
 
 @dataclass(frozen=True)
-class HostLogprobs:
-    """Log-probabilities beside the tokens of a dispatch, of the target's raw logits.
-
-    Leading axes are ``[rounds, bucket, A]`` for rounds and ``[1]`` for a prefill. Entries behind
-    the accepted tokens are 0, and so are those of rows that do not ask for them.
-    """
-
-    chosen: np.ndarray  # f32 [...]
-    top_ids: np.ndarray  # i32 [..., N], the N most likely tokens in descending order
-    top_values: np.ndarray  # f32 [..., N]
-
-
-@dataclass(frozen=True)
 class Dispatched:
-    """Arrays on their way from the device to the host.
-
-    ``num_steps`` is what the round drafted; 0 for plain decoding and prefill.
-    """
+    """Arrays whose copies to the host have begun."""
 
     tokens: jax.Array
     logprobs: Logprobs | None = None
-    num_steps: int = 0
+    num_steps: int = 0  # what the round drafted; 0 for plain decoding and prefill
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.tokens, self.logprobs)):
@@ -40,9 +24,10 @@ class Dispatched:
         """Wait for the tokens."""
         return np.asarray(self.tokens)
 
-    def read_logprobs(self) -> HostLogprobs | None:
-        """Wait for the log-probabilities; ``None`` where no row of the dispatch asks for them."""
-        values = self.logprobs
-        if values is None:
-            return None
-        return HostLogprobs(*map(np.asarray, (values.chosen, values.top_ids, values.top_values)))
+    def read_logprobs(self) -> Logprobs | None:
+        """Wait for them, ``[rounds, bucket, A]`` or ``[1]``; ``None`` where no row asks for them.
+
+        Entries behind the accepted tokens and of rows that do not ask for them are 0.
+        """
+        values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
+        return values

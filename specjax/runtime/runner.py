@@ -5,32 +5,25 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.adaptive.controller import SpecRuntimeState
 from specjax.compiling.pool import CompilePool
-from specjax.config import TransformerConfig
 from specjax.kv.pages import PageView
 from specjax.models.flat import Weights
-from specjax.models.networks import Networks as Networks
+from specjax.models.networks import Networks
 from specjax.runtime.buckets import pick_bucket
-from specjax.runtime.dispatched import Dispatched as Dispatched
-from specjax.runtime.functions import STAGES, RoundFunctions, TierRounds
-from specjax.runtime.runner_config import RunnerConfig as RunnerConfig
-from specjax.sampling.packed import pack_sampling
+from specjax.runtime.dispatched import Dispatched
+from specjax.runtime.functions import STAGES, RoundFunctions
+from specjax.runtime.runner_config import RunnerConfig
+from specjax.runtime.state import ByBucket, SpecRuntimeState
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.table import HostTables as HostTables
-from specjax.sampling.table import check_slot_limits
+from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
+from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import FutureMap
+from specjax.speculative.prefill import pack_chunk
 from specjax.types import KVPools, RoundOutput
 
 UNLIMITED = 2**31 - 1
-
-
-def _pool_shape(config: TransformerConfig, slots: int) -> jax.ShapeDtypeStruct:
-    shape = (config.num_layers, slots, 2, config.num_kv_heads, config.head_dim)
-    return jax.ShapeDtypeStruct(shape, config.jnp_dtype)
 
 
 class ModelRunner:
@@ -45,32 +38,27 @@ class ModelRunner:
         self.config = config
         self.compiled = CompilePool()
         vocab_size = networks.target_config.vocab_size
-        self.tables = HostTables.empty(config.num_slots, config.pages_per_request, vocab_size)
+        self.tables = HostTables(config.num_slots, config.pages_per_request, vocab_size)
         self._weights: tuple[Weights, Weights] | None = None
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
-        self._state: Any = None
-        # slots whose last round left nothing to draft from, and the state that it ran with
-        self._resting: Any = None
-        self._rested: set[int] = set()
+        self._state: SpecRuntimeState | None = None
+        self._empty_state: Any = None
 
     @property
     def abstract_state(self) -> tuple[KVPools, FutureMap]:
         """Shapes of the KV pools and of the rows between rounds."""
-        nets, slots = self.networks, self.config.num_pages * self.config.page_size
-        head = nets.head_config
-        pools = KVPools(
-            target=_pool_shape(nets.target_config, slots),  # type: ignore[arg-type]
-            draft=None if head is None else _pool_shape(head, slots),  # type: ignore[arg-type]
+        nets, sizes = self.networks, self.config.sizes
+        algorithm = self.config.algorithm
+        state: Any = KVPools(
+            target=kv_pool(nets.target_config, sizes.num_kv),  # type: ignore[arg-type]
+            draft=algorithm.abstract_state(nets, sizes),
         )
-        width, dtype = (
-            (1, nets.target_config.jnp_dtype)
-            if head is None
-            else (head.hidden_size, head.jnp_dtype)
+        placed: tuple[KVPools, FutureMap] = nets.placement.abstract(
+            (state, algorithm.create_future_map(nets, sizes))
         )
-        config = self.config
-        return pools, FutureMap.abstract(config.num_slots, 1, width, dtype, config.context)
+        return placed
 
     @property
     def max_top_logprobs(self) -> int:
@@ -85,24 +73,24 @@ class ModelRunner:
         nets = self.networks
         view = jax.eval_shape(lambda: self._view_of(self.tables))
         sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
-        head = () if nets.head is None else nets.head.abstract
-        common = (nets.target.abstract, head, *self.abstract_state, view, sampling)
+        place = nets.placement
+        weights = place.abstract((nets.target.abstract, nets.draft.abstract))
+        common = (*weights, *self.abstract_state, *place.abstract((view, sampling)))
         functions = RoundFunctions(nets, self.config, self.max_top_logprobs, common)
-        for job in functions.jobs(stages=stages):
-            self.compiled.add(job.key, job.function, job.arguments, job.options)
+        for key, function, arguments, options in functions.jobs(stages=stages):
+            self.compiled.add(key, function, arguments, options)
         self.compiled.compile(show_progress=show_progress)
-        steps = self.config.num_steps
-        self._state = self.build_adaptive_runtime_state(steps, steps + 1)
+        self.apply_runtime_state(self.state_of(self.config.largest.steps))
 
-    def load(self, target: Weights, head: Weights) -> None:
+    def load(self, target: Weights, draft: Weights) -> None:
         """Take weights (flat, in the order of the networks) and allocate the pools.
 
         Pools are zeroed, since uninitialised memory could hold NaN, and a masked NaN is still NaN.
         """
-        self._weights = (target, head)
-        self.pools, self.future = jax.jit(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_state)
-        )()
+        self._weights = (target, draft)
+        # compiled once, whatever settings the thread has that resets them
+        self._empty_state = self.networks.placement.zeros(self.abstract_state)
+        self.pools, self.future = self._empty_state()
 
     def reset_rows(
         self, seq_lens: np.ndarray | None = None, remaining: np.ndarray | None = None
@@ -115,10 +103,17 @@ class ModelRunner:
         """
         future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state[1])
         if seq_lens is not None and remaining is not None:
-            rows = replace(future.rows, seq_lens=seq_lens)
-            future = replace(future, rows=rows, remaining=remaining)
-        self.future = jax.device_put(future)
-        self._rested.clear()
+            future = replace(future, seq_lens=seq_lens, remaining=remaining)
+        self.future = self.networks.placement.put(future)
+
+    def reset(self) -> None:
+        """Zero pools and rows, so that nothing of earlier weights is left; nothing compiles.
+
+        The old pools go first: there is no room for two.
+        """
+        for leaf in jax.tree.leaves((self.pools, self.future)):
+            leaf.delete()
+        self.pools, self.future = self._empty_state()
 
     def unload(self) -> None:
         """Let weights and pools go."""
@@ -138,13 +133,15 @@ class ModelRunner:
 
         Dispatches from now on read it; nothing compiles.
         """
-        target, head = self.weights
-        changed = list(head if draft else target)
-        changed[index] = weight
-        self._weights = (target, tuple(changed)) if draft else (tuple(changed), head)
+        both = [list(weights) for weights in self.weights]
+        both[draft][index] = weight
+        self._weights = (tuple(both[0]), tuple(both[1]))
 
     def check(
-        self, params: SamplingParams, end_token_ids: Collection[int] = (), top_logprobs: int = -1
+        self,
+        params: SamplingParams,
+        end_token_ids: Collection[int] = (),
+        top_logprobs: int | None = None,
     ) -> None:
         """Refuse what :meth:`set_slot` cannot take.
 
@@ -152,7 +149,7 @@ class ModelRunner:
             ValueError: with the value and the limit.
         """
         check_slot_limits(params, end_token_ids, self.networks.target_config.vocab_size)
-        if not -1 <= top_logprobs <= self.max_top_logprobs:
+        if top_logprobs is not None and not 0 <= top_logprobs <= self.max_top_logprobs:
             raise ValueError(
                 f"top_logprobs_num={top_logprobs} must be from 0 to {self.max_top_logprobs}"
             )
@@ -165,7 +162,7 @@ class ModelRunner:
         seed: int,
         end_token_ids: Collection[int] = (),
         prompt_len: int = 0,
-        top_logprobs: int = -1,
+        top_logprobs: int | None = None,
         cached_ids: Sequence[int] = (),
     ) -> None:
         """Give a request slot its sampling parameters.
@@ -176,24 +173,23 @@ class ModelRunner:
             seed: of the request's noise.
             end_token_ids: tokens that end it.
             prompt_len: tokens of its own prompt; what is prefilled behind them counts as produced.
-            top_logprobs: most likely tokens to report at each position; -1 for no
+            top_logprobs: most likely tokens to report at each position; ``None`` for no
                 log-probabilities at all.
             cached_ids: the start of the text that no prefill brings, since its KV is cached.
         """
-        vocab_size = self.networks.target_config.vocab_size
         self.tables.set_sampling(
             slot,
             params,
-            vocab_size,
             seed=seed,
             end_token_ids=end_token_ids,
             prompt_len=prompt_len,
             top_logprobs=top_logprobs,
         )
-        if params.has_penalties and len(cached_ids) > 0:
+        needs_history = params.has_penalties or self.config.algorithm.needs_history
+        if needs_history and len(cached_ids) > 0:
             history = np.zeros(self.config.context, np.int32)
             history[: len(cached_ids)] = cached_ids
-            arguments = jax.device_put((np.int32(slot), history))
+            arguments = self.networks.placement.put((np.int32(slot), history))
             self.future = self.compiled["record_cached",](self.future, *arguments)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
@@ -203,15 +199,15 @@ class ModelRunner:
     def clear_slot(self, slot: int) -> None:
         """Detach a slot from its pages; what is still in flight ran before any new owner."""
         self.tables.clear(slot)
-        self._rested.discard(slot)
 
     def _view_of(self, tables: HostTables) -> PageView:
         # the copy stays as it is while the host goes on writing
-        page_table = jax.device_put(tables.page_table.copy())
+        page_table = self.networks.placement.put(tables.page_table.copy())
         return PageView(page_table, self.config.page_size, self.config.attention)
 
     def _sampling_of(self, tables: HostTables) -> jax.Array:
-        return jax.device_put(pack_sampling(tables.sampling))
+        packed: jax.Array = self.networks.placement.put(pack_sampling(tables.sampling))
+        return packed
 
     def _inputs(self) -> tuple[Any, ...]:
         if self.tables.pages_dirty:
@@ -242,51 +238,64 @@ class ModelRunner:
         Returns:
             i32 ``[1]``: the first sampled token, where the prompt ends.
         """
-        self._rested.discard(slot)
         width = pick_bucket(len(tokens), self.config.prefill_buckets)
-        padded = np.zeros(width + 1, np.int32)
-        padded[: len(tokens)] = tokens
-        padded[len(tokens)] = 0 if next_token is None else next_token
-        is_final = next_token is None
-        chunk = np.array([slot, start, len(tokens), is_final, max_new_tokens], np.int32)
-        self.pools, self.future, out = self.compiled["prefill", width](
-            *self._inputs(), *jax.device_put((padded, chunk))
+        packed = pack_chunk(
+            width,
+            slot=slot,
+            start=start,
+            tokens=tokens,
+            following=next_token,
+            budget=max_new_tokens,
         )
-        return self._dispatched(out, [slot] if is_final else [])
+        self.pools, self.future, out = self.compiled["prefill", width](
+            *self._inputs(), self.networks.placement.put(packed)
+        )
+        return self._dispatched(out, [] if next_token is not None else [slot])
+
+    @property
+    def state(self) -> SpecRuntimeState:
+        """What the rounds to come run with."""
+        if self._state is None:
+            raise RuntimeError("the runner has no functions yet; call compile()")
+        return self._state
 
     @property
     def speculative_num_steps(self) -> int:
         """Drafted tokens of the rounds to come."""
-        return self._state.speculative_num_steps
+        return self.state.speculative_num_steps
 
-    def build_adaptive_runtime_state(self, steps: int, draft_tokens: int) -> SpecRuntimeState:
+    def state_of(self, steps: int) -> SpecRuntimeState:
         """What a tier runs with: its compiled functions, by batch bucket.
 
         Raises:
             ValueError: for a step count that is not compiled.
         """
-        if steps not in self.config.tiers or draft_tokens != steps + 1:
+        shape = next((shape for shape in self.config.shapes if shape.steps == steps), None)
+        if shape is None:
+            raise ValueError(f"steps={steps} is not one of the compiled tiers {self.config.tiers}")
+
+        def by_bucket(name: str) -> ByBucket:
+            keys = ((batch, (name, steps, batch)) for batch in self.config.batch_buckets)
+            return {batch: self.compiled[key] for batch, key in keys if key in self.compiled}
+
+        names = ("round", "greedy_round", *STAGES)
+        return SpecRuntimeState(shape=shape, **{name: by_bucket(name) for name in names})
+
+    def build_adaptive_runtime_state(
+        self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
+    ) -> SpecRuntimeState:
+        """:meth:`state_of` under upstream's name.
+
+        Raises:
+            ValueError: for a tier that is not compiled.
+        """
+        state = self.state_of(speculative_num_steps)
+        if state.shape.nodes != speculative_num_draft_tokens:
             raise ValueError(
-                f"steps={steps} with {draft_tokens} rows is not one of the compiled tiers "
-                f"{self.config.tiers}, of one row more than steps each"
+                f"speculative_num_draft_tokens={speculative_num_draft_tokens}, but the tier of "
+                f"{speculative_num_steps} steps verifies {state.shape.nodes} rows"
             )
-
-        def by_bucket(name: str) -> Any:
-            found = {
-                batch: self.compiled[name, steps, batch]
-                for batch in self.config.batch_buckets
-                if (name, steps, batch) in self.compiled
-            }
-            return found or None
-
-        rounds = map(by_bucket, ("round", "greedy_round", "drafting_round"))
-        return SpecRuntimeState(
-            speculative_num_steps=steps,
-            speculative_num_draft_tokens=draft_tokens,
-            topk=1,
-            round=TierRounds(*rounds),
-            **{name: by_bucket(name) for name in STAGES},
-        )
+        return state
 
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
         """Run rounds with this state from the next dispatch on."""
@@ -295,25 +304,14 @@ class ModelRunner:
     def round(self, slots: Sequence[int]) -> Dispatched:
         """Dispatch the rounds of one call for the given request slots.
 
-        Between rounds that leave nothing to draft from and the first one that drafts, one more
-        runs without drafts.
-
         Returns:
-            i32 ``[rounds_per_dispatch, bucket, A + 2]``, rows in the order of
-            ``slots``, then padding.
+            i32 ``[rounds_per_dispatch, bucket, A + 3]``, rows in the order of ``slots``, then
+            padding; see :class:`~specjax.types.RoundOutput`.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
-        state = self._state
-        if state.speculative_num_steps > 0 and not self._rested.isdisjoint(slots):
-            state = self._resting
-            functions = state.round.drafting
-            self._rested.difference_update(slots)
-        else:
-            is_plain = self.tables.is_plain[list(slots)].all()
-            functions = (state.round.greedy if is_plain else None) or state.round.any
-            if state.round.drafting is not None:
-                self._resting = state
-                self._rested.update(slots)
+        state = self.state
+        is_plain = self.tables.is_plain[list(slots)].all()
+        functions = (is_plain and state.greedy_round) or state.round
         self.pools, self.future, out = functions[batch](
             *self._inputs(), self._padded_slots(slots, batch)
         )
@@ -325,13 +323,13 @@ class ModelRunner:
         It needs the stages to be compiled.
 
         Returns:
-            i32 ``[1, bucket, A + 2]``.
+            i32 ``[1, bucket, A + 3]``.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         on_device = self._padded_slots(slots, batch)
         passed: tuple[Any, ...] = ()
         for name in STAGES:
-            self.pools, self.future, out = getattr(self._state, name)[batch](
+            self.pools, self.future, out = getattr(self.state, name)[batch](
                 *self._inputs(), on_device, *passed
             )
             passed = (out,)
@@ -347,6 +345,6 @@ class ModelRunner:
         on_device = self._slots_on_device.get(padded)
         if on_device is None:
             # a batch keeps its slots for many rounds; the newest composition is all that matters
-            on_device = jax.device_put(np.array(padded, np.int32))
+            on_device = self.networks.placement.put(np.array(padded, np.int32))
             self._slots_on_device = {padded: on_device}
         return on_device

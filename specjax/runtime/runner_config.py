@@ -3,22 +3,25 @@
 from dataclasses import dataclass
 
 from specjax.compiling.pool import CompilerOptions
+from specjax.kv.budget import Reach
 from specjax.models.layers import MAX_SPLIT_ROWS
+from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
+from specjax.types import DraftShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
     """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
 
-    ``num_steps`` is the largest tier, for which everything is sized; ``other_tiers`` are smaller
-    step counts that rounds are compiled for as well.
+    ``shapes`` are the tiers, by ascending steps; everything is sized for the largest.
 
     ``on_gpu`` compiles what pays on a GPU only: rounds of greedy batches apart from the others.
     A conditional there is a read-back by the host in the middle of a round: without the one around
     the sampler a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
     """
 
-    num_steps: int
+    algorithm: SpeculativeAlgorithm
+    shapes: tuple[DraftShape, ...]
     page_size: int
     num_pages: int
     pages_per_request: int
@@ -30,24 +33,36 @@ class RunnerConfig:
     simulate_accept_length: float | None = None
     max_top_logprobs: int = 20
     on_gpu: bool = False
-    other_tiers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if list(self.tiers) != sorted(set(self.tiers)) or not self.tiers or self.tiers[0] < 0:
+            raise ValueError(f"shapes={self.shapes} must ascend in steps, from 0 on")
 
     @property
     def tiers(self) -> tuple[int, ...]:
         """Step counts that rounds are compiled for, ascending."""
-        return (*self.other_tiers, self.num_steps)
+        return tuple(shape.steps for shape in self.shapes)
 
-    def __post_init__(self) -> None:
-        if list(self.tiers) != sorted(set(self.tiers)) or self.tiers[0] < 0:
-            raise ValueError(
-                f"other_tiers={self.other_tiers} must ascend from 0 on and stay below "
-                f"num_steps={self.num_steps}"
-            )
+    @property
+    def largest(self) -> DraftShape:
+        """The tier of the most steps."""
+        return self.shapes[-1]
+
+    @property
+    def reach(self) -> Reach:
+        """What pages are planned by."""
+        return Reach.of(self.shapes, self.rounds_per_dispatch)
 
     @property
     def context(self) -> int:
         """Tokens that a request's pages hold at most."""
         return self.pages_per_request * self.page_size
+
+    @property
+    def sizes(self) -> StateSizes:
+        """What the algorithm's state is sized by."""
+        num_kv = self.num_pages * self.page_size
+        return StateSizes(self.num_slots, num_kv, self.context, self.largest)
 
 
 # XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each

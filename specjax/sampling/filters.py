@@ -42,12 +42,7 @@ def _largest(reaches: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
 
 
 def top_k_threshold(logits: jax.Array, top_ks: jax.Array) -> jax.Array:
-    """The k-th largest logit of each row, f32 ``[N]``; -inf where k exceeds V.
-
-    Args:
-        logits: f32 ``[N, V]``.
-        top_ks: i32 ``[N]``.
-    """
+    """The k-th largest f32 ``[N]`` of logits ``[N, V]``, k i32 ``[N]``; -inf where k exceeds V."""
 
     def reaches(values: jax.Array) -> jax.Array:
         return jnp.sum(logits >= values[:, None], axis=-1, dtype=jnp.int32) >= top_ks
@@ -55,13 +50,10 @@ def top_k_threshold(logits: jax.Array, top_ks: jax.Array) -> jax.Array:
     return _largest(reaches, logits.shape[0])
 
 
-def top_p_threshold(logits: jax.Array, weights: jax.Array, top_ps: jax.Array) -> jax.Array:
+def _top_p_threshold(logits: jax.Array, weights: jax.Array, top_ps: jax.Array) -> jax.Array:
     """The smallest logit of the smallest set that holds a share of the weight, f32 ``[N]``.
 
-    Args:
-        logits: f32 ``[N, V]``.
-        weights: f32 ``[N, V]``, ascending with the logits, 1 for the largest.
-        top_ps: f32 ``[N]``, the share; from 1 on the threshold is -inf.
+    Weights ``[N, V]`` ascend with the logits, to 1; from a share of 1 on the threshold is -inf.
     """
     goals = top_ps * jnp.sum(weights, axis=-1)
     # a product that underflows would be reached by no tokens at all
@@ -77,18 +69,13 @@ def top_p_threshold(logits: jax.Array, weights: jax.Array, top_ps: jax.Array) ->
 def filter_logits(
     logits: jax.Array, top_ks: jax.Array, top_ps: jax.Array, min_ps: jax.Array
 ) -> jax.Array:
-    """Set the logits outside top-k, top-p and min-p to -inf, in this order.
+    """Set the logits f32 ``[N, V]`` outside top-k, top-p and min-p to -inf, in this order.
 
-    Args:
-        logits: f32 ``[N, V]``, already divided by the temperature; -inf is allowed.
-        top_ks: i32 ``[N]``; V or more keeps all.
-        top_ps: f32 ``[N]``; 1 keeps all.
-        min_ps: f32 ``[N]``; 0 keeps all.
-
-    Returns:
-        f32 ``[N, V]`` with at least one token a row. Top-k keeps ties with the k-th logit. Top-p
-        keeps the smallest set of tokens whose probability, on what top-k left, reaches ``top_ps``,
-        and ties with its last. Min-p keeps tokens at least ``min_ps`` times as likely as the best.
+    They are divided by the temperature already, and may be -inf. One token of a row stays at least.
+    Top-k keeps ties with the k-th logit. Top-p keeps the smallest set of tokens whose probability,
+    on what top-k left (as in SGLang's verification, vLLM and Hugging Face transformers), reaches
+    ``top_ps``, and ties with its last. Min-p keeps tokens at least ``min_ps`` times as likely as
+    the best.
     """
     rows, vocab_size = logits.shape
     weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
@@ -100,9 +87,7 @@ def filter_logits(
     )
     weights = jnp.where(logits >= kth[:, None], weights, 0.0)
     last = jax.lax.cond(
-        jnp.any(top_ps < 1.0),
-        lambda: top_p_threshold(logits, weights, top_ps),
-        lambda: everything,
+        jnp.any(top_ps < 1.0), lambda: _top_p_threshold(logits, weights, top_ps), lambda: everything
     )
     kept = (logits >= jnp.maximum(kth, last)[:, None]) & (weights >= min_ps[:, None])
     return jnp.where(kept, logits, -jnp.inf)

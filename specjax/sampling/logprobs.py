@@ -11,7 +11,7 @@ from specjax.types import Logprobs
 
 
 def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
-    """Log-probabilities for tokens of ``shape`` where none are asked for."""
+    """Of tokens of ``shape`` where none are asked for."""
     return Logprobs(
         chosen=jnp.zeros(shape, jnp.float32),
         top_ids=jnp.zeros((*shape, num_top), jnp.int32),
@@ -22,15 +22,7 @@ def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
 def token_logprobs(
     logits: jax.Array, tokens: jax.Array, top_logprobs: jax.Array, num_top: int
 ) -> Logprobs:
-    """Log-probabilities of tokens, and of the ``num_top`` most likely ones beside each.
-
-    Args:
-        logits: f32 ``[B, T, V]``, raw.
-        tokens: i32 ``[B, T]``.
-        top_logprobs: i32 ``[B]``, how many of the most likely tokens a row asks for; where none
-            asks for any, they are zeros.
-        num_top: N, at most V.
-    """
+    """Of tokens i32 ``[B, T]`` and the best ones; those are zeros if ``top_logprobs [B]`` are 0."""
     total = jax.nn.logsumexp(logits, axis=-1)
 
     def best() -> tuple[jax.Array, jax.Array]:

@@ -2,19 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+
+from specjax.checks import check_integer, check_number, is_integer
 
 # below this SGLang treats a temperature as greedy
 GREEDY_TEMPERATURE = 1e-6
-FLOAT32_MAX = 3.4028235e38
+# every token is searched for all stop strings of its request, while all requests wait
+MAX_STOP_STRINGS = 128
+MAX_STOP_LENGTH = 256
+INT32_MAX = np.iinfo(np.int32).max
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 # parameters of SGLang that are refused, with the reason
-_GRAMMAR = "constrained decoding is not supported"
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 REFUSED = {
-    "json_schema": _GRAMMAR,
-    "regex": _GRAMMAR,
-    "ebnf": _GRAMMAR,
-    "structural_tag": _GRAMMAR,
+    **dict.fromkeys(_GRAMMARS, "constrained decoding is not supported"),
     "stop_regex": "stop takes plain strings; patterns are not supported",
     "no_stop_trim": "stop strings are always cut from the text",
     "skip_special_tokens": "special tokens are always left out of the text",
@@ -30,21 +36,6 @@ OTHER_NAMES = {
 }
 
 
-def _check(condition: bool, name: str, value: Any, limit: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}={value!r} must be {limit}")
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a real number that float32 can hold."""
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and abs(value) <= FLOAT32_MAX
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are chosen and when it ends.
@@ -56,17 +47,22 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         min_p: keep tokens at least this many times as likely as the best one; 0 keeps all.
         repetition_penalty: divides positive logits of tokens in prompt or completion, and
-            multiplies negative ones; 1 changes nothing.
-        frequency_penalty: taken off a logit for every time that its token is in the completion.
+            multiplies negative ones, from 0.01 to 2; 1 changes nothing.
+        frequency_penalty: taken off a logit for every time that its token is in the completion,
+            from -2 to 2.
         presence_penalty: taken off once if it is there at all.
-        logit_bias: added to the logits of these tokens, by token id, an integer or its digits.
+        logit_bias: added to the logits of these tokens, from -100 to 100, by token id, an integer
+            or its digits.
         min_new_tokens: completion tokens before an end token may come; stop strings are not held
             back.
         n: completions of each prompt.
-        stop: strings that end the request; they are cut from the text.
+        stop: strings that end the request, at most 128 of at most 256 characters; they are cut
+            from the text.
         stop_token_ids: token ids that end the request, beside the model's own end tokens.
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: with a seed the output of a request depends on nothing but the request.
+
+    What the caller gave is copied: a list or mapping may be changed afterwards.
 
     Raises:
         ValueError: for a value outside its range.
@@ -89,69 +85,73 @@ class SamplingParams:
     sampling_seed: int | None = None
 
     def __post_init__(self) -> None:
-        n = self.max_new_tokens
-        _check(_is_int(n) and n >= 1, "max_new_tokens", n, "an integer of at least 1")
-        least = self.min_new_tokens
-        limit = f"an integer from 0 to max_new_tokens={n}"
-        _check(_is_int(least) and 0 <= least <= n, "min_new_tokens", least, limit)
-        _check(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer of at least 1")
-        t = self.temperature
-        _check(_is_number(t) and t >= 0, "temperature", t, "finite and at least 0")
-        p = self.top_p
-        _check(_is_number(p) and 0 < p <= 1, "top_p", p, "in (0, 1]")
-        p = self.min_p
-        _check(_is_number(p) and 0 <= p <= 1, "min_p", p, "in [0, 1]")
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _check(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
-        value = self.repetition_penalty
-        _check(_is_number(value) and 0 < value <= 2, "repetition_penalty", value, "in (0, 2]")
-        self._check_bias()
-        k = self.top_k
-        _check(_is_int(k) and (k == -1 or k >= 1), "top_k", k, "-1 (off) or at least 1")
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            allowed = (str, list, tuple) if name == "stop" else (list, tuple)
-            kind = "strings" if name == "stop" else "integers"
-            _check(value is None or isinstance(value, allowed), name, value, f"a list of {kind}")
-        for text in self.stop_strings:
-            _check(isinstance(text, str) and text != "", "stop", self.stop, "non-empty strings")
-        ids = self.stop_token_ids or ()
-        _check(all(_is_int(i) for i in ids), "stop_token_ids", ids, "integers")
-        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "a bool")
-        seed = self.sampling_seed
-        _check(
-            seed is None or (_is_int(seed) and 0 <= seed < 2**64),
-            "sampling_seed",
-            seed,
-            "an integer in [0, 2**64)",
-        )
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_integer("min_new_tokens", self.min_new_tokens, 0, INT32_MAX)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} must be at most "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+        check_integer("n", self.n, 1)
+        check_number("temperature", self.temperature, at_least=0, at_most=FLOAT32_MAX)
+        check_number("top_p", self.top_p, above=0, at_most=1)
+        check_number("min_p", self.min_p, at_least=0, at_most=1)
+        check_number("frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
+        check_number("presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
+        check_number("repetition_penalty", self.repetition_penalty, at_least=0.01, at_most=2)
+        if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
+            raise ValueError(f"top_k={self.top_k!r} must be -1 (off) or an integer of at least 1")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be a bool")
+        if self.sampling_seed is not None:
+            check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
+        self._copy_stops()
+        self._copy_biases()
 
-    def _check_bias(self) -> None:
-        bias = self.logit_bias
-        if bias is None:
+    def _copy_stops(self) -> None:
+        stop, ids = self.stop, self.stop_token_ids
+        if isinstance(stop, list | tuple):
+            object.__setattr__(self, "stop", tuple(stop))
+        elif stop is not None and not isinstance(stop, str):
+            raise ValueError(f"stop={stop!r} must be a string or a list of strings")
+        strings = self.stop_strings
+        if len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(strings)} strings; {MAX_STOP_STRINGS} are supported")
+        for text in strings:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise ValueError(
+                    f"stop={stop!r} must be strings of 1 to {MAX_STOP_LENGTH} characters"
+                )
+        if ids is not None:
+            if not isinstance(ids, list | tuple) or not all(map(is_integer, ids)):
+                raise ValueError(f"stop_token_ids={ids!r} must be a list of integers")
+            object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _copy_biases(self) -> None:
+        if self.logit_bias is None:
             return
-        _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias={self.logit_bias!r} must be a mapping of token ids")
+        bias = dict(self.logit_bias)
+        object.__setattr__(self, "logit_bias", bias)
         for token, value in bias.items():
             # SGLang and OpenAI write the ids as digits, since JSON knows no other keys
-            is_id = token.isdecimal() if isinstance(token, str) else _is_int(token) and token >= 0
-            _check(is_id, "logit_bias", bias, f"keyed by token ids, which {token!r} is not")
-            _check(_is_number(value), "logit_bias", bias, f"of finite numbers, not {value!r}")
-        _check(len(self.biases) == len(bias), "logit_bias", bias, "without a token given twice")
+            is_id = token.isdecimal() if isinstance(token, str) else is_integer(token)
+            if not is_id or int(token) < 0:
+                raise ValueError(f"logit_bias={bias!r}: {token!r} is not a token id")
+            check_number(f"logit_bias[{token!r}]", value, at_least=-100, at_most=100)
+        if len(dict(self.biases)) < len(self.biases):
+            raise ValueError(f"logit_bias={bias!r} must not give a token twice")
 
-    @property
-    def biases(self) -> dict[int, float]:
-        """``logit_bias`` by token id."""
-        return {int(token): float(value) for token, value in (self.logit_bias or {}).items()}
+    @cached_property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as pairs of token id and value, as they were at construction."""
+        return tuple((int(token), float(value)) for token, value in (self.logit_bias or {}).items())
 
     @property
     def has_penalties(self) -> bool:
         """Whether tokens are charged for what came before them."""
-        return (
-            self.repetition_penalty != 1
-            or self.frequency_penalty != 0
-            or self.presence_penalty != 0
-        )
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     @property
     def is_greedy(self) -> bool:
@@ -167,11 +167,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
-        """Accept an instance, a mapping with the same names, or ``None`` for the defaults.
-
-        Raises:
-            ValueError: for names that are not supported.
-        """
+        """Accept an instance, a mapping with the same names, or ``None`` for the defaults."""
         if params is None:
             return cls()
         if isinstance(params, cls):

@@ -14,50 +14,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import AdjustmentTable, SamplingTable, VerifyInput
+from specjax.types import SamplingTable, VerifyInput
 
 
-def is_adjusting(tree: VerifyInput, adjustments: AdjustmentTable) -> jax.Array:
+def is_adjusting(tree: VerifyInput, sampling: SamplingTable) -> jax.Array:
     """Whether :func:`adjust_logits` would change anything in the batch, bool ``[]``."""
     return jnp.any(
-        adjustments.counts_tokens
-        | (adjustments.bias_ids[:, 0] >= 0)
-        | _is_too_early(tree, adjustments)[:, 0]
+        _counts_tokens(sampling)
+        | (sampling.bias_ids[:, 0] >= 0)
+        | _is_too_early(tree, sampling)[:, 0]
     )
 
 
 def adjust_logits(
     logits: jax.Array, tree: VerifyInput, sampling: SamplingTable, history: jax.Array
 ) -> jax.Array:
-    """Apply penalties, logit bias and the minimum length.
-
-    Args:
-        logits: f32 ``[B, T, V]`` of a verified tree.
-        tree: its tokens, positions and mask.
-        sampling: parameters of the B rows.
-        history: i32 ``[B, C]``, the tokens of each request up to the root of its tree.
-
-    Returns:
-        f32 ``[B, T, V]``.
-    """
-    adjustments = sampling.adjustments
+    """Adjust logits f32 ``[B, T, V]``; ``history [B, C]`` are the tokens up to the trees' roots."""
     logits = jax.lax.cond(
-        jnp.any(adjustments.counts_tokens),
-        lambda: _penalize(logits, tree, adjustments, history),
+        jnp.any(_counts_tokens(sampling)),
+        lambda: _penalize(logits, tree, sampling, history),
         lambda: logits,
     )
-    logits = _at(logits, adjustments.bias_ids[:, None]).add(
-        adjustments.bias_values[:, None], mode="drop"
-    )
+    logits = _at(logits, sampling.bias_ids[:, None]).add(sampling.bias_values[:, None], mode="drop")
     ends = sampling.end_token_ids[:, None]
-    forbidden = jnp.where(_is_too_early(tree, adjustments)[:, :, None], ends, -1)
+    forbidden = jnp.where(_is_too_early(tree, sampling)[:, :, None], ends, -1)
     return _at(logits, forbidden).set(-jnp.inf, mode="drop")
 
 
-def _is_too_early(tree: VerifyInput, adjustments: AdjustmentTable) -> jax.Array:
+def _counts_tokens(sampling: SamplingTable) -> jax.Array:
+    """Rows bool ``[B]`` that are charged for tokens before."""
+    return (
+        (sampling.repetition_penalties != 1)
+        | (sampling.frequency_penalties != 0)
+        | (sampling.presence_penalties != 0)
+    )
+
+
+def _is_too_early(tree: VerifyInput, sampling: SamplingTable) -> jax.Array:
     """Rows bool ``[B, T]`` at which the request has produced less than its minimum."""
-    produced = tree.positions + 1 - adjustments.prompt_lens[:, None]
-    return produced < adjustments.min_new_tokens[:, None]
+    produced = tree.positions + 1 - sampling.prompt_lens[:, None]
+    return produced < sampling.min_new_tokens[:, None]
 
 
 def _at(values: jax.Array, ids: jax.Array) -> Any:
@@ -71,11 +67,11 @@ def _at(values: jax.Array, ids: jax.Array) -> Any:
 
 
 def _penalize(
-    logits: jax.Array, tree: VerifyInput, adjustments: AdjustmentTable, history: jax.Array
+    logits: jax.Array, tree: VerifyInput, sampling: SamplingTable, history: jax.Array
 ) -> jax.Array:
     batch, rows, vocab_size = logits.shape
     index = jnp.arange(history.shape[1], dtype=jnp.int32)
-    is_prompt = index < adjustments.prompt_lens[:, None]
+    is_prompt = index < sampling.prompt_lens[:, None]
     is_known = index <= tree.positions[:, :1]
     once = jnp.zeros((batch, 1, vocab_size), jnp.int32)
 
@@ -90,11 +86,8 @@ def _penalize(
     produced = _at(produced, drafts).add(1, mode="drop")
     was_produced = produced > 0
     was_seen = was_produced | (count(is_known & is_prompt) > 0)
-
-    def per_row(values: jax.Array) -> jax.Array:
-        return values[:, None, None]
-
-    logits = logits - per_row(adjustments.frequency_penalties) * produced.astype(jnp.float32)
-    logits = logits - per_row(adjustments.presence_penalties) * was_produced.astype(jnp.float32)
-    penalty = jnp.where(was_seen, per_row(adjustments.repetition_penalties), 1.0)
+    frequency, presence = sampling.frequency_penalties, sampling.presence_penalties
+    logits = logits - frequency[:, None, None] * produced.astype(jnp.float32)
+    logits = logits - presence[:, None, None] * was_produced.astype(jnp.float32)
+    penalty = jnp.where(was_seen, sampling.repetition_penalties[:, None, None], 1.0)
     return jnp.where(logits > 0, logits / penalty, logits * penalty)

@@ -26,14 +26,9 @@ class Deadlines:
             heapq.heapify(self._queue)
             self._limit = 2 * len(self._queue) + 16
 
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
     def expired(self, now: float) -> list[Request]:
         """Requests that should have ended and have not; each is named once."""
         late = []
         while self._queue and self._queue[0][0] <= now:
-            request = heapq.heappop(self._queue)[2]
-            if not request.is_finished:
-                late.append(request)
-        return late
+            late.append(heapq.heappop(self._queue)[2])
+        return [request for request in late if not request.is_finished]

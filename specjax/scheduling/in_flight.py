@@ -1,105 +1,152 @@
 """Dispatched results that the host has not read, and what reading them does to the requests."""
 
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.runtime.dispatched import Dispatched, HostLogprobs
-from specjax.scheduling.events import SchedulerMetrics
+import jax
+
+from specjax.adaptive.controller import AdaptiveController
+from specjax.metrics.totals import Totals
+from specjax.runtime.dispatched import Dispatched
 from specjax.scheduling.request import Request
-from specjax.scheduling.row import Row
-from specjax.scheduling.spec_counts import SpecTotals
+from specjax.scheduling.running_request import RunningRequest
+from specjax.types import Logprobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """One prefill chunk, or the rounds of one call.
-
-    ``is_last_chunk`` marks the chunk that samples a token.
-    """
-
-    rows: tuple[Row, ...]
+class _Dispatch:
+    rows: Sequence[RunningRequest]
     result: Dispatched
-    is_round: bool
-    is_last_chunk: bool = False
+    batch_size: int  # padded, of the rounds of one call; 0 for a prefill chunk
+    is_last_chunk: bool  # the one that samples a token
 
 
-class Reader:
-    """Gives the requests the tokens of results, oldest first.
+class InFlight:
+    """A queue of results; reading one gives its requests tokens, and tells the controller."""
 
-    Args:
-        metrics: hears of tokens and drafts.
-    """
-
-    def __init__(self, metrics: SchedulerMetrics) -> None:
+    def __init__(
+        self, metrics: Totals, controller: AdaptiveController | None, clock: Callable[[], float]
+    ) -> None:
         self._metrics = metrics
+        self._controller = controller
+        self._clock = clock
+        self._queue: deque[_Dispatch] = deque()
 
-    def fetch(self, entry: InFlight) -> tuple[list[Any], HostLogprobs | None]:
-        """Wait for a result: its values, and log probabilities where a request wants them."""
-        values = entry.result.read().tolist()
-        if any(row.request.wants_logprobs and not row.is_released for row in entry.rows):
-            return values, entry.result.read_logprobs()
-        return values, None
+    def __len__(self) -> int:
+        return len(self._queue)
 
-    def take_first(self, row: Row, token: int, logprobs: HostLogprobs | None, now: float) -> None:
-        """Append the token that a prefill sampled."""
+    def add(
+        self,
+        rows: Sequence[RunningRequest],
+        result: Dispatched,
+        *,
+        batch_size: int = 0,
+        is_last_chunk: bool = False,
+    ) -> None:
+        """Append the rounds of one call, with their padded batch size, or a prefill chunk."""
+        self._queue.append(_Dispatch(rows, result, batch_size, is_last_chunk))
+
+    def clear(self) -> None:
+        """Forget results that nobody waits for."""
+        self._queue.clear()
+
+    def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
+        """Wait for the oldest result; yields the rows that it ended, or what failed in them."""
+        entry = self._queue.popleft()
+        if all(row.is_released for row in entry.rows):
+            return
+        # a chunk that is not the last is waited for too, so that the device is never far behind
+        values: list[Any] = entry.result.read().tolist()
+        wanting = (row for row in entry.rows if row.request.top_logprobs is not None)
+        wants_logprobs = not all(row.is_released for row in wanting)
+        logprobs = entry.result.read_logprobs() if wants_logprobs else None
+        now = self._clock()
+        if entry.batch_size and self._controller is not None:
+            self._report_accepted(self._controller, entry, values)
+        for i, row in enumerate(entry.rows):
+            if row.is_released:
+                continue
+            try:
+                if entry.batch_size:
+                    self._take_rounds(row, i, values, entry.result.num_steps, logprobs, now)
+                elif entry.is_last_chunk:
+                    self._take_first(row, values[0], logprobs, now)
+            except Exception as error:
+                yield row, error
+            else:
+                if row.request.is_finished:
+                    yield row, None
+
+    def _take_first(
+        self, row: RunningRequest, token: int, logprobs: Logprobs | None, now: float
+    ) -> None:
         request = row.request
         row.awaits_first = False
         request.append_first(token, logprobs)
         if request.first_token_time is None:
             request.first_token_time = now
-            self._metrics.first_token(now - request.created_time)
+            self._metrics.time_to_first_token.observe(now - request.created_time)
         self._report_tokens(request, 1, now)
 
-    def take_rounds(
+    def _take_rounds(
         self,
-        row: Row,
+        row: RunningRequest,
         index: int,
         rounds: list[list[list[int]]],
         num_steps: int,
-        logprobs: HostLogprobs | None,
+        logprobs: Logprobs | None,
         now: float,
     ) -> None:
         """Append what the rounds of one call brought a row, up to where its request ends.
 
-        Args:
-            row: the row.
-            index: its place in the batch.
-            rounds: for each round and place in the batch the tokens, the number of accepted drafts
-                and the number of tokens, 0 where the row was stopped already.
-            num_steps: drafted tokens of these rounds.
-            logprobs: of the whole call.
-            now: time of reading.
+        Each round has at ``index`` the tokens, the numbers of proposed and of accepted drafts, and
+        of tokens: 0 where the row was stopped already.
         """
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds)
-        before = SpecTotals() if spec is None else spec.totals
+        before = None if spec is None else spec.totals
         kept = 0
         for number, batch in enumerate(rounds):
-            *tokens, drafts, count = batch[index]
+            *tokens, proposed, accepted, count = batch[index]
             if count == 0 or request.is_finished:
                 break
-            beside = None if logprobs is None else _at(logprobs, number, index)
-            kept += request.append_round(tokens[:count], drafts, num_steps, beside)
+            beside = jax.tree.map(lambda leaf, at=(number, index): leaf[at], logprobs)
+            kept += request.append_round(tokens[:count], proposed, accepted, num_steps, beside)
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)
-        if spec is not None:
-            after = spec.totals
-            self._metrics.drafts_verified(
-                after.verifies - before.verifies,
-                after.proposed - before.proposed,
-                after.correct - before.correct,
-            )
+        if spec is not None and before is not None:
+            changes = (new - old for new, old in zip(spec.totals, before, strict=True))
+            self._metrics.drafts_verified(*changes)
 
     def _report_tokens(self, request: Request, count: int, now: float) -> None:
         last, request.last_token_time = request.last_token_time, now
         self._metrics.tokens_generated(count, None if last is None else now - last)
 
-
-def _at(logprobs: HostLogprobs, number: int, index: int) -> HostLogprobs:
-    """The log probabilities of one round and row."""
-    return HostLogprobs(
-        logprobs.chosen[number, index],
-        logprobs.top_ids[number, index],
-        logprobs.top_values[number, index],
-    )
+    def _report_accepted(
+        self, controller: AdaptiveController, entry: _Dispatch, rounds: list[list[list[int]]]
+    ) -> None:
+        """Tell the controller what each round accepted of requests that had not ended by then."""
+        num_steps = entry.result.num_steps
+        for batch in rounds:
+            live = [
+                (proposed, accepted)
+                for row, (*_, proposed, accepted, count) in zip(entry.rows, batch, strict=False)
+                if count > 0 and not row.is_released
+            ]
+            # rows that had nothing to propose say nothing about the tier; a round of them is plain
+            counts = [accepted for proposed, accepted in live if proposed]
+            steps = num_steps if counts else 0
+            counts = counts or [0] * len(live)
+            try:
+                controller.on_verify_complete(
+                    counts, executed_steps=steps, batch_size=entry.batch_size
+                )
+            except ValueError as error:
+                # figures alone suffer; the requests' tokens have nothing to do with it
+                logger.warning("a round is left out of the choice of drafted tokens: %s", error)

@@ -1,98 +1,27 @@
-"""The engine loop: the one thread that owns the scheduler, and what its callers wait on."""
+"""The engine loop: the one thread that owns the scheduler, and how callers wait for it."""
 
+import asyncio
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from specjax.scheduling.call import Call, Item, Outputs
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Outputs = list[dict[str, Any]]
-Item = Outputs | BaseException | None
 
 
 class EngineFault(RuntimeError):
     """The engine loop failed, and every request with it; ``__cause__`` is what happened."""
-
-
-class Call:
-    """Requests that one caller submits together, and where it is told of them.
-
-    Everything but ``is_pending`` is written by the loop's thread only.
-
-    Args:
-        requests: passed by :meth:`Scheduler.check`.
-        deliver: puts an item where the caller waits, from the loop's thread. With ``is_stream``
-            lists of outputs come first; the last item is ``None`` when all requests have ended, or
-            an exception to raise. It returns ``False`` where nobody can be waiting any more.
-        is_stream: whether outputs are delivered as they grow.
-        is_batch: whether outputs name the ``index`` of their request.
-        groups: another id for each request, which may be shared, to abort it by.
-
-    Attributes:
-        is_over: the last item has been delivered.
-        is_pending: outputs have been delivered and not been taken. While that is so, newer ones
-            wait for a later step, so that a slow reader gets fewer outputs instead of a backlog.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        deliver: Callable[[Item], bool | None],
-        *,
-        is_stream: bool = False,
-        is_batch: bool = False,
-        groups: Sequence[str] = (),
-    ) -> None:
-        self.requests = requests
-        self.groups = groups
-        self.is_over = False
-        self.is_pending = False
-        self._deliver = deliver
-        self._is_stream = is_stream
-        self._is_batch = is_batch
-        self._unfinished = list(requests)
-        self._shown = [0] * len(requests)
-
-    def publish(self) -> bool:
-        """Deliver what is new; returns ``False`` where nobody can be waiting for it."""
-        left = self._unfinished
-        while left and left[-1].is_finished:
-            left.pop()
-        is_heard = True
-        if self._is_stream and (not left or not self.is_pending):
-            outputs = self._new_outputs()
-            if outputs:
-                self.is_pending = True
-                is_heard = self._deliver(outputs) is not False
-        if not left:
-            self.is_over = True
-            self._deliver(None)
-        return is_heard
-
-    def fail(self, error: BaseException) -> None:
-        """Deliver an error as the last item."""
-        self.is_over = True
-        self._deliver(error)
-
-    def _new_outputs(self) -> Outputs:
-        outputs = []
-        for i, request in enumerate(self.requests):
-            state = 2 * len(request.output_ids) + request.is_finished
-            if state == self._shown[i]:
-                continue
-            self._shown[i] = state
-            output = request.result() | {"text": request.streamed_text()}
-            output["meta_info"]["output_is_draft"] = list(request.output_is_draft)
-            outputs.append(output | ({"index": i} if self._is_batch else {}))
-        return outputs
 
 
 class EngineLoop:
@@ -105,8 +34,9 @@ class EngineLoop:
     The thread keeps this object alive, and this object nothing of its owner: an owner that is
     collected calls :meth:`stop`.
 
-    Args:
-        scheduler: not to be used by anyone else from now on.
+    Requests are submitted when their result is first asked for, so that a stream that nobody reads
+    holds nothing. Leaving early in any way (an exception, Ctrl-C, a cancelled task, a stream that
+    is closed or forgotten) aborts what still runs.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -117,38 +47,113 @@ class EngineLoop:
         self._fault: BaseException | None = None
         self._is_stopping = False
         self._has_ended = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self._thread.start()
 
+    def wait(self, call: Call) -> Any:
+        """Results of all requests of a call that is no stream, when the last has ended."""
+        for _ in self.stream(call):
+            pass
+        return call.results()
+
+    async def wait_async(self, call: Call) -> Any:
+        """:meth:`wait` as a coroutine."""
+        async for _ in self.stream_async(call):
+            pass
+        return call.results()
+
+    def stream(self, call: Call, *, owner: Any = None) -> Iterator[dict[str, Any]]:
+        """Cumulative results as they grow; the iterator keeps the loop's ``owner`` alive."""
+        mailbox: SimpleQueue[Item] = SimpleQueue()
+        with self._submitted(call, mailbox.put):
+            while (outputs := _raise_error(mailbox.get())) is not None:
+                call.is_pending = False
+                yield from outputs
+                self.check_process()
+
+    async def stream_async(self, call: Call, *, owner: Any = None) -> AsyncIterator[dict[str, Any]]:
+        """:meth:`stream` as an asynchronous generator."""
+        event_loop = asyncio.get_running_loop()
+        mailbox: asyncio.Queue[Item] = asyncio.Queue()
+
+        def deliver(item: Item) -> bool:
+            try:
+                event_loop.call_soon_threadsafe(mailbox.put_nowait, item)
+            except RuntimeError:  # the event loop is closed
+                return False
+            return True
+
+        with self._submitted(call, deliver):
+            while (outputs := _raise_error(await mailbox.get())) is not None:
+                call.is_pending = False
+                for output in outputs:
+                    yield output
+
+    @contextmanager
+    def _submitted(self, call: Call, deliver: Callable[[Item], bool | None]) -> Iterator[None]:
+        """Submit a call, and abort it where the block is left before it is over."""
+        call.deliver = deliver
+        for request in call.requests:
+            request.arrive()
+        try:
+            self.submit(call)
+            yield
+        finally:
+            if not call.is_over:
+                self.abort(call)
+
+    def check_process(self) -> None:
+        """Refuse callers in a forked process, which has no such thread and would wait for ever."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the engine belongs to process {self._pid}, and this is {os.getpid()}, forked "
+                "from it; make an engine in the process that uses it"
+            )
+
     def submit(self, call: Call) -> None:
         """Queue the requests of a call; whatever happens to them, its last item is delivered."""
+        self.check_process()
         self._put(partial(self._add, call))
 
     def abort(self, call: Call) -> None:
         """End the requests of a call with finish reason ``abort``; the text so far stays."""
-        self._put(partial(self._abort, call.requests))
+        self._put(partial(self._abort, call))
 
     def abort_rid(self, rid: str | None) -> None:
         """End the requests of an id or a group, or all with ``None``; unknown ids are ignored."""
+        self.check_process()
         self._put(partial(self._abort_rid, rid))
 
     def run(self, function: Callable[[], T], *, is_vital: bool = False) -> T:
         """What ``function`` returns or raises when the loop's thread calls it between two steps.
 
-        Args:
-            function: may use the scheduler and what that uses.
-            is_vital: an exception is also a fault of the loop.
+        It may use the scheduler. With ``is_vital`` an exception is also a fault of the loop.
 
         Raises:
             EngineFault: if the loop has failed before.
             ValueError: if the loop is closed.
         """
-        reply: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._put(partial(self._answer, function, reply, is_vital))
-        value, error = reply.get()
-        if error is not None:
-            raise error
-        return value
+        self.check_process()
+        reply: Future[T] = Future()
+
+        def answer() -> None:
+            if (refusal := self._refusal()) is not None:
+                reply.set_exception(refusal)
+                return
+            try:
+                reply.set_result(function())
+            except BaseException as error:
+                reply.set_exception(error)
+                if is_vital:
+                    raise
+
+        self._put(answer)
+        return reply.result()
+
+    def debug_state(self) -> dict[str, int]:
+        """What the scheduler and this loop hold, once every command before has been done."""
+        return self.run(lambda: self._scheduler.debug_state() | {"calls": len(self._calls)})
 
     def stop(self) -> None:
         """Ask the thread to end all requests and itself; returns at once, in any thread."""
@@ -174,11 +179,7 @@ class EngineLoop:
                 return
             command()
 
-    # commands and steps: the thread's own; commands behind its end only refuse
-
-    @property
-    def _is_usable(self) -> bool:
-        return self._fault is None and not self._is_stopping
+    # The thread's own. Commands behind its end only refuse: no call is left then.
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -192,12 +193,6 @@ class EngineLoop:
                 self._publish()
             except BaseException as error:
                 self._fail(error)
-        try:
-            for call in self._calls:
-                self._end(call.requests)
-            self._publish()
-        except BaseException as error:
-            self._fail(error)
         self._has_ended = True
         self._drain()
 
@@ -206,81 +201,54 @@ class EngineLoop:
         return self._fault is None and self._scheduler.has_work
 
     def _add(self, call: Call) -> None:
-        if not self._is_usable:
-            call.fail(self._refusal())
+        if (refusal := self._refusal()) is not None:
+            call.end(refusal)
             return
         try:
-            for name in {*(request.rid for request in call.requests), *call.groups}:
+            for _, name in call.named:
                 if not all(other.is_finished for other in self._by_rid.get(name, ())):
                     raise ValueError(f"rid={name!r} is that of a request that still runs")
-            for request, names in _named(call):
-                if not all(other.is_finished for other in self._by_rid.get(request.rid, ())):
-                    raise ValueError(f"rid={request.rid!r} is given twice")
-                for name in names:
-                    self._by_rid.setdefault(name, []).append(request)
             self._scheduler.add(*call.requests)
         except Exception as error:
-            self._forget(call)
-            call.fail(error)
-        else:
-            self._calls.append(call)
+            call.end(error)
+            return
+        self._calls.append(call)
+        for request, name in call.named:
+            self._by_rid.setdefault(name, []).append(request)
 
-    def _abort(self, requests: Iterable[Request]) -> None:
-        if self._is_usable:
-            self._end(requests)
+    def _abort(self, call: Call) -> None:
+        if not call.is_over:
+            self._end(call.requests)
 
     def _abort_rid(self, rid: str | None) -> None:
         if rid is not None:
-            self._abort(self._by_rid.get(rid, ()))
+            self._end(self._by_rid.get(rid, ()))
             return
         for call in self._calls:
-            self._abort(call.requests)
-
-    def _answer(
-        self,
-        function: Callable[[], Any],
-        reply: SimpleQueue[tuple[Any, BaseException | None]],
-        is_vital: bool,
-    ) -> None:
-        if not self._is_usable:
-            reply.put((None, self._refusal()))
-            return
-        try:
-            value = function()
-        except BaseException as error:
-            reply.put((None, error))
-            if is_vital:
-                raise
-        else:
-            reply.put((value, None))
+            self._end(call.requests)
 
     def _stop(self) -> None:
         self._is_stopping = True
+        self._abort_rid(None)
 
     def _end(self, requests: Iterable[Request]) -> None:
         for request in requests:
             if not request.is_finished:
                 self._scheduler.abort(request)
 
-    def _forget(self, call: Call) -> None:
-        for request, names in _named(call):
-            for name in names:
-                users = self._by_rid.get(name, [])
-                if request in users:
-                    users.remove(request)
-                    if not users:
-                        del self._by_rid[name]
-
     def _publish(self) -> None:
-        unheard = [call for call in self._calls if not call.publish()]
-        for call in unheard:
-            self._end(call.requests)
-            call.is_over = True
+        for call in self._calls:
+            if not call.publish(self._scheduler.fail):  # nobody can be waiting for it
+                self._end(call.requests)
+                call.is_over = True
         over = [call for call in self._calls if call.is_over]
         if over:
             self._calls = [call for call in self._calls if not call.is_over]
-            for call in over:
-                self._forget(call)
+            for request, name in (pair for call in over for pair in call.named):
+                users = self._by_rid[name]
+                users.remove(request)
+                if not users:
+                    del self._by_rid[name]
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the engine loop failed", exc_info=error)
@@ -294,19 +262,18 @@ class EngineLoop:
         for call in calls:
             for request in call.requests:
                 request.finish({"type": "abort", "message": message})
-            call.fail(self._refusal())
+            call.end(self._refusal())
 
-    def _refusal(self) -> Exception:
-        """A new exception for one caller, since a raised one collects its caller's traceback."""
-        if self._fault is None:
-            return ValueError("the engine is closed")
-        fault = EngineFault(f"the engine loop failed: {self._fault!r}; make a new engine")
-        fault.__cause__ = self._fault
-        return fault
+    def _refusal(self) -> Exception | None:
+        """Why nothing can run: a new exception each time, as a raised one collects a traceback."""
+        if self._fault is not None:
+            fault = EngineFault(f"the engine loop failed: {self._fault!r}; make a new engine")
+            fault.__cause__ = self._fault
+            return fault
+        return ValueError("the engine is closed") if self._is_stopping else None
 
 
-def _named(call: Call) -> Iterable[tuple[Request, set[str]]]:
-    """Each request of a call with the ids that it can be aborted by."""
-    groups = call.groups or [request.rid for request in call.requests]
-    for request, group in zip(call.requests, groups, strict=True):
-        yield request, {request.rid, group}
+def _raise_error(item: Item) -> Outputs | None:
+    if isinstance(item, BaseException):
+        raise item
+    return item

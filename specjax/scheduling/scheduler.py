@@ -1,10 +1,11 @@
-"""First come, first served: admission, prefill, rounds, retraction, and reading behind the device.
+"""First come, first served: admission, prefill, rounds and retraction.
 
 Running requests are those that came first, in the order of their coming, and a retracted request
 goes back to the head of the queue. So the oldest request is never retracted while another runs, and
 always advances.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,14 +14,17 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.kv.budget import PageBudget
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
+from specjax.metrics.totals import Totals
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.deadlines import Deadlines
-from specjax.scheduling.events import NoMetrics, SchedulerMetrics
-from specjax.scheduling.in_flight import InFlight, Reader
+from specjax.scheduling.in_flight import InFlight
 from specjax.scheduling.request import Request
-from specjax.scheduling.row import Row
+from specjax.scheduling.running_request import RunningRequest
 
+logger = logging.getLogger(__name__)
+
+# after so many steps in which the next request found no pages, less may be held back
 RETRY_STEPS = 32
 
 
@@ -36,22 +40,19 @@ class Scheduler:
     all rows that decode. Requests are prefilled one after the other: the next one already finds the
     pages of the one before in the prefix cache.
 
-    Results are read late: at the end of a step the newest ``run_ahead`` dispatches are unread.
-    The device stops rows at their limit and at end tokens by itself. Stop strings, aborts and
-    timeouts are known to the host alone; what rounds in flight bring such a request is ignored. The
-    device executes in dispatch order, so a slot or page that is given back while a round is in
-    flight can be handed out at once: what its new owner does comes behind that round.
+    Results are read late. The device stops rows at their limit and at end tokens by itself. Stop
+    strings, aborts and timeouts are known to the host alone; what rounds in flight bring such a
+    request is ignored. The device executes in dispatch order, so a slot or page that is given back
+    while a round is in flight can be handed out at once: its new owner comes behind that round.
 
     Args:
         runner: the device side.
         allocator: pages of the pool.
-        run_ahead: dispatches left unread while the next step is dispatched; 0 is synchronous.
-            Outputs do not depend on it.
+        run_ahead: dispatches left unread at the end of a step; outputs do not depend on it.
         prefix_cache: keeps the pages of prompts and outputs for requests that start alike.
-        max_waiting_requests: how many may wait, beside those that a slot is free for, before
-            :meth:`add` refuses.
+        max_waiting_requests: how many may wait, beside those that a slot is free for.
         clock: seconds, for timeouts and figures; that of the requests.
-        metrics: hears what happens.
+        metrics: counts what happens.
         controller: chooses the drafted tokens of each round, by what it hears of earlier ones.
     """
 
@@ -64,80 +65,61 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         max_waiting_requests: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        metrics: SchedulerMetrics | None = None,
+        metrics: Totals | None = None,
         controller: AdaptiveController | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
-        self._budget = PageBudget(runner, allocator, prefix_cache)
+        self._budget = PageBudget(allocator, prefix_cache, runner.config.reach, runner.set_pages)
         self._run_ahead = run_ahead
         self._max_waiting = max_waiting_requests
         self._clock = clock
-        self._metrics: SchedulerMetrics = NoMetrics() if metrics is None else metrics
+        self._metrics = Totals() if metrics is None else metrics
         self._controller = controller
-        self._reader = Reader(self._metrics)
         self._waiting: deque[Request] = deque()
-        self._running: list[Row] = []
+        self._running: list[RunningRequest] = []
         self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight = InFlight(self._metrics, controller, clock)
         self._deadlines = Deadlines()
-        # the next request waits for pages: until a running one gives some back, or for so many
-        # steps, after which less may be held back
-        self._is_blocked = False
-        self._steps_blocked = 0
+        # while positive the next request waits for pages: for so many steps, or until a running
+        # one gives some back
+        self._blocked_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._waiting or self._running)
 
-    @property
-    def num_running(self) -> int:
-        """Requests that have a slot."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have none."""
-        return len(self._waiting)
-
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be served; any thread may call this.
-
-        Raises:
-            ValueError: with the knobs to turn.
-        """
+        """Refuse a request that can never be served; any thread may call this."""
         self._runner.check(request.params, request.end_token_ids, request.top_logprobs)
         allocator, config = self._allocator, self._runner.config
-        needed = allocator.pages_for(request.max_kv_tokens)
-        size = f"{len(request.input_ids)} prompt tokens and max_new_tokens={request.max_new_tokens}"
-        if needed > config.pages_per_request:
-            raise ValueError(
-                f"a request of {size} needs {needed * config.page_size} KV tokens, but a request "
-                f"holds {config.context}; lower max_new_tokens or raise context_length"
-            )
-        total = allocator.num_pages - 1
-        if needed > total:
-            raise ValueError(
-                f"a request of {size} needs {needed * allocator.page_size} KV tokens, but the "
-                f"pool holds {total * allocator.page_size}; lower max_new_tokens or raise "
-                "max_total_tokens or mem_fraction_static"
+        needed = allocator.pages_for(request.max_kv_tokens + config.reach.overhang)
+        for limit, holder, knobs in (
+            (config.pages_per_request, "a request holds", "context_length"),
+            (allocator.num_pages - 1, "the pool holds", "max_total_tokens or mem_fraction_static"),
+        ):
+            if needed > limit:
+                raise ValueError(
+                    f"a request of {len(request.input_ids)} prompt tokens and max_new_tokens="
+                    f"{request.max_new_tokens} needs {needed * config.page_size} KV tokens, but "
+                    f"{holder} {limit * config.page_size}; lower max_new_tokens or raise {knobs}"
+                )
+
+    def check_queue(self, num_new: int) -> None:
+        """Refuse more requests than may wait; any thread may call this."""
+        limit, count = self._max_waiting, len(self._waiting)
+        # those that the next step can give a slot do not count as waiting
+        if limit is not None and count + num_new > limit + len(self._free_slots):
+            raise QueueFullError(
+                f"{count} requests wait already for {len(self._free_slots)} places, "
+                f"{num_new} more came and max_waiting_requests={limit}; send fewer at once "
+                "or raise it"
             )
 
     def add(self, *requests: Request) -> None:
-        """Queue requests that passed :meth:`check`, all of them or none.
-
-        Raises:
-            QueueFullError: if more than ``max_waiting_requests`` would wait and find no free slot.
-        """
-        limit, count = self._max_waiting, len(self._waiting)
-        # those that the next step can give a slot do not count as waiting
-        if limit is not None and count + len(requests) > limit + len(self._free_slots):
-            raise QueueFullError(
-                f"{count} requests wait already for {len(self._free_slots)} places, "
-                f"{len(requests)} more came and max_waiting_requests={limit}; send fewer at once "
-                "or raise it"
-            )
+        """Queue requests that passed :meth:`check`, all of them or none."""
+        self.check_queue(len(requests))
         self._waiting.extend(requests)
         for request in requests:
             self._deadlines.watch(request)
@@ -152,18 +134,32 @@ class Scheduler:
             self._release(row)
         elif request in self._waiting:
             self._waiting.remove(request)
-            self._is_blocked = False
+            self._blocked_steps = 0
         self._report_queue()
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request for an exception that concerns it alone; the others go on."""
+        logger.error("request %r failed", request.rid, exc_info=error)
+        request.fail()
+        self.abort(request, f"the request failed: {error!r}")
+
+    def debug_state(self) -> dict[str, int]:
+        """Requests and pages, by whom they are held."""
+        free, cached = self._allocator.num_free, self._budget.num_cached_pages
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "pages_free": free,
+            "pages_cached": cached,
+            "pages_held": self._allocator.num_pages - 1 - free - cached,
+        }
 
     def step(self) -> None:
         """Admit what fits, dispatch prefill chunks and a round, and read results that are due."""
-        if self._deadlines:
-            for request in self._deadlines.expired(self._clock()):
-                self.abort(request, f"the timeout of {request.timeout} s has passed")
+        for request in self._deadlines.expired(self._clock()):
+            self.abort(request, f"the timeout of {request.timeout} s has passed")
         has_unread = bool(self._in_flight)
-        self._steps_blocked = self._steps_blocked + 1 if self._is_blocked else 0
-        if self._steps_blocked == RETRY_STEPS:
-            self._is_blocked = False
+        self._blocked_steps = max(0, self._blocked_steps - 1)
         has_dispatched = self._prefill()
         rows = self._rows_with_pages()
         if rows:
@@ -177,23 +173,16 @@ class Scheduler:
         self._report_queue()
 
     def flush_cache(self) -> None:
-        """Forget all KV, so that it can come from other weights, and cached prefixes with it.
-
-        Running requests keep their text and compute it again.
-        """
+        """Forget all KV, cached prefixes too; running requests compute that of their text anew."""
         self._read_until(0)
         while self._running:
             self._retract(self._running[-1], is_cached=False)
         self._budget.flush()
 
     def fail_all(self, message: str) -> None:
-        """End every request after a step raised; pages and slots are free again.
-
-        What the device computed last is unknown, so nothing of it is read, and no KV is kept.
-        """
+        """End every request after a step raised; no result is read, and no KV is kept."""
         self._in_flight.clear()
-        requests = [*(row.request for row in self._running), *self._waiting]
-        for request in requests:
+        for request in (*(row.request for row in self._running), *self._waiting):
             if not request.is_finished:
                 self._finish(request, message)
         self._waiting.clear()
@@ -212,23 +201,28 @@ class Scheduler:
             row = self._row_to_prefill()
             if row is None:
                 break
-            width = pick_bucket(min(len(row.text) - row.kv_len, budget), buckets)
+            width = pick_bucket(min(len(row.prefill_ids) - row.kv_len, budget), buckets)
             if spent + width > budget:
                 break
             spent += width
             self._dispatch_chunk(row, row.kv_len + width)
         return spent > 0
 
-    def _row_to_prefill(self) -> Row | None:
+    def _row_to_prefill(self) -> RunningRequest | None:
         """The newest running request where its prefill is not done, else the next one waiting."""
         if self._running and not self._running[-1].is_prefilled:
             return self._running[-1]
-        if not self._waiting or not self._free_slots or self._is_blocked:
+        if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
         request = self._waiting[0]
-        row = self._budget.admit(request, self._free_slots[-1], self._running)
-        if row is None:
-            self._is_blocked = True
+        row = RunningRequest(
+            request=request,
+            slot=self._free_slots[-1],
+            prefill_ids=request.known_ids,
+            max_kv_tokens=request.max_kv_tokens,
+        )
+        if not self._budget.admit(row, self._running):
+            self._blocked_steps = RETRY_STEPS
             return None
         # from here on the request is found among the running, whatever the runner raises
         self._running.append(row)
@@ -239,36 +233,40 @@ class Scheduler:
             request.admitted_time = self._clock()
             request.cached_tokens = row.kv_len
             queue_seconds = request.admitted_time - request.created_time
-        self._metrics.request_admitted(len(row.text), row.kv_len, queue_seconds)
-        self._runner.set_slot(
-            row.slot,
-            request.params,
-            seed=request.seed,
-            end_token_ids=request.end_token_ids,
-            prompt_len=len(request.input_ids),
-            top_logprobs=request.top_logprobs,
-            cached_ids=row.text[: row.kv_len],
-        )
+        self._metrics.request_admitted(len(row.prefill_ids), row.kv_len, queue_seconds)
+        try:
+            self._runner.set_slot(
+                row.slot,
+                request.params,
+                seed=request.seed,
+                end_token_ids=request.end_token_ids,
+                prompt_len=len(request.input_ids),
+                top_logprobs=request.top_logprobs,
+                cached_ids=row.prefill_ids[: row.kv_len],
+            )
+        except Exception as error:
+            self.fail(request, error)
+            return None
         self._runner.set_pages(row.slot, row.pages)
         return row
 
-    def _dispatch_chunk(self, row: Row, end: int) -> None:
-        start, is_last = row.kv_len, end >= len(row.text)
+    def _dispatch_chunk(self, row: RunningRequest, end: int) -> None:
+        start, is_last = row.kv_len, end >= len(row.prefill_ids)
         result = self._runner.prefill(
             row.slot,
-            row.text[start:end],
+            row.prefill_ids[start:end],
             start,
-            None if is_last else row.text[end],
+            None if is_last else row.prefill_ids[end],
             row.request.num_left,
         )
-        row.kv_len = min(end, len(row.text))
-        self._metrics.tokens_prefilled(row.kv_len - start)
+        row.kv_len = min(end, len(row.prefill_ids))
+        self._metrics.prefilled_tokens += row.kv_len - start
         row.awaits_first = is_last
-        self._in_flight.append(InFlight((row,), result, is_round=False, is_last_chunk=is_last))
+        self._in_flight.add((row,), result, is_last_chunk=is_last)
         if is_last:
             self._budget.share(row)
 
-    def _rows_with_pages(self) -> list[Row]:
+    def _rows_with_pages(self) -> list[RunningRequest]:
         """Rows for the next round, with pages for it; retracts the newest where they run out."""
         rows = [row for row in self._running if row.can_advance()]
         while rows and not self._budget.grow(rows, self._running):
@@ -287,76 +285,48 @@ class Scheduler:
             rows = [row for row in self._running if row.can_advance()]
         return rows
 
-    def _dispatch_round(self, rows: list[Row]) -> None:
+    def _dispatch_round(self, rows: list[RunningRequest]) -> None:
+        config = self._runner.config
+        batch_size = pick_bucket(len(rows), config.batch_buckets)
         if self._controller is not None:
-            self._controller.activate_for_batch(len(rows))
+            self._controller.activate_for_batch(batch_size)
         result = self._runner.round([row.slot for row in rows])
         for row in rows:
-            row.unread_rounds += self._runner.config.rounds_per_dispatch
-        self._in_flight.append(InFlight(tuple(rows), result, is_round=True))
-
-    # reading
+            row.unread_rounds += config.rounds_per_dispatch
+        self._in_flight.add(rows, result, batch_size=batch_size)
 
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until ``num_unread`` are left or all requests have ended."""
         while len(self._in_flight) > num_unread:
-            self._read(self._in_flight.popleft())
-
-    def _read(self, entry: InFlight) -> None:
-        if all(row.is_released for row in entry.rows):
-            return
-        # a chunk that is not the last is waited for too, so that the device is never far behind
-        values, logprobs = self._reader.fetch(entry)
-        now = self._clock()
-        num_steps = entry.result.num_steps
-        if entry.is_round and self._controller is not None:
-            self._report_accepted(entry, values, num_steps)
-        for i, row in enumerate(entry.rows):
-            if row.is_released:
-                continue
-            if entry.is_round:
-                self._reader.take_rounds(row, i, values, num_steps, logprobs, now)
-            elif entry.is_last_chunk:
-                self._reader.take_first(row, values[0], logprobs, now)
-            if row.request.is_finished:
-                self._report_end(row.request)
-                self._release(row)
-
-    def _report_accepted(
-        self, entry: InFlight, rounds: list[list[list[int]]], num_steps: int
-    ) -> None:
-        """Tell the controller what each round accepted of requests that had not ended by then."""
-        assert self._controller is not None
-        for batch in rounds:
-            counts = [
-                batch[i][-2]
-                for i, row in enumerate(entry.rows)
-                if batch[i][-1] > 0 and not row.is_released
-            ]
-            self._controller.on_verify_complete(
-                counts, executed_steps=num_steps, batch_size=len(entry.rows)
-            )
+            for row, error in self._in_flight.read():
+                if error is not None:
+                    self.fail(row.request, error)
+                if not row.is_released:
+                    self._report_end(row.request)
+                    self._release(row)
 
     # endings
 
     def _finish(self, request: Request, message: str | None) -> None:
-        request.finish({"type": "abort"} | ({} if message is None else {"message": message}))
+        request.finish({"type": "abort"} | ({"message": message} if message else {}))
         self._report_end(request)
 
     def _report_queue(self) -> None:
-        self._metrics.queue_changed(
-            len(self._running), len(self._waiting), self._budget.num_used_tokens
-        )
+        totals, controller = self._metrics, self._controller
+        if controller is not None:
+            totals.tier = self._runner.state.shape
+            totals.ema_accept_len = controller.ema_accept_len
+            totals.num_switches = controller.switches
+            totals.wasted_drafts = controller.wasted_drafts
+        totals.queue_changed(len(self._running), len(self._waiting), self._budget.num_used_tokens)
 
     def _report_end(self, request: Request) -> None:
         if self._controller is not None and request.spec is not None:
             request.spec.ema_accept_len = self._controller.ema_accept_len
-        reason, ended = request.finish_reason, request.ended_time
-        assert reason is not None
-        assert ended is not None
-        self._metrics.request_finished(reason["type"], ended - request.created_time)
+        assert request.finish_reason is not None
+        self._metrics.request_finished(request.finish_reason["type"], request.latency)
 
-    def _retract(self, row: Row, *, is_cached: bool = True) -> None:
+    def _retract(self, row: RunningRequest, *, is_cached: bool = True) -> None:
         """Take a row's pages away; the request waits before all others to resume.
 
         It resumes by prefill of its prompt and its output so far. The noise of a token is keyed by
@@ -365,13 +335,13 @@ class Scheduler:
         row.request.num_retractions += 1
         self._release(row, is_cached=is_cached)
         self._waiting.appendleft(row.request)
-        self._metrics.request_retracted()
+        self._metrics.num_retracted += 1
 
-    def _release(self, row: Row, *, is_cached: bool = True) -> None:
+    def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
         row.is_released = True
-        self._is_blocked = False
+        self._blocked_steps = 0
         self._running.remove(row)
-        self._budget.release(row, is_cached=is_cached)
+        self._budget.release(row, row.request.known_ids if is_cached else None)
         self._free_slots.append(row.slot)
         self._runner.clear_slot(row.slot)
         if not self._running:

@@ -1,23 +1,14 @@
 """Speculative figures of one request."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-
-class SpecTotals(NamedTuple):
-    """Verifies, and drafts proposed and accepted by them."""
-
-    verifies: int = 0
-    proposed: int = 0
-    correct: int = 0
+from typing import Any
 
 
 @dataclass
 class SpecCounts:
-    """Speculative figures of a request; every accepted-draft count is without the bonus token.
+    """Counts without the bonus token, and without drafts behind a stop, accepted or not.
 
-    Drafts behind a stop do not count, accepted or not: in the round that ends the request, only
-    drafts for the positions of kept tokens are proposals.
+    So in the round that ends the request only drafts for the positions of kept tokens are proposed.
     """
 
     width: int  # drafted tokens a round, at most
@@ -26,7 +17,7 @@ class SpecCounts:
     num_steps: int | None = None  # of the last round
     rounds_by_steps: dict[int, int] = field(default_factory=dict)
     ema_accept_len: float | None = None  # the engine's, where the drafted tokens adapt
-    num_correct_drafts: int = 0
+    num_accepted_drafts: int = 0
     num_proposed_drafts: int = 0
     num_verifies: int = 0
     histogram: list[int] = field(default_factory=list)
@@ -34,24 +25,27 @@ class SpecCounts:
     def __post_init__(self) -> None:
         self.histogram = [0] * (self.width + 1)
 
-    def add(self, num_steps: int, num_accepted_drafts: int, num_kept: int, is_last: bool) -> None:
-        """Count one round of which ``num_kept`` tokens stay; it is a verify if it drafted."""
+    def add(
+        self, num_steps: int, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
+    ) -> None:
+        """Count one round of which ``num_kept`` tokens stay; plain if it had nothing to propose."""
+        num_steps = num_steps if num_proposed else 0
         self.num_switches += self.num_steps not in (None, num_steps)
         self.num_steps = num_steps
         self.rounds_by_steps[num_steps] = self.rounds_by_steps.get(num_steps, 0) + 1
         if num_steps == 0:
             self.num_plain_tokens += num_kept
             return
-        correct = min(num_accepted_drafts, num_kept)
-        self.num_correct_drafts += correct
-        self.num_proposed_drafts += min(num_steps, num_kept) if is_last else num_steps
+        accepted = min(num_accepted, num_kept)
+        self.num_accepted_drafts += accepted
+        self.num_proposed_drafts += min(num_proposed, num_kept) if is_last else num_proposed
         self.num_verifies += 1
-        self.histogram[correct] += 1
+        self.histogram[accepted] += 1
 
     @property
-    def totals(self) -> SpecTotals:
-        """The counts so far."""
-        return SpecTotals(self.num_verifies, self.num_proposed_drafts, self.num_correct_drafts)
+    def totals(self) -> tuple[int, int, int]:
+        """Verifies, proposed drafts and accepted drafts so far."""
+        return self.num_verifies, self.num_proposed_drafts, self.num_accepted_drafts
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         """The figures under SGLang's names."""
@@ -61,10 +55,10 @@ class SpecCounts:
         return {
             "spec_verify_ct": verifies,
             "spec_accept_length": speculated / verifies if verifies else 0.0,
-            "spec_accept_rate": self.num_correct_drafts / proposed if proposed else 0.0,
-            "spec_num_correct_drafts": self.num_correct_drafts,
+            "spec_accept_rate": self.num_accepted_drafts / proposed if proposed else 0.0,
+            "spec_num_correct_drafts": self.num_accepted_drafts,
             "spec_num_proposed_drafts": proposed,
-            "spec_num_wasted_drafts": proposed - self.num_correct_drafts,
+            "spec_num_wasted_drafts": proposed - self.num_accepted_drafts,
             "spec_correct_drafts_histogram": list(self.histogram),
             "spec_num_steps": self.num_steps,
             "spec_num_switches": self.num_switches,

@@ -1,4 +1,4 @@
-"""Draft inputs by request slot, resident on the device between rounds.
+"""What the next round starts from, by request slot, resident on the device.
 
 A round takes its rows from here and leaves the next round's rows here, so that the host can
 dispatch a round before it has read the one before. Slot 0 is padding. Contract of SGLang's
@@ -11,59 +11,66 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import DraftInput
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FutureMap:
-    """``DraftInput`` with a leading axis of R request slots instead of batch rows.
+    """Rows of R request slots.
 
     ``remaining`` is the number of tokens that a request may still produce; a row without any is
     treated as padding, so a request that ended is not advanced by the rounds already dispatched.
-    ``tokens`` is the history by absolute position, for penalties: prompt and produced tokens, the
-    bonus token included. Behind them it holds anything.
+    ``tokens`` is the history by absolute position: prompt and produced tokens, the bonus token
+    included. Behind them it holds anything.
     """
 
-    rows: DraftInput
+    rows: Any  # the algorithm's own, [R, ...]
+    bonus_tokens: jax.Array  # i32 [R], the newest token; not in the KV pool yet
+    seq_lens: jax.Array  # i32 [R], tokens in the target's KV pool
     remaining: jax.Array  # i32 [R]
     tokens: jax.Array  # i32 [R, C]
 
     @classmethod
-    def abstract(
-        cls, num_slots: int, topk: int, hidden_size: int, dtype: jnp.dtype, context: int
-    ) -> "FutureMap":
+    def abstract(cls, num_slots: int, context: int, rows: Any) -> "FutureMap":
         """Shapes and dtypes for ``num_slots`` slots of ``context`` tokens, padding included."""
 
-        def shape(*tail: int, dtype: jnp.dtype) -> Any:
-            return jax.ShapeDtypeStruct((num_slots, *tail), dtype)
+        def ints(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32))
 
         return cls(
-            DraftInput(
-                topk_probs=shape(topk, dtype=jnp.dtype(jnp.float32)),
-                topk_ids=shape(topk, dtype=jnp.dtype(jnp.int32)),
-                hidden=shape(hidden_size, dtype=dtype),
-                bonus_tokens=shape(dtype=jnp.dtype(jnp.int32)),
-                seq_lens=shape(dtype=jnp.dtype(jnp.int32)),
-            ),
-            remaining=shape(dtype=jnp.dtype(jnp.int32)),
-            tokens=shape(context, dtype=jnp.dtype(jnp.int32)),
+            rows=rows,
+            bonus_tokens=ints(num_slots),
+            seq_lens=ints(num_slots),
+            remaining=ints(num_slots),
+            tokens=ints(num_slots, context),
         )
 
 
-def resolve(future: FutureMap, slots: jax.Array) -> DraftInput:
-    """Draft inputs of request slots i32 ``[B]``."""
+def resolve(future: FutureMap, slots: jax.Array) -> Any:
+    """The algorithm's rows of request slots i32 ``[B]``."""
     return jax.tree.map(lambda leaf: leaf[slots], future.rows)
 
 
-def publish(future: FutureMap, slots: jax.Array, seq_lens: jax.Array) -> FutureMap:
-    """Record new sequence lengths i32 ``[B]``; known as soon as verification ends."""
+def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
+    """Record the algorithm's rows ``[B, ...]``."""
+    kept = jax.tree.map(
+        lambda old, new: old.at[slots].set(new.astype(old.dtype)), future.rows, rows
+    )
+    return replace(future, rows=kept)
+
+
+def publish(
+    future: FutureMap, slots: jax.Array, seq_lens: jax.Array, bonus_tokens: jax.Array
+) -> FutureMap:
+    """Record new lengths and bonus tokens i32 ``[B]``; known as soon as verification ends."""
     kept = jnp.where(slots > 0, seq_lens, 0)
-    lens = future.rows.seq_lens.at[slots].set(kept)
-    return replace(future, rows=replace(future.rows, seq_lens=lens))
+    return replace(
+        future,
+        seq_lens=future.seq_lens.at[slots].set(kept),
+        bonus_tokens=future.bonus_tokens.at[slots].set(bonus_tokens),
+    )
 
 
-def spend(
+def consume(
     future: FutureMap, slots: jax.Array, tokens: jax.Array, counts: jax.Array, ends: jax.Array
 ) -> FutureMap:
     """Take produced tokens off what the requests may still produce; nothing is left at an end.
@@ -105,12 +112,3 @@ def record(
 def record_cached(future: FutureMap, slot: jax.Array, tokens: jax.Array) -> FutureMap:
     """Replace the history of slot i32 ``[]`` by tokens i32 ``[C]``."""
     return replace(future, tokens=future.tokens.at[slot].set(tokens))
-
-
-def stash(future: FutureMap, slots: jax.Array, draft_input: DraftInput) -> FutureMap:
-    """Record everything else that the next round starts from."""
-    lens = future.rows.seq_lens
-    rows = jax.tree.map(
-        lambda old, new: old.at[slots].set(new.astype(old.dtype)), future.rows, draft_input
-    )
-    return replace(future, rows=replace(rows, seq_lens=lens))

@@ -1,87 +1,101 @@
 """Prefill: one chunk of a prompt through target and draft, as a pure function."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax.kv.pages import PageView
-from specjax.models.decoder import CausalLM
 from specjax.models.layers import pick_row
 from specjax.sampling.draw import rows_of, target_tokens
-from specjax.speculative.future_map import FutureMap, publish, record, resolve, spend, stash
-from specjax.speculative.round import RoundConfig
-from specjax.speculative.stages import Head, propose
+from specjax.speculative.algorithm import PromptChunk
+from specjax.speculative.future_map import FutureMap, consume, publish, record, resolve, stash
+from specjax.speculative.round import Resident, RoundConfig, make_batch
 from specjax.speculative.tree import chain_input
-from specjax.types import KVPools, RoundOutput, SamplingTable
+from specjax.types import KVPools, RoundOutput
+
+# numbers before the tokens of a packed chunk
+HEADER = 5
+
+
+def pack_chunk(
+    width: int, *, slot: int, start: int, tokens: Sequence[int], following: int | None, budget: int
+) -> np.ndarray:
+    """A chunk of a prompt as one array for the device, i32 ``[HEADER + width + 1]``.
+
+    Args:
+        width: P, tokens that the function is compiled for.
+        slot: request slot.
+        start: tokens of the prompt already in the pool.
+        tokens: at most P.
+        following: the prompt token behind the chunk, ``None`` where the prompt ends.
+        budget: tokens that the request may produce.
+    """
+    packed = np.zeros(HEADER + width + 1, np.int32)
+    packed[:HEADER] = slot, start, len(tokens), following is None, budget
+    packed[HEADER : HEADER + len(tokens)] = tokens
+    packed[HEADER + len(tokens)] = 0 if following is None else following
+    return packed
 
 
 def prefill_chunk(
-    target: CausalLM,
-    head: Head | None,
+    resident: Resident,
     pools: KVPools,
     future: FutureMap,
-    view: PageView,
-    sampling: SamplingTable,
-    tokens: jax.Array,
-    chunk: jax.Array,
+    packed: jax.Array,
     *,
     config: RoundConfig,
 ) -> tuple[KVPools, FutureMap, RoundOutput]:
     """Run one chunk of a prompt through target and draft.
 
-    The draft reads the same positions with its token ids shifted left by one: behind the last
-    token of a chunk comes the next prompt token, or the first sampled token where the prompt ends.
-
     Args:
-        target: the target model.
-        head: the draft head, or ``None``.
+        resident: models, pages and sampling parameters.
         pools: KV pools, to be donated.
         future: rows by request slot, to be donated.
-        view: page tables by request slot.
-        sampling: parameters by request slot.
-        tokens: i32 ``[P + 1]``, the chunk, the token behind it (0 where the prompt ends), zeros.
-        chunk: i32 ``[5]``: request slot, tokens already in the pool, tokens in this chunk, 1 where
-            the prompt ends with it, and the tokens that the request may produce.
+        packed: the chunk, see :func:`pack_chunk`.
         config: static sizes of a round.
 
     Returns:
         The pools, the rows by slot, and what the host reads: ``packed`` i32 ``[1]``, the sampled
         token, and its log-probabilities ``[1]`` (of meaning only where the prompt ends).
     """
-    slot, start, num_tokens, is_final, budget = (chunk[i : i + 1] for i in range(5))
+    slot, start, num_tokens, is_final, budget = (packed[i : i + 1] for i in range(HEADER))
+    tokens = packed[HEADER:]
     width = tokens.shape[0] - 1
-    view = replace(view, page_table=view.page_table[slot])
+    algorithm = config.algorithm
+    batch = replace(make_batch(resident, future, slot), seq_lens=start)
     offsets = jnp.arange(width, dtype=jnp.int32)[None]
     positions = start[:, None] + offsets
-    attend = view.attend(start, width, num_valid=num_tokens)
-    hidden, features, kv_target = target(
+    attend = batch.pages.attend(start, width, num_valid=num_tokens)
+    hidden, features, kv = resident.target(
         tokens[None, :-1], positions, pools.target, attend, config.feature_layers
     )
     last = num_tokens - 1
-    logits = target.logits(pick_row(hidden, last))
+    logits = resident.target.logits(pick_row(hidden, last))
     new_len = start + num_tokens
-    future = publish(future, slot, new_len)
     future = record(future, slot, start, tokens[None, :-1], num_tokens)
-    params = rows_of(sampling, jnp.where(is_final > 0, slot, 0))  # slot 0 is greedy: no noise
-    root = chain_input(jnp.take(tokens, num_tokens - 1)[None], new_len - 1)
+    # slot 0 is greedy: no noise before the prompt's end
+    params = rows_of(resident.sampling, jnp.where(is_final > 0, slot, 0))
+    root = chain_input(jnp.take(tokens, last)[None], new_len - 1)
     drawn, logprobs = target_tokens(
         logits, root, params, future.tokens, slot, num_top=config.max_top_logprobs
     )
     token = drawn[:, 0]
+    future = publish(future, slot, new_len, token)
     future = record(future, slot, new_len, drawn, is_final)
     future = replace(future, remaining=future.remaining.at[slot].set(budget))
-    future = spend(future, slot, token[:, None], is_final, params.end_token_ids)
-    inputs = replace(resolve(future, slot), bonus_tokens=token)
-    kv_draft = pools.draft
-    if head is not None:
-        at_end = (offsets == num_tokens - 1) & (is_final > 0)
-        shifted = jnp.where(at_end, token[:, None], tokens[None, 1:])
-        states, kv_draft = head(
-            head.embed(shifted, target), head.fuse(features), positions, kv_draft, attend, row=last
-        )
-        recurrent = states[:, 0]
-        topk_probs, topk_ids = propose(head, target, recurrent)
-        inputs = replace(inputs, topk_probs=topk_probs, topk_ids=topk_ids, hidden=recurrent)
+    future = consume(future, slot, token[:, None], is_final, params.end_token_ids)
+    at_end = (offsets == last[:, None]) & (is_final > 0)[:, None]
+    chunk = PromptChunk(
+        tokens=tokens[None, :-1],
+        next_tokens=jnp.where(at_end, token[:, None], tokens[None, 1:]),
+        positions=positions,
+        last=last,
+        is_final=is_final > 0,
+        attend=attend,
+    )
+    rows = resolve(future, slot)
+    state, rows = algorithm.prefill(batch, pools.draft, rows, chunk, features)
     out = RoundOutput(token, jax.tree.map(lambda leaf: leaf[:, 0], logprobs))
-    return KVPools(target=kv_target, draft=kv_draft), stash(future, slot, inputs), out
+    return KVPools(target=kv, draft=state), stash(future, slot, rows), out

@@ -11,17 +11,23 @@ from specjax.kernels.fill_bonus import fill_bonus_tokens
 from specjax.types import VerifyInput, VerifyOutput
 
 
-def chain_input(draft_tokens: jax.Array, seq_lens: jax.Array) -> VerifyInput:
+def chain_input(
+    draft_tokens: jax.Array, seq_lens: jax.Array, num_proposed: jax.Array | None = None
+) -> VerifyInput:
     """The verify input of a chain: row ``i`` is the child of row ``i - 1``.
 
     Args:
         draft_tokens: i32 ``[B, T]``, the root first.
         seq_lens: i32 ``[B]``.
+        num_proposed: i32 ``[B]``, how many of the T - 1 drafts are real; all by default.
     """
     batch, rows = draft_tokens.shape
     depth = jnp.arange(rows, dtype=jnp.int32)
+    if num_proposed is None:
+        num_proposed = jnp.full(batch, rows - 1, jnp.int32)
     return VerifyInput(
         draft_tokens=draft_tokens,
+        num_proposed=num_proposed,
         parents=jnp.broadcast_to(depth - 1, (batch, rows)),
         positions=seq_lens[:, None] + depth,
         tree_mask=jnp.broadcast_to(depth[:, None] >= depth, (batch, rows, rows)),
@@ -48,8 +54,10 @@ def accept_path(
     """
     rows = tree.draft_tokens.shape[1]
     # matches[b, i, j]: row j is a child of row i and holds the target's token at i
-    is_child = tree.parents[:, None, :] == jnp.arange(rows, dtype=jnp.int32)[:, None]
-    matches = is_child & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
+    index = jnp.arange(rows, dtype=jnp.int32)
+    is_child = tree.parents[:, None, :] == index[:, None]
+    is_real = (index <= tree.num_proposed[:, None])[:, None, :]
+    matches = is_child & is_real & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
     child = jnp.where(matches.any(-1), jnp.argmax(matches, -1).astype(jnp.int32), -1)
     node = jnp.where(valid, 0, -1)
     path = [node]
@@ -63,7 +71,7 @@ def accept_path(
 
 
 def simulated_path(
-    seq_lens: jax.Array, valid: jax.Array, num_steps: int, accept_length: float
+    tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
 ) -> tuple[jax.Array, jax.Array]:
     """An accepted path along a chain whose length averages ``accept_length``, whatever was drafted.
 
@@ -73,8 +81,9 @@ def simulated_path(
     drafts = min(max(accept_length - 1.0, 0.0), float(num_steps))
     share = drafts - int(drafts)
     # multiples of the golden ratio fall evenly on [0, 1)
-    phase = jnp.mod(seq_lens.astype(jnp.float32) * 0.6180339887, 1.0)
-    count = jnp.where(valid, int(drafts) + (phase < share).astype(jnp.int32), 0)
+    phase = jnp.mod(tree.positions[:, 0].astype(jnp.float32) * 0.6180339887, 1.0)
+    count = jnp.minimum(int(drafts) + (phase < share).astype(jnp.int32), tree.num_proposed)
+    count = jnp.where(valid, count, 0)
     depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
     inside = (depth <= count[:, None]) & valid[:, None]
     return jnp.where(inside, depth, -1), count
@@ -102,13 +111,14 @@ def accept(
         accept_index, num_accepted_drafts = accept_path(tree, target_tokens, valid, num_steps)
     else:
         accept_index, num_accepted_drafts = simulated_path(
-            tree.positions[:, 0], valid, num_steps, simulate_accept_length
+            tree, valid, num_steps, simulate_accept_length
         )
     num_accepted_tokens = jnp.where(valid, num_accepted_drafts + 1, 0)
     accept_tokens = compact_tree(target_tokens, accept_index)
     return VerifyOutput(
         accept_index=accept_index,
         accept_tokens=accept_tokens,
+        num_proposed_drafts=jnp.where(valid, tree.num_proposed, 0),
         num_accepted_drafts=num_accepted_drafts,
         num_accepted_tokens=num_accepted_tokens,
         bonus_tokens=fill_bonus_tokens(accept_tokens, num_accepted_tokens),

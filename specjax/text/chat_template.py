@@ -1,63 +1,80 @@
-"""Rendering of chat templates: Jinja in its immutable sandbox, since they come with checkpoints.
+"""Rendering of chat templates, which come with checkpoints and are not to be trusted.
 
-The helpers that templates rely on (``raise_exception``, ``tojson``, ``strftime_now``, loop
-controls, ``{% generation %}``) behave as in transformers.
+Jinja's immutable sandbox renders them, in a process that is bounded in time and memory. The helpers
+that templates rely on (``raise_exception``, ``tojson``, ``strftime_now``, loop controls,
+``{% generation %}``) behave as in transformers.
 """
 
-import datetime
-import functools
+import atexit
 import json
+import pickle
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+MAX_SECONDS = 5.0
+_SANDBOX = Path(__file__).with_name("sandbox.py")
 
 
-class _GenerationBlock(Extension):
-    """``{% generation %}`` marks assistant text for training; here it renders its body."""
+class _Renderer:
+    """The process, started when it is needed and after it has died."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        try:
+            request = pickle.dumps((template, variables, MAX_SECONDS))
+        except Exception as error:  # pickle raises several unrelated types
+            raise ValueError(f"a variable cannot be copied: {error}") from error
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                # -P: nothing here may hide a module of the standard library; a session of its own:
+                # an interrupt from the terminal is for this process
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(_SANDBOX)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            answer = b""
+            try:
+                answer = _ask(self._process, request)
+            finally:  # also when interrupted: the next answer must not be this one
+                if not answer.endswith(b"\n"):
+                    self.close()
+        if not answer.endswith(b"\n"):
+            raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
+        went_well, text = json.loads(answer)
+        if not went_well:
+            raise ValueError(text)
+        return text
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(len(request).to_bytes(8) + request)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return b""
+    return process.stdout.readline()
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes <, > and &, which would reach the model
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+_RENDERER = _Renderer()
+atexit.register(_RENDERER.close)
 
 
 def render_chat_template(
@@ -71,7 +88,8 @@ def render_chat_template(
         variables: what else the template sees, for example ``add_generation_prompt``.
 
     Raises:
-        ValueError: if there is no message, one is malformed, or the template refuses them.
+        ValueError: if there is no message, one is malformed, the template refuses them or fails,
+            or it takes more than ``MAX_SECONDS`` or more memory than any context needs.
     """
     if not messages:
         raise ValueError("messages=[] is a conversation without turns; give at least one")
@@ -82,7 +100,6 @@ def render_chat_template(
             )
     try:
         plain = [dict(message) for message in messages]
-        return _compile(template).render(messages=plain, **variables)
-    # a template that adds content to a string meets content of another type with a TypeError
-    except (jinja2.TemplateError, TypeError) as error:
+        return _RENDERER.render(template, {"messages": plain, **variables})
+    except ValueError as error:
         raise ValueError(f"the chat template refused the conversation: {error}") from error

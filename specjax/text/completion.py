@@ -1,5 +1,7 @@
 """Text of a completion: decoded when it is asked for, and searched for stop strings."""
 
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from specjax.text.tokenizer import IncrementalDecoder
@@ -10,17 +12,20 @@ class CompletionText:
 
     With stop strings every token is decoded as it comes, because the token that completes one ends
     the request. Without, tokens pile up until the text is read, which takes the decoding out of the
-    scheduler's step.
-
-    Args:
-        decoder: ``None`` without a tokenizer; the text stays empty then.
-        stops: strings that end the completion and are cut off.
+    scheduler's step. Without a decoder, the text stays empty.
     """
 
     def __init__(self, decoder: IncrementalDecoder | None, stops: Sequence[str]) -> None:
         self._decoder = decoder
-        self._stops = stops
-        self._longest = max(map(len, stops), default=0)
+        # a stop string that begins with another is never the one found, so it is left out
+        self._stops: list[str] = []
+        for stop in sorted(stops):
+            if not self._stops or not stop.startswith(self._stops[-1]):
+                self._stops.append(stop)
+        self._longest = max(map(len, self._stops), default=0)
+        letters = "".join(re.escape(stop[0]) for stop in self._stops)
+        self._starts = re.compile(f"[{letters}]") if letters else None
+        self._num_safe = 0  # characters before any that could be in a stop string
         self._text = ""
         self._pending: list[int] = []
         self._is_flush_pending = False
@@ -35,7 +40,11 @@ class CompletionText:
         if token is not None:
             self._pending.append(token)
         self._is_flush_pending |= flush
-        return self._find_stop() if self._stops else None
+        return self._find_stop(self._starts) if self._starts else None
+
+    def stop(self) -> None:
+        """Decode no further: the text stays as it is."""
+        self._decoder = None
 
     @property
     def text(self) -> str:
@@ -45,13 +54,7 @@ class CompletionText:
 
     def streamed(self) -> str:
         """Text that no later token can take back: the start of a stop string is held."""
-        text, held = self.text, 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), held, -1):
-                if text.endswith(stop[:size]):
-                    held = size
-                    break
-        return text[: len(text) - held]
+        return self.text if self._starts is None else self._text[: self._num_safe]
 
     def _decode(self) -> None:
         if self._decoder is None:
@@ -63,14 +66,20 @@ class CompletionText:
             self._text += self._decoder.flush()
             self._is_flush_pending = False
 
-    def _find_stop(self) -> str | None:
-        # a new match ends in the new text, so it starts no earlier than this
-        search_from = max(0, len(self._text) - self._longest + 1)
+    def _find_stop(self, starts: re.Pattern[str]) -> str | None:
+        """Cut the text at the first stop string in it, the shortest of those that start there."""
         self._decode()
-        found = [(self._text.find(stop, search_from), stop) for stop in self._stops]
-        hits = [(at, stop) for at, stop in found if at >= 0]
-        if not hits:
-            return None
-        at, stop = min(hits)
-        self._text = self._text[:at]
-        return stop
+        held = None
+        for first in starts.finditer(self._text, self._num_safe):
+            at = first.start()
+            rest = self._text[at : at + self._longest]
+            # none begins with another, so the only one that `rest` can begin with is the last one
+            # up to it in sorted order, and what begins with `rest` would come next
+            i = bisect_right(self._stops, rest)
+            if i > 0 and rest.startswith(self._stops[i - 1]):
+                self._text = self._text[:at]
+                return self._stops[i - 1]
+            if held is None and i < len(self._stops) and self._stops[i].startswith(rest):
+                held = at
+        self._num_safe = len(self._text) if held is None else held
+        return None

@@ -3,16 +3,17 @@
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from specjax.json_file import read_json
+from specjax.json_file import Fields, read_text
 from specjax.text.chat_template import render_chat_template
 
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REPLACEMENT = "\ufffd"
 
 
@@ -22,13 +23,9 @@ class Tokenizer:
     Attributes:
         special_tokens: ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, as far as
             the checkpoint names them.
+        bos_token_id, eos_token_id, unk_token_id, pad_token_id: their ids, or None.
+        eos_token_ids: ids that end a text, the main one first.
         chat_template: Jinja source, or None.
-
-    Args:
-        backend: the ``tokenizers`` object; its added tokens and post-processor are kept.
-        special_tokens: text of each named special token, by its transformers name.
-        chat_template: Jinja source.
-        extra_eos_token_ids: end tokens beyond ``eos_token``.
 
     Raises:
         ValueError: if a named special token is not in the vocabulary.
@@ -47,14 +44,15 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
-        self._ids: dict[str, int] = {}
-        for name, token in self.special_tokens.items():
-            token_id = backend.token_to_id(token)
+        ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
+        for name, token_id in ids.items():
             if token_id is None:
+                token = self.special_tokens[name]
                 raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary")
-            self._ids[name] = token_id
-        eos = [self._ids["eos_token"]] if "eos_token" in self._ids else []
-        self._eos_token_ids = tuple(dict.fromkeys([*eos, *extra_eos_token_ids]))
+        self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = map(
+            ids.get, _SPECIAL_TOKENS
+        )
+        self.eos_token_ids = unique_ids([self.eos_token_id, *extra_eos_token_ids])
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> "Tokenizer":
@@ -78,21 +76,16 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{file} is not a tokenizer of `tokenizers`: {error}") from error
-        config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (directory / name).is_file():
-                config |= read_json(directory / name)
-        _add_tokens(backend, config.get("added_tokens_decoder") or {})
-        special = special_token_texts(config)
+        names = "special_tokens_map.json", "tokenizer_config.json"
+        older, config = (Fields.read_if_there(directory / name) for name in names)
+        config = Fields({**older.values, **config.values}, config.where)
+        _add_tokens(backend, config)
+        special = _special_tokens(config)
         # a checkpoint may name tokens that its tokenizer.json does not have: transformers adds them
         absent = [token for token in special.values() if backend.token_to_id(token) is None]
         backend.add_special_tokens(list(dict.fromkeys(absent)))
         if "add_bos_token" in config or "add_eos_token" in config:
-            set_template(
-                backend,
-                bos=special.get("bos_token") if config.get("add_bos_token") else None,
-                eos=special.get("eos_token") if config.get("add_eos_token") else None,
-            )
+            set_template(backend, special, config)
         return cls(backend, special_tokens=special, chat_template=_find_template(directory, config))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -110,37 +103,11 @@ class Tokenizer:
         """Number of ids, added tokens included; a model's own vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, the main one first."""
-        return self._eos_token_ids
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of ``eos_token``."""
-        return self._ids.get("eos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id of ``bos_token``."""
-        return self._ids.get("bos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """Id of ``pad_token``."""
-        return self._ids.get("pad_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        """Id of ``unk_token``."""
-        return self._ids.get("unk_token")
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` adds what the checkpoint asks for.
 
         Raises:
-            ValueError: if the text holds half a surrogate pair, as undecodable bytes of a command
-                line do.
+            ValueError: if the text holds half a surrogate pair, as undecodable bytes do.
         """
         text.encode("utf-8")  # raises UnicodeEncodeError; the backend would raise a TypeError
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -175,8 +142,7 @@ class Tokenizer:
         Args:
             messages: turns with ``role`` and ``content``.
             add_generation_prompt: end with the header of the assistant's next turn.
-            **variables: further template variables, for example ``tools`` or
-                ``enable_thinking``.
+            **variables: more for the template, for example ``tools`` or ``enable_thinking``.
 
         Raises:
             ValueError: if the checkpoint has no chat template or the template refuses.
@@ -190,71 +156,86 @@ class Tokenizer:
         return render_chat_template(self.chat_template, messages, scope)
 
 
-def special_token_texts(config: Mapping[str, Any]) -> dict[str, str]:
+def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
+    """The ids without None, each once, in their order."""
+    return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _special_tokens(config: Fields) -> dict[str, str]:
     """Named special tokens of a tokenizer configuration: plain strings or added-token objects."""
-    texts = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            texts[name] = value
-    return texts
+    return {
+        name: config.fields(name).text("content")
+        if isinstance(config.get(name), Mapping)
+        else config.text(name)
+        for name in _SPECIAL_TOKENS
+        if name in config
+    }
 
 
 def find_eos_token_id(directory: Path) -> int | None:
     """Id of a Hugging Face directory's ``eos_token``, without building its tokenizer."""
-    path = directory / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
-    eos = special_token_texts(config).get("eos_token")
+    config = Fields.read_if_there(directory / "tokenizer_config.json")
+    eos = _special_tokens(config).get("eos_token")
     if eos is None:
         return None
-    for key, entry in (config.get("added_tokens_decoder") or {}).items():
-        if entry["content"] == eos:
-            return int(key)
-    if not (directory / "tokenizer.json").is_file():
-        return None
-    tokenizer = read_json(directory / "tokenizer.json")
-    for entry in tokenizer.get("added_tokens") or []:
-        if entry["content"] == eos:
-            return int(entry["id"])
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    return vocab.get(eos) if isinstance(vocab, Mapping) else None
+    for token_id, entry in _added_tokens(config):
+        if entry.text("content") == eos:
+            return token_id
+    tokenizer = Fields.read_if_there(directory / "tokenizer.json")
+    for values in tokenizer.items("added_tokens", dict, []):
+        entry = Fields(values, f"{tokenizer.where}: added_tokens")
+        if entry.text("content") == eos:
+            return entry.integer("id")
+    model = tokenizer.fields("model")
+    # the vocabulary of some kinds of model is a list
+    is_mapping = isinstance(model.get("vocab", None), Mapping)
+    return model.fields("vocab").integer(eos, None) if is_mapping else None
 
 
-def set_template(backend: tokenizers.Tokenizer, *, bos: str | None, eos: str | None) -> None:
-    """Make encoding with special tokens put ``bos`` before and ``eos`` after the text."""
-    named = [token for token in (bos, eos) if token is not None]
-    backend.post_processor = TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        pair=None,
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(named)],
+def _added_tokens(config: Fields) -> list[tuple[int, Fields]]:
+    """Tokens that ``tokenizer_config.json`` lists, in id order."""
+    decoder = config.fields("added_tokens_decoder")
+    for key in decoder.values:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise decoder.wrong(key, "is not under the number of a token")
+    return [(int(key), decoder.fields(key)) for key in sorted(decoder.values, key=int)]
+
+
+def set_template(
+    backend: tokenizers.Tokenizer, special: Mapping[str, str], config: Fields, prefix: str = ""
+) -> None:
+    """Make encoding add the tokens that ``add_bos_token`` and ``add_eos_token`` ask for."""
+    bos, eos = (
+        [token] if config.flag(f"{prefix}add_{name}") and (token := special.get(name)) else []
+        for name in ("bos_token", "eos_token")
     )
+    ids = [(token, backend.token_to_id(token)) for token in {*bos, *eos}]
+    single = [*bos, "$A", *eos]
+    backend.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=ids)
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Mapping[str, Any]]) -> None:
-    """Tokens that only ``tokenizer_config.json`` lists, in id order."""
+def _add_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
+    """Tokens that only ``tokenizer_config.json`` lists."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     known = backend.get_added_tokens_decoder()
-    for key in sorted(decoder, key=int):
-        entry = decoder[key]
-        if int(key) not in known:
-            token = tokenizers.AddedToken(
-                entry["content"], **{flag: entry[flag] for flag in flags if flag in entry}
-            )
-            backend.add_tokens([token])
+    for token_id, entry in _added_tokens(config):
+        if token_id not in known:
+            given = {flag: entry.flag(flag) for flag in flags if flag in entry}
+            backend.add_tokens([tokenizers.AddedToken(entry.text("content"), **given)])
 
 
-def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    jinja = directory / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if (directory / "chat_template.json").is_file():
-        template = read_json(directory / "chat_template.json").get("chat_template", template)
+def _find_template(directory: Path, config: Fields) -> str | None:
+    if (directory / "chat_template.jinja").is_file():
+        return read_text(directory / "chat_template.jinja")
+    if "chat_template" in (other := Fields.read_if_there(directory / "chat_template.json")):
+        config = other
+    template = config.get("chat_template", None)
     if isinstance(template, list):  # named templates: [{"name": ..., "template": ...}]
-        template = {entry["name"]: entry["template"] for entry in template}
-    return template.get("default") if isinstance(template, Mapping) else template
+        named = [Fields(x, config.where) for x in config.items("chat_template", dict)]
+        return {x.text("name"): x.text("template") for x in named}.get("default")
+    if isinstance(template, Mapping):
+        return config.fields("chat_template").text("default", None)
+    return config.text("chat_template", None)
 
 
 class IncrementalDecoder:
@@ -267,8 +248,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []
         self._pending: list[int] = []
 
@@ -296,6 +276,3 @@ class IncrementalDecoder:
         self._context = self._pending if text else self._context + self._pending
         self._pending = []
         return text
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

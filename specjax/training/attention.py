@@ -7,6 +7,7 @@ Axes: B rows, T tokens per row, L cache length, N query heads, KV key/value head
 H head dim.
 """
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -14,54 +15,31 @@ import jax.numpy as jnp
 
 from specjax.models.layers import Attend, precision_for, rotated
 
-NEGATIVE = -1e30
+_NEGATIVE = -1e30
 
 
-def default_implementation(dtype: jnp.dtype) -> str:
-    """``cudnn`` (fused) for half precision on a GPU, ``xla`` elsewhere."""
-    half = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-    return "cudnn" if half and jax.default_backend() == "gpu" else "xla"
-
-
-def causal_mask(segments: jax.Array) -> jax.Array:
-    """Mask bool ``[B, T, T]`` of packed rows: earlier tokens of the same segment and oneself."""
-    length = segments.shape[1]
-    rows = jnp.arange(length)
-    same = segments[:, :, None] == segments[:, None, :]
-    return same & (rows[:, None] >= rows[None, :])
-
-
-def packed_attend(segments: jax.Array, implementation: str) -> Attend:
-    """Causal attention within the segments ``i32[B, T]`` of packed rows; threads no cache."""
-    mask = causal_mask(segments)[:, None]
-
-    @rotated
-    def attend(
-        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[Any, jax.Array]:
-        if implementation == "cudnn":
-            return kv, jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
-        return kv, masked_attention(q, k, v, mask)
-
-    return attend
-
-
-def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def masked_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, **fused: Any
+) -> jax.Array:
     """Grouped-query attention ``[B, T, N, H]`` of q over keys and values ``[B, L, KV, H]``.
 
-    ``mask`` is bool, broadcastable to ``[B, 1, T, L]``. Scores and softmax are float32.
+    ``mask`` is bool, broadcastable to ``[B, 1, T, L]``. Scores and softmax are float32. In half
+    precision on a GPU cuDNN computes it; ``fused`` says the mask in arguments that cost it less.
     """
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    precision = precision_for(q.dtype)
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum(
-        "btkgh,blkh->bkgtl", grouped, k, precision=precision, preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(mask[:, :, None], scores * dim**-0.5, NEGATIVE)
+    if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+        fused = fused or {"mask": mask}
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **fused)
+    scores = _product("btkgh,blkh->bkgtl", _grouped(q, k), k) * q.shape[-1] ** -0.5
+    scores = jnp.where(mask[:, :, None], scores, _NEGATIVE)
     probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgtl,blkh->btkgh", probs, v, precision=precision)
-    return out.reshape(batch, length, heads, dim)
+    out = jnp.einsum("bkgtl,blkh->btkgh", probs, v, precision=precision_for(q.dtype))
+    return out.reshape(q.shape)
+
+
+def packed_attend(segments: jax.Array) -> Attend:
+    """Causal attention within the segments ``i32[B, T]`` of packed rows; threads no cache."""
+    mask = _causal_mask(segments)[:, None]
+    return rotated(lambda kv, layer, q, k, v: (kv, masked_attention(q, k, v, mask)))
 
 
 def ttt_attend(segments: jax.Array) -> Attend:
@@ -71,57 +49,46 @@ def ttt_attend(segments: jax.Array) -> Attend:
     keys at rows up to i of its segment and, of each later step including its own, row i only: the
     keys that a chain drafted from row i sees when serving.
     """
-    mask = causal_mask(segments)[:, None, None]
+    mask = _causal_mask(segments)[:, None, None]
 
     @rotated
     def attend(
         kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Any, jax.Array]:
         kv = (*kv, (k, v))
-        batch, length, heads, dim = q.shape
-        kv_heads = k.shape[2]
-        precision = precision_for(q.dtype)
         (first_k, first_v), later = kv[0], kv[1:]
-        grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-        scale = dim**-0.5
-        causal = jnp.einsum(
-            "btkgh,blkh->bkgtl",
-            grouped,
-            first_k,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        causal = jnp.where(mask, causal * scale, NEGATIVE)
+        grouped, scale = _grouped(q, k), q.shape[-1] ** -0.5
+        causal = _product("btkgh,blkh->bkgtl", grouped, first_k) * scale
+        causal = jnp.where(mask, causal, _NEGATIVE)
         # [B, KV, G, T] each: products of a row with its own later keys
-        own = [
-            jnp.einsum(
-                "btkgh,btkh->bkgt",
-                grouped,
-                step_k,
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            * scale
-            for step_k, _ in later
-        ]
-        peak = causal.max(axis=-1)
-        for score in own:
-            peak = jnp.maximum(peak, score)
-        peak = jax.lax.stop_gradient(peak)
+        own = [_product("btkgh,btkh->bkgt", grouped, step_k) * scale for step_k, _ in later]
+        peak = jax.lax.stop_gradient(reduce(jnp.maximum, own, causal.max(axis=-1)))
         weights = jnp.exp(causal - peak[..., None])
         own_weights = [jnp.exp(score - peak) for score in own]
         total = weights.sum(axis=-1) + sum(own_weights)
-        out = jnp.einsum(
-            "bkgtl,blkh->btkgh",
-            weights.astype(v.dtype),
-            first_v,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        out = _product("bkgtl,blkh->btkgh", weights.astype(v.dtype), first_v)
         for weight, (_, step_v) in zip(own_weights, later, strict=True):
             rows = jnp.moveaxis(weight, 3, 1)[..., None]
             out = out + rows * step_v.astype(jnp.float32)[:, :, :, None]
         out = out / jnp.moveaxis(total, 3, 1)[..., None]
-        return kv, out.reshape(batch, length, heads, dim).astype(v.dtype)
+        return kv, out.reshape(q.shape).astype(v.dtype)
 
     return attend
+
+
+def _causal_mask(segments: jax.Array) -> jax.Array:
+    # bool [B, T, T] of packed rows: earlier tokens of the same segment and oneself
+    rows = jnp.arange(segments.shape[1])
+    same = segments[:, :, None] == segments[:, None, :]
+    return same & (rows[:, None] >= rows[None, :])
+
+
+def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
+    # [B, T, N, H] to [B, T, KV, G, H]
+    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+
+
+def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        spec, a, b, precision=precision_for(a.dtype), preferred_element_type=jnp.float32
+    )

@@ -1,56 +1,59 @@
-"""From prompts, or from nothing, to a corpus of the target's own answers."""
+"""From prompts, or from nothing, to a corpus of the target's own answers.
+
+Every prompt of a file is answered once greedily and ``file_samples`` times at
+``ANSWER_TEMPERATURE``. Of the self-sampled prompts ``SAMPLED_FRACTION`` are answered at that
+temperature and the others greedily; ``TEXT_FRACTION`` of them are plain text, continued without
+the chat template.
+
+A user turn is sampled from its first words, an opening of ``openings.json``, whose slots in braces
+are filled at random from its lists.
+"""
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.text.tokenizer import Tokenizer
 from specjax.training.data import Corpus
 from specjax.training.generate import Sampler
-from specjax.training.openings import text_openings, user_openings
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 _MARK = "\u241fuser-turn\u241f"
 
+TEXT_FRACTION = 0.06
+SAMPLED_FRACTION = 0.25
+PROMPT_TEMPERATURE = 0.75
+ANSWER_TEMPERATURE = 0.8
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig:
-    """How prompts are sampled and answered.
+    """How many prompts are sampled and answered, and how long both may be.
 
-    Every prompt of a file is answered once greedily and ``file_samples`` times at
-    ``answer_temperature``. Of the self-sampled prompts ``sampled_fraction`` are answered at that
-    temperature and the others greedily; ``text_fraction`` of them are plain text, continued
-    without the chat template.
+    Attributes:
+        self_sample: prompts sampled from the target.
+        file_samples: sampled answers for each prompt of a file, besides the greedy one.
     """
 
     self_sample: int = 0
-    text_fraction: float = 0.06
-    sampled_fraction: float = 0.25
     file_samples: int = 1
-    prompt_temperature: float = 0.75
-    answer_temperature: float = 0.8
     max_user_tokens: int = 96
     max_answer_tokens: int = 256
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("text_fraction", "sampled_fraction"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name}={value} must be between 0 and 1")
-        for name in ("prompt_temperature", "answer_temperature"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
 
-
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """Token ids to continue, and where they come from."""
 
     ids: tuple[int, ...]
@@ -64,7 +67,8 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         ValueError: if a line is not an object with a non-empty list ``turns`` of strings.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # JSON strings may hold U+2028 and others at which splitlines() splits
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -82,7 +86,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     """What the chat template puts before and after the text of a first user turn.
 
     Raises:
-        ValueError: if there is no chat template, or it changes the user's text.
+        ValueError: if the template changes the user's text.
     """
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])
     before, found, after = text.partition(_MARK)
@@ -91,8 +95,13 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     return before, after
 
 
-def file_prompts(tokenizer: Tokenizer, entries: Sequence[tuple[str, str]]) -> list[Prompt]:
-    """Chat prompts of ``(category, message)`` pairs; plain text if there is no chat template."""
+def file_prompts(
+    tokenizer: Tokenizer, entries: Sequence[tuple[str, str]], longest: int
+) -> list[Prompt]:
+    """Chat prompts of ``(category, message)`` pairs; plain text if there is no chat template.
+
+    Those of more than ``longest`` tokens are left out, with a warning.
+    """
     prompts = []
     for category, message in entries:
         if tokenizer.chat_template is None:
@@ -100,7 +109,10 @@ def file_prompts(tokenizer: Tokenizer, entries: Sequence[tuple[str, str]]) -> li
         else:
             text = tokenizer.apply_chat_template([{"role": "user", "content": message}])
             ids = tokenizer.encode(text, add_special_tokens=False)
-        prompts.append(Prompt(tuple(ids), category))
+        if len(ids) <= longest:
+            prompts.append(Prompt(tuple(ids), category))
+    if left_out := len(entries) - len(prompts):
+        logger.warning("%d prompts longer than %d tokens are left out", left_out, longest)
     return prompts
 
 
@@ -113,40 +125,29 @@ def sample_prompts(
     its last full sentence or line. Equal prompts are kept once. Without a chat template all of
     them are plain text.
     """
-    text_fraction = config.text_fraction if tokenizer.chat_template is not None else 1.0
+    text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
     num_text = round(config.self_sample * text_fraction)
-    prompts = [
-        Prompt(tuple(tokenizer.encode(opening.rstrip(" "))), "text")
-        for opening in text_openings(num_text, config.seed + 1)
-    ]
+    texts = openings({"text": opening_tables()["text"]}, num_text, config.seed + 1)
+    prompts = [Prompt(tuple(tokenizer.encode(opening)), topic) for topic, opening in texts]
     num_turns = config.self_sample - num_text
     if num_turns:
         before, after = chat_frame(tokenizer)
-        openings = [
-            (topic, opening.rstrip(" ")) for topic, opening in user_openings(num_turns, config.seed)
-        ]
-        starts = [tokenizer.encode(before + o, add_special_tokens=False) for _, o in openings]
-        turns = sampler.generate(
-            starts,
-            [config.prompt_temperature] * len(starts),
-            config.max_user_tokens,
-            config.seed,
-            progress,
-        )
-        for (topic, opening), ids in zip(openings, turns, strict=True):
-            ended = bool(ids) and ids[-1] in sampler.stop_ids
+        begun = list(openings(opening_tables()["topics"], num_turns, config.seed))
+        starts = [tokenizer.encode(before + o, add_special_tokens=False) for _, o in begun]
+        warm = [PROMPT_TEMPERATURE] * num_turns
+        turns = sampler.generate(starts, warm, config.max_user_tokens, config.seed, progress)
+        for (topic, opening), ids in zip(begun, turns, strict=True):
+            ended = ids[-1] in sampler.stop_ids
             words = tokenizer.decode(ids[:-1] if ended else ids)
             text = before + opening + (words.rstrip() if ended else cut_at_sentence(words)) + after
             prompts.append(Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)), topic))
-    longest = sampler.config.max_prompt_len
-    return [p for p in dict.fromkeys(prompts) if len(p.ids) <= longest]
+    return [p for p in dict.fromkeys(prompts) if len(p.ids) <= sampler.max_prompt_len]
 
 
 def cut_at_sentence(text: str) -> str:
     """The text up to its last sentence end or line end; all of it if there is none."""
-    ends = [text.rfind(mark) for mark in (". ", "? ", "! ", ".\n", "?\n", "!\n", "\n")]
-    end = max(ends)
-    return text[: end + 1].rstrip() if end > 0 else text.rstrip()
+    end = max(text.rfind(mark) for mark in (". ", "? ", "! ", "\n"))
+    return (text[: end + 1] if end > 0 else text).rstrip()
 
 
 def answer_prompts(
@@ -160,13 +161,8 @@ def answer_prompts(
     answers = sampler.generate(
         [p.ids for p in prompts], temperatures, config.max_answer_tokens, config.seed + 2, progress
     )
-    return Corpus.of(
-        [
-            (prompt.ids, answer, prompt.source)
-            for prompt, answer in zip(prompts, answers, strict=True)
-            if len(answer) >= 2
-        ]
-    )
+    pairs = zip(prompts, answers, strict=True)
+    return Corpus.of([(p.ids, answer, p.source) for p, answer in pairs if len(answer) >= 2])
 
 
 def collect(
@@ -176,28 +172,36 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
-    """Sample prompts, add those of ``entries``, and answer all of them.
-
-    Raises:
-        ValueError: if there are no prompts at all.
-    """
-    if config.self_sample < 1 and not entries:
-        raise ValueError(
-            "nothing to train on: give prompt files (--prompts), or a number of prompts to sample "
-            "from the target itself (--self-sample), or both"
-        )
-    sampled = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
-    longest = sampler.config.max_prompt_len
-    given = [p for p in file_prompts(tokenizer, entries) if len(p.ids) <= longest]
-    if len(given) < len(entries):
-        logger.warning(
-            "%d prompts longer than %d tokens are left out", len(entries) - len(given), longest
-        )
-    rng = np.random.default_rng(config.seed)
-    warm = rng.random(len(sampled)) < config.sampled_fraction
-    prompts = list(sampled)
-    temperatures = [config.answer_temperature if w else 0.0 for w in warm]
+    """Sample prompts, add those of ``entries``, and answer all of them."""
+    prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
+    given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
+    warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
+    temperatures = [ANSWER_TEMPERATURE if w else 0.0 for w in warm]
     for copy in range(1 + config.file_samples):
         prompts += given
-        temperatures += [config.answer_temperature if copy else 0.0] * len(given)
+        temperatures += [ANSWER_TEMPERATURE if copy else 0.0] * len(given)
     return answer_prompts(sampler, prompts, temperatures, config, progress)
+
+
+@cache
+def opening_tables() -> dict[str, Any]:
+    """Templates of openings by topic, as ``topics`` and ``text``, and words by name, ``slots``."""
+    source = files("specjax.training").joinpath("openings.json")
+    return json.loads(source.read_text(encoding="utf-8"))
+
+
+def fill_slots(template: str, rng: np.random.Generator) -> str:
+    """The template with every slot replaced by a random choice."""
+    slots = opening_tables()["slots"]
+    return re.sub(r"\{(\w+)\}", lambda slot: _choose(slots[slot[1]], rng), template)
+
+
+def openings(topics: Mapping[str, Any], count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """``count`` pairs of topic and opening, the topics in turn, without spaces at their ends."""
+    rng = np.random.default_rng(seed)
+    for topic in islice(cycle(topics), count):
+        yield topic, fill_slots(_choose(topics[topic], rng), rng).rstrip(" ")
+
+
+def _choose(values: Sequence[str], rng: np.random.Generator) -> str:
+    return values[int(rng.integers(len(values)))]

@@ -1,7 +1,9 @@
-"""Token sequences for head training: storage, splitting, packing and the draft vocabulary."""
+"""Token sequences for draft training: storage, splitting, packing and the draft vocabulary."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -54,13 +56,21 @@ class Corpus:
         """Prompt and answer tokens of one sequence."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
+    def indices_of(self, source: str) -> np.ndarray:
+        """Which sequences come from a source, i64."""
+        return np.flatnonzero(self.sources == self.source_names.index(source))
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Sequences and answer tokens by source."""
+        parts = ((name, self.select(self.indices_of(name))) for name in self.source_names)
+        return {n: {"sequences": len(p), "answer_tokens": p.answer_tokens} for n, p in parts}
+
     def select(self, indices: np.ndarray) -> "Corpus":
         """The sequences at ``indices``, in that order."""
-        lengths = self.lengths[indices]
         parts = [self.sequence(i) for i in indices]
         return Corpus(
             tokens=np.concatenate([np.zeros((0,), np.int32), *parts]),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(self.lengths[indices])]).astype(np.int64),
             prompt_lens=self.prompt_lens[indices],
             sources=self.sources[indices],
             source_names=self.source_names,
@@ -76,26 +86,25 @@ class Corpus:
             groups.setdefault(self.sequence(i)[: self.prompt_lens[i]].tobytes(), []).append(i)
         members = list(groups.values())
         order = np.random.default_rng(seed).permutation(len(members))
-        count = max(1, round(fraction * len(members))) if fraction > 0 else 0
-        if count >= len(members):
+        num_held = max(1, round(fraction * len(members))) if fraction > 0 else 0
+        if num_held >= len(members):
             raise ValueError(
                 f"holding out {fraction} of {len(members)} distinct prompts leaves nothing to "
                 "train on; lower the held-out fraction or use more prompts"
             )
-        held = np.asarray(sorted(i for g in order[:count] for i in members[g]), np.int64)
-        kept = np.asarray(sorted(i for g in order[count:] for i in members[g]), np.int64)
-        return self.select(kept), self.select(held)
+        held = np.isin(np.arange(len(self)), [i for g in order[:num_held] for i in members[g]])
+        return self.select(np.flatnonzero(~held)), self.select(np.flatnonzero(held))
 
     def save(self, path: Path) -> None:
-        """Write an ``.npz`` file."""
-        np.savez(
-            path,
-            tokens=self.tokens,
-            offsets=self.offsets,
-            prompt_lens=self.prompt_lens,
-            sources=self.sources,
-            source_names=np.asarray(self.source_names),
-        )
+        """Write an ``.npz`` file under exactly this name, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                np.savez(file, **vars(self))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
@@ -111,14 +120,8 @@ def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
 
     Ties, and tokens that never occur, are filled with the lowest ids.
     """
-    if not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"draft_vocab_size={size} must be between 1 and the target's vocab_size={vocab_size}"
-        )
-    is_answer = np.ones(len(corpus.tokens), bool)
-    for start, length in zip(corpus.offsets, corpus.prompt_lens, strict=False):
-        is_answer[start : start + length] = False
-    counts = np.bincount(corpus.tokens[is_answer], minlength=vocab_size)
+    answers = [corpus.sequence(i)[length:] for i, length in enumerate(corpus.prompt_lens)]
+    counts = np.bincount(np.concatenate(answers), minlength=vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
@@ -134,7 +137,7 @@ def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
     shuffled = rng.permutation(usable)
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    # rows with exactly `space` free tokens
+    # open_rows[space]: rows with exactly so many free tokens
     open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]
     for i in order:
         length = int(lengths[i])
@@ -146,19 +149,25 @@ def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
             row = open_rows[space].pop()
         rows[row].append(int(i))
         open_rows[space - length].append(row)
+    places = np.argsort(rng.permutation(len(rows)))
+    return place_rows(corpus, [rows[row] for row in places], row_length)
+
+
+def place_rows(corpus: Corpus, rows: Sequence[Sequence[int]], row_length: int) -> PackedBatch:
+    """Numpy arrays ``[len(rows), row_length]`` of the sequences in each row, cut at its end."""
     shape = (len(rows), row_length)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     starts = np.zeros(shape, bool)
-    for row, place in enumerate(rng.permutation(len(rows))):
+    for row, indices in enumerate(rows):
         end = 0
-        for segment, i in enumerate(rows[row], start=1):
-            length, prompt = int(lengths[i]), int(corpus.prompt_lens[i])
-            where = slice(end, end + length)
-            tokens[place, where] = corpus.sequence(i)[:length]
-            segments[place, where] = segment
-            positions[place, where] = np.arange(length)
-            starts[place, end + prompt - 1 : end + length] = True
-            end += length
+        for segment, i in enumerate(indices, start=1):
+            sequence = corpus.sequence(i)[: row_length - end]
+            where = slice(end, end + len(sequence))
+            tokens[row, where] = sequence
+            segments[row, where] = segment
+            positions[row, where] = np.arange(len(sequence))
+            starts[row, end + corpus.prompt_lens[i] - 1 : where.stop] = True
+            end = where.stop
     return PackedBatch(tokens, segments, positions, starts)  # type: ignore[arg-type]
 
 
@@ -168,24 +177,15 @@ def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> It
     Every epoch visits all rows once, in an order that depends on ``seed`` and the epoch only, so
     a run that resumes at a step sees the batches that it would have seen.
     """
-    count = len(rows.tokens)
-    if count < batch_rows:
+    num_rows = len(rows.tokens)
+    if num_rows < batch_rows:
         raise ValueError(
-            f"batch_rows={batch_rows} is more than the {count} packed rows of the training data; "
-            "lower batch_rows or generate more data"
+            f"batch_rows={batch_rows} is more than the {num_rows} packed rows of the training "
+            "data; lower batch_rows or generate more data"
         )
-    per_epoch = count // batch_rows
-    epoch = -1
-    for index in range(first, 2**62):
-        if index // per_epoch != epoch:
-            epoch = index // per_epoch
-            order = np.random.default_rng((seed, epoch)).permutation(count)
-        at = (index % per_epoch) * batch_rows
-        yield take_rows(rows, order[at : at + batch_rows])
-
-
-def take_rows(rows: PackedBatch, indices: np.ndarray) -> PackedBatch:
-    """The packed rows at ``indices``."""
-    return PackedBatch(
-        rows.tokens[indices], rows.segments[indices], rows.positions[indices], rows.starts[indices]
-    )
+    for index in count(first):
+        epoch, at = divmod(index, num_rows // batch_rows)
+        if at == 0 or index == first:
+            order = np.random.default_rng((seed, epoch)).permutation(num_rows)
+        chosen = order[at * batch_rows : (at + 1) * batch_rows]
+        yield PackedBatch(*(x[chosen] for x in rows))

@@ -1,103 +1,77 @@
 """Batched generation of training data: a dense cache, rows refilled as they finish.
 
-A fixed number of rows decodes in one compiled loop of ``chunk_steps`` tokens; between loops the
-host takes out finished rows and prefills new prompts into them, so the batch stays full. SmolLM2
-135M in bfloat16 on one H200, 2048 rows of 512 tokens: 244k tokens/s in the loop, 195k with prefill.
+A fixed number of rows decodes in one compiled loop of ``CHUNK_STEPS`` tokens; between loops the
+host takes out finished rows and prefills new prompts into them, so the batch stays full.
+docs/training.md compares it with the engine, which prefills one request at a time.
+
+Axes: B rows, P rows of one prefill, T padded prompt length, L cache length, V vocabulary, N query
+heads, KV key/value heads, H head dim.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checks import check_integer
 from specjax.config import ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.training.attention import default_implementation
-from specjax.training.decoding import Rows, decode, prefill
+from specjax.models.layers import Attend, pick_row, rotated
+from specjax.training.attention import masked_attention
+
+CHUNK_STEPS = 32
+# per layer keys and values [B, L, KV, H]
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+Requests = list[tuple[Sequence[int], float]]  # prompts and temperatures
 
 
-@dataclass(frozen=True, kw_only=True)
-class GeneratorConfig:
-    """Sizes of the generator. Device memory of the cache is ``B * L`` tokens of keys and values."""
+class Rows(NamedTuple):
+    """Texts of the decoding rows."""
 
-    num_rows: int = 256
-    prefill_rows: int = 64
-    max_prompt_len: int = 224
-    max_new_tokens: int = 256
-    chunk_steps: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("num_rows", "prefill_rows", "max_prompt_len", "max_new_tokens", "chunk_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-    @property
-    def cache_len(self) -> int:
-        """Cache length L, a multiple of 64."""
-        return -(-(self.max_prompt_len + self.max_new_tokens) // 64) * 64
+    tokens: jax.Array  # i32[B, L]
+    length: jax.Array  # i32[B], tokens so far; the last one is not in the cache
+    limit: jax.Array  # i32[B], length at which the row stops
+    temperature: jax.Array  # f32[B], 0 is greedy
+    active: jax.Array  # bool[B]
 
 
-@dataclass(frozen=True)
+State = tuple[Cache, Rows]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sampler:
     """Generates continuations of many prompts with one target model.
 
-    ``weights`` are the target's in the order of ``flat``, in the dtype to compute in.
+    ``weights`` are the target's in the order of ``flat``, in the dtype to compute in. Device memory
+    of the cache is ``num_rows`` times prompt and completion in keys and values.
+
+    Raises:
+        ValueError: for prompts and completions beyond the model's context.
     """
 
     flat: FlatModel[CausalLM]
     weights: Weights
     model: ModelConfig
-    config: GeneratorConfig
     stop_ids: tuple[int, ...]
-    implementation: str = ""
-    _compiled: dict[str, Any] = field(default_factory=dict, repr=False)
+    num_rows: int
+    prefill_rows: int
+    max_prompt_len: int
+    max_new_tokens: int
 
     def __post_init__(self) -> None:
-        context, window = self.model.max_position_embeddings, self.model.sliding_window
-        longest = self.config.max_prompt_len + self.config.max_new_tokens
-        if longest > context:
-            raise ValueError(
-                f"max_prompt_len={self.config.max_prompt_len} plus max_new_tokens="
-                f"{self.config.max_new_tokens} exceeds the model's context of {context} tokens"
-            )
-        if window is not None and longest > window:
-            raise ValueError(
-                f"max_prompt_len={self.config.max_prompt_len} plus max_new_tokens="
-                f"{self.config.max_new_tokens} exceeds the model's sliding_window={window}, which "
-                "training data generation does not implement"
-            )
-
-    def _functions(self) -> tuple[Callable[..., Rows], Callable[..., Rows]]:
-        if not self._compiled:
-            name = self.implementation or default_implementation(self.model.jnp_dtype)
-            steps = self.config.chunk_steps
-            self._compiled["prefill"] = jax.jit(partial(prefill, self.flat, name), donate_argnums=1)
-            self._compiled["decode"] = jax.jit(
-                partial(decode, self.flat, name, steps), donate_argnums=1
-            )
-        return self._compiled["prefill"], self._compiled["decode"]
-
-    def _empty_rows(self) -> Rows:
-        config, model = self.config, self.model
-        batch, size = config.num_rows, config.cache_len
-        shape = (batch, size, model.num_kv_heads, model.head_dim)
-        return Rows(
-            cache=tuple(
-                (jnp.zeros(shape, model.jnp_dtype), jnp.zeros(shape, model.jnp_dtype))
-                for _ in range(model.num_layers)
-            ),
-            tokens=jnp.zeros((batch, size), jnp.int32),
-            length=jnp.ones((batch,), jnp.int32),
-            limit=jnp.ones((batch,), jnp.int32),
-            temperature=jnp.zeros((batch,), jnp.float32),
-            active=jnp.zeros((batch,), bool),
-            step=jnp.zeros((), jnp.int32),
-        )
+        window = "sliding_window, which data generation does not implement,"
+        context = self.model.max_position_embeddings
+        for what, limit in (("the model's context", context), (window, self.model.sliding_window)):
+            if limit is not None and self.max_prompt_len + self.max_new_tokens > limit:
+                raise ValueError(
+                    f"max_prompt_len={self.max_prompt_len} plus max_new_tokens="
+                    f"{self.max_new_tokens} exceeds {what} of {limit} tokens"
+                )
 
     def generate(
         self,
@@ -109,94 +83,164 @@ class Sampler:
     ) -> list[list[int]]:
         """Continue every prompt to a stop token (kept) or ``max_new_tokens``.
 
-        Args:
-            prompts: token ids; each 1 to ``config.max_prompt_len`` long.
-            temperatures: one per prompt; 0 is greedy.
-            max_new_tokens: at most ``config.max_new_tokens``.
-            seed: of the sampling noise.
-            on_finished: called with the numbers of prompts and tokens that just finished.
-
-        Returns:
-            The continuations, in the order of the prompts.
+        A temperature of 0 is greedy; ``on_finished`` is called with the numbers of prompts and
+        tokens that just finished.
 
         Raises:
-            ValueError: if a prompt or ``max_new_tokens`` does not fit the configured sizes.
+            ValueError: if a prompt or ``max_new_tokens`` does not fit the sampler's sizes.
         """
-        config = self.config
-        if not 1 <= max_new_tokens <= config.max_new_tokens:
-            raise ValueError(
-                f"max_new_tokens={max_new_tokens} must be between 1 and "
-                f"GeneratorConfig.max_new_tokens={config.max_new_tokens}"
-            )
+        check_integer("max_new_tokens", max_new_tokens, 1, self.max_new_tokens)
         for i, prompt in enumerate(prompts):
-            if not 1 <= len(prompt) <= config.max_prompt_len:
+            if not 1 <= len(prompt) <= self.max_prompt_len:
                 raise ValueError(
                     f"prompt {i} has {len(prompt)} tokens; it must have 1 to "
-                    f"GeneratorConfig.max_prompt_len={config.max_prompt_len}"
+                    f"max_prompt_len={self.max_prompt_len}"
                 )
-        prefill_rows, decode_rows = self._functions()
-        rows = self._empty_rows()
-        stops = jnp.asarray(self.stop_ids or (-1,), jnp.int32)
+        prefill, decode = self._compiled
+        requests = list(zip(prompts, temperatures, strict=True))
+        state = self._empty()
         # the counter-based generator of the hardware: noise is needed for [B, V] at every step
         key = jax.random.key(seed, impl="rbg")
         results: list[list[int]] = [[] for _ in prompts]
-        owner = np.full(config.num_rows, -1)
+        owner = np.full(self.num_rows, -1)
         # popped from the end: short prompts first, so that few prefills are padded far
         waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        round_index = 0
+        num_prefills = num_steps = 0
         while waiting or (owner >= 0).any():
             free = np.flatnonzero(owner < 0)
-            for start in range(0, len(free), config.prefill_rows):
-                if not waiting:
-                    break
-                slots = free[start : start + config.prefill_rows]
-                if len(slots) < min(config.prefill_rows, len(waiting)) and (owner >= 0).any():
+            while waiting and len(free):
+                count = min(self.prefill_rows, len(waiting))
+                if len(free) < count and (owner >= 0).any():
                     break  # wait for a full prefill
-                ids = [waiting.pop() for _ in range(min(len(slots), len(waiting)))]
-                owner[slots[: len(ids)]] = ids
-                round_index += 1
-                rows = prefill_rows(
-                    self.weights,
-                    rows,
-                    stops,
-                    jax.random.fold_in(key, 2**30 + round_index),
-                    *self._prefill_arguments(slots, ids, prompts, temperatures, max_new_tokens),
-                )
-            rows = decode_rows(self.weights, rows, stops, key)
-            active, length = np.asarray(rows.active), np.asarray(rows.length)
-            finished = np.flatnonzero((owner >= 0) & ~active)
+                slots, free = free[:count], free[count:]
+                ids = [waiting.pop() for _ in slots]
+                owner[slots] = ids
+                num_prefills += 1
+                noise = jax.random.fold_in(key, 2**30 + num_prefills)
+                padded, new = self._padded(slots, [requests[i] for i in ids], max_new_tokens)
+                state = prefill(self.weights, state, noise, padded, new)
+            state = decode(self.weights, state, key, np.int32(num_steps))
+            num_steps += CHUNK_STEPS
+            _, rows = state
+            finished = np.flatnonzero((owner >= 0) & ~np.asarray(rows.active))
             if len(finished):
-                tokens = np.asarray(rows.tokens)
-                produced = 0
+                tokens, length = np.asarray(rows.tokens), np.asarray(rows.length)
                 for row in finished:
                     i = int(owner[row])
                     results[i] = tokens[row, len(prompts[i]) : length[row]].tolist()
-                    produced += len(results[i])
-                owner[finished] = -1
                 if on_finished is not None:
-                    on_finished(len(finished), produced)
+                    on_finished(len(finished), sum(len(results[i]) for i in owner[finished]))
+                owner[finished] = -1
         return results
 
-    def _prefill_arguments(
-        self,
-        slots: np.ndarray,
-        ids: list[int],
-        prompts: Sequence[Sequence[int]],
-        temperatures: Sequence[float],
-        max_new_tokens: int,
-    ) -> tuple[np.ndarray, ...]:
-        config = self.config
-        count = config.prefill_rows
-        longest = max(len(prompts[i]) for i in ids)
-        half = -(-config.max_prompt_len // 2)
-        width = half if longest <= half else config.max_prompt_len
-        padded = np.zeros((count, width), np.int32)
-        lengths = np.ones((count,), np.int32)
-        temperature = np.zeros((count,), np.float32)
-        target = np.full((count,), config.num_rows, np.int32)
-        for row, i in enumerate(ids):
-            padded[row, : len(prompts[i])] = prompts[i]
-            lengths[row] = len(prompts[i])
-            temperature[row] = temperatures[i]
-            target[row] = slots[row]
-        return target, padded, lengths, lengths + max_new_tokens, temperature
+    @cached_property
+    def _compiled(self) -> tuple[Callable[..., State], Callable[..., State]]:
+        donated = partial(jax.jit, donate_argnums=1)
+        return donated(self._prefill), donated(self._decode)
+
+    def _empty(self) -> State:
+        model, batch = self.model, self.num_rows
+        size = -(-(self.max_prompt_len + self.max_new_tokens) // 64) * 64
+        shape = (batch, size, model.num_kv_heads, model.head_dim)
+        empty = partial(jnp.zeros, shape, model.jnp_dtype)
+        tokens, temperature = jnp.zeros((batch, size), jnp.int32), jnp.zeros(batch)
+        length, limit = jnp.ones(batch, jnp.int32), jnp.ones(batch, jnp.int32)
+        rows = Rows(tokens, length, limit, temperature, active=jnp.zeros(batch, bool))
+        return tuple((empty(), empty()) for _ in range(model.num_layers)), rows
+
+    def _padded(
+        self, slots: np.ndarray, requests: Requests, max_new_tokens: int
+    ) -> tuple[np.ndarray, Rows]:
+        """Slots i32[P] and new rows of a prefill; padding has a slot out of range."""
+        size = self.prefill_rows
+        # two widths, so that two functions compile
+        half = -(-self.max_prompt_len // 2)
+        width = half if all(len(prompt) <= half for prompt, _ in requests) else self.max_prompt_len
+        tokens, length = np.zeros((size, width), np.int32), np.ones(size, np.int32)
+        padded, temperature = np.full(size, self.num_rows, np.int32), np.zeros(size, np.float32)
+        for row, (prompt, warmth) in enumerate(requests):
+            tokens[row, : len(prompt)] = prompt
+            padded[row], length[row], temperature[row] = slots[row], len(prompt), warmth
+        new = (tokens, length, length + max_new_tokens, temperature, np.ones(size, bool))
+        return padded, Rows(*map(jnp.asarray, new))
+
+    def _prefill(
+        self, weights: Weights, state: State, key: jax.Array, slots: jax.Array, new: Rows
+    ) -> State:
+        """Put ``new`` rows, of tokens i32[P, T], into ``slots`` and sample a token each."""
+        model = self.flat.rebuild(weights)
+        (cache, rows), (count, width) = state, new.tokens.shape
+        causal = jnp.tril(jnp.ones((1, 1, width, width), bool))
+        # slots out of range belong to padding rows and are dropped
+        attend = _cached_attend(
+            (slots, slice(width)),
+            lambda q, k, v, keys, values: masked_attention(q, k, v, causal, is_causal=True),
+            mode="drop",
+        )
+        positions = jnp.broadcast_to(jnp.arange(width), (count, width))
+        hidden, _, cache = model(new.tokens, positions, cache, attend)
+        last = pick_row(hidden, new.length - 1)[:, 0]
+        padding = ((0, 0), (0, rows.tokens.shape[1] - width))
+        new = new._replace(tokens=jnp.pad(new.tokens, padding))
+        new = self._append(new, model.logits(last), key)
+        return cache, jax.tree.map(lambda old, put: old.at[slots].set(put, mode="drop"), rows, new)
+
+    def _decode(
+        self, weights: Weights, state: State, key: jax.Array, num_steps: jax.Array
+    ) -> State:
+        """``CHUNK_STEPS`` more tokens of every active row; ``num_steps`` ran before."""
+        model = self.flat.rebuild(weights)
+        batch, size = state[1].tokens.shape
+
+        def body(step: jax.Array, state: State) -> State:
+            cache, rows = state
+            # inactive rows rewrite their last position, which no later token of theirs reads
+            at = jnp.maximum(rows.length - 1, 0)[:, None]
+            mask = (jnp.arange(size) <= at)[:, None, None]
+
+            def attention(
+                q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax.Array
+            ) -> jax.Array:
+                # a key head's queries become query rows: one tile of a kernel reads the keys
+                queries = q.reshape(batch, k.shape[2], -1, q.shape[3]).swapaxes(1, 2)
+                lengths = {
+                    "query_seq_lengths": jnp.full((batch,), queries.shape[1], jnp.int32),
+                    "key_value_seq_lengths": at[:, 0] + 1,
+                }
+                out = masked_attention(queries, keys, values, mask, **lengths)
+                return out.swapaxes(1, 2).reshape(q.shape)
+
+            here = (jnp.arange(batch)[:, None], at)
+            attend = _cached_attend(here, attention, unique_indices=True)
+            current = jnp.take_along_axis(rows.tokens, at, axis=1)
+            hidden, _, cache = model(current, at, cache, attend)
+            noise = jax.random.fold_in(key, num_steps + step)
+            return cache, self._append(rows, model.logits(hidden[:, 0]), noise)
+
+        return jax.lax.fori_loop(0, CHUNK_STEPS, body, state)
+
+    def _append(self, rows: Rows, logits: jax.Array, key: jax.Array) -> Rows:
+        """Sample a token for each active row; rows end at their limit or a stop token."""
+        noise = rows.temperature[:, None] * jax.random.gumbel(key, logits.shape, jnp.float32)
+        token = jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+        batch, size = rows.tokens.shape
+        at = jnp.where(rows.active, rows.length, size)
+        tokens = rows.tokens.at[jnp.arange(batch), at].set(token, mode="drop")
+        length = rows.length + rows.active.astype(jnp.int32)
+        ended = jnp.isin(token, jnp.asarray(self.stop_ids, jnp.int32)) | (length >= rows.limit)
+        return rows._replace(tokens=tokens, length=length, active=rows.active & ~ended)
+
+
+def _cached_attend(at: Any, attention: Callable[..., jax.Array], **scatter: Any) -> Attend:
+    """Stores keys and values ``at`` places of the cache; ``attention(q, k, v, keys, values)``."""
+
+    @rotated
+    def attend(
+        cache: Cache, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        keys, values = cache[layer]
+        keys, values = keys.at[at].set(k, **scatter), values.at[at].set(v, **scatter)
+        cache = (*cache[:layer], (keys, values), *cache[layer + 1 :])
+        return cache, attention(q, k, v, keys, values)
+
+    return attend

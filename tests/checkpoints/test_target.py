@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
-from specjax.checkpoints.assemble import Part, Recipe, assemble
-from specjax.checkpoints.tensors import TensorInfo
+from specjax.checkpoints.assemble import make_weight
+from specjax.checkpoints.recipes import Part, Recipe
+from specjax.checkpoints.tensors import TensorSource
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 
@@ -34,7 +36,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -> None:
     """Every weight is where the model multiplies it, by the definition of each projection."""
     weights = checkpoint.load_weights()
-    flat = FlatModel.of(lambda rngs: CausalLM(checkpoint.config, rngs))
+    flat = FlatModel.of(partial(CausalLM, checkpoint.config))
     assert set(weights) == set(flat.names)
     dtype = checkpoint.config.jnp_dtype
     for name, like in zip(flat.names, flat.abstract, strict=True):
@@ -198,7 +200,7 @@ def test_orbax_that_does_not_fit(tmp_path: Path) -> None:
     config, weights = checkpoint.config, checkpoint.load_weights()
     wider = dataclasses.replace(config, intermediate_size=INNER + 16)
     save_orbax(tmp_path / "wide", wider, weights)
-    message = r"'layers\.0\.mlp\.down\.kernel'.*\(48, 32\).*asks for \(64, 32\)"
+    message = r"'layers\.0\.mlp\.gate_up\.kernel'.*\(32, 96\).*asks for \(32, 128\)"
     with pytest.raises(ValueError, match=message):
         open_target(tmp_path / "wide").load_weights()
     fewer = {name: value for name, value in weights.items() if name != "norm.scale"}
@@ -245,24 +247,6 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("some/model", ["*.json", "*.jinja", "*.safetensors"])]
 
 
-class MemorySource:
-    """Tensors in memory."""
-
-    path = Path("memory")
-
-    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> set[str]:
-        return set(self.tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        return TensorInfo(self.tensors[name].shape, self.path, str(self.tensors[name].dtype))
-
-    def read(self, name: str) -> np.ndarray:
-        return self.tensors[name]
-
-
 @given(
     widths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
     in_size=st.integers(1, 300),
@@ -274,5 +258,6 @@ def test_blocked_transposition(widths: list[int], in_size: int, dtype: np.dtype)
     parts = {str(i): rng.random((n, in_size), np.float32) for i, n in enumerate(widths)}
     recipe = Recipe(tuple(Part(name, x.shape) for name, x in parts.items()), transpose=True)
     expected = np.concatenate(list(parts.values())).T.astype(dtype)
-    found = assemble({"w": recipe}, MemorySource(parts), {"w": expected})
-    np.testing.assert_array_equal(found["w"], expected)
+    np.testing.assert_array_equal(
+        make_weight(recipe, TensorSource(Path("memory"), {}, parts.__getitem__), dtype), expected
+    )

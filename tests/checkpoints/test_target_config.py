@@ -150,7 +150,10 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'linear', 'llama3'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling has no low_freq_factor",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_size": ...}, "no hidden_size"),

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.cli.accepts import ACCEPTED, RESET, AcceptPainter, use_colour
+from specjax.cli.generate import SAMPLING_ARGUMENTS
 from specjax.cli.main import build_parser, main
+from specjax.engine.args import EngineArgs
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
-from ..settings import kept_cache_settings
-from ..tiny_checkpoints import write_head, write_target
+from ..tiny_engines import Files
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -162,11 +164,7 @@ def test_only_given_options_reach_the_engine() -> None:
     assert engine.made == [
         {"speculative_algorithm": "EAGLE3", "max_running_requests": 1, "show_progress": True}
     ]
-    assert engine.requests[0]["sampling_params"] == {
-        "max_new_tokens": 128,
-        "temperature": 0.0,
-        "ignore_eos": False,
-    }
+    assert engine.requests[0]["sampling_params"] == {"temperature": 0.0}
 
 
 def test_options_reach_the_engine_and_the_request() -> None:
@@ -212,16 +210,38 @@ def test_options_reach_the_engine_and_the_request() -> None:
         "min_new_tokens": 2,
         "sampling_seed": 7,
         "stop": ["a", "b"],
-        "ignore_eos": False,
     }
 
 
-def test_every_engine_option_is_an_argument_of_the_engine() -> None:
-    from specjax.cli.options import ENGINE_ARGUMENTS
-    from specjax.engine.args import EngineArgs
-
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert {*ENGINE_ARGUMENTS, "max_running_requests", "show_progress"} <= names
+def test_the_rest_of_the_options_reach_the_engine() -> None:
+    engine = FakeEngine(answer="ok")
+    options = (
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --speculative-adaptive "
+        "--speculative-adaptive-config f.json --max-running-requests 2 --max-waiting-requests 3 "
+        "--request-timeout 1.5 --batch-buckets 1,2 --disable-radix-cache --no-overlap "
+        "--load-format dummy --skip-tokenizer-init --simulate-accept-length 2.5 --ignore-eos"
+    )
+    assert run("Hi", *options.split(), engine=engine) == 0
+    assert engine.made == [
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+            "speculative_adaptive": True,
+            "speculative_adaptive_config": "f.json",
+            "max_running_requests": 2,
+            "max_waiting_requests": 3,
+            "request_timeout": 1.5,
+            "batch_buckets": [1, 2],
+            "disable_radix_cache": True,
+            "overlap": False,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "simulate_accept_length": 2.5,
+            "show_progress": True,
+        }
+    ]
+    assert engine.requests[0]["sampling_params"] == {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_plain_decoding_reports_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +262,7 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     body = json.loads(out)
     assert out.count("\n") == 1
+    assert out.isascii()  # so that no locale loses a character
     assert body["text"] == "Grüße"
     assert body["output_ids"] == TOKENIZER.encode("Grüße")
     assert body["meta_info"]["finish_reason"] == {"type": "stop"}
@@ -337,8 +358,26 @@ def test_bad_sampling_is_refused_before_a_model_is_loaded(
 ) -> None:
     engine = FakeEngine(answer="ok")
     assert run("Hi", "--top-k", "0", engine=engine) == 2
-    assert capsys.readouterr().err == "specjax: error: top_k=0 must be -1 (off) or at least 1\n"
+    assert capsys.readouterr().err.startswith("specjax: error: top_k=0 must be -1 (off) or ")
     assert engine.made == []
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_closed_standard_streams(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the interpreter starts where a shell closes them (``<&-``)."""
+    monkeypatch.setattr(sys, name, None)
+    engine = FakeEngine(answer="ok")
+    prompt = "-" if name == "stdin" else "Hi"
+    assert run(prompt, engine=engine) == (0 if name == "stderr" else 2)
+    out, err = capsys.readouterr()
+    if name == "stderr":
+        assert out == "ok\n"  # and no figures
+    else:
+        assert err.startswith("specjax: error: ")
+        assert "closed" in err
+        assert engine.made == []
 
 
 def test_unknown_options_exit_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,12 +443,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"specjax {version('specjax')}\n"
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         build_parser().parse_args(["generate", "--help"])
-    out = capsys.readouterr().out
-    for option in ("--compare", "--show-accepts", "--json", "--raw", "--compile-cache-dir"):
-        assert option in out
+    out = " ".join(capsys.readouterr().out.split())
+    for name in ("compare", "show_accepts", "json", "quiet", "raw", "system", *SAMPLING_ARGUMENTS):
+        assert f"--{name.replace('_', '-')}" in out
+    described = inspect.getdoc(EngineArgs) or ""
+    for field in dataclasses.fields(EngineArgs):
+        if field.name == "show_progress":  # that is --quiet
+            continue
+        assert f"--{field.name.replace('_', '-')} " in out
+        text = described.partition(f"{field.name}: ")[2].partition(".")[0]
+        assert " ".join(text.split()).replace("``", "")[:40] in out
 
 
 @pytest.mark.parametrize(
@@ -502,17 +548,11 @@ def test_painted_pieces_join_to_the_text(text: str, cuts: list[int], flags: list
 
 
 @pytest.fixture(scope="module")
-def real_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Options of a tiny random model, so that the real engine answers, compiled once."""
-    folder = tmp_path_factory.mktemp("cli")
-    files = {
-        "--model": write_target(folder / "target"),
-        "--draft": write_head(folder / "head"),
-        "--compile-cache-dir": folder / "cache",
-    }
-    rest = "--max-new-tokens 12 --ignore-eos --speculative-num-steps 3 --context-length 64"
-    with kept_cache_settings():
-        yield [*(part for pair in files.items() for part in map(str, pair)), *rest.split()]
+def real_options(files: Files) -> list[str]:
+    """Options of a tiny model, so that the real engine answers; it is compiled once."""
+    options = f"--model {files.target} --draft {files.head} --compile-cache-dir {files.cache}"
+    sizes = "--page-size 4 --chunked-prefill-size 1 --speculative-num-steps 3"
+    return f"{options} {sizes} --max-new-tokens 12 --ignore-eos".split()
 
 
 def test_real_engine_compares_equal_and_reports_json(

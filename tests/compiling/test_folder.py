@@ -1,113 +1,112 @@
 """Folders and files that somebody else could have written are refused; writes are whole."""
 
 import os
-import time
 
 import pytest
 
-from specjax.compiling.folder import ABANDONED_SECONDS, PrivateFolder
+from specjax.compiling.folder import make_private_folder, read_private, write_private
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "cache"
+    make_private_folder(path)
+    return path
 
 
 def test_a_folder_is_made_private_and_files_come_back(tmp_path) -> None:
-    folder = PrivateFolder(tmp_path / "deep" / "cache")
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    folder.write("a", b"one")
-    folder.write("a", b"two")
-    assert folder.read("a") == b"two"
-    assert folder.read("b") is None
-    assert folder.names() == ["a"]
-    assert (folder.path / "a").stat().st_mode & 0o777 == 0o600
-    assert os.listdir(folder.path) == ["a"]  # no temporary file is left
+    folder = tmp_path / "deep" / "cache"
+    make_private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    write_private(folder / "a", b"one")
+    write_private(folder / "a", b"two")
+    assert read_private(folder / "a") == b"two"
+    assert read_private(folder / "b") is None
+    assert (folder / "a").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(folder) == ["a"]  # no temporary file is left
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702])
-def test_a_folder_that_others_can_write_is_refused(tmp_path, mode) -> None:
-    path = tmp_path / "cache"
-    path.mkdir()
-    path.chmod(mode)
-    with pytest.raises(ValueError, match=rf"{path} .* \(mode {mode:04o}\); chmod go-w {path}"):
-        PrivateFolder(path)
+def test_a_folder_that_others_can_write_is_refused(folder, mode) -> None:
+    folder.chmod(mode)
+    with pytest.raises(ValueError, match=rf"{folder} .* \(mode {mode:04o}\); chmod go-w {folder}"):
+        make_private_folder(folder)
 
 
-def test_a_folder_that_others_can_read_is_taken(tmp_path) -> None:
-    path = tmp_path / "cache"
-    path.mkdir()
-    path.chmod(0o755)
-    assert PrivateFolder(path).names() == []
+def test_a_folder_that_others_can_read_is_taken(folder) -> None:
+    folder.chmod(0o755)
+    make_private_folder(folder)
 
 
-def test_a_folder_that_becomes_writable_is_refused_at_every_use(tmp_path) -> None:
-    folder = PrivateFolder(tmp_path / "cache")
-    folder.write("a", b"one")
-    folder.path.chmod(0o777)
-    for use in (lambda: folder.read("a"), lambda: folder.write("a", b""), folder.names):
-        with pytest.raises(ValueError, match="chmod go-w"):
-            use()
+def test_a_folder_that_becomes_writable_is_refused_at_every_use(folder) -> None:
+    write_private(folder / "a", b"one")
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="chmod go-w"):
+        read_private(folder / "a")
+    with pytest.raises(ValueError, match="chmod go-w"):
+        write_private(folder / "a", b"")
 
 
-def test_a_link_in_place_of_a_folder_is_refused(tmp_path) -> None:
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
+def test_a_link_in_place_of_a_folder_is_refused(folder, tmp_path) -> None:
+    (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ValueError, match="symbolic link"):
-        PrivateFolder(tmp_path / "link")
+        make_private_folder(tmp_path / "link")
 
 
-def test_another_owner_is_refused(tmp_path, monkeypatch) -> None:
-    folder = PrivateFolder(tmp_path / "cache")
-    folder.write("a", b"one")
+def test_another_owner_is_refused(folder, monkeypatch) -> None:
+    write_private(folder / "a", b"one")
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ValueError, match=rf"belongs to user {user}, not to user {user + 1}"):
-        folder.read("a")
+        read_private(folder / "a")
     with pytest.raises(ValueError, match="use a folder of your own"):
-        PrivateFolder(tmp_path / "cache")
+        make_private_folder(folder)
 
 
-def test_a_file_that_others_can_write_is_refused(tmp_path) -> None:
-    folder = PrivateFolder(tmp_path / "cache")
-    folder.write("a", b"one")
-    (folder.path / "a").chmod(0o662)
+def test_a_file_of_another_owner_is_refused(folder, monkeypatch) -> None:
+    """The folder is the user's own, and the file was moved into it."""
+    write_private(folder / "a", b"one")
+    user, fstat = os.geteuid(), os.fstat
+
+    def foreign(descriptor: int) -> os.stat_result:
+        status = list(fstat(descriptor))
+        status[4] = user + 1
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "fstat", foreign)
+    with pytest.raises(ValueError, match=rf"a belongs to user {user + 1}"):
+        read_private(folder / "a")
+
+
+def test_a_file_that_others_can_write_is_refused(folder) -> None:
+    write_private(folder / "a", b"one")
+    (folder / "a").chmod(0o662)
     with pytest.raises(ValueError, match="mode 0662"):
-        folder.read("a")
+        read_private(folder / "a")
 
 
-def test_links_pipes_and_folders_in_place_of_a_file_are_refused(tmp_path) -> None:
-    folder = PrivateFolder(tmp_path / "cache")
+def test_links_pipes_and_folders_in_place_of_a_file_are_refused(folder, tmp_path) -> None:
     (tmp_path / "other").write_bytes(b"foreign")
-    (folder.path / "link").symlink_to(tmp_path / "other")
-    (folder.path / "broken").symlink_to(tmp_path / "nothing")
-    os.mkfifo(folder.path / "pipe", 0o600)
-    (folder.path / "folder").mkdir()
+    (folder / "link").symlink_to(tmp_path / "other")
+    (folder / "broken").symlink_to(tmp_path / "nothing")
+    os.mkfifo(folder / "pipe", 0o600)
+    (folder / "folder").mkdir()
     for name in ("link", "broken"):
-        with pytest.raises(ValueError, match="symbolic link"):
-            folder.read(name)
+        with pytest.raises(OSError, match="symbolic link"):
+            read_private(folder / name)
     for name in ("pipe", "folder"):
         with pytest.raises((ValueError, OSError)):
-            folder.read(name)
+            read_private(folder / name)
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch) -> None:
-    folder = PrivateFolder(tmp_path / "cache")
-    folder.write("a", b"one")
+def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch) -> None:
+    write_private(folder / "a", b"one")
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
-        folder.write("a", b"two")
-    assert folder.read("a") == b"one"
-    assert os.listdir(folder.path) == ["a"]
-
-
-def test_only_old_temporary_files_are_abandoned(tmp_path) -> None:
-    folder = PrivateFolder(tmp_path / "cache")
-    folder.write("a", b"one")
-    for name in (".tmp-old", ".tmp-new"):
-        (folder.path / name).touch()
-    past = time.time() - ABANDONED_SECONDS - 1
-    os.utime(folder.path / ".tmp-old", (past, past))
-    os.utime(folder.path / "a", (past, past))
-    folder.remove_abandoned()
-    assert sorted(os.listdir(folder.path)) == [".tmp-new", "a"]
-    assert folder.names() == ["a"]
+        write_private(folder / "a", b"two")
+    assert read_private(folder / "a") == b"one"
+    assert os.listdir(folder) == ["a"]

@@ -1,10 +1,13 @@
 """The pool of compiled functions, and where the persistent cache lies."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax.compiling.pool import CompilePool, enable_compile_cache
+from specjax.compiling.cache import FOLDER, open_compile_cache
+from specjax.compiling.pool import CompilePool
 
 from ..settings import kept_cache_settings
 
@@ -22,38 +25,49 @@ def compile_something(tag: float) -> None:
     jax.jit(lambda x: x * tag + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
 
 
+def num_files(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.iterdir())
+
+
+def folder_of(directory: str | Path) -> Path:
+    cache = open_compile_cache(directory)
+    assert cache is not None
+    assert cache.path.name == FOLDER
+    return cache.path.parent
+
+
 def configured() -> str | None:
     return jax.config.jax_compilation_cache_dir
 
 
 def test_none_leaves_jax_alone(no_cache) -> None:
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    assert enable_compile_cache(None) is None
+    assert open_compile_cache(None) is None
     assert configured() is None
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before
 
 
 def test_a_folder_is_made_and_filled(no_cache, tmp_path) -> None:
     folder = tmp_path / "deep" / "cache"
-    assert enable_compile_cache(folder) == folder
+    assert folder_of(folder) == folder
     assert folder.stat().st_mode & 0o077 == 0  # compiled code of others must not get in
     compile_something(1.25)
-    assert any(folder.iterdir())
+    assert num_files(folder) > 0
 
 
 def test_another_folder_takes_over(no_cache, tmp_path) -> None:
-    enable_compile_cache(tmp_path / "one")
+    folder_of(tmp_path / "one")
     compile_something(1.5)
-    count = len(list((tmp_path / "one").iterdir()))
-    enable_compile_cache(str(tmp_path / "two"))
+    count = num_files(tmp_path / "one")
+    folder_of(str(tmp_path / "two"))
     compile_something(1.75)
-    assert len(list((tmp_path / "one").iterdir())) == count
-    assert any((tmp_path / "two").iterdir())
+    assert num_files(tmp_path / "one") == count
+    assert num_files(tmp_path / "two") > 0
 
 
 def test_auto_is_the_users_cache_folder(no_cache, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert enable_compile_cache("auto") == tmp_path / "xdg" / "specjax"
+    assert folder_of("auto") == tmp_path / "xdg" / "specjax"
     assert configured() == str(tmp_path / "xdg" / "specjax")
 
 
@@ -63,13 +77,13 @@ def test_auto_without_xdg_is_below_home(no_cache, tmp_path, monkeypatch, xdg) ->
     if xdg is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert enable_compile_cache("auto") == tmp_path / ".cache" / "specjax"
+    assert folder_of("auto") == tmp_path / ".cache" / "specjax"
 
 
 def test_auto_respects_what_jax_is_configured_with(no_cache, tmp_path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    assert enable_compile_cache("auto") == tmp_path / "mine"
+    assert folder_of("auto") == tmp_path / "mine"
     assert configured() == str(tmp_path / "mine")
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before
 
@@ -79,7 +93,7 @@ def test_auto_does_without_a_folder_that_cannot_be_made(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert enable_compile_cache("auto") is None
+    assert open_compile_cache("auto") is None
     assert configured() is None
     assert "compile_cache_dir" in caplog.text
 
@@ -87,7 +101,7 @@ def test_auto_does_without_a_folder_that_cannot_be_made(
 def test_a_named_folder_that_cannot_be_made_is_refused(no_cache, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="compile_cache_dir"):
-        enable_compile_cache(tmp_path / "file" / "cache")
+        folder_of(tmp_path / "file" / "cache")
 
 
 def test_pool_compiles_and_refuses_other_shapes(capsys) -> None:

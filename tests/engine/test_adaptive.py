@@ -2,15 +2,19 @@
 
 import json
 import logging
+import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 
 from specjax import Engine
-from specjax.adaptive import CostAwarePolicy, RoundTimes
-from specjax.bench_adaptive import PROMPTS, RecordingPolicy
+from specjax.adaptive import CostAwarePolicy
+from specjax.compiling.cache import FOLDER
 from specjax.engine import adaptive as engine_adaptive
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import _describe_tiers
 
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
@@ -24,7 +28,7 @@ JUMPY = {
     "warmup_batches": 0,
     "update_interval": 1,
 }
-COST = {"policy": "cost", "candidate_steps": [0, 1, 3], "cost": {"min_probe_interval": 1}}
+COST = {"policy": "cost", "candidate_steps": [0, 1, 3]}
 ROUND_TIMES = "round of"
 
 
@@ -53,9 +57,9 @@ def samples(engine: Engine) -> dict[str, float]:
 def test_texts_are_plain_and_figures_agree(files, plain_ids, config, monkeypatch):
     # times that make drafts dear, since those of a busy machine decide nothing for sure
     seconds = {(0, 1): 1.0, (1, 1): 1.3, (3, 1): 1.9}
-    monkeypatch.setattr(engine_adaptive, "round_times", lambda runner: RoundTimes(seconds))
+    monkeypatch.setattr(engine_adaptive, "round_seconds", lambda runner: seconds)
     metas = []
-    with adaptive(files, config) as engine:
+    with adaptive(files, config, speculative_num_steps=0) as engine:
         for is_seeded, params in ((False, GREEDY), (True, SEEDED)):
             outputs = [engine.generate(prompt, params) for prompt in PROMPTS_TINY]
             assert [out["output_ids"] for out in outputs] == plain_ids[is_seeded]
@@ -97,7 +101,12 @@ def test_texts_are_plain_and_figures_agree(files, plain_ids, config, monkeypatch
     assert figures["num_verify_rounds"] == state["spec_verify_ct"]
     assert figures["switches"] >= sum(meta["spec_num_switches"] for meta in metas)
     assert state["spec_num_proposed_drafts"] == sum(m["spec_num_proposed_drafts"] for m in metas)
-    assert metrics["spec_num_steps"] == figures["speculative_num_steps"]
+    steps = figures["speculative_num_steps"]
+    assert (info["speculative_num_steps"], info["speculative_num_draft_tokens"]) == (
+        steps,
+        steps + 1,
+    )
+    assert (metrics["spec_num_steps"], metrics["spec_num_draft_tokens"]) == (steps, steps + 1)
     assert metrics["spec_ema_accept_len"] == figures["ema_accept_len"]
     assert metrics["spec_num_switches_total"] == figures["switches"]
     assert metrics["spec_wasted_drafts_total"] == figures["wasted_drafts"]
@@ -111,6 +120,64 @@ def test_fixed_engines_report_no_adaptation(files):
     assert "spec_ema_accept_len" not in meta
     assert meta["spec_num_switches"] == 0
     assert set(meta["spec_rounds_by_steps"]) == {"3"}
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"speculative_num_steps": 3}, "3 drafted tokens a round"),
+        ({"speculative_adaptive": True}, "1, 3 or 7 drafted tokens a round, adaptive (ema)"),
+        (
+            {
+                "speculative_adaptive": True,
+                "speculative_adaptive_config": {"policy": "cost", "candidate_steps": [0, 2]},
+            },
+            "0 or 2 drafted tokens a round, adaptive (cost)",
+        ),
+        (
+            {"speculative_adaptive": True, "speculative_adaptive_config": {"candidate_steps": [4]}},
+            "4 drafted tokens a round, adaptive (ema)",
+        ),
+    ],
+)
+def test_the_start_line_says_the_tiers(options, line):
+    assert _describe_tiers(EngineArgs(speculative_algorithm="EAGLE3", **options)) == line
+
+
+def test_only_adaptive_decoding_begins_with_no_drafts():
+    options = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 0}
+    assert EngineArgs(**options, speculative_adaptive=True).shape.steps == 0
+    with pytest.raises(ValueError, match="speculative_num_steps=0 must be an integer from 1"):
+        EngineArgs(**options)
+    with pytest.raises(ValueError, match="speculative_num_steps=-1 must be an integer from 0"):
+        EngineArgs(**options | {"speculative_num_steps": -1}, speculative_adaptive=True)
+
+
+class Cache:
+    """A cache that keeps one value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def load_json(self, name):
+        return self.value
+
+    def store_json(self, name, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("value", [None, {}, {"1 steps, batch 2": 1.0, "3 steps, batch 2": "1"}])
+def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch, caplog):
+    seconds = {(1, 2): 0.5, (3, 2): 0.75}
+    monkeypatch.setattr(engine_adaptive, "measure_round_seconds", lambda runner: seconds)
+    runner = SimpleNamespace(
+        compiled=SimpleNamespace(cache=Cache(value)),
+        config=SimpleNamespace(tiers=(1, 3), batch_buckets=(2,)),
+    )
+    assert engine_adaptive.round_seconds(runner) == seconds
+    assert ("measured again" in caplog.text) == (value is not None)
+    monkeypatch.delattr(engine_adaptive, "measure_round_seconds")
+    assert engine_adaptive.round_seconds(runner) == seconds
 
 
 def test_the_start_tier_is_the_nearest_candidate(files):
@@ -152,41 +219,32 @@ def test_a_wrong_file_is_named(files, tmp_path):
 
 
 def test_round_times_are_measured_once(files, tmp_path, caplog):
-    config = {"policy": "cost", "candidate_steps": [0, 2]}
+    # what earlier tests compiled, without what they may have measured
+    others = shutil.ignore_patterns("round_seconds*", ".tmp-*")
+    (files.cache / FOLDER).mkdir(mode=0o700, exist_ok=True)
+    shutil.copytree(files.cache / FOLDER, tmp_path / "cache" / FOLDER, ignore=others)
     tables = []
     for is_measured in (True, False, True):
         caplog.clear()
         with (
             caplog.at_level(logging.INFO, "specjax"),
-            adaptive(files, config, compile_cache_dir=tmp_path / "cache") as engine,
+            adaptive(files, COST, compile_cache_dir=tmp_path / "cache") as engine,
         ):
             assert engine._controller is not None
             policy = engine._controller.policy
             assert isinstance(policy, CostAwarePolicy)
-            tables.append(policy.model.times.to_json())
+            tables.append(policy.seconds)
         measured = [r for r in caplog.records if r.getMessage().startswith(ROUND_TIMES)]
-        assert len(measured) == (2 if is_measured else 0)
-        # a table without the largest batch is of no use
-        (path,) = (tmp_path / "cache").glob("*/round_times*.json")
+        assert len(measured) == (len(tables[0]) if is_measured else 0)
+        # a table without one of the pairs is of no use
+        (path,) = (tmp_path / "cache").glob("*/round_seconds*.json")
         kept = json.loads(path.read_text())
-        for row in kept["value"]["seconds"].values():
-            if len(tables) == 2:
-                del row[max(row, key=int)]
+        if len(tables) == 2:
+            del kept["value"]["3 steps, batch 1"]
         path.write_text(json.dumps(kept))
     assert tables[0] == tables[1]
-    assert [set(table["seconds"]) for table in tables] == [{"0", "2"}] * 3
-    assert len({len(table["seconds"]["0"]) for table in tables}) == 1
-
-
-def tiers_of(engine: Engine, message: str) -> tuple[list[int], list[int]]:
-    """Tokens of an answer, and the tier of each of its rounds."""
-    assert engine._controller is not None
-    record = engine._controller.policy
-    assert isinstance(record, RecordingPolicy)
-    record.rounds.clear()
-    chat = [{"role": "user", "content": message}]
-    output = engine.generate(messages=chat, sampling_params=LIVE)
-    return output["output_ids"], [r.steps for r in record.rounds]
+    assert [set(table) for table in tables] == [set(tables[0])] * 3
+    assert {steps for steps, _ in tables[0]} == {0, 1, 3}
 
 
 @pytest.mark.slow
@@ -207,7 +265,8 @@ def test_a_live_engine_goes_up_down_and_up_again():
         "max_running_requests": 1,
         "chunked_prefill_size": 64,
     }
-    high, low = PROMPTS["high"][0], PROMPTS["low"][0]
+    high = "Count from 1 to 100. Write one number on each line and nothing else."
+    low = "Describe what a passenger sees from a slow night train across Siberia."
     with (
         Engine(
             "smollm2-135m",
@@ -219,20 +278,24 @@ def test_a_live_engine_goes_up_down_and_up_again():
         ) as engine,
         Engine("smollm2-135m", share_weights_with=engine, **sizes) as plain,
     ):
-        controller = engine._controller
-        assert controller is not None
-        controller.policy = RecordingPolicy(controller.policy)
-        tiers = []
+        assert _adaptive_state(engine)["speculative_num_steps"] == 3
+        metas = []
         for message in (high, low, high):
-            ids, steps = tiers_of(engine, message)
             chat = [{"role": "user", "content": message}]
+            output = engine.generate(messages=chat, sampling_params=LIVE)
             expected = plain.generate(messages=chat, sampling_params=LIVE)
-            assert ids == expected["output_ids"]
-            tiers.append(steps)
-        switches = controller.switches
-    assert tiers[0][0] == 3
-    assert [steps[-1] for steps in tiers] == [7, 3, 7]
-    deep = [sum(s == 7 for s in steps) / len(steps) for steps in tiers]
+            assert output["output_ids"] == expected["output_ids"]
+            metas.append(output["meta_info"])
+        switches = _adaptive_state(engine)["switches"]
+    assert [meta["spec_num_steps"] for meta in metas] == [7, 3, 7]
+    rounds = [meta["spec_rounds_by_steps"] for meta in metas]
+    assert rounds[0]["3"] > 0
+    deep = [tiers.get("7", 0) / sum(tiers.values()) for tiers in rounds]
     assert min(deep[0], deep[2]) > 0.4
     assert deep[1] < 0.2
     assert switches >= 3
+
+
+def _adaptive_state(engine: Engine) -> dict[str, Any]:
+    state: dict[str, Any] = engine.get_server_info()["internal_states"][0]["adaptive"]
+    return state

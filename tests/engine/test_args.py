@@ -2,11 +2,13 @@
 
 import dataclasses
 import inspect
+import sys
 from typing import Any
 
 import pytest
 
 from specjax.engine.args import EngineArgs
+from specjax.engine.build import shows_progress
 
 SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
 
@@ -19,11 +21,17 @@ SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
         ({"page_size": None}, "page_size=None must be an integer of at least 1"),
         ({"seed": None}, "seed=None"),
         ({"rounds_per_dispatch": None}, "rounds_per_dispatch=None"),
-        ({"request_timeout": 0}, "request_timeout=0 must be a number of seconds above 0"),
+        ({"request_timeout": 0}, "request_timeout=0 must be a finite number above 0"),
         ({"request_timeout": float("inf")}, "request_timeout=inf"),
         ({"request_timeout": True}, "request_timeout=True"),
         ({"overlap": "yes"}, "overlap='yes' must be a bool"),
         ({"show_progress": 1}, "show_progress=1"),
+        ({"model": 5}, "model=5 must be a str or PathLike"),
+        ({"batch_buckets": [1, 2.5]}, r"batch_buckets=\[1, 2.5\] must be a list of integers"),
+        ({"mem_fraction_static": 0.0}, "mem_fraction_static=0.0 must be a finite number above 0"),
+        ({"mem_fraction_static": 1.5}, "mem_fraction_static=1.5 must be .* at most 1"),
+        ({"draft_rope_theta": "x"}, "draft_rope_theta='x' must be a finite number"),
+        ({"max_total_tokens": 0}, "max_total_tokens=0 must be an integer of at least 1"),
         ({"load_format": "magic"}, "load_format='magic'"),
         (SPECULATIVE | {"simulate_accept_length": 0.9}, "simulate_accept_length=0.9 .* 1 to .* 6"),
         (SPECULATIVE | {"simulate_accept_length": 6.1}, "simulate_accept_length=6.1"),
@@ -62,10 +70,10 @@ def test_accepted(arguments: dict[str, Any]) -> None:
 
 
 def test_speculation_is_resolved() -> None:
-    assert EngineArgs().speculative is None
-    resolved = EngineArgs(**SPECULATIVE).speculative  # type: ignore[arg-type]
-    assert resolved is not None
-    assert (resolved.num_steps, resolved.num_draft_tokens, resolved.topk) == (5, 6, 1)
+    assert EngineArgs().shape == (0, 1, 1)
+    resolved = EngineArgs(**SPECULATIVE)  # type: ignore[arg-type]
+    assert resolved.shape == (5, 1, 6)
+    assert resolved.shapes == (resolved.shape,)
 
 
 def test_every_argument_is_described() -> None:
@@ -73,3 +81,10 @@ def test_every_argument_is_described() -> None:
     assert described is not None
     for field in dataclasses.fields(EngineArgs):
         assert f"\n    {field.name}: " in described
+
+
+def test_a_process_without_standard_error_shows_no_progress(monkeypatch) -> None:
+    assert shows_progress(EngineArgs(show_progress=True))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not shows_progress(EngineArgs(show_progress=True))
+    assert not shows_progress(EngineArgs())

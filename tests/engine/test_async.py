@@ -2,28 +2,24 @@
 
 import asyncio
 import gc
-from collections.abc import Coroutine, Iterator
+import inspect
+from collections.abc import Coroutine
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from specjax import Engine
+from specjax import Engine, SamplingParams
 from specjax.engine.requests import SEED_STRIDE, sample_seed
+from specjax.scheduling.scheduler import QueueFullError
 
-from ..tiny_engines import Files, is_idle, num_held
+from ..tiny_engines import is_idle, num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 TEXTS = ["hello", "The sky is blue", "a"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 5}
 LONG = GREEDY | {"max_new_tokens": 110}
-
-
-@pytest.fixture(scope="module")
-def engine(files: Files) -> Iterator[Engine]:
-    with files.engine() as made:
-        yield made
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -147,10 +143,8 @@ def test_an_event_loop_that_closes_early_aborts_its_requests(engine) -> None:
     event_loop.run_until_complete(anext(stream))
     event_loop.run_until_complete(asyncio.sleep(0))
     event_loop.close()
-    stream_calls = engine._loop._calls
     result = engine.generate("hello", GREEDY)
     assert result["meta_info"]["completion_tokens"] == 20
-    assert engine._loop.run(lambda: [call for call in stream_calls if not call.is_over]) == []
     assert is_idle(engine)
     event_loop = asyncio.new_event_loop()
     event_loop.run_until_complete(stream.aclose())
@@ -229,6 +223,7 @@ def test_seeds_of_samples_lie_apart() -> None:
         ({"prompt": "a", "rid": ""}, "none empty"),
         ({"prompt": "a", "rid": 5}, "rid=5"),
         ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, r"n=\[1, 2\]"),
+        ({"prompt": "a", "sampling_params": {"n": 129}}, "n=129 must be an integer from 1 to 128"),
         ({"prompt": "a", "timeout": 0}, "timeout=0"),
         ({"prompt": "a", "timeout": float("nan")}, "timeout=nan"),
         ({"prompt": "a", "timeout": "1"}, "timeout='1'"),
@@ -244,3 +239,33 @@ def test_what_is_not_supported_is_no_argument(engine) -> None:
     for name in ("lora_path", "image_data", "priority", "custom_logit_processor"):
         with pytest.raises(TypeError, match=name):
             engine.generate("a", **{name: None})
+        with pytest.raises(TypeError, match=name):
+            run(engine.async_generate("a", **{name: None}))
+
+
+def test_both_ways_have_one_signature() -> None:
+    assert inspect.signature(Engine.async_generate) == inspect.signature(Engine.generate)
+    assert "coroutine" in (Engine.async_generate.__doc__ or "")
+
+
+def test_the_queue_is_asked_before_samples_are_made(engine, monkeypatch) -> None:
+    def full(num_new: int) -> None:
+        raise QueueFullError(f"{num_new} more came")
+
+    monkeypatch.setattr(engine._scheduler, "check_queue", full)
+    monkeypatch.setattr(engine._factory, "_request", None)
+    with pytest.raises(QueueFullError, match="6 more came"):
+        engine.generate(["a", "b"], {"n": 3})
+
+
+def test_what_a_caller_gave_is_its_own_afterwards(engine) -> None:
+    """A request reads nothing again that its caller may have changed since."""
+    ids, bias, stop = [1, 2, 3], {4: 50.0}, [7]
+    params = GREEDY | {"logit_bias": bias, "stop_token_ids": stop}
+    expected = engine.generate(input_ids=list(ids), sampling_params=params)
+    stream = engine.generate(input_ids=ids, sampling_params=SamplingParams(**params), stream=True)
+    ids[:] = [99, 98]
+    bias.clear()
+    bias["x"] = None
+    stop.append(4)
+    assert text_of(list(stream)[-1]) == text_of(expected)

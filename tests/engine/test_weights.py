@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
+from specjax.checkpoints.assemble import cast
 from specjax.scheduling.loop import EngineFault
 
 from ..settings import counted_compilations
@@ -50,9 +51,8 @@ def others(files: Files) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def old_engine(files: Files) -> Iterator[Engine]:
-    with files.engine() as made:
-        yield made
+def old_engine(base_engine: Engine) -> Engine:
+    return base_engine
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,7 @@ def new_engine(files: Files, others: tuple[Path, Path]) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(files: Files, old_engine: Engine) -> Iterator[Engine]:
+    """An engine that borrows its weights until it gets others."""
     with files.engine(share_weights_with=old_engine) as made:
         yield made
 
@@ -133,7 +134,7 @@ def test_weights_under_the_engines_names(engine, old_engine, new_engine) -> None
     with counted_compilations() as events:
         for name, weight in zip(nets.target.names, target, strict=True):
             engine.update_weights_from_tensor({name: weight})
-        engine.update_weights_from_tensor(zip(nets.head.names, head, strict=True), draft=True)
+        engine.update_weights_from_tensor(zip(nets.draft.names, head, strict=True), draft=True)
         assert answers(engine) == answers(new_engine)
     assert events == []
     # a lender's weights are its own
@@ -146,7 +147,7 @@ def test_arrays_are_copied(engine, new_engine) -> None:
     theirs = [jnp.copy(w) for w in engine.runner.weights[1]]
     engine.update_weights_from_tensor(mine)
     engine.update_weights_from_tensor(
-        zip(engine.runner.networks.head.names, theirs, strict=True), draft=True
+        zip(engine.runner.networks.draft.names, theirs, strict=True), draft=True
     )
     for array in mine.values():
         array[...] = np.nan
@@ -203,7 +204,7 @@ def test_flush_cache(files, old_engine, disable_radix_cache) -> None:
 @pytest.mark.parametrize("draft", [False, True])
 def test_what_does_not_fit_is_refused_and_changes_nothing(engine, old_engine, draft) -> None:
     nets = engine.runner.networks
-    flat = nets.head if draft else nets.target
+    flat = nets.draft if draft else nets.target
     norm, fine = ("norm.scale", np.full(32, 2, np.float32))
     for tensors, message in (
         ({norm: fine, "mlp.nowhere": fine}, r"\['mlp.nowhere'\] are not weights of the model"),
@@ -230,8 +231,48 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(engine, old_engine, dr
         assert all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
+def test_integer_bool_and_complex_tensors_are_refused(engine) -> None:
+    for dtype in (np.int32, np.bool_, np.complex64):
+        with pytest.raises(ValueError, match=f"norm.scale.* is {np.dtype(dtype)}"):
+            engine.update_weights_from_tensor({"norm.scale": np.ones(32, dtype)})
+        with pytest.raises(ValueError, match=f"{np.dtype(dtype)}, which is no form of float32"):
+            cast(np.ones(32, dtype), np.dtype(np.float32))  # as a checkpoint is read
+
+
+def test_a_donated_tensor_is_refused_and_nobody_notices(engine, old_engine) -> None:
+    gone = jnp.ones(32)
+    gone.delete()
+    with pytest.raises(
+        ValueError, match=r"named_tensors\['norm.scale'\] cannot be copied.*deleted"
+    ):
+        engine.update_weights_from_tensor({"norm.scale": gone})
+    assert answers(engine) == answers(old_engine)
+
+
+def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
+    """They are refused by name; told to take them, the engine forgets them with the next ones."""
+    names, weights = engine.runner.networks.target.names, old_engine.runner.weights[0]
+    for value in (np.nan, np.inf, -np.inf):
+        bad = np.asarray(weights[names.index("norm.scale")]).copy()
+        bad[7] = value
+        for given in (bad, jnp.asarray(bad)):
+            with pytest.raises(ValueError, match=r"weight .norm.scale. has values .* not finite"):
+                engine.update_weights_from_tensor({"norm.scale": given})
+    expected = answers(engine)
+    assert expected == answers(old_engine)
+    table = "embedding.table"
+    nan = np.full_like(np.asarray(weights[names.index(table)]), np.nan)
+    with counted_compilations() as events:
+        engine.update_weights_from_tensor({table: nan}, allow_nonfinite=True)
+        engine.generate(TEXTS, GREEDY)
+        engine.update_weights_from_tensor({table: weights[names.index(table)]})
+        assert all(bool(np.isfinite(pool).all()) for pool in jax.tree.leaves(engine.runner.pools))
+        assert answers(engine) == expected
+    assert events == []
+
+
 def test_a_vocabulary_outside_the_targets_is_refused(engine) -> None:
-    d2t = np.asarray(engine.runner.weights[1][engine.runner.networks.head.names.index("d2t")])
+    d2t = np.asarray(engine.runner.weights[1][engine.runner.networks.draft.names.index("d2t")])
     with pytest.raises(ValueError, match="vocab_size=98"):
         engine.update_weights_from_tensor({"d2t": d2t + 50}, draft=True)
 
@@ -275,12 +316,12 @@ def test_a_flush_that_fails_is_a_fault_of_all(files, old_engine, monkeypatch) ->
         scheduler = engine._scheduler
         flush = scheduler.flush_cache
 
-        def fail(entry: Any) -> Any:
+        def fail() -> Any:
             raise OSError("the read failed")
 
         def failing_flush() -> None:
             with monkeypatch.context() as patch:
-                patch.setattr(scheduler._reader, "fetch", fail)
+                patch.setattr(scheduler._in_flight, "read", fail)
                 flush()
 
         monkeypatch.setattr(scheduler, "flush_cache", failing_flush)
@@ -302,17 +343,17 @@ def test_nothing_to_replace_is_refused(engine) -> None:
 def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatch) -> None:
     """The weights are a mixture then, which nobody should be served from."""
     names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
-    put, count = jax.device_put, 0
+    replace_weight, count = engine.runner.replace_weight, 0
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    def failing(*args: Any, **kwargs: Any) -> None:
         nonlocal count
         count += 1
         if count == 3:
             raise MemoryError("out of memory")
-        return put(*args, **kwargs)
+        replace_weight(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "device_put", failing)
+        patch.setattr(engine.runner, "replace_weight", failing)
         with pytest.raises(MemoryError):
             engine.update_weights_from_tensor(zip(names, weights, strict=True))
     with pytest.raises(EngineFault, match="out of memory"):

@@ -64,13 +64,6 @@ def test_only_the_one_deprecation_is_silenced() -> None:
             warnings.warn(message, UserWarning, stacklevel=1)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (1025, 2048)]
-)
-def test_power_of_two(size: int, expected: int) -> None:
-    assert backend.power_of_two(size) == expected
-
-
 def test_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mosaic' is not one of \['xla', 'pallas'\]"):
         backend.check_implementation("mosaic")

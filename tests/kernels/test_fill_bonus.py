@@ -25,9 +25,7 @@ def check(tokens: np.ndarray, counts: np.ndarray, run: dict) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("batch", "width"), [(1, 1), (1, 6), (3, 4), (7, 1), (13, 9), (64, 16), (129, 5), (300, 3)]
-)
+@pytest.mark.parametrize(("batch", "width"), [(1, 1), (7, 1), (13, 9), (64, 16), (129, 5)])
 def test_random_counts(batch: int, width: int, run: dict) -> None:
     rng = np.random.default_rng(batch * 100 + width)
     tokens = rng.integers(1, 2**31 - 1, (batch, width)).astype(np.int32)

@@ -10,9 +10,6 @@ from specjax.kernels.tree_attention import (
     AttentionTiles,
     attention_implementation,
     tree_attention,
-    tree_attention_chunked,
-    tree_attention_pallas,
-    tree_attention_reference,
 )
 
 from .lowering import lower_for_cuda
@@ -32,7 +29,10 @@ GPU_CASES = [
     (32, 4, 32, 8, 128, 16, 70),
     (8, 8, 32, 8, 128, 16, 300),
 ]
-INTERPRET = partial(tree_attention_pallas, interpret=True)
+REFERENCE = partial(tree_attention, implementation="reference")
+CHUNKED = partial(tree_attention, implementation="chunked")
+PALLAS = partial(tree_attention, implementation="pallas", interpret=False)
+INTERPRET = partial(tree_attention, implementation="pallas", interpret=True)
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -82,17 +82,26 @@ def check(function, case, dtype, tree):
     q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
     expected = brute_force(q, pool, table, lens, mask, page_size)
     given = mask if tree else None
-    out = jax.jit(function, static_argnums=(2, 6))(q, pool, 1, table, lens, given, page_size)
+    call = jax.jit(partial(function, page_size=page_size), static_argnums=2)
+    out = call(q, pool, 1, table, lens, given)
     assert out.dtype == q.dtype
     assert relative_error(out, expected) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "tree"),
+    [
+        (CASES[0], "float32", False),
+        (CASES[1], "float32", True),
+        (CASES[2], "bfloat16", True),
+        (CASES[3], "bfloat16", False),
+        (CASES[4], "float32", True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "function",
-    [tree_attention_reference, tree_attention_chunked, INTERPRET],
+    [REFERENCE, CHUNKED, INTERPRET],
     ids=["reference", "chunked", "interpret"],
 )
 def test_equals_brute_force(function, case, dtype, tree):
@@ -104,7 +113,7 @@ def test_equals_brute_force(function, case, dtype, tree):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_kernel_on_gpu(case, dtype, tree):
-    check(tree_attention_pallas, case, dtype, tree)
+    check(PALLAS, case, dtype, tree)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
@@ -119,17 +128,32 @@ def test_causal_rows_beyond_a_mask_word():
     check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
-@pytest.mark.parametrize("case", [CASES[2], (32, 4, 32, 8, 128, 16, 70)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "tree"),
+    [
+        (CASES[2], "float32", False),
+        (CASES[2], "bfloat16", True),
+        ((32, 4, 32, 8, 128, 16, 70), "bfloat16", False),
+        ((32, 4, 32, 8, 128, 16, 70), "float32", True),
+    ],
+    ids=str,
+)
 def test_lowers_for_cuda(case, dtype, tree):
-    q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    batch, rows, heads, kv_heads, dim, page_size, pages = case
+    shapes = [
+        ((batch, rows, heads, dim), dtype),
+        ((2, (batch * pages + 1) * page_size, 2, kv_heads, dim), dtype),
+        ((batch, pages), jnp.int32),
+        ((batch,), jnp.int32),
+        ((batch, rows, rows), jnp.bool_),
+    ]
 
     def function(q, pool, table, lens, mask):
         given = mask if tree else None
-        return tree_attention_pallas(q, pool, 1, table, lens, given, page_size)
+        return PALLAS(q, pool, 1, table, lens, given, page_size=page_size)
 
-    assert "specjax_tree_attention" in lower_for_cuda(function, q, pool, table, lens, mask)
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    assert "specjax_tree_attention" in lower_for_cuda(function, *arguments)
 
 
 def test_layers_share_one_kernel():
@@ -137,8 +161,8 @@ def test_layers_share_one_kernel():
     q, pool, table, lens, _, page_size = make_case(CASES[1], "bfloat16", False)
     texts = [
         lower_for_cuda(
-            lambda q, pool, table, lens, layer=layer: tree_attention_pallas(
-                q, pool, layer, table, lens, None, page_size
+            lambda q, pool, table, lens, layer=layer: PALLAS(
+                q, pool, layer, table, lens, None, page_size=page_size
             ),
             q,
             pool,
@@ -159,7 +183,7 @@ def test_layers_share_one_kernel():
 def test_what_the_kernel_refuses():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
     with pytest.raises(NotImplementedError, match="power of two"):
-        tree_attention_pallas(q[..., :12], pool[..., :12], 0, table, lens, None, page_size)
+        PALLAS(q[..., :12], pool[..., :12], 0, table, lens, None, page_size=page_size)
     with pytest.raises(ValueError, match="implementation='fast'"):
         tree_attention(q, pool, 0, table, lens, None, page_size=1, implementation="fast")
     with pytest.raises(ValueError, match="no multiple of"):

@@ -35,7 +35,7 @@ def make_cache(
     page_size: int = 4, lookahead: int = 1, num_pages: int = 65
 ) -> tuple[PrefixCache, Pool]:
     pool = Pool(num_pages, page_size)
-    return PrefixCache(pool, page_size, lookahead=lookahead), pool
+    return PrefixCache(pool, lookahead=lookahead), pool
 
 
 def store(cache: PrefixCache, pool: Pool, tokens: Sequence[int]) -> list[int]:
@@ -214,12 +214,12 @@ def test_locked_pages_stay() -> None:
     assert pool.num_free == 64
 
 
-def test_locks_survive_a_division() -> None:
+def test_locks_of_a_text_and_of_its_start_are_counted_apart() -> None:
     cache, pool = make_cache(lookahead=0)
     pages = store(cache, pool, text("a", "b", "c", "d"))
     whole = cache.match(text("a", "b", "c", "d", "e"))
     cache.lock(whole.node)
-    half = cache.match(text("a", "b", "x"))  # divides the node of `whole`
+    half = cache.match(text("a", "b", "x"))
     cache.lock(half.node)
     assert (half.pages, cache.num_evictable) == (pages[:2], 0)
     cache.unlock(whole.node)
@@ -232,7 +232,7 @@ def test_locks_survive_a_division() -> None:
     assert cache.flush() == 2
 
 
-def test_a_match_from_before_a_division_can_be_locked_after_it() -> None:
+def test_a_match_can_be_locked_after_other_texts_parted_from_it() -> None:
     cache, pool = make_cache(lookahead=0)
     pages = store(cache, pool, text("a", "b", "c", "d"))
     whole = cache.match(text("a", "b", "c", "d", "e"))
@@ -259,7 +259,7 @@ def test_a_match_whose_pages_were_evicted_cannot_be_locked(count: int) -> None:
             cache.lock(half.node)
 
 
-def test_what_eviction_left_of_a_text_keeps_its_age() -> None:
+def test_a_released_text_was_used_until_then_and_what_eviction_left_keeps_its_age() -> None:
     cache, pool = make_cache(lookahead=0)
     old = store(cache, pool, text("a", "b"))
     match = cache.match(text("a", "b", "c"))
@@ -269,7 +269,7 @@ def test_what_eviction_left_of_a_text_keeps_its_age() -> None:
     assert pool.last_freed == young[1:]
     cache.unlock(match.node)
     assert cache.evict(2) == 2
-    assert set(pool.last_freed) == set(old)
+    assert set(pool.last_freed) == {young[0], old[1]}
 
 
 def test_use_without_eviction_keeps_every_text_evictable() -> None:
@@ -281,6 +281,7 @@ def test_use_without_eviction_keeps_every_text_evictable() -> None:
     for _ in range(1_000):
         cache.match(text("x", "y", "z"))
     cache.unlock(match.node)
+    cache.match(text("x", "y", "z"))
     assert cache.evict(2) == 2
     assert not set(pool.last_freed) & set(hot)
     assert cache.flush() == 2
@@ -296,11 +297,9 @@ def test_unlock_does_not_take_the_lock_of_a_longer_match() -> None:
     assert cache.num_evictable == 0
 
 
-def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="page_size=8"):
-        PrefixCache(PageAllocator(4, 4), 8, lookahead=0)
+def test_a_wrong_lookahead_is_refused() -> None:
     with pytest.raises(ValueError, match="lookahead=-1"):
-        PrefixCache(PageAllocator(4, 4), 4, lookahead=-1)
+        PrefixCache(PageAllocator(4, 4), lookahead=-1)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
@@ -324,7 +323,7 @@ def test_a_deep_tree_needs_no_recursion() -> None:
     cache, pool = make_cache(1, 1, depth + 1)
     tokens = list(range(depth + 1))
     pages = store(cache, pool, tokens)
-    for length in range(depth, 1, -1):  # each match divides the first node
+    for length in range(depth, 1, -1):
         cache.match(tokens[:length])
     match = cache.match(tokens)
     assert match.pages == pages
@@ -395,8 +394,11 @@ class Model:
             self.pages[name], self.last_used[name] = page, self.clock
         return back + pages[len(chain) :]
 
-    def parent(self, name: tuple[int, ...]) -> tuple[int, ...]:
-        return name[: len(name) - self.page_size]
+    def unlock(self, chain: list[tuple[int, ...]]) -> None:
+        """Pages that are released for good were used until now."""
+        self.clock += 1
+        self.locks.subtract(chain)
+        self.last_used |= {name: self.clock for name in chain if not self.locks[name]}
 
     def evict(self, count: int) -> list[tuple[int, ...]]:
         """Take out pages one by one, each the least recently used one that none follows."""
@@ -439,7 +441,7 @@ class Caching(RuleBasedStateMachine):
     def start(self, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
         self.pool = Pool(self.NUM_PAGES, page_size)
-        self.cache = PrefixCache(self.pool, page_size, lookahead=lookahead)
+        self.cache = PrefixCache(self.pool, lookahead=lookahead)
         self.model = Model(page_size, lookahead)
         self.running: list[Borrower] = []
         self.lookups: list[Lookup] = []
@@ -470,7 +472,7 @@ class Caching(RuleBasedStateMachine):
 
     def unlock(self, lookup: Lookup) -> None:
         self.cache.unlock(lookup.match.node)
-        self.model.locks.subtract(lookup.chain)
+        self.model.unlock(lookup.chain)
 
     def insert(self, request: Borrower) -> None:
         back = self.cache.insert(request.tokens, request.pages)
@@ -485,7 +487,7 @@ class Caching(RuleBasedStateMachine):
     @precondition(lambda self: self.lookups)
     @rule(data=st.data())
     def lock_an_earlier_match(self, data: st.DataObject) -> None:
-        """Divisions since do not matter; eviction is noticed, even if the text came back since."""
+        """Eviction is noticed, even if the text came back since."""
         lookup = data.draw(st.sampled_from(self.lookups))
         if lookup.is_alive:
             self.lock(lookup)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -13,9 +14,16 @@ import pytest
 from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from specjax.metrics.engine_metrics import EngineMetrics
+from specjax.metrics.prometheus import EngineMetrics
 from specjax.metrics.throughput import MARKS_A_WINDOW, WINDOW_SECONDS, Throughput
-from specjax.metrics.totals import FIRST_TOKEN_BOUNDS, INTER_TOKEN_BOUNDS, LATENCY_BOUNDS, Histogram
+from specjax.metrics.totals import (
+    FIRST_TOKEN_BOUNDS,
+    INTER_TOKEN_BOUNDS,
+    LATENCY_BOUNDS,
+    Histogram,
+    Totals,
+)
+from specjax.types import DraftShape
 
 from ..tiny_engines import STEPS
 
@@ -48,7 +56,6 @@ def test_a_bound_counts_the_values_up_to_it():
     for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (2.5, 3)):
         histogram.observe(value, times)
     assert histogram.counts == [3, 1, 3]
-    assert histogram.num_values == 7
     assert histogram.total == 0.5 + 2 * 1.0 + 1.5 + 3 * 2.5
     copy = histogram.copy()
     histogram.observe(0.0)
@@ -85,24 +92,25 @@ def test_throughput_starts_with_work_that_no_admission_announced():
 
 def test_events_become_figures():
     clock = Clock()
-    metrics = EngineMetrics("m", 100, clock=clock)
-    metrics.request_admitted(10, 4, 0.25)
-    metrics.tokens_prefilled(5)
-    metrics.tokens_prefilled(1)
-    metrics.queue_changed(1, 2, 40)
-    metrics.first_token(0.5)
-    metrics.tokens_generated(1, None)
+    totals = Totals(clock=clock, max_total_tokens=100)
+    registry = EngineMetrics("m", totals).registry
+    totals.request_admitted(10, 4, 0.25)
+    totals.prefilled_tokens += 5
+    totals.prefilled_tokens += 1
+    totals.queue_changed(1, 2, 40)
+    totals.time_to_first_token.observe(0.5)
+    totals.tokens_generated(1, None)
     clock.now += 0.004
-    metrics.tokens_generated(4, 0.004)
-    metrics.drafts_verified(1, 3, 2)
-    metrics.drafts_verified(2, 5, 1)
-    metrics.request_retracted()
-    metrics.request_admitted(15, 12, None)
-    metrics.tokens_prefilled(3)
-    metrics.queue_changed(0, 0, 0)
-    metrics.request_finished("length", 2.0)
-    metrics.request_finished("abort", 50.0)
-    samples = exposed(metrics.registry)
+    totals.tokens_generated(4, 0.004)
+    totals.drafts_verified(1, 3, 2)
+    totals.drafts_verified(2, 5, 1)
+    totals.num_retracted += 1
+    totals.request_admitted(15, 12, None)
+    totals.prefilled_tokens += 3
+    totals.queue_changed(0, 0, 0)
+    totals.request_finished("length", 2.0)
+    totals.request_finished("abort", 50.0)
+    samples = exposed(registry)
     assert samples["prompt_tokens_total"] == 10
     assert samples["cached_tokens_total"] == 4
     assert samples["realtime_tokens_total{mode=prefill_compute}"] == 6 + 3
@@ -129,14 +137,14 @@ def test_events_become_figures():
     assert samples["e2e_request_latency_seconds_sum"] == 2.0
     assert samples["gen_throughput"] == pytest.approx(5 / 0.004)
     clock.now += WINDOW_SECONDS
-    assert exposed(metrics.registry)["gen_throughput"] == 0.0
-    assert metrics.snapshot().last_gen_throughput == pytest.approx(5 / 0.004)
+    assert exposed(registry)["gen_throughput"] == 0.0
+    assert totals.snapshot().last_gen_throughput == pytest.approx(5 / 0.004)
 
 
 def test_gauges_of_the_queue():
-    metrics = EngineMetrics("m", 100)
-    metrics.queue_changed(3, 2, 40)
-    samples = exposed(metrics.registry)
+    totals = Totals(max_total_tokens=100)
+    totals.queue_changed(3, 2, 40)
+    samples = exposed(EngineMetrics("m", totals).registry)
     assert samples["num_running_reqs"] == 3
     assert samples["num_queue_reqs"] == 2
     assert samples["num_used_tokens"] == 40
@@ -146,26 +154,95 @@ def test_gauges_of_the_queue():
 
 def test_a_snapshot_is_of_one_moment():
     """Written as pairs, read meanwhile: no reading may see half of a pair."""
-    metrics = EngineMetrics("m", 100)
+    totals = Totals()
     is_over = threading.Event()
 
     def write() -> None:
         while not is_over.is_set():
-            metrics.drafts_verified(1, 3, 3)
-            metrics.tokens_generated(2, 0.001)
+            totals.drafts_verified(1, 3, 3)
+            totals.tokens_generated(2, 0.001)
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
         for _ in range(300):
-            now = metrics.snapshot()
+            now = totals.snapshot()
             assert now.num_proposed_drafts == now.num_accepted_drafts == 3 * now.num_verifies
-            assert now.inter_token_latency.num_values == now.generated_tokens
+            assert sum(now.inter_token_latency.counts) == now.generated_tokens
             time.sleep(0)
     finally:
         is_over.set()
         writer.join()
-    assert metrics.snapshot().num_verifies > 0
+    assert totals.snapshot().num_verifies > 0
+
+
+def test_figures_of_the_tier_are_there_where_rounds_draft():
+    totals = Totals(drafts=True, tier=DraftShape(2, 4, 7))
+    registry = EngineMetrics("m", totals).registry
+    samples = exposed(registry)
+    assert samples["spec_num_steps"] == 2
+    assert samples["spec_num_draft_tokens"] == 7
+    assert "spec_ema_accept_len" not in samples
+    totals.tier = DraftShape.chain(0)
+    assert exposed(registry)["spec_num_draft_tokens"] == 1
+    plain = exposed(EngineMetrics("m", Totals()).registry)
+    assert not {"spec_num_steps", "spec_num_draft_tokens", "spec_num_switches_total"} & set(plain)
+
+
+def test_figures_of_adaptation_say_what_they_leave_out():
+    totals = Totals(drafts=True, adapts=True, ema_accept_len=1.5, num_switches=2, wasted_drafts=3)
+    registry = EngineMetrics("m", totals).registry
+    samples = exposed(registry)
+    assert samples["spec_ema_accept_len"] == 1.5
+    assert samples["spec_num_switches_total"] == 2
+    assert samples["spec_wasted_drafts_total"] == 3
+    text = generate_latest(registry).decode()
+    (line,) = [line for line in text.splitlines() if "HELP specjax:spec_ema_accept_len" in line]
+    assert "excludes the bonus token, which spec_accept_length includes" in line
+
+
+def test_names_and_types_stay():
+    """Dashboards ask for them."""
+    totals = Totals(drafts=True, adapts=True)
+    text = generate_latest(EngineMetrics("m", totals).registry).decode()
+    families = re.findall(r"^# TYPE specjax:(\S+) (\S+)$", text, re.MULTILINE)
+    by_kind = {kind: {n for n, k in families if k == kind} for kind in {k for _, k in families}}
+    assert by_kind == {
+        "gauge": {
+            "num_running_reqs",
+            "num_queue_reqs",
+            "num_used_tokens",
+            "max_total_num_tokens",
+            "token_usage",
+            "gen_throughput",
+            "cache_hit_rate",
+            "spec_accept_length",
+            "spec_accept_rate",
+            "spec_num_steps",
+            "spec_num_draft_tokens",
+            "spec_ema_accept_len",
+        },
+        "counter": {
+            "prompt_tokens_total",
+            "cached_tokens_total",
+            "generation_tokens_total",
+            "realtime_tokens_total",
+            "num_requests_total",
+            "num_aborted_requests_total",
+            "num_retracted_requests_total",
+            "spec_verify_calls_total",
+            "spec_proposed_drafts_total",
+            "spec_accepted_drafts_total",
+            "spec_num_switches_total",
+            "spec_wasted_drafts_total",
+        },
+        "histogram": {
+            "queue_time_seconds",
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "e2e_request_latency_seconds",
+        },
+    }
 
 
 @pytest.mark.parametrize("bounds", [FIRST_TOKEN_BOUNDS, INTER_TOKEN_BOUNDS, LATENCY_BOUNDS])
@@ -242,6 +319,10 @@ def test_server_info(run, files):
     assert info["page_size"] == 4
     assert info["max_running_requests"] == 2
     assert info["max_total_num_tokens"] == 44
+    assert info["speculative_num_steps"] == STEPS
+    assert info["speculative_eagle_topk"] == 1
+    assert info["speculative_num_draft_tokens"] == STEPS + 1
+    assert exposed(engine.metrics.registry)["spec_num_draft_tokens"] == STEPS + 1
     assert isinstance(info["version"], str)
     (state,) = info["internal_states"]
     verifies = total(results, "spec_verify_ct")
@@ -267,11 +348,14 @@ def test_two_engines_do_not_clash(run, files):
     with files.engine(speculative=False, share_weights_with=engine) as plain:
         one = plain.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 3})
         samples = exposed(plain.metrics.registry)
-        state = plain.get_server_info()["internal_states"][0]
+        info = plain.get_server_info()
+        (state,) = info["internal_states"]
     assert samples["generation_tokens_total"] == one["meta_info"]["completion_tokens"]
     assert samples["spec_verify_calls_total"] == samples["spec_accept_length"] == 0
     assert "avg_spec_accept_length" not in state
     assert "speculative_num_steps" not in state
+    assert info["speculative_num_steps"] is None
+    assert "spec_num_steps" not in samples
     samples = exposed(engine.metrics.registry)
     assert samples["generation_tokens_total"] == total(results, "completion_tokens")
 

@@ -1,12 +1,12 @@
 """The specjax side of the parity tests: models over a dense key/value cache."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from specjax.config import TransformerConfig
 from specjax.models.decoder import CausalLM
@@ -17,7 +17,7 @@ from specjax.models.layers import Attend, rotated
 Cache = dict[int, tuple[jax.Array, jax.Array]]
 
 
-def build(make: Callable[[nnx.Rngs], Any], named: dict[str, np.ndarray]) -> Any:
+def build(make: Callable[[], Any], named: dict[str, np.ndarray]) -> Any:
     """The module over loaded weights, after a check of every shape and dtype."""
     flat = FlatModel.of(make)
     weights = flat.order(named)
@@ -28,11 +28,11 @@ def build(make: Callable[[nnx.Rngs], Any], named: dict[str, np.ndarray]) -> Any:
 
 
 def build_target(checkpoint: Any) -> CausalLM:
-    return build(lambda rngs: CausalLM(checkpoint.config, rngs), checkpoint.load_weights())
+    return build(partial(CausalLM, checkpoint.config), checkpoint.load_weights())
 
 
 def build_draft(checkpoint: Any) -> Any:
-    return build(lambda rngs: build_head(checkpoint.config, rngs), checkpoint.load_weights())
+    return build(partial(build_head, checkpoint.config), checkpoint.load_weights())
 
 
 def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:

@@ -5,7 +5,7 @@ share; what they produce goes to a page of their own.
 """
 
 import dataclasses
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from specjax.models.decoder import CausalLM
-from specjax.models.eagle import build_head
-from specjax.runtime.runner import ModelRunner, Networks, RunnerConfig
+from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.params import SamplingParams
 
 from ..speculative.driver import dense_logits
 from ..speculative.reference import kept_by_sorting
-from ..tiny import EAGLE3, TARGET
+from ..tiny import EAGLE3, TARGET, algorithm_of, chains, random_weights
 
 V, ROWS, PAGE = 9, 512, 8
 STEPS = 3
@@ -41,11 +40,13 @@ CASES = [
 @cache
 def wide_runner(num_steps: int) -> ModelRunner:
     """A runner of ``ROWS`` slots over a vocabulary of nine tokens."""
-    networks = Networks.of(SMALL, HEAD if num_steps else None)
+    algorithm = algorithm_of(HEAD if num_steps else None)
+    networks = algorithm.networks(SMALL, HEAD if num_steps else None)
     runner = ModelRunner(
         networks,
         RunnerConfig(
-            num_steps=num_steps,
+            algorithm=algorithm,
+            shapes=chains(num_steps),
             page_size=PAGE,
             num_pages=2 + ROWS,
             pages_per_request=2,
@@ -56,9 +57,8 @@ def wide_runner(num_steps: int) -> ModelRunner:
         ),
     )
     runner.compile(show_progress=False)
-    weights = networks.target.init(partial(CausalLM, SMALL), 0)
-    head = networks.head.init(partial(build_head, HEAD), 1) if networks.head else ()
-    runner.load(weights, head)
+    head = random_weights(networks.draft, 1) if num_steps else ()
+    runner.load(random_weights(networks.target, 0), head)
     return runner
 
 
@@ -66,7 +66,7 @@ def draw(num_steps: int, params: SamplingParams, times: int) -> tuple[np.ndarray
     """One round of every slot behind the text and a greedy token; the first draft is a good one.
 
     Returns:
-        The packed outputs i32 ``[times * ROWS, A + 2]``, and the greedy token.
+        The packed outputs i32 ``[times * ROWS, A + 3]``, and the greedy token.
     """
     runner = wide_runner(num_steps)
     greedy = SamplingParams(temperature=0.0)
@@ -75,8 +75,9 @@ def draw(num_steps: int, params: SamplingParams, times: int) -> tuple[np.ndarray
     first = int(runner.prefill(1, TEXT, 0, None).read()[0])
     same = jax.tree.map(lambda leaf: jnp.repeat(leaf[1:2], 1 + ROWS, axis=0), runner.future)
     likely = int(np.argmax(dense_logits(runner.weights[0], [*TEXT, first], SMALL)[-1]))
-    drafts = jnp.full_like(same.rows.topk_ids, likely)
-    same = dataclasses.replace(same, rows=dataclasses.replace(same.rows, topk_ids=drafts))
+    if num_steps:
+        drafts = jnp.full_like(same.rows.topk_ids, likely)
+        same = dataclasses.replace(same, rows=dataclasses.replace(same.rows, topk_ids=drafts))
     rounds = []
     for repeat in range(times):
         for slot in range(1, 1 + ROWS):

@@ -72,6 +72,29 @@ def test_noise_depends_on_seed_and_position_only():
         assert np.any(np.asarray(other) != together)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.01, 1e-6, 1e30])
+def test_extreme_logits_are_drawn_alike_alone_and_beside_filtered_rows(temperature):
+    """They overflow; a NaN in the filters, which other rows turn on, would draw other tokens."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(6, 2, 40)).astype(np.float32)
+    logits[0] *= 1e38
+    logits[1, :, :7] = 3e38
+    logits[2, :, ::2] = -3e38
+    logits[3, :, 9:12] = np.inf
+    logits[4] = -3.4e38
+    logits[:5, :, :5] = -np.inf  # forbidden
+    params = SamplingParams(temperature=temperature)
+    logits, positions = jnp.asarray(logits), jnp.full((6, 2), 8, jnp.int32)
+    alone = np.asarray(jit_sample(logits, positions, sampling_rows([params] * 6, 40)))
+    filtered = replace(params, top_p=0.9, top_k=11, min_p=0.01)
+    beside = jit_sample(logits, positions, sampling_rows([params] * 5 + [filtered], 40))
+    np.testing.assert_array_equal(alone[:5], np.asarray(beside)[:5])
+    assert (alone[:5] >= 5).all()
+    assert np.isin(alone[3], [9, 10, 11]).all()
+    rows = jit_sample(logits, positions, sampling_rows([filtered] * 6, 40))
+    assert (np.asarray(rows)[:5] >= 5).all()
+
+
 def test_greedy_rows_stay_greedy_beside_sampled_ones():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(64, 1, 30)), jnp.float32)
     hot = SamplingParams(temperature=5.0)

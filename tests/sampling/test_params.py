@@ -1,6 +1,8 @@
 """Sampling parameters: defaults, forms, refusals."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 from hypothesis import given
@@ -93,6 +95,7 @@ def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
         ("top_p", None),
         ("top_p", True),
         ("temperature", 10**400),
+        ("temperature", 1e39),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", float("nan")),
@@ -105,11 +108,14 @@ def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
         ("presence_penalty", float("inf")),
         ("repetition_penalty", 0),
         ("repetition_penalty", 2.1),
+        ("repetition_penalty", 0.0099),
+        ("repetition_penalty", 1e-38),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", False),
         ("min_new_tokens", -1),
         ("min_new_tokens", 129),
         ("min_new_tokens", 1.0),
+        ("min_new_tokens", 2**31),
         ("n", 0),
         ("n", 1.0),
         ("n", True),
@@ -121,15 +127,13 @@ def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
         ("logit_bias", {"-1": 0.5}),
         ("logit_bias", {"": 0.5}),
         ("logit_bias", {True: 0.5}),
-        ("logit_bias", {1: "2"}),
-        ("logit_bias", {1: float("-inf")}),
-        ("logit_bias", {1: 1e39}),
         ("logit_bias", {1: 0.5, "1": 0.5}),
         ("top_k", 0),
         ("top_k", -2),
         ("top_k", 1.5),
         ("stop", ""),
         ("stop", ["a", ""]),
+        ("stop", "a" * 257),
         ("stop", [3]),
         ("stop", 3),
         ("stop", b"x"),
@@ -148,6 +152,32 @@ def test_refusals_name_the_parameter_and_its_value(name, value) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         SamplingParams(**{name: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["2", None, True, float("-inf"), 1e39, 100.5, -100.5])
+def test_a_bias_is_refused_with_its_token(value) -> None:
+    with pytest.raises(ValueError, match=r"logit_bias\[7\]=.* of at least -100 and of at most 100"):
+        SamplingParams(logit_bias={3: 1.0, 7: value})
+
+
+def test_stop_strings_are_limited() -> None:
+    assert len(SamplingParams(stop=["a" * 256] * 128).stop_strings) == 128
+    with pytest.raises(ValueError, match="stop has 20000 strings; 128 are supported"):
+        SamplingParams(stop=["a"] * 20_000)
+
+
+def test_what_the_caller_gave_is_copied() -> None:
+    stop, ids, bias = ["a"], [3], {3: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append("b")
+    ids[0] = "x"  # type: ignore[call-overload]
+    bias |= {4: 1e99, 3: 0.0}
+    assert (params.stop_strings, params.stop_token_ids) == (("a",), (3,))
+    assert params.logit_bias == {3: 1.0}
+    params.logit_bias[5] = 1e99  # type: ignore[index]
+    assert params.biases == ((3, 1.0),)
+    for again in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params)):
+        assert again.biases == params.biases
 
 
 @pytest.mark.parametrize(
@@ -173,8 +203,8 @@ def test_the_least_length_is_bounded_by_the_largest() -> None:
 
 
 def test_biases_are_by_token_id() -> None:
-    assert SamplingParams(logit_bias={7: 1, "12": -100}).biases == {7: 1.0, 12: -100.0}
-    assert SamplingParams().biases == SamplingParams(logit_bias={}).biases == {}
+    assert SamplingParams(logit_bias={7: 1, "12": -100}).biases == ((7, 1.0), (12, -100.0))
+    assert SamplingParams().biases == SamplingParams(logit_bias={}).biases == ()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +241,7 @@ def test_stop_strings_are_a_tuple_in_every_form() -> None:
             "min_p": st.floats(0, 1),
             "frequency_penalty": st.floats(-2, 2),
             "presence_penalty": st.floats(-2, 2),
-            "repetition_penalty": st.floats(0, 2, exclude_min=True),
+            "repetition_penalty": st.floats(0.01, 2),
             "min_new_tokens": st.integers(0, 128),
             "n": st.integers(1, 100),
         }

@@ -54,6 +54,7 @@ def random_tree(rng, rows, seq_lens):
             mask[b, i, i] = True
     return VerifyInput(
         draft_tokens=jnp.asarray(rng.integers(0, 5, size=(batch, rows)), jnp.int32),
+        num_proposed=jnp.full(batch, rows - 1, jnp.int32),
         parents=jnp.asarray(parents),
         positions=jnp.asarray(seq_lens[:, None] + depth),
         tree_mask=jnp.asarray(mask),
@@ -77,7 +78,7 @@ def random_case(seed, kind, rows):
     logits = 3 * rng.normal(size=(batch, rows, V)).astype(np.float32)
     table = sampling_rows(ROWS, V, end_token_ids=ENDS)
     prompt_lens = jnp.array(PROMPT_LENS, jnp.int32)
-    table = replace(table, adjustments=replace(table.adjustments, prompt_lens=prompt_lens))
+    table = replace(table, prompt_lens=prompt_lens)
     return jnp.asarray(logits), tree, table, jnp.asarray(history)
 
 
@@ -128,4 +129,4 @@ def test_nothing_is_computed_where_nothing_changes(params, produced, is_on):
     table = sampling_rows([NEUTRAL, params], V, prompt_len=4)
     lens = jnp.array([3, 4 + produced - 1], jnp.int32)
     tree = chain_input(jnp.zeros((2, 3), jnp.int32), lens)
-    assert bool(is_adjusting(tree, table.adjustments)) == is_on
+    assert bool(is_adjusting(tree, table)) == is_on

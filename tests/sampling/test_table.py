@@ -5,16 +5,25 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from specjax.adaptive import SpecRuntimeState
-from specjax.runtime.functions import TierRounds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.table import MAX_END_TOKENS, MAX_LOGIT_BIAS, HostTables
+from specjax.sampling.table import (
+    MAX_END_TOKENS,
+    MAX_LOGIT_BIAS,
+    SLOT,
+    HostTables,
+    check_slot_limits,
+    pack_sampling,
+    unpack_sampling,
+)
 
 from ..tiny import TARGET, make_runner
 
 V = TARGET.vocab_size
+jit_unpack = jax.jit(unpack_sampling)
 GREEDY = SamplingParams(temperature=0.0)
 CHANGES = [
     {"temperature": 0.5},
@@ -28,9 +37,9 @@ CHANGES = [
 
 def tables(params: SamplingParams, **changes) -> HostTables:
     """Tables of three slots with ``params`` in the middle one."""
-    made = HostTables.empty(3, 4, V)
-    defaults = {"seed": 9, "end_token_ids": (), "prompt_len": 0, "top_logprobs": -1}
-    made.set_sampling(1, params, V, **(defaults | changes))
+    made = HostTables(3, 4, V)
+    defaults = {"seed": 9, "end_token_ids": (), "prompt_len": 0, "top_logprobs": None}
+    made.set_sampling(1, params, **(defaults | changes))
     return made
 
 
@@ -48,43 +57,98 @@ def test_everything_that_a_slot_says_is_written_and_forgotten():
     )
     ends = (7, 5, V + 3, -1)
     made = tables(params, seed=2**32 * 3 + 1, end_token_ids=ends, prompt_len=6, top_logprobs=2)
-    row = jax.tree.map(lambda leaf: leaf[1].tolist(), made.sampling)
+    row = made.sampling[1]
     assert (row.temperatures, row.top_ks, row.top_ps, row.min_ps) == pytest.approx(
         (0.7, 5, 0.9, 0.25)
     )
-    assert row.seeds == [3, 1]
-    assert row.end_token_ids == [5, 7] + [-1] * (MAX_END_TOKENS - 2)
-    assert row.top_logprobs == 2
-    changes = row.adjustments
-    assert changes.counts_tokens is True
-    penalties = (changes.repetition_penalties, changes.frequency_penalties)
-    assert (*penalties, changes.presence_penalties) == (1.5, 0.5, -0.5)
-    assert (changes.min_new_tokens, changes.prompt_lens) == (4, 6)
-    assert changes.bias_ids == [3, 60] + [-1] * (MAX_LOGIT_BIAS - 2)
-    assert changes.bias_values[:3] == [1.5, -2.0, 0.0]
+    assert row.seeds.tolist() == [3, 1]
+    assert row.end_token_ids.tolist() == [5, 7] + [-1] * (MAX_END_TOKENS - 2)
+    assert (row.wants_logprobs, row.top_logprobs) == (1, 2)
+    penalties = (row.repetition_penalties, row.frequency_penalties, row.presence_penalties)
+    assert penalties == (1.5, 0.5, -0.5)
+    assert (row.min_new_tokens, row.prompt_lens) == (4, 6)
+    assert row.bias_ids.tolist() == [3, 60] + [-1] * (MAX_LOGIT_BIAS - 2)
+    assert row.bias_values[:3].tolist() == [1.5, -2.0, 0.0]
 
-    neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
-    for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
-        np.testing.assert_array_equal(whole[[0, 2]], empty[[0, 2]])
-    forgotten = tables(params, seed=1, end_token_ids=ends, prompt_len=6, top_logprobs=2)
-    forgotten.set_sampling(1, GREEDY, V, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=-1)
-    for whole, empty in zip(jax.tree.leaves(forgotten.sampling), neutral, strict=True):
-        np.testing.assert_array_equal(whole, empty)
+    neutral = HostTables(3, 4, V).sampling
+    np.testing.assert_array_equal(made.sampling[[0, 2]], neutral[[0, 2]])
+    made.set_sampling(1, GREEDY, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=None)
+    np.testing.assert_array_equal(made.sampling, neutral)
 
 
 def test_a_cleared_slot_is_neutral_and_not_uploaded():
     made = tables(SamplingParams(temperature=0.7, top_k=5, logit_bias={3: 1.5}), top_logprobs=2)
-    neutral = jax.tree.leaves(HostTables.empty(3, 4, V).sampling)
     made.set_pages(1, [2], 0)
     made.pages_dirty = made.sampling_dirty = False
     made.clear(1)
-    for whole, empty in zip(jax.tree.leaves(made.sampling), neutral, strict=True):
-        np.testing.assert_array_equal(whole, empty)
+    np.testing.assert_array_equal(made.sampling, HostTables(3, 4, V).sampling)
     assert not made.page_table.any()
     assert made.is_plain.all()
     # no dispatch names a slot that is clear, so that nothing has to be uploaded
     assert not made.pages_dirty
     assert not made.sampling_dirty
+
+
+INTEGERS = st.integers() | st.integers(-2, 2**33) | st.sampled_from([2**31 - 1, 2**31, 2**63])
+NUMBERS = st.floats() | st.floats(-3, 3) | st.sampled_from([1e-300, 1e-38, 1e38, 1e300]) | INTEGERS
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {"max_new_tokens": INTEGERS},
+        optional={
+            "min_new_tokens": INTEGERS,
+            "temperature": NUMBERS,
+            "top_k": INTEGERS,
+            "top_p": NUMBERS,
+            "min_p": NUMBERS,
+            "repetition_penalty": NUMBERS,
+            "frequency_penalty": NUMBERS,
+            "presence_penalty": NUMBERS,
+            "logit_bias": st.dictionaries(st.integers(0, V - 1) | INTEGERS, NUMBERS, max_size=3),
+            "stop_token_ids": st.lists(st.integers(0, V - 1) | INTEGERS, max_size=12),
+            "sampling_seed": INTEGERS,
+        },
+    )
+)
+def test_what_is_accepted_can_be_written_without_overflow(given_params):
+    """Whatever :class:`SamplingParams` lets through, an overflow would come up in serving."""
+    accepted = {"max_new_tokens": 2**40}
+    for name, value in given_params.items():
+        try:
+            accepted |= {name: SamplingParams(**(accepted | {name: value})) and value}
+        except ValueError as refusal:
+            assert name in str(refusal)  # noqa: PT017
+    params = SamplingParams(**accepted)
+    ends = params.stop_token_ids or ()
+    try:
+        check_slot_limits(params, ends, V)
+    except ValueError as refusal:
+        assert "logit_bias" in str(refusal) or "min_new_tokens" in str(refusal)  # noqa: PT017
+        return
+    with np.errstate(over="raise", invalid="raise"):
+        made = tables(params, seed=params.sampling_seed or 0, end_token_ids=ends)
+    row = made.sampling[1]
+    for name in SLOT.names:
+        assert np.isfinite(row[name]).all()
+    assert row.min_new_tokens == params.min_new_tokens
+    assert row.repetition_penalties > 0
+    assert row.temperatures > 0 or params.is_greedy
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(min_size=3 * SLOT.itemsize, max_size=3 * SLOT.itemsize))
+def test_a_packed_table_comes_back_bit_by_bit(words):
+    table = np.frombuffer(words, SLOT)
+    packed = pack_sampling(table)
+    assert packed.dtype == np.int32
+    assert packed.base is None or not np.shares_memory(packed, table)
+    found = jit_unpack(packed)
+    for name in SLOT.names:
+        got, want = np.asarray(getattr(found, name)), table[name]
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert got.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
@@ -99,7 +163,7 @@ def test_a_plain_slot_asks_for_the_best_token_only(changes):
 
 
 def test_pages_are_written_from_an_entry_on():
-    made = HostTables.empty(2, 5, V)
+    made = HostTables(2, 5, V)
     made.set_pages(1, [4, 5, 6], 0)
     made.set_pages(1, [9], 2)
     assert made.page_table.tolist() == [[0] * 5, [4, 5, 9, 0, 0]]
@@ -108,10 +172,10 @@ def test_pages_are_written_from_an_entry_on():
 @pytest.mark.parametrize(
     ("params", "ends", "top_logprobs", "message"),
     [
-        ({"logit_bias": {V: 1.0, 3: 1.0}}, (), -1, rf"logit_bias .*\[{V}\].* ends at {V - 1}"),
-        ({"min_new_tokens": 2}, range(9), -1, "min_new_tokens=2 with 9 end tokens: at most 8"),
+        ({"logit_bias": {V: 1.0, 3: 1.0}}, (), None, rf"logit_bias .*\[{V}\].* ends at {V - 1}"),
+        ({"min_new_tokens": 2}, range(9), None, "min_new_tokens=2 with 9 end tokens: at most 8"),
         ({}, (), 21, "top_logprobs_num=21 must be from 0 to 20"),
-        ({}, (), -2, "top_logprobs_num=-2"),
+        ({}, (), -1, "top_logprobs_num=-1"),
     ],
 )
 def test_what_does_not_fit_is_refused(params, ends, top_logprobs, message):
@@ -129,13 +193,9 @@ def test_limits_themselves_are_accepted():
     runner.check(SamplingParams(min_new_tokens=2), [*range(8), V, V + 1], 0)
     # without a least length, end tokens beyond the device's only cost rounds
     runner.check(SamplingParams(), range(30))
-    wide = HostTables.empty(2, 1, 1000)
     too_many = SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.5))
     with pytest.raises(ValueError, match=rf"{MAX_LOGIT_BIAS + 1} tokens; {MAX_LOGIT_BIAS}"):
-        wide.set_sampling(
-            1, too_many, 1000, seed=0, end_token_ids=(), prompt_len=0, top_logprobs=-1
-        )
-    assert wide.is_plain.all()
+        check_slot_limits(too_many, (), 1000)
 
 
 def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
@@ -151,10 +211,8 @@ def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
         function = runner.compiled[name, 0, 4]
         return {4: lambda *args: called.append(name) or function(*args)}
 
-    rounds = TierRounds(any=spied("round"), greedy=spied("greedy_round"), drafting=None)
-    runner.apply_runtime_state(
-        SpecRuntimeState(speculative_num_steps=0, speculative_num_draft_tokens=1, round=rounds)
-    )
+    rounds = {name: spied(name) for name in ("round", "greedy_round")}
+    runner.apply_runtime_state(replace(runner.state, **rounds))
     for one in (made, runner):
         one.set_slot(1, GREEDY, seed=0)
         one.set_slot(2, GREEDY, seed=0)

@@ -8,8 +8,9 @@ import numpy as np
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.runner import HostTables, ModelRunner
+from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import HostTables
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 
@@ -50,7 +51,7 @@ class WatchedRunner:
         assert len(set(slots)) == len(slots)
         for slot in slots:
             length = int(lengths[slot])
-            end = length + config.rounds_per_dispatch * (config.num_steps + 1)
+            end = length + config.rounds_per_dispatch * config.largest.accept_width
             self.check_pages(slot, length, min(end, caps[slot]))
         self.calls.append("round")
         self.largest_batch = max(self.largest_batch, len(slots))
@@ -58,7 +59,7 @@ class WatchedRunner:
 
     def lengths(self) -> np.ndarray:
         """KV lengths by slot as the device has them, behind all that was dispatched."""
-        return np.asarray(self._runner.future.rows.seq_lens)
+        return np.asarray(self._runner.future.seq_lens)
 
     def check_pages(self, slot: int, start: int, end: int) -> None:
         """Positions ``[start, end)`` of a slot are in pages that no other slot has."""
@@ -86,14 +87,13 @@ class Serving:
         self.runner = copied_runner(num_steps, rounds) if runner is None else runner
         config = self.runner.config
         # a test that failed before may have left its slots
-        self.runner.tables = HostTables.empty(
+        self.runner.tables = HostTables(
             config.num_slots, config.pages_per_request, TARGET.vocab_size
         )
         self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
         self.cache = None
         if is_cached:
-            lookahead = 1 if config.num_steps else 0
-            self.cache = PrefixCache(self.allocator, config.page_size, lookahead=lookahead)
+            self.cache = PrefixCache(self.allocator, lookahead=config.algorithm.lookahead)
         self.watched = WatchedRunner(self.runner, self.caps)
         self.scheduler = Scheduler(
             self.watched,  # type: ignore[arg-type]
@@ -115,11 +115,15 @@ class Serving:
     def running(self) -> list[Request]:
         return [row.request for row in self.rows]
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler._waiting)
+
     def add(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> list[Request]:
         requests = [
-            make_request(prompt, params, seed=i, width=self.runner.config.num_steps, **options)
+            make_request(prompt, params, seed=i, width=self.runner.config.largest.steps, **options)
             for i, prompt in enumerate(prompts)
         ]
         self.add_all(requests)

@@ -41,7 +41,7 @@ def play(num_steps: int, limit: int, first: int, rounds: list[Round]) -> Request
     for one in rounds:
         if request.is_finished:
             break
-        request.append_round(one.tokens, one.num_drafts, num_steps)
+        request.append_round(one.tokens, num_steps, one.num_drafts, num_steps)
     return request
 
 
@@ -126,7 +126,7 @@ def test_no_verify_gives_zeros() -> None:
 def test_plain_requests_have_no_speculative_figures() -> None:
     request = make_request([7], SamplingParams(max_new_tokens=3))
     request.append_first(9)
-    request.append_round([8], 0, 0)
+    request.append_round([8], 0, 0, 0)
     assert not [name for name in request.result()["meta_info"] if name.startswith("spec_")]
 
 
@@ -142,6 +142,6 @@ def test_plain_requests_have_no_speculative_figures() -> None:
 def test_finish_reason(params, reason) -> None:
     request = make_request([7], SamplingParams(**params), width=4)
     request.append_first(9)
-    request.append_round([8, END, 6, 6], 3, 4)
+    request.append_round([8, END, 6, 6], 4, 3, 4)
     assert request.finish_reason == reason
     assert request.result()["meta_info"]["finish_reason"] == reason

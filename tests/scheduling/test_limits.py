@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.kv import budget
-from specjax.metrics.engine_metrics import EngineMetrics
+from specjax.metrics.totals import Totals
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.deadlines import Deadlines
@@ -41,9 +41,8 @@ def test_a_timeout_ends_running_and_waiting_requests(run_ahead) -> None:
         for i, (prompt, timeout) in enumerate(zip(PROMPTS, timeouts, strict=True))
     ]
     serving.add_all(requests)
-    for _ in range(4):
+    while serving.num_waiting > 2:
         serving.step()
-    assert serving.scheduler.num_waiting == 2
     clock.now += 4.9
     serving.step()
     assert not any(r.is_finished for r in requests)
@@ -75,7 +74,7 @@ def test_a_full_queue_refuses_and_says_why() -> None:
     serving.step()
     with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
         serving.scheduler.add(other)
-    while serving.scheduler.num_waiting:
+    while serving.num_waiting:
         serving.step()
     serving.scheduler.add(other)
     serving.finish()
@@ -88,7 +87,7 @@ def test_a_call_is_taken_whole_or_not_at_all() -> None:
     three = [make_request(prompt, GREEDY, width=STEPS) for prompt in PROMPTS[3:]]
     with pytest.raises(QueueFullError, match="3 more came"):
         serving.scheduler.add(*three)
-    assert serving.scheduler.num_waiting == 3
+    assert serving.num_waiting == 3
     serving.scheduler.add(*three[:2])
     serving.finish()
     assert [len(r.output_ids) for r in three] == [40, 40, 0]
@@ -147,18 +146,17 @@ def test_no_round_in_vain(num_steps, rounds, run_ahead) -> None:
 
 
 def test_prefill_is_counted_by_chunks() -> None:
-    metrics = EngineMetrics("m", 100)
-    serving = Serving(metrics=metrics)
+    totals = Totals()
+    serving = Serving(metrics=totals)
     widest = serving.runner.config.prefill_buckets[-1]
     (request,) = serving.add([[7] * (2 * widest + 3)], GREEDY)
     serving.step()
     serving.scheduler.abort(request)
     serving.finish()
-    totals = metrics.snapshot()
     assert (totals.prompt_tokens, totals.prefilled_tokens) == (2 * widest + 3, widest)
     serving.add([[8] * (2 * widest + 3)], GREEDY)
     serving.finish()
-    assert metrics.snapshot().prefilled_tokens == 3 * widest + 3
+    assert totals.prefilled_tokens == 3 * widest + 3
 
 
 def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
@@ -174,18 +172,19 @@ def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
     assert deadlines.expired(alive[-1].created_time + 3600.0) == alive
 
 
-def test_a_blocked_queue_is_tried_again(monkeypatch) -> None:
+@pytest.mark.parametrize(("retry_steps", "decay"), [(4, 0.5), (1, 0.9)])
+def test_a_blocked_queue_is_tried_again_and_again(monkeypatch, retry_steps, decay) -> None:
     """What is held back for running requests shrinks while none of them ends."""
     monkeypatch.setattr(budget, "HELD_BACK_START", 1.0)
-    monkeypatch.setattr(budget, "HELD_BACK_DECAY", 0.5)
-    monkeypatch.setattr(scheduler_module, "RETRY_STEPS", 4)
+    monkeypatch.setattr(budget, "HELD_BACK_DECAY", decay)
+    monkeypatch.setattr(scheduler_module, "RETRY_STEPS", retry_steps)
     serving = Serving(num_pages=1 + 40, num_steps=0)
     first, second = serving.add(PROMPTS[:2], replace(GREEDY, max_new_tokens=100))
     serving.step()
-    assert serving.scheduler.num_waiting == 1
+    assert serving.num_waiting == 1
     for _ in range(8):
         serving.step()
-    assert serving.scheduler.num_waiting == 0
+    assert serving.num_waiting == 0
     assert not first.is_finished
     serving.finish()
     assert len(first.output_ids) == len(second.output_ids) == 100

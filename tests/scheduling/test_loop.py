@@ -1,6 +1,8 @@
 """The engine loop with a scheduler that hands out counting tokens."""
 
 import gc
+import os
+import sys
 import threading
 import time
 import weakref
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from specjax.scheduling.loop import Call, EngineFault, EngineLoop
+from specjax.scheduling.call import Call
+from specjax.scheduling.loop import EngineFault, EngineLoop
 
 SECONDS = 10.0  # nothing here takes longer unless it hangs
 
@@ -24,6 +27,8 @@ class CountingRequest:
         self.output_ids: list[int] = []
         self.output_is_draft: list[bool] = []
         self.finish_reason: dict[str, Any] | None = None
+        self.has_text = True
+        self.fails_at: int | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -32,7 +37,14 @@ class CountingRequest:
     def finish(self, reason: dict[str, Any]) -> None:
         self.finish_reason = self.finish_reason or reason
 
+    def arrive(self) -> None:
+        pass
+
     def streamed_text(self) -> str:
+        # a slow reader may miss the step that reaches it
+        fails_at = sys.maxsize if self.fails_at is None else self.fails_at
+        if self.has_text and len(self.output_ids) >= fails_at:
+            raise UnicodeError("half a character")
         return " ".join(map(str, self.output_ids))
 
     def result(self) -> dict[str, Any]:
@@ -68,6 +80,14 @@ class CountingScheduler:
         request.finish({"type": "abort"})
         self.running.remove(request)
 
+    def fail(self, request: CountingRequest, error: Exception) -> None:
+        request.has_text = False
+        request.finish({"type": "abort", "message": repr(error)})
+        self.running.remove(request)
+
+    def debug_state(self) -> dict[str, int]:
+        return {"running": len(self.running)}
+
     def step(self) -> None:
         self.threads.add(threading.current_thread().name)
         self.num_steps += 1
@@ -95,7 +115,8 @@ class Caller:
 
     def __init__(self, loop: EngineLoop, *requests: CountingRequest, **options: Any) -> None:
         self.items: SimpleQueue[Any] = SimpleQueue()
-        self.call = Call(requests, self.items.put, **options)  # type: ignore[arg-type]
+        self.call = Call(requests, **options)  # type: ignore[arg-type]
+        self.call.deliver = self.items.put
         loop.submit(self.call)
 
     def take(self) -> Any:
@@ -245,11 +266,8 @@ def test_a_refused_request_takes_its_call_along(loop, scheduler) -> None:
 
 
 def test_a_call_that_nobody_can_hear_is_aborted(loop, scheduler) -> None:
-    deaf = Call(
-        [CountingRequest("a", None)],  # type: ignore[list-item]
-        lambda _: False,
-        is_stream=True,
-    )
+    deaf = Call([CountingRequest("a", None)], is_stream=True)  # type: ignore[list-item]
+    deaf.deliver = lambda _: False
     loop.submit(deaf)
     deadline = time.monotonic() + SECONDS
     while not deaf.is_over:
@@ -257,6 +275,42 @@ def test_a_call_that_nobody_can_hear_is_aborted(loop, scheduler) -> None:
         time.sleep(0.001)
     assert loop.run(lambda: scheduler.has_work) is False
     assert Caller(loop, CountingRequest("a")).rest() == [None]
+
+
+def test_an_output_that_raises_ends_its_own_request(loop) -> None:
+    broken, sibling = CountingRequest("a", None), CountingRequest("b", 6)
+    broken.fails_at = 2
+    other = Caller(loop, CountingRequest("c", 8))
+    end = Caller(loop, broken, sibling, is_stream=True, is_batch=True).rest()[-1]
+    assert end is None
+    assert other.rest() == [None]
+
+    assert broken.finish_reason == {
+        "type": "abort",
+        "message": repr(UnicodeError("half a character")),
+    }
+    assert sibling.finish_reason == {"type": "length"}
+
+
+def test_other_processes_are_refused(loop, monkeypatch) -> None:
+    """What a forked child calls: it has no thread that would ever answer."""
+    requests = [CountingRequest("a", None)]
+    stream = loop.stream(Call(requests, is_stream=True))  # type: ignore[arg-type]
+    next(stream)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    late = loop.stream(Call(requests))  # type: ignore[arg-type]
+    for call in (
+        lambda: next(late),
+        lambda: [next(stream) for _ in range(9)],
+        lambda: loop.run(list),
+        lambda: loop.abort_rid("a"),
+        loop.debug_state,
+    ):
+        with pytest.raises(RuntimeError, match=r"the engine belongs to process .* this is -1"):
+            call()
+    monkeypatch.undo()
+    stream.close()
+    assert loop.debug_state()["running"] == 0
 
 
 def test_functions_run_between_steps(loop, scheduler) -> None:

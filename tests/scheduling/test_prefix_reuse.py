@@ -17,23 +17,34 @@ START = RNG.integers(6, 61, size=40).tolist()
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95)
 CHARGED = replace(SEEDED, repetition_penalty=1.4, presence_penalty=0.5)
-PARAMS = pytest.mark.parametrize(
-    "params", [GREEDY, SEEDED, CHARGED], ids=["greedy", "seeded", "charged"]
-)
 # (drafted tokens, tokens of a prompt that its last cached page needs beyond its end)
 LOOKAHEADS = pytest.mark.parametrize("num_steps", [0, STEPS])
 
 
 def one(serving: Serving, prompt, params=GREEDY, seed=0):
-    request = make_request(list(prompt), params, seed=seed, width=serving.runner.config.num_steps)
+    request = make_request(
+        list(prompt), params, seed=seed, width=serving.runner.config.largest.steps
+    )
     serving.add_all([request])
     serving.finish()
     return request
 
 
-@PARAMS
 @LOOKAHEADS
-@pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 38, 39, 40])
+@pytest.mark.parametrize(
+    ("length", "params"),
+    [
+        (1, GREEDY),
+        (4, SEEDED),
+        (5, CHARGED),
+        (8, GREEDY),
+        (9, SEEDED),
+        (38, CHARGED),
+        (39, GREEDY),
+        (40, SEEDED),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
 def test_an_equal_prompt_is_found_in_whole_pages(num_steps, length, params) -> None:
     serving = Serving(num_steps=num_steps, is_cached=True, run_ahead=1)
     prompt = START[:length]
@@ -45,9 +56,11 @@ def test_an_equal_prompt_is_found_in_whole_pages(num_steps, length, params) -> N
     assert second.output_ids == plain_output(tuple(prompt), params, 4)
 
 
-@PARAMS
-@LOOKAHEADS
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("num_steps", "run_ahead", "params"),
+    [(0, 0, SEEDED), (0, 1, CHARGED), (STEPS, 0, GREEDY), (STEPS, 1, SEEDED), (STEPS, 1, CHARGED)],
+    ids=["plain-seeded", "plain-charged", "chain-greedy", "chain-seeded", "chain-charged"],
+)
 def test_a_conversation_goes_on_behind_what_was_written(num_steps, run_ahead, params) -> None:
     serving = Serving(num_steps=num_steps, is_cached=True, run_ahead=run_ahead)
     text, known = START[:7], 1
@@ -84,8 +97,11 @@ def test_a_stopped_request_leaves_only_what_it_keeps() -> None:
     assert again.output_ids == plain_output(tuple(text), GREEDY, 0)
 
 
-@PARAMS
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("run_ahead", "params"),
+    [(0, CHARGED), (1, GREEDY), (1, SEEDED)],
+    ids=["charged", "greedy", "seeded"],
+)
 def test_requests_at_once_share_their_start(run_ahead, params) -> None:
     """All but the last page of the start: its draft KV reads the token behind, which differs."""
     serving = Serving(is_cached=True, run_ahead=run_ahead)
@@ -101,8 +117,7 @@ def test_requests_at_once_share_their_start(run_ahead, params) -> None:
     assert [r.output_ids for r in requests] == plain_outputs(prompts, params, range(4))
 
 
-@pytest.mark.parametrize("num_pages", [1 + 30, 0])
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize(("num_pages", "run_ahead"), [(1 + 30, 1), (0, 0), (0, 1)])
 def test_a_cached_page_is_never_written(num_pages, run_ahead, monkeypatch) -> None:
     """Its content stays what it was when the page was cached, down to the last bit."""
     serving = Serving(is_cached=True, run_ahead=run_ahead, num_pages=num_pages)

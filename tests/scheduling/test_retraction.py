@@ -34,10 +34,20 @@ class Letters:
         return ""
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, CHARGED], ids=["greedy", "seeded", "charged"])
-@pytest.mark.parametrize("is_cached", [False, True])
-@pytest.mark.parametrize("run_ahead", [0, 1, 2])
-@pytest.mark.parametrize(("num_steps", "rounds"), [(STEPS, 1), (2, 4), (0, 1)])
+@pytest.mark.parametrize(
+    ("num_steps", "rounds", "run_ahead", "is_cached", "params"),
+    [  # any two of the shape, the depth of the queue and the parameters meet once
+        pytest.param(STEPS, 1, 0, False, SEEDED, id="chain-seeded"),
+        pytest.param(STEPS, 1, 1, True, CHARGED, id="chain-charged"),
+        pytest.param(STEPS, 1, 2, True, GREEDY, id="chain-greedy"),
+        pytest.param(2, 4, 0, True, CHARGED, id="rounds-charged"),
+        pytest.param(2, 4, 1, False, GREEDY, id="rounds-greedy"),
+        pytest.param(2, 4, 2, True, SEEDED, id="rounds-seeded"),
+        pytest.param(0, 1, 0, True, GREEDY, id="plain-greedy"),
+        pytest.param(0, 1, 1, True, SEEDED, id="plain-seeded"),
+        pytest.param(0, 1, 2, False, CHARGED, id="plain-charged"),
+    ],
+)
 def test_output_does_not_tell(num_steps, rounds, run_ahead, is_cached, params) -> None:
     serving = Serving(
         num_steps=num_steps,
@@ -95,18 +105,16 @@ def test_the_newest_goes_first_and_the_order_stays() -> None:
     serving.check_clean()
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_log_probabilities_stay_beside_their_tokens(run_ahead) -> None:
+def test_log_probabilities_stay_beside_their_tokens() -> None:
     def serve(num_pages: int):
-        serving = Serving(run_ahead=run_ahead, num_pages=num_pages)
+        serving = Serving(run_ahead=1, num_pages=num_pages)
         requests = [
             make_request(
                 prompt,
                 [GREEDY, SEEDED][i % 2],
                 seed=i,
                 width=STEPS,
-                return_logprob=i != 3,
-                top_logprobs_num=0 if i == 3 else i % 4,
+                top_logprobs=None if i == 3 else i % 4,
             )
             for i, prompt in enumerate(PROMPTS)
         ]
@@ -162,8 +170,7 @@ def test_a_retracted_request_can_be_aborted() -> None:
         assert (request.finish_reason == {"type": "abort"}) == (len(request.output_ids) < 50)
 
 
-@pytest.mark.parametrize("is_cached", [False, True])
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize(("run_ahead", "is_cached"), [(0, False), (1, True)])
 def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
     serving = Serving(run_ahead=run_ahead, is_cached=is_cached)
     requests = serving.add(PROMPTS, SEEDED)
@@ -172,7 +179,7 @@ def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
         if i % 3 == 2:
             serving.scheduler.flush_cache()
             assert serving.allocator.num_free == serving.allocator.num_pages - 1
-            assert serving.scheduler.num_running == 0
+            assert not serving.running
             assert not serving.scheduler._in_flight
     serving.finish()
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, SEEDED, SEEDS)
@@ -181,16 +188,19 @@ def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
 
 def test_requests_that_leave_early_do_not_wait_for_the_whole_pool() -> None:
     """Room for two whole requests, but all four start, since none of them gets far."""
-    params = replace(GREEDY, max_new_tokens=80)
+    params = replace(SEEDED, max_new_tokens=80)
     prompts = [prompt[:4] for prompt in PROMPTS[:4]]
-    expected = [output[:7] for output in plain_outputs(prompts, params, range(4))]
+    written = [output[:20] for output in plain_outputs(prompts, params, range(4))]
     serving = Serving(num_pages=1 + 2 * 21)
-    requests = serving.add(prompts, params)
+    requests = [make_request(prompt, params, seed=i, width=4) for i, prompt in enumerate(prompts)]
+    # as late as a token ends each of them that it has not written before
+    expected = [output[: max(map(output.index, output)) + 1] for output in written]
     for request, output in zip(requests, expected, strict=True):
         request.end_token_ids = frozenset(output[-1:])
-    serving.step()
-    assert serving.scheduler.num_waiting == 0
+    serving.add_all(requests)
+    for _ in requests:  # one prefill a step
+        serving.step()
+    assert len(serving.running) == 4
     serving.finish()
-    for request, output in zip(requests, expected, strict=True):
-        assert request.output_ids == output[: output.index(output[-1]) + 1]
-        assert request.num_retractions == 0
+    assert [request.output_ids for request in requests] == expected
+    assert not any(request.num_retractions for request in requests)

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from specjax.engine.diagnostics import next_logits
-from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 
 from ..copying import copied_runner, copied_weights
 from ..settings import counted_compilations
-from ..tiny import EAGLE3, TARGET, Networks, make_request, run_requests, target_model
+from ..tiny import make_request, run_requests, target_model
 from .serving import Serving
 from .test_retraction import Letters
 
@@ -82,17 +81,6 @@ def make_wishes(rng: random.Random) -> list[Wish]:
     return wishes
 
 
-def stress_runner(num_steps: int, rounds: int) -> ModelRunner:
-    """A runner that prefills four tokens at a time."""
-    head = EAGLE3 if num_steps else None
-    config = replace(copied_runner(4).config, num_steps=num_steps, rounds_per_dispatch=rounds)
-    runner = ModelRunner(Networks.of(TARGET, head), replace(config, prefill_buckets=(4,)))
-    runner.compile(show_progress=False)
-    target, weights = copied_weights()
-    runner.load(target, weights if head else ())
-    return runner
-
-
 def is_tie(wish: Wish, ours: list[int], theirs: list[int]) -> bool:
     """Whether the two best logits where the outputs part are as good as equal."""
     same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
@@ -112,7 +100,8 @@ def test_every_request_ends_as_if_alone(
 ) -> None:
     rng = random.Random(17)
     wishes = make_wishes(rng)
-    runner = stress_runner(num_steps, rounds)
+    # four tokens of a prompt at a time
+    runner = copied_runner(num_steps, rounds, prefill_buckets=(4,))
     serving = Serving(runner=runner, run_ahead=run_ahead, is_cached=is_cached, num_pages=NUM_PAGES)
     scheduler = serving.scheduler
     served: list[tuple[Wish, Request]] = []

@@ -30,7 +30,7 @@ class Job:
     params: SamplingParams
     seed: int = 0
     ends: tuple[int, ...] = ()
-    top_logprobs: int = -1
+    top_logprobs: int | None = None
     done: tuple[int, ...] = ()
 
     @property
@@ -54,7 +54,7 @@ class Output:
             if self.is_over(job):
                 return
             self.tokens.append(int(token))
-            if job.top_logprobs >= 0:
+            if job.top_logprobs is not None:
                 n = job.top_logprobs
                 self.chosen.append(float(logprobs.chosen[at][i]))
                 ids, values = logprobs.top_ids[at][i, :n], logprobs.top_values[at][i, :n]
@@ -110,7 +110,7 @@ def serve(runner: ModelRunner, jobs: list[Job], **first_start) -> list[Output]:
         for slot, (job, output) in zip(slots, batch, strict=True):
             result = start(runner, slot, job, **first_start)
             logprobs = result.read_logprobs()
-            assert (logprobs is None) == (job.top_logprobs < 0)
+            assert (logprobs is None) == (job.top_logprobs is None)
             at = (slice(None),)
             output.take(result.read(), job, logprobs, at)
         while not all(output.is_over(job) for job, output in batch):
@@ -167,7 +167,7 @@ def dense_decode(weights: Weights, job: Job) -> Output:
             logits[list(set(range(vocab_size)) - kept)] = -np.inf
         token = int(np.argmax(logits))
         output.tokens.append(token)
-        if job.top_logprobs >= 0:
+        if job.top_logprobs is not None:
             logprobs = raw - np.log(np.sum(np.exp(raw)))
             best = np.argsort(-raw, kind="stable")[: job.top_logprobs].tolist()
             output.chosen.append(float(logprobs[token]))

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.table import HostTables
+from specjax.sampling.table import HostTables, pack_sampling, unpack_sampling
 from specjax.types import SamplingTable
 
 
 def sampling_rows(rows: Iterable[SamplingParams], vocab_size: int, **slot: Any) -> SamplingTable:
     """The parameters of some rows as the device has them; row ``i`` has the seed ``i``."""
     rows = list(rows)
-    tables = HostTables.empty(len(rows), 1, vocab_size)
+    tables = HostTables(len(rows), 1, vocab_size)
     for i, params in enumerate(rows):
-        defaults = {"seed": i, "end_token_ids": (), "prompt_len": 0, "top_logprobs": -1}
-        tables.set_sampling(i, params, vocab_size, **(defaults | slot))
-    return jax.device_put(tables.sampling)
+        defaults = {"seed": i, "end_token_ids": (), "prompt_len": 0, "top_logprobs": None}
+        tables.set_sampling(i, params, **(defaults | slot))
+    return unpack_sampling(jax.device_put(pack_sampling(tables.sampling)))
 
 
 def equal_rows(count: int, params: SamplingParams, vocab_size: int) -> SamplingTable:

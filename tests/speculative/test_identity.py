@@ -43,7 +43,7 @@ JOBS = [
         params=one,
         seed=2**40 + 11 * i,
         ends=(END, 60),
-        top_logprobs=[-1, 0, 3, 20][i % 4],
+        top_logprobs=[None, 0, 3, 20][i % 4],
     )
     for i, (one, size) in enumerate(zip(PARAMS, (5, 17, 1, 16, 30, 3, 8, 33, 4, 12), strict=True))
 ]
@@ -154,7 +154,7 @@ def test_compiled_stages_report_the_same_log_probabilities():
 
 def test_log_probabilities_come_only_where_they_are_asked_for():
     runner = make_runner(EAGLE3, 4)
-    quiet, loud = (replace(JOBS[2], top_logprobs=n) for n in (-1, 0))
+    quiet, loud = (replace(JOBS[2], top_logprobs=n) for n in (None, 0))
     assert start(runner, 1, quiet).read_logprobs() is None
     assert start(runner, 2, loud).read_logprobs().chosen.shape == (1,)
     assert runner.round([1]).read_logprobs() is None

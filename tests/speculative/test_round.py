@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.sampling.draw import rows_of
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.future_map import FutureMap
-from specjax.speculative.stages import extend, verify
+from specjax.sampling.table import unpack_sampling
+from specjax.speculative.future_map import resolve
+from specjax.speculative.round import Resident, RoundConfig, make_batch, verify
 from specjax.speculative.tree import chain_input
 
 from ..tiny import (
@@ -32,7 +32,7 @@ SEEDED = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, max_new_tokens=20
 
 
 def outputs(runner, params, **kwargs):
-    steps = runner.config.num_steps
+    steps = runner.config.largest.steps
     requests = [
         make_request(p, params, seed=7 * i + 2**40, width=steps) for i, p in enumerate(PROMPTS)
     ]
@@ -40,14 +40,19 @@ def outputs(runner, params, **kwargs):
     return [request.output_ids for request in requests]
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_plain_rounds_equal_dense_decoding(page_size):
-    runner = make_runner(page_size=page_size)
-    assert outputs(runner, GREEDY) == [dense_greedy(p, 20) for p in PROMPTS]
+def test_plain_rounds_equal_dense_decoding():
+    assert outputs(make_runner(), GREEDY) == [dense_greedy(p, 20) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("attention", ["chunked", "reference"])
-@pytest.mark.parametrize(("head", "steps"), [(EAGLE3, 1), (EAGLE3, 4), (EAGLE, 3)])
+@pytest.mark.parametrize(
+    ("head", "steps", "attention"),
+    [
+        (EAGLE3, 2, "chunked"),
+        (EAGLE3, 4, "chunked"),
+        (EAGLE3, 4, "reference"),
+        (EAGLE, 4, "chunked"),
+    ],
+)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_speculation_changes_no_token(head, steps, params, attention):
     plain = outputs(make_runner(), params)
@@ -60,7 +65,7 @@ def test_speculation_changes_no_token(head, steps, params, attention):
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
     """Tokens, figures and ends are those of one round per dispatch; end tokens are in play."""
-    params = SamplingParams(temperature=0.9, max_new_tokens=23)
+    params = SamplingParams(temperature=0.9, max_new_tokens=23, logit_bias={5: 5.0})
     results = []
     for rounds in (1, 4):
         requests = [
@@ -90,7 +95,7 @@ def test_a_row_stops_on_the_device():
         counts = packed[:, 0, -1]
         assert counts.tolist() == [1] * (produced - 1) + [0] * (12 - produced + 1)
         assert packed[: produced - 1, 0, 0].tolist() == truth[1:produced]
-        assert int(runner.future.rows.seq_lens[1]) == len(PROMPTS[3]) + produced - 1
+        assert int(runner.future.seq_lens[1]) == len(PROMPTS[3]) + produced - 1
     runner.clear_slot(1)
 
 
@@ -108,7 +113,7 @@ def start(runner, prompt):
 def row_state(runner, slot):
     """What a slot holds between rounds; the history behind the bonus token is of no meaning."""
     state = jax.tree.map(lambda leaf: leaf[slot], runner.future)
-    return replace(state, tokens=state.tokens[: int(state.rows.seq_lens) + 1])
+    return replace(state, tokens=state.tokens[: int(state.seq_lens) + 1])
 
 
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
@@ -120,30 +125,28 @@ def test_any_number_of_drafts_can_be_accepted(head):
     assert start(runner, prompt) == truth[0]
     flat, weights = target_model()
     target = flat.rebuild(weights)
-    model = runner.networks.head.rebuild(head_weights(head))
-    view, sampling = runner._view_of(runner.tables), jax.device_put(runner.tables.sampling)
+    model = runner.networks.draft.rebuild(head_weights(head))
+    view, sampling = (
+        runner._view_of(runner.tables),
+        unpack_sampling(runner._sampling_of(runner.tables)),
+    )
     slots = jnp.array([1, 0], jnp.int32)
-    view = replace(view, page_table=view.page_table[slots])
+    resident = Resident(target, model, view, sampling)
+    algorithm, shape = runner.config.algorithm, runner.config.largest
+    config = RoundConfig(
+        algorithm=algorithm, shape=shape, feature_layers=algorithm.feature_layers(runner.networks)
+    )
     lens = jnp.array([len(prompt), 0], jnp.int32)
-    pools, done = jax.tree.map(jnp.copy, runner.pools), 1
+    pools, future = jax.tree.map(jnp.copy, (runner.pools, runner.future))
+    done = 1
     kv_target, kv_draft = pools.target, pools.draft
 
     @jax.jit
     def one_round(kv_target, kv_draft, chain, lens):
-        tree = chain_input(chain, lens)
-        out, kv_target = verify(
-            target,
-            kv_target,
-            tree,
-            lens,
-            view,
-            rows_of(sampling, slots),
-            runner.future.tokens,
-            slots,
-            num_steps=steps,
-            feature_layers=head.feature_layers,
-        )
-        following, kv_draft = extend(target, model, kv_draft, out, lens, view)
+        batch = replace(make_batch(resident, future, slots), seq_lens=lens)
+        out, kv_target = verify(batch, kv_target, chain_input(chain, lens), config)
+        rows = resolve(future, slots)
+        kv_draft, following = algorithm.extend(batch, kv_draft, rows, out, shape)
         return out, following, kv_target, kv_draft
 
     for good in (0, 4, 2, 1, 3, 4, 4, 0):
@@ -154,7 +157,7 @@ def test_any_number_of_drafts_can_be_accepted(head):
         assert out.num_accepted_drafts.tolist() == [good, 0]
         assert out.num_accepted_tokens.tolist() == [good + 1, 0]
         assert out.accept_tokens[0, : good + 1].tolist() == truth[done : done + good + 1]
-        lens = following.seq_lens
+        lens = lens + out.num_accepted_tokens
         done += good + 1
         assert lens.tolist() == [len(prompt) + done - 1, 0]
         # what the head knows now must equal what prefilling the same text teaches it
@@ -188,14 +191,5 @@ def test_padding_slot_stays_empty():
     for _ in range(3):
         packed = runner.round([1, 0, 0]).read()[0]
     assert not packed[1:].any()
-    assert int(runner.future.rows.seq_lens[0]) == 0
+    assert int(runner.future.seq_lens[0]) == 0
     runner.clear_slot(1)
-
-
-def test_future_map_shapes_match_the_rows():
-    abstract = FutureMap.abstract(3, 1, 8, jnp.dtype(jnp.float32), 40)
-    assert abstract.tokens.shape == (3, 40)
-    assert abstract.remaining.shape == (3,)
-    assert abstract.rows.hidden.shape == (3, 8)
-    assert abstract.rows.topk_ids.shape == (3, 1)
-    assert abstract.rows.seq_lens.dtype == jnp.int32

@@ -32,10 +32,10 @@ def trees(draw):
     return parents, tokens, depth, target
 
 
-def walk(parents, tokens, target, num_steps):
+def walk(parents, tokens, target, num_proposed, num_steps):
     path = [0]
     while len(path) <= num_steps:
-        children = [i for i, p in enumerate(parents) if p == path[-1]]
+        children = [i for i, p in enumerate(parents[: num_proposed + 1]) if p == path[-1]]
         hit = [i for i in children if tokens[i] == target[path[-1]]]
         if not hit:
             break
@@ -44,18 +44,26 @@ def walk(parents, tokens, target, num_steps):
 
 
 @settings(max_examples=60, deadline=None)
-@given(trees())
-def test_accept_equals_a_walk(tree):
+@given(trees(), st.integers(0, ROWS - 1))
+def test_accept_equals_a_walk(tree, num_proposed):
+    """Nodes behind the proposed ones are padding: never accepted, whatever they hold."""
     parents, tokens, depth, target = tree
     steps, rows = STEPS, ROWS
     features = jnp.arange(1.0, rows + 1)[None, :, None].repeat(2, axis=0)
     both = lambda x: jnp.asarray([x, x], jnp.int32)  # noqa: E731
-    inputs = VerifyInput(both(tokens), both(parents), both(depth), jnp.ones((2, rows, rows), bool))
+    inputs = VerifyInput(
+        draft_tokens=both(tokens),
+        num_proposed=both(num_proposed),
+        parents=both(parents),
+        positions=both(depth),
+        tree_mask=jnp.ones((2, rows, rows), bool),
+    )
     out = jit_accept(inputs, both(target), features, jnp.array([True, False]), steps)
 
-    path = walk(parents, tokens, target, steps)
+    path = walk(parents, tokens, target, num_proposed, steps)
     pad = steps + 1 - len(path)
     assert out.accept_index[0].tolist() == path + [-1] * pad
+    assert out.num_proposed_drafts.tolist() == [num_proposed, 0]
     assert out.accept_tokens[0].tolist() == [target[i] for i in path] + [0] * pad
     assert int(out.num_accepted_drafts[0]) == len(path) - 1
     assert int(out.num_accepted_tokens[0]) == len(path)

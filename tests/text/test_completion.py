@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from specjax.checkpoints import open_target
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
+from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -37,7 +38,7 @@ def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
     while at < len(ids) and not request.is_finished:
         size = sizes[turn % len(sizes)]
         tokens = ids[at : at + size]
-        request.append_round(tokens, len(tokens) - 1, 4)
+        request.append_round(tokens, 4, len(tokens) - 1, 4)
         shown.append(request.streamed_text())
         at, turn = at + size, turn + 1
     return shown
@@ -122,6 +123,36 @@ def test_streams_take_nothing_back(text, stops, sizes) -> None:
         assert after.startswith(before)
 
 
+class Letters:
+    """A decoder of one letter a token."""
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def flush(self) -> str:
+        return ""
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=5),
+)
+def test_the_first_and_shortest_stop_string_is_found_at_once(text, stops) -> None:
+    completion, said = CompletionText(Letters(), stops), ""  # type: ignore[arg-type]
+    for letter in text:
+        said += letter
+        found = completion.add(ord(letter), flush=False)
+        hits = [(said.find(stop), stop) for stop in stops if stop in said]
+        if hits:
+            at, stop = min(hits)
+            assert (found, completion.text) == (stop, said[:at])
+            return
+        starts = {stop[:size] for stop in stops for size in range(1, len(stop))}
+        held = max((len(start) for start in starts if said.endswith(start)), default=0)
+        assert (found, completion.streamed()) == (None, said[: len(said) - held])
+
+
 def test_the_start_of_a_stop_string_is_held_until_it_is_none() -> None:
     ids = [tokenizer().encode(letter)[0] for letter in "xabay"]
     request = make("abab")
@@ -172,7 +203,7 @@ def test_a_stop_string_inside_an_accepted_run_cuts_its_tail() -> None:
     ids = tokenizer().encode("a b c d e")
     request = make(" c")
     request.append_first(ids[0])
-    request.append_round(ids[1:], 4, 4)
+    request.append_round(ids[1:], 4, 4, 4)
     assert request.text == "a b"
     assert request.output_ids == ids[:3]
     meta = request.result()["meta_info"]

@@ -1,6 +1,8 @@
 """Tokenizers from directories and GGUF files, chat templates, streaming decoding."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.gguf_reader import GGUFFile
+from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specjax.text import chat_template
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 CHATML = (
@@ -222,6 +225,81 @@ def test_template_refusals() -> None:
             tokenizer.apply_chat_template([{"role": "user", "content": content}])
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ {}.get('a').b.c }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{{ [].pop() }}",
+        "{{ 'abc'.encode('no such codec') }}",
+    ],
+)
+def test_failing_templates(template: str) -> None:
+    with pytest.raises(ValueError, match="the chat template refused the conversation"):
+        render(template)
+
+
+LOOP = "{% for i in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOP * 3 + "{% endfor %}" * 3,
+        LOOP * 3 + "x" * 1000 + "{% endfor %}" * 3,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+        "{% for i in range(9999) recursive %}{{ loop(range(9999)) }}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 10 ** (10 ** 9) }}",
+        "{{ [1] * 10 ** 9 }}",
+        "{{ 'a'.ljust(10 ** 12) }}",
+        "{{ 'a' | center(1000000000000) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1000000000) }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{% set x = 'a' %}" + "{% set x = x + x %}" * 40,
+        "{% set x = 'a' %}" + "{% set x = x ~ x %}" * 40,
+        "{% set x = 'a' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
+        "{% set x = [1] %}" + "{% set x = [x, x] %}" * 40 + "{{ x }}",
+        "{% set x = 7 %}" + "{% set x = namespace(a=x, b=x) %}" * 40 + "{{ x | length }}",
+        "{% set x = 'ab' * 1000000 %}{{ x.replace('a', x) }}",
+        "{% set x = 'ab' * 1000000 %}{{ range(9999) | map(attribute='no', default=x) | join }}",
+        "{% set x = 9 %}" + "{% set x = x * x %}" * 60,
+        "{{ range(99999) | map('center', 100000) | list | length }}",
+        "{{ lipsum(n=10000000) }}",
+    ],
+)
+def test_endless_templates(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also away from the main thread, and without the memory that they ask for."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    before = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(render, template)
+        with pytest.raises(ValueError, match="the chat template refused the conversation"):
+            future.result()
+    assert time.monotonic() - before < 5
+
+
+def test_long_conversations_render() -> None:
+    messages = [{"role": "user", "content": "word " * 1000}] * 200
+    tokenizer = byte_fallback_tokenizer()
+    for template in (
+        CHATML,
+        "{% set ns = namespace(text='') %}{% for m in messages %}{% if not loop.last %}"
+        "{% set ns.text = ns.text + m.content | trim %}{% endif %}{% endfor %}{{ ns.text }}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') "
+        "| join('\n') }}{{ messages | tojson(indent=2) }}",
+        "{% for m in messages[::-1] %}{{ loop.index0 }}/{{ loop.length }}"
+        "{{ m.content.replace('w', 'ww').split(' ') | last }}{% endfor %}",
+    ):
+        tokenizer.chat_template = template
+        assert len(tokenizer.apply_chat_template(messages)) > 1000
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="surrogates not allowed"):
         byte_fallback_tokenizer().encode("a\udcff")
@@ -285,7 +363,7 @@ def write_vocabulary(path: Path, **changes: Any) -> GGUFFile:
 
 def test_gguf_vocabulary(tmp_path: Path) -> None:
     file = write_vocabulary(tmp_path / "t.gguf")
-    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokens = file.metadata.items("tokenizer.ggml.tokens", str)
     tokenizer = tokenizer_from_gguf(file)
     assert tokenizer.vocab_size == len(tokens)
     assert tokenizer.encode("ab<|end|>") == [tokens.index("ab"), tokens.index("<|end|>")]
@@ -327,7 +405,7 @@ def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> 
         ({"ggml.model": "llama"}, r"tokenizer\.ggml\.model='llama'.*'gpt2'.*skip_tokenizer_init"),
         ({"ggml.model": None}, r"tokenizer\.ggml\.model=None"),
         ({"ggml.pre": "new"}, r"tokenizer\.ggml\.pre='new'.*'llama-bpe'"),
-        ({"ggml.merges": None}, r"no tokenizer\.ggml\.merges"),
+        ({"ggml.merges": None}, r"has no tokenizer\.ggml\.merges"),
         ({"ggml.merges": ["a ÿÿ"]}, "broken BPE vocabulary"),
         ({"ggml.eos_token_id": 100_000}, r"eos_token_id=100000 is outside"),
     ],

@@ -10,7 +10,9 @@ from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.training.data import Corpus
-from specjax.training.trainer import TrainConfig, Trainer, head_config
+from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
+
+from ..tiny import random_weights
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ def tiny() -> Tiny:
         tie_word_embeddings=True,
     )
     flat = FlatModel.of(partial(CausalLM, model))
-    weights = flat.init(partial(CausalLM, model), 0)
-    draft = head_config(model, intermediate_size=40, draft_vocab_size=40, dtype="float32")
+    weights = random_weights(flat, 0)
+    draft = default_draft_config(model, intermediate_size=40, draft_vocab_size=40)
     return Tiny(model, flat, weights, draft)
 
 

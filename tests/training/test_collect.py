@@ -12,17 +12,20 @@ from specjax.config import ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.text.tokenizer import Tokenizer
+from specjax.training import collect as collecting
 from specjax.training.collect import (
     CollectConfig,
     chat_frame,
     collect,
     cut_at_sentence,
     file_prompts,
+    fill_slots,
+    opening_tables,
+    openings,
     read_prompts,
     sample_prompts,
 )
-from specjax.training.generate import GeneratorConfig, Sampler
-from specjax.training.openings import OPENINGS, TEXT_OPENINGS, fill, text_openings, user_openings
+from specjax.training.generate import Sampler
 
 TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
 
@@ -49,27 +52,37 @@ def sampler(tokenizer) -> Sampler:
         num_kv_heads=1,
         head_dim=8,
     )
-    build = partial(CausalLM, model)
-    flat = FlatModel.of(build)
-    config = GeneratorConfig(num_rows=8, prefill_rows=8, max_prompt_len=256, max_new_tokens=8)
-    return Sampler(flat, flat.init(build, 0), model, config, tokenizer.eos_token_ids)
+    flat = FlatModel.of(partial(CausalLM, model))
+    return Sampler(
+        flat=flat,
+        weights=flat.random(0),
+        model=model,
+        stop_ids=tokenizer.eos_token_ids,
+        num_rows=8,
+        prefill_rows=8,
+        max_prompt_len=256,
+        max_new_tokens=8,
+    )
 
 
-def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(sampler, tokenizer):
-    config = CollectConfig(self_sample=24, text_fraction=0.25, max_user_tokens=6)
+def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(
+    sampler, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(collecting, "TEXT_FRACTION", 0.25)
+    config = CollectConfig(self_sample=24, max_user_tokens=6)
     prompts = sample_prompts(sampler, tokenizer, config)
     before, after = chat_frame(tokenizer)
     assert (before, after) == ("<s>user: ", "<e>bot:")
-    openings = {(topic, opening.rstrip(" ")) for topic, opening in user_openings(18, 0)}
+    begun = set(openings(opening_tables()["topics"], 18, 0))
     texts = [(p.source, tokenizer.decode(p.ids, skip_special_tokens=False)) for p in prompts]
     chats = [(source, text) for source, text in texts if source != "text"]
     assert len(texts) - len(chats) == 6
-    assert {source for source, _ in chats} == set(OPENINGS)
+    assert {source for source, _ in chats} == set(opening_tables()["topics"])
     for source, text in chats:
         assert text.startswith(before)
         assert text.endswith(after)
         inner = text[len(before) : -len(after)]
-        assert any(s == source and inner.startswith(o) for s, o in openings)
+        assert any(s == source and inner.startswith(o) for s, o in begun)
     again = sample_prompts(sampler, tokenizer, config)
     assert again == prompts
 
@@ -88,12 +101,9 @@ def test_a_target_without_a_chat_template_continues_plain_text(sampler, tokenize
     plain = Tokenizer(tokenizer.backend, special_tokens={"eos_token": "<e>"})
     prompts = sample_prompts(sampler, plain, CollectConfig(self_sample=6))
     assert {p.source for p in prompts} == {"text"}
-    assert plain.decode(file_prompts(plain, [("a", "hello")])[0].ids) == "hello"
-
-
-def test_nothing_to_train_on_is_an_error(sampler, tokenizer):
-    with pytest.raises(ValueError, match="--self-sample"):
-        collect(sampler, tokenizer, CollectConfig())
+    entries = [("a", "hello"), ("b", "too long")]
+    (prompt,) = file_prompts(plain, entries, 5)
+    assert plain.decode(prompt.ids) == "hello"
 
 
 def test_prompt_files(tmp_path):
@@ -101,6 +111,9 @@ def test_prompt_files(tmp_path):
     lines = [{"category": "math", "turns": ["a", "b"]}, {"turns": ["c"]}]
     path.write_text("\n\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     assert read_prompts(path) == [("math", "a"), ("some", "c")]
+    separators = "a\u2028b\u2029c\u0085d"
+    path.write_bytes(f'{{"turns": ["{separators}"]}}\r\n{{"turns": ["e"]}}\n'.encode())
+    assert read_prompts(path) == [("some", separators), ("some", "e")]
     for bad in ('{"turns": []}', '{"turn": ["a"]}', "[1]", "{", '{"turns": [1]}'):
         path.write_text('{"turns": ["fine"]}\n' + bad, encoding="utf-8")
         with pytest.raises(ValueError, match=r"some\.jsonl:2"):
@@ -115,17 +128,10 @@ def test_unfinished_turns_are_cut_at_a_sentence():
 
 def test_openings_have_no_empty_slots():
     rng = np.random.default_rng(0)
-    for template in (*TEXT_OPENINGS, *(t for group in OPENINGS.values() for t in group)):
-        text = fill(template, rng)
+    topics = opening_tables()["topics"]
+    for template in (*opening_tables()["text"], *(t for group in topics.values() for t in group)):
+        text = fill_slots(template, rng)
         assert "{" not in text
         assert "  " not in text.strip()
-    assert [topic for topic, _ in user_openings(16, 0)] == [*OPENINGS, *OPENINGS]
-    assert len(set(text_openings(50, 0))) > 30
-
-
-@pytest.mark.parametrize(
-    "change", [{"text_fraction": 1.5}, {"sampled_fraction": -0.1}, {"answer_temperature": -1.0}]
-)
-def test_bad_settings_name_the_knob(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        CollectConfig(**change)
+    assert [topic for topic, _ in openings(topics, 16, 0)] == [*topics, *topics]
+    assert len(set(openings({"text": opening_tables()["text"]}, 50, 0))) > 30

@@ -7,41 +7,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.training import generate
 from specjax.training.attention import packed_attend
-from specjax.training.generate import GeneratorConfig, Sampler
+from specjax.training.generate import Sampler
 
 SIZE = 32
 
 
-def _sampler(tiny, stops=(7,), **sizes):
-    defaults = {
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    monkeypatch.setattr(generate, "CHUNK_STEPS", 4)
+
+
+def _sampler(tiny, stops=(7,), **changes):
+    settings = {
+        "model": tiny.model,
         "num_rows": 3,
         "prefill_rows": 2,
         "max_prompt_len": 12,
         "max_new_tokens": 14,
-        "chunk_steps": 4,
     }
-    config = GeneratorConfig(**defaults | sizes)
-    return Sampler(tiny.flat, tiny.weights, tiny.model, config, stops)
+    return Sampler(flat=tiny.flat, weights=tiny.weights, stop_ids=stops, **settings | changes)
 
 
-def _greedy(tiny, prompt, count, stops):
-    """Greedy decoding that runs the whole text again for every token."""
-    model = tiny.flat.rebuild(tiny.weights)
+@pytest.fixture(scope="module")
+def logits_of(tiny):
+    """Logits [SIZE, V] of one text by itself, as a function of its tokens."""
 
     @jax.jit
-    def logits(ids, segments):
-        attend = packed_attend(segments, "xla")
+    def run(weights, ids, segments):
+        model = tiny.flat.rebuild(weights)
+        attend = packed_attend(segments)
         return model.logits(model(ids, jnp.arange(SIZE)[None], None, attend)[0])[0]
 
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + count:
+    def logits(tokens):
         ids = np.zeros((1, SIZE), np.int32)
         ids[0, : len(tokens)] = tokens
         segments = (np.arange(SIZE) < len(tokens)).astype(np.int32)[None]
-        tokens.append(int(logits(ids, segments)[len(tokens) - 1].argmax()))
-        if tokens[-1] in stops:
-            break
+        return np.asarray(run(tiny.weights, ids, segments))
+
+    return logits
+
+
+def _greedy(logits_of, prompt, count):
+    """Greedy decoding that runs the whole text again for every token."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(int(logits_of(tokens)[len(tokens) - 1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -51,8 +63,8 @@ def prompts():
     return [rng.integers(0, 61, n).tolist() for n in (3, 12, 1, 7, 5, 9, 12, 2)]
 
 
-def test_greedy_equals_decoding_alone(tiny, prompts):
-    free = [_greedy(tiny, p, 14, ()) for p in prompts]
+def test_greedy_equals_decoding_alone(tiny, logits_of, prompts):
+    free = [_greedy(logits_of, p, 14) for p in prompts]
     # a token that ends some of the texts early, and not all of them
     stop = next(t for t in free[1][3:] if 0 < sum(t in text for text in free) < len(free))
     finished = []
@@ -78,15 +90,13 @@ def test_sampled_rows_vary_with_the_seed_and_greedy_rows_do_not(tiny, prompts):
     assert all(len(text) == 8 for text in first)
 
 
-def test_sampling_follows_the_softmax(tiny):
+def test_sampling_follows_the_softmax(tiny, logits_of):
     """First tokens of many samples of one prompt have the frequencies of the model."""
     prompt, temperature = [3, 1, 4], 0.7
-    model = tiny.flat.rebuild(tiny.weights)
-    attend = packed_attend(jnp.ones((1, 3), jnp.int32), "xla")
-    hidden = model(jnp.asarray([prompt]), jnp.arange(3)[None], None, attend)[0]
-    expected = np.asarray(jax.nn.softmax(model.logits(hidden)[0, -1] / temperature))
+    weights = np.exp(logits_of(prompt)[2] / temperature)
+    expected = weights / weights.sum()
     count = 3000
-    sampler = _sampler(tiny, (), num_rows=1000, prefill_rows=500, max_new_tokens=1, chunk_steps=1)
+    sampler = _sampler(tiny, (), num_rows=1000, prefill_rows=500, max_new_tokens=1)
     texts = sampler.generate([prompt] * count, [temperature] * count, 1, 0)
     observed = np.bincount([t[0] for t in texts], minlength=61) / count
     error = np.sqrt(expected * (1 - expected) / count)
@@ -96,12 +106,10 @@ def test_sampling_follows_the_softmax(tiny):
 def test_what_does_not_fit_is_refused(tiny):
     with pytest.raises(ValueError, match=r"prompt 1 has 13 tokens.*max_prompt_len=12"):
         _sampler(tiny).generate([[1], [1] * 13], [0.0, 0.0], 4, 0)
-    with pytest.raises(ValueError, match=r"max_new_tokens=15.*=14"):
+    with pytest.raises(ValueError, match=r"max_new_tokens=15 .* from 1 to 14"):
         _sampler(tiny).generate([[1]], [0.0], 15, 0)
     with pytest.raises(ValueError, match="context of 2048"):
         _sampler(tiny, max_new_tokens=2040)
     windowed = dataclasses.replace(tiny.model, sliding_window=16)
-    with pytest.raises(ValueError, match="sliding_window=16"):
-        Sampler(tiny.flat, tiny.weights, windowed, _sampler(tiny).config, ())
-    with pytest.raises(ValueError, match="num_rows=0"):
-        _sampler(tiny, num_rows=0)
+    with pytest.raises(ValueError, match=r"sliding_window.* of 16"):
+        _sampler(tiny, model=windowed)

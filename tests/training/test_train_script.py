@@ -23,10 +23,10 @@ TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-si
 def main():
     module = load_script("train_draft")
 
-    def run(arguments: str) -> None:
+    def run(arguments: str) -> int:
         # optax promotes its step count implicitly
         with jax.numpy_dtype_promotion("standard"):
-            module.main(arguments.split())
+            return module.main(arguments.split())
 
     return run
 
@@ -87,21 +87,20 @@ def model_directory(tmp_path_factory) -> Path:
     return path
 
 
-def test_from_no_data_to_a_head(main, model_directory, tmp_path):
+def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text('{"category": "math", "turns": ["1 + 1?"]}\n')
     data, head, report = tmp_path / "data.npz", tmp_path / "head", tmp_path / "report.json"
     common = f"--model {model_directory} --data {data} {SIZES}"
-    main(
-        f"{common} --self-sample 24 --prompts {prompts} --max-user-tokens 8 --generate-only"
-        f" --sample-file {tmp_path / 'sample.txt'}"
-    )
-    assert "=== math" in (tmp_path / "sample.txt").read_text()
+    collecting = f"--self-sample 24 --prompts {prompts} --max-user-tokens 8 --generate-only"
+    assert main(f"{common} {collecting} --report {report}") == 0
+    assert json.loads(report.read_text())["data"]["math"]["sequences"] == 2
     saved = data.read_bytes()
     train = f"{common} {TRAIN} --output {head} --checkpoint-dir {tmp_path / 'run'} --held-out 0.2"
-    main(f"{train} --stop-at 3")
+    assert main(f"{train} --stop-at 3") == 0
     first = (head / "model.safetensors").read_bytes()
-    main(f"{train} --report {report} --evaluate {prompts} --evaluate-tokens 8 --evaluate-steps 2")
+    measure = f"--report {report} --evaluate {prompts} --evaluate-tokens 8 --evaluate-steps 2"
+    assert main(f"{train} {measure}") == 0
     assert data.read_bytes() == saved
     assert (head / "model.safetensors").read_bytes() != first
     figures = json.loads(report.read_text())
@@ -111,12 +110,39 @@ def test_from_no_data_to_a_head(main, model_directory, tmp_path):
     draft = open_draft(head, open_target(model_directory))
     assert draft.config.draft_vocab_size == 64
     assert set(draft.load_weights())
+    # another draft vocabulary, of the same size or not, does not go on with this run
+    capsys.readouterr()
+    assert main(f"{train} --draft-vocab-size 60") == 2
+    assert "another draft vocabulary" in capsys.readouterr().err
 
 
-def test_missing_arguments_are_named(main, capsys):
-    with pytest.raises(SystemExit):
-        main("--generate-only")
-    assert "--generate-only needs --data" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main("--self-sample 3")
-    assert "--output is needed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--generate-only", "--generate-only needs --data"),
+        ("--self-sample 3", "--output is needed"),
+        ("--output {free}", "nothing to train on: give prompt files (--prompts)"),
+        ("--output {file}", "--output {file}: {file} is no directory to write to"),
+        ("--output {file}/head", "--output {file}/head: {file} is no directory to write to"),
+        ("--output {free} --checkpoint-dir {file}", "--checkpoint-dir {file}: {file} is no"),
+        ("--output {free} --report {file}/report", "--report {file}/report: {file} is no"),
+        ("--generate-only --data {free}", "--data {free} is a directory"),
+        ("--output {free} --log-every 0", "--log-every=0 must be an integer of at least 1"),
+        ("--output {free} --checkpoint-every 0", "--checkpoint-every=0"),
+        ("--output {free} --stop-at 0", "--stop-at=0 must be an integer of at least 1"),
+        ("--output {free} --held-out 1.0", "--held-out=1.0 must be a finite number"),
+        ("--output {free} --hard-weight nan", "--hard-weight=nan"),
+        ("--output {free} --prompts {file}", "file:1: not a JSON object"),
+        ("--output {free} --self-sample 1 --evaluate {free}/none", "none"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_is_loaded(
+    main, tmp_path, capsys, arguments, message
+):
+    file = tmp_path / "file"
+    file.write_text("text")
+    names = {"free": tmp_path, "file": file}
+    more = "" if "nothing" in message or "--prompts" in arguments else " --self-sample 3"
+    arguments = "--model no-such-model " + arguments.format(**names) + more
+    assert main(arguments) == 2
+    assert message.format(**names) in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Benchmarks; the scripts beside this folder are their doors."""

@@ -1,0 +1,209 @@
+"""Measures a draft head on prompts: acceptance by category, identity with plain decoding, speed.
+
+The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
+of user messages. Each turn goes through the chat template, behind the turns before it.
+
+    python scripts/eval_acceptance.py --prompts scripts/data/prompts.jsonl --output results.json
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench import common
+from bench.data import SPEC_BENCH, read_lines
+from specjax.cli.compare import Difference, find_difference
+from specjax.engine.requests import tokenize_inputs
+from specjax.speculative.registry import DEFAULT
+
+SAMPLING = ("max_new_tokens", "temperature", "sampling_seed")
+SHARED = ("model", "dtype", "context_length", "rounds_per_dispatch")
+SETTINGS = ("speculative_algorithm", "num_steps", "batch_size", "rounds_per_dispatch", *SAMPLING)
+COLUMNS = (
+    ("category", "name", ""),
+    ("requests", "requests", "d"),
+    ("length", "accept_length", ".2f"),
+    ("pooled", "accept_length_pooled", ".2f"),
+    ("rate", "accept_rate", ".3f"),
+    ("identical", "compared", ""),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one turn of one conversation gave. ``difference`` is None where plain text is equal."""
+
+    question_id: str
+    category: str
+    turn: int
+    meta_info: dict[str, Any]
+    difference: Difference | None
+
+
+@dataclass
+class Stopwatch:
+    """An engine's completion tokens and the time that its calls took."""
+
+    engine: Any
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def generate(self, messages: list[Any], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        """Answers a batch of conversations."""
+        start = time.perf_counter()
+        outputs = self.engine.generate(messages=messages, sampling_params=sampling)
+        self.seconds += time.perf_counter() - start
+        self.num_tokens += sum(len(output["output_ids"]) for output in outputs)
+        return outputs
+
+
+def evaluate(
+    watches: Mapping[str, Stopwatch],
+    prompts: Sequence[dict[str, Any]],
+    sampling: dict[str, Any],
+    batch_size: int,
+) -> Iterator[list[Answer]]:
+    """Answers all turns of all prompts with both engines, one batch of requests after the other.
+
+    Conversations go on with the speculative answer, also for plain decoding, so that one difference
+    stays one difference.
+    """
+    plain = watches["plain"].engine
+    conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
+    for turn in range(max(len(prompt["turns"]) for prompt in prompts)):
+        remaining = [i for i, prompt in enumerate(prompts) if len(prompt["turns"]) > turn]
+        for start in range(0, len(remaining), batch_size):
+            batch = remaining[start : start + batch_size]
+            for i in batch:
+                conversations[i].append({"role": "user", "content": prompts[i]["turns"][turn]})
+            messages = [list(conversations[i]) for i in batch]
+            outputs = [watch.generate(messages, sampling) for watch in watches.values()]
+            answers = []
+            for i, chat, output, reference in zip(batch, messages, *outputs, strict=True):
+                conversations[i].append({"role": "assistant", "content": output["text"]})
+                ids, plain_ids = output["output_ids"], reference["output_ids"]
+                difference = None
+                if ids != plain_ids:
+                    (prompt_ids,), _ = tokenize_inputs(plain.tokenizer, None, None, chat)
+                    difference = find_difference(ids, plain_ids, prompt_ids, plain.logit_gap)
+                answers.append(
+                    Answer(
+                        question_id=str(prompts[i]["question_id"]),
+                        category=str(prompts[i]["category"]),
+                        turn=turn,
+                        meta_info=output["meta_info"],
+                        difference=difference,
+                    )
+                )
+            yield answers
+
+
+def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The figures of a set of answers; averages are 0 where nothing was verified."""
+    metas = [answer.meta_info for answer in answers]
+    drafts = {name: value or 0 for name, value in common.acceptance(metas).items()}
+    return drafts | {
+        "requests": len(answers),
+        "completion_tokens": sum(meta["completion_tokens"] for meta in metas),
+        "identical": sum(answer.difference is None for answer in answers),
+    }
+
+
+def by_category(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
+    """The summary of each category, in order of first appearance."""
+    names = dict.fromkeys(answer.category for answer in answers)
+    return {name: summarize([one for one in answers if one.category == name]) for name in names}
+
+
+def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--prompts", type=Path, required=True, help="JSON lines, Spec-Bench form")
+    add("--model", default="smollm2-135m")
+    add("--draft", default=None)
+    add("--speculative-algorithm", default=DEFAULT)
+    add("--num-steps", type=int, default=5)
+    add("--max-new-tokens", type=int, default=128)
+    add("--batch-size", type=int, default=8)
+    add("--limit", type=int, default=None, help="use the first N prompts")
+    add("--rounds-per-dispatch", type=int, default=1)
+    add("--temperature", type=float, default=0.0)
+    add("--sampling-seed", type=int, default=0)
+    add("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
+    add("--context-length", type=int, default=None)
+    add("--compile-cache-dir", default="auto", help="none: no cache")
+    add("--output", type=Path, default=None, help="write the results as JSON")
+    args = parser.parse_args(argv)
+    sizes = ("batch_size", "num_steps", "max_new_tokens", "limit", "rounds_per_dispatch")
+    common.check_at_least(parser, args, 1, *sizes)
+    return args
+
+
+def main(door: str, argv: Sequence[str]) -> int:
+    """Evaluates with real engines, shows the table and writes the JSON file."""
+    from specjax import Engine
+
+    args = parse_arguments(door, argv)
+    prompts = read_lines(args.prompts, SPEC_BENCH)[: args.limit]
+    shared = {name: getattr(args, name) for name in SHARED} | {
+        "max_running_requests": args.batch_size,
+        "compile_cache_dir": None if args.compile_cache_dir == "none" else args.compile_cache_dir,
+        "show_progress": True,
+    }
+    drafting = {
+        "draft": args.draft,
+        "speculative_algorithm": args.speculative_algorithm,
+        "speculative_num_steps": args.num_steps,
+    }
+    sampling = {name: getattr(args, name) for name in SAMPLING}
+    answers: list[Answer] = []
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(**shared, **drafting))
+        plain = stack.enter_context(Engine(**shared, share_weights_with=engine))
+        watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
+        total = sum(len(prompt["turns"]) for prompt in prompts)
+        bar = stack.enter_context(tqdm(total=total, unit="request", file=sys.stderr))
+        for batch in evaluate(watches, prompts, sampling, args.batch_size):
+            answers += batch
+            bar.set_description(f"accept length {summarize(answers)['accept_length']:.2f}")
+            bar.update(len(batch))
+        dtype = engine.target.config.dtype
+    overall, categories = summarize(answers), by_category(answers)
+    rows = [
+        row | {"name": name, "compared": f"{row['identical']}/{row['requests']}"}
+        for name, row in (categories | {"all": overall}).items()
+    ]
+    speeds = {name: watch.num_tokens / watch.seconds for name, watch in watches.items()}
+    print(common.table_of(COLUMNS, rows))
+    print("  ".join(f"{name}: {speed:.1f} tok/s" for name, speed in speeds.items()))
+    for answer in answers:
+        if answer.difference is not None:
+            print(f"{answer.question_id}, turn {answer.turn}: {answer.difference.describe()}")
+    if args.output is not None:
+        results = {
+            "software": common.software(),
+            "settings": {
+                "model": Path(args.model).name if Path(args.model).exists() else args.model,
+                "draft": args.draft and Path(args.draft).name,
+                "dtype": dtype,
+                **{name: getattr(args, name) for name in SETTINGS},
+                "prompts": {"file": args.prompts.name, "count": len(prompts)},
+            },
+            "seconds": {name: watch.seconds for name, watch in watches.items()},
+            "tokens_per_second": speeds,
+            "overall": overall,
+            "categories": categories,
+            "requests": [dataclasses.asdict(answer) for answer in answers],
+        }
+        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return int(dtype == "float32" and overall["identical"] < overall["requests"])

@@ -1,0 +1,106 @@
+"""Requests of the benchmarks, from data sets on disk."""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.engine.requests import tokenize_inputs
+from specjax.text.tokenizer import Tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+PROMPTS = DATA / "prompts.jsonl"
+# chosen for SmolLM2-135M with its shipped head: docs/adaptive_decoding.md has the accept lengths
+ADAPTIVE_PROMPTS = DATA / "adaptive_prompts.jsonl"
+SPEC_BENCH = ("question_id", "category", "turns")
+# kinds of prompts, phase by phase
+WORKLOADS = {"low": ["low"], "high": ["high"], "transition": ["low", "high", "low", "high"]}
+DATASETS = ("jsonl", *WORKLOADS)
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """Prompt tokens, and the completion tokens to ask for."""
+
+    input_ids: list[int]
+    output_len: int
+
+
+def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Objects of a file with one JSON object a line.
+
+    Each has ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages), and the
+    ``required`` keys. ``ValueError`` names a line of another form.
+    """
+    wanted = " and ".join(required) or "prompt, messages or turns"
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            keys = row.keys() if isinstance(row, dict) else set()
+            if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
+                raise ValueError(f"it lacks {wanted}")
+            turns = row.get("turns", [""])
+            if not (isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns)):
+                raise ValueError("turns must be a list of at least one string")
+        except ValueError as error:
+            raise ValueError(
+                f"{path.name}, line {number}: {error}; expected a JSON object with {wanted}"
+            ) from error
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path.name} holds no prompts")
+    return rows
+
+
+def jsonl_requests(
+    path: Path, count: int, tokenizer: Tokenizer, output_len: int
+) -> list[BenchRequest]:
+    """Prompts of :func:`read_lines`, from the start again where there are too few.
+
+    Of ``turns`` the first is taken; a line may have an ``output_len`` of its own.
+    """
+    prompts = [
+        BenchRequest(_tokenize(tokenizer, row), row.get("output_len", output_len))
+        for row in read_lines(path)
+    ]
+    return [prompts[i % len(prompts)] for i in range(count)]
+
+
+def workload_phases(
+    workload: str, count: int, tokenizer: Tokenizer, output_len: int
+) -> dict[str, list[BenchRequest]]:
+    """``count`` prompts a phase; a kind that comes again goes on with its next prompts."""
+    kinds = WORKLOADS[workload]
+    rows = read_lines(ADAPTIVE_PROMPTS, SPEC_BENCH)
+    phases: dict[str, list[BenchRequest]] = {}
+    seen: Counter[str] = Counter()
+    for kind in kinds:
+        own = [row for row in rows if row["category"] == kind]
+        chosen = [own[i % len(own)] for i in range(seen[kind] * count, (seen[kind] + 1) * count)]
+        seen[kind] += 1
+        phases[f"{kind}_{seen[kind]}" if len(kinds) > 1 else kind] = [
+            BenchRequest(_tokenize(tokenizer, row), output_len) for row in chosen
+        ]
+    return phases
+
+
+def load_phases(args: argparse.Namespace, engine: Any) -> dict[str, list[BenchRequest]]:
+    """The requests that a command line asks for by phase, tokenized for an engine."""
+    name, count, tokenizer = args.dataset_name, args.num_prompts, engine.tokenizer
+    if name in WORKLOADS:
+        return workload_phases(name, count, tokenizer, args.output_len)
+    return {name: jsonl_requests(args.dataset_path, count, tokenizer, args.output_len)}
+
+
+def _tokenize(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
+    """Conversations go through the chat template, a ``prompt`` does not."""
+    if "messages" not in row and "turns" not in row:
+        return tokenizer.encode(row["prompt"])
+    messages = row.get("messages") or [{"role": "user", "content": row["turns"][0]}]
+    return tokenize_inputs(tokenizer, None, None, messages)[0][0]

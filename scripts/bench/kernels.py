@@ -1,0 +1,255 @@
+"""Times the kernels of a round at the sizes of serving: XLA's fused reference against Pallas.
+
+    python scripts/bench_kernels.py --output kernels.jsonl    # the small ones
+    python scripts/bench_attention.py                         # paged attention, beside a copy
+    python scripts/bench_kernels.py --smoke                   # tiny sizes, also on a CPU
+
+Each program calls a kernel many times in one dispatch, and every call needs the result of the one
+before; dispatches run ahead and the host waits once at the end. A figure is the median over
+repeats of the microseconds of one call, less those of the same program without the kernel. The
+operands of the small kernels are the same every time, so what fits the GPU's L2 cache is read from
+there, as in a round that has just written it.
+
+Attention reads keys and values from memory: pages are shuffled over the pool and the layers of a
+pool larger than the L2 cache take turns. Every page size is first compared with the reference in
+float32 arithmetic.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from specjax.kernels.compact_tree import compact_tree
+from specjax.kernels.fill_bonus import fill_bonus_tokens
+from specjax.kernels.move_kv import move_kv
+from specjax.kernels.tree_attention import tree_attention
+
+from bench import common
+
+# of attention in bfloat16: at most max|a - b| / max|b|
+BOUND = 2e-2
+# batch sizes, and the widths A with their rows T; the others are sizes of the 8B shape
+SERVING = {"batch": [1, 8, 32, 64], "trees": ((4, 8), (8, 32), (16, 64)), "features": 3 * 4096}
+SERVING |= {"layers": 32, "heads": 8, "dim": 128, "context": 128}
+SMOKE = {"batch": [2], "trees": ((3, 5),), "features": 24}
+SMOKE |= {"layers": 2, "heads": 1, "dim": 8, "context": 4}
+# a pool of about 2 GB, of which a dispatch reads far more than the L2 cache holds
+ATTENTION = {"pages": (1, 16, 64), "calls": 20, "layers": 3}
+ATTENTION |= {"B": 32, "T": 4, "context": 4096, "N": 32, "KV": 8, "H": 128}
+ATTENTION_SMOKE = {"pages": (16, 64), "calls": 2, "layers": 2}
+ATTENTION_SMOKE |= {"B": 2, "T": 4, "context": 64, "N": 4, "KV": 2, "H": 16}
+COLUMNS = (
+    ("kernel", "kernel", ""),
+    ("sizes", "size_text", ""),
+    ("error", "error", ".1e"),
+    ("xla µs", "xla", ".1f"),
+    ("pallas µs", "pallas", ".1f"),
+    ("xla / pallas", "speed_up", ".2f"),
+    ("pallas GB/s", "gb_s", ".0f"),
+    ("of a copy", "ratio", ".2f"),
+)
+Arrays = tuple[jax.Array, ...]
+
+
+class Case(NamedTuple):
+    """One kernel at one size.
+
+    A step takes ``(state, constants, number of the call, implementation)`` to the state of the next
+    call and to outputs that must be written; ``none`` is the step without the kernel.
+    """
+
+    sizes: dict[str, int]
+    state: jax.Array
+    constants: Arrays
+    step: Callable[..., tuple[jax.Array, Any]]
+    num_bytes: int  # read and written by one call
+    implementations: tuple[str, ...] = ("xla", "pallas", "none")
+    error: float | None = None  # against the reference
+    timing: tuple[int, int, int] = (32, 10, 9)  # calls a dispatch, dispatches a repeat, repeats
+
+
+def _link(state: jax.Array, out: jax.Array) -> jax.Array:
+    """The state unchanged, in a way that XLA can neither see nor fuse away: ``out`` is >= 0."""
+    state, out = jax.lax.optimization_barrier((state, out))
+    first = out.reshape(state.shape[0], -1)[:, :1].astype(state.dtype)
+    return state + jnp.minimum(first, 0).reshape(-1, *(1,) * (state.ndim - 1))
+
+
+def _accepted(batch: int, rows: int, width: int) -> np.ndarray:
+    """Rows of accepted paths of random length, root first, then -1."""
+    rng = np.random.default_rng(0)
+    out = np.full((batch, width), -1, np.int32)
+    for request in range(batch):
+        length = int(rng.integers(1, min(rows, width) + 1))
+        drafts = np.sort(rng.choice(np.arange(1, rows), length - 1, replace=False))
+        out[request, :length] = [0, *drafts]
+    return out
+
+
+def _fill_bonus(_: dict[str, Any], batch: int, width: int, rows: int) -> Case:
+    """``fill_bonus_tokens``; the state is the counts."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 1000, (batch, width), dtype=np.int32)
+    counts = rng.integers(1, width + 1, batch, dtype=np.int32)
+
+    def step(counts: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
+        if implementation == "none":
+            return _link(counts, constants[0][:, 0]), None
+        bonus = fill_bonus_tokens(constants[0], counts, implementation=implementation)
+        return _link(counts, bonus), bonus
+
+    sizes = {"B": batch, "A": width}
+    return Case(sizes, jnp.asarray(counts), (jnp.asarray(tokens),), step, 12 * batch)
+
+
+def _compact_tree(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
+    """``compact_tree`` of bfloat16 features; the state is the index."""
+    features, index = grid["features"], _accepted(batch, rows, width)
+    values = jax.random.uniform(jax.random.key(0), (batch, rows, features), jnp.bfloat16)
+
+    def step(index: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
+        if implementation == "none":
+            return _link(index, constants[0][:, 0, :1]), None
+        out = compact_tree(constants[0], index, implementation=implementation)
+        return _link(index, out), out
+
+    num_bytes = 2 * features * int((index >= 0).sum() + index.size)
+    sizes = {"B": batch, "A": width, "T": rows, "F": features}
+    return Case(sizes, jnp.asarray(index), (values,), step, num_bytes)
+
+
+def _move_kv(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
+    """``move_kv`` of a bfloat16 pool; the state is the pool."""
+    layers, heads, dim, context = (grid[name] for name in ("layers", "heads", "dim", "context"))
+    index = _accepted(batch, rows, width)
+    # request b owns the slots b * (context + T) on, its tree behind the context
+    base = (np.arange(batch, dtype=np.int32) * (context + rows) + context)[:, None]
+    source = np.where(index >= 0, base + index, -1).astype(np.int32)
+    destination = base + np.arange(width, dtype=np.int32)
+    pool = jnp.zeros((layers, batch * (context + rows) + width, 2, heads, dim), jnp.bfloat16)
+
+    def step(pool: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
+        return move_kv(pool, *constants, implementation=implementation), None
+
+    num_bytes = 2 * 2 * layers * int(((source >= 0) & (source != destination)).sum())
+    num_bytes *= 2 * heads * dim
+    sizes = {"B": batch, "A": width, "T": rows, "L": layers, "KV": heads, "H": dim}
+    constants = jnp.asarray(source), jnp.asarray(destination)
+    return Case(sizes, pool, constants, step, num_bytes, ("xla", "pallas"))
+
+
+def _attention(grid: dict[str, Any], page_size: int) -> Case:
+    """Paged attention over full contexts; the state is the queries ``[B, T, N, H]``."""
+    sizes = {name: grid[name] for name in ("B", "T", "context", "N", "KV", "H")}
+    batch, rows, context, heads, kv_heads, dim = sizes.values()
+    pages, layers = context // page_size, grid["layers"]
+    attention = partial(tree_attention, page_size=page_size)
+    rng = np.random.default_rng(0)
+    table = rng.permutation(np.arange(1, batch * pages + 1)).reshape(batch, pages)
+    shape = (layers, (batch * pages + 1) * page_size, 2, kv_heads, dim)
+    pool = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((batch, rows, heads, dim)), jnp.bfloat16)
+    ints = [jnp.asarray(x, jnp.int32) for x in (table, np.full(batch, context - rows))]
+
+    def step(q: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
+        pool, *ints = constants
+        return attention(q, pool, call % layers, *ints, None, implementation="pallas"), None
+
+    wide = q.astype(jnp.float32), pool[1:2].astype(jnp.float32)
+    exact = attention(*wide, 0, *ints, None, implementation="reference")
+    got = jax.jit(lambda q, *fixed: step(q, fixed, 1, "pallas")[0])(q, pool, *ints)
+    error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
+    if not error <= BOUND:
+        raise ValueError(f"page size {page_size}: error {error:.1e} against the reference")
+    # keys and values of all contexts in bfloat16
+    num_bytes = 2 * 2 * batch * context * kv_heads * dim
+    sizes = {"page": page_size} | sizes
+    timing = (grid["calls"], 3, 7)
+    return Case(sizes, q, (pool, *ints), step, num_bytes, ("pallas",), error, timing)
+
+
+def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int]) -> float:
+    """Median time of one step inside a program of many dependent steps."""
+    calls, dispatches, repeats = timing
+
+    def program(state: jax.Array, constants: Arrays) -> tuple[jax.Array, list[Any]]:
+        kept = []
+        for call in range(calls):
+            state, out = case.step(state, constants, call, implementation)
+            kept.append(out)
+        return state, kept
+
+    state = jnp.copy(case.state)  # donated
+    run = jax.jit(program, donate_argnums=0).lower(state, case.constants).compile()
+    times = []
+    # the first repeat warms up
+    for _ in range(repeats + 1):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        for _ in range(dispatches):
+            state, _ = run(state, case.constants)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - started) / (dispatches * calls) * 1e6)
+    return statistics.median(times[1:])
+
+
+def _measure(kernel: str, case: Case, *, is_smoke: bool) -> dict[str, Any]:
+    """One row: microseconds a call by implementation, bytes a second of Pallas."""
+    timing = (2, 2, 2) if is_smoke else case.timing
+    spent = {name: _microseconds(case, name, timing) for name in case.implementations}
+    empty = spent.pop("none", 0.0)
+    spent = {name: max(time - empty, 1e-3) for name, time in spent.items()}
+    return {
+        "kernel": kernel,
+        "sizes": case.sizes,
+        "error": case.error,
+        "microseconds": spent,
+        "baseline_microseconds": empty,
+        "bytes": case.num_bytes,
+        "bytes_per_second": case.num_bytes / spent["pallas"] * 1e6,
+    }
+
+
+def _cases(door: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
+    if door == "bench_attention":
+        sizes: dict[str, Any] = ATTENTION_SMOKE if is_smoke else ATTENTION
+        for page_size in sizes["pages"]:
+            yield "attention", _attention(sizes, page_size)
+        return
+    grid: dict[str, Any] = SMOKE if is_smoke else SERVING
+    for make in (_fill_bonus, _compact_tree, _move_kv):
+        for batch in grid["batch"]:
+            for width, rows in grid["trees"]:
+                yield make.__name__[1:], make(grid, batch, width, rows)
+
+
+def main(door: str, argv: Sequence[str]) -> int:
+    """Measures all cases, prints one JSON line a row and a table."""
+    parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, two of everything")
+    parser.add_argument("--output", type=Path, help="append one JSON line a row")
+    args = parser.parse_args(argv)
+    if jax.default_backend() == "cpu" and not args.smoke:
+        raise ValueError("no GPU found: on a CPU only --smoke runs, in the interpreter")
+    bandwidth = common.copy_bandwidth()
+    rows = []
+    for kernel, case in _cases(door, is_smoke=args.smoke):
+        row = _measure(kernel, case, is_smoke=args.smoke)
+        row |= {"copy": bandwidth, **common.software()}
+        print(json.dumps(row), flush=True)
+        common.append_json(args.output, row)
+        spent, speed = row["microseconds"], row["bytes_per_second"]
+        row |= {"size_text": " ".join(f"{axis}={size}" for axis, size in case.sizes.items())}
+        row |= spent | {"gb_s": speed / 1e9, "ratio": speed / bandwidth}
+        rows.append(row | ({"speed_up": spent["xla"] / spent["pallas"]} if "xla" in spent else {}))
+    print(f"µs a call, {rows[0]['device_kind']}, jax {jax.__version__}")
+    print(common.table_of(COLUMNS, rows))
+    return 0

@@ -1,0 +1,156 @@
+"""Configuration of a target model from the JSON files of a Hugging Face directory."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoints.tensors import open_directory
+from specjax.config import DTYPES, ModelConfig, RopeScaling
+from specjax.json_file import Fields
+from specjax.text.tokenizer import find_eos_token_id, unique_ids
+
+logger = logging.getLogger(__name__)
+
+# model_type to the class that the weights must be of
+_FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# stored dtype to the dtype of computation
+_DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "float32"}
+
+
+def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
+    """The configuration that ``config.json`` and its companions describe."""
+    config = Fields.read(directory / "config.json")
+    model_type = config.text("model_type", None)
+    if model_type not in _FAMILIES:
+        raise config.wrong("model_type", f"is not supported; supported: {sorted(_FAMILIES)}")
+    family = _FAMILIES[model_type]
+    if family not in (config.items("architectures", str, []) or [family]):
+        demand = f"is not supported for model_type={model_type!r}; supported: {family}"
+        raise config.wrong("architectures", demand)
+    attention_bias = config.flag("attention_bias") and model_type in ("llama", "qwen3")
+    values = layer_sizes(config) | {
+        "model_type": model_type,
+        "vocab_size": config.integer("vocab_size"),
+        "num_layers": config.integer("num_hidden_layers"),
+        "max_position_embeddings": config.integer("max_position_embeddings"),
+        "dtype": _resolve_dtype(config, directory) if dtype == "auto" else dtype,
+        "tie_word_embeddings": config.flag("tie_word_embeddings"),
+        "qkv_bias": attention_bias or model_type == "qwen2",
+        "output_bias": attention_bias,
+        "mlp_bias": config.flag("mlp_bias") and model_type == "llama",
+        "qk_norm": model_type == "qwen3",
+        "sliding_window": _sliding_window(config, model_type),
+        "eos_token_ids": _eos_token_ids(config, directory),
+        "bos_token_id": next(iter(config.ids("bos_token_id")), None),
+    }
+    return config.build(ModelConfig, values)
+
+
+def layer_sizes(config: Fields) -> dict[str, Any]:
+    """What targets and draft heads say of a layer in the same keys."""
+    quantization = config.fields("quantization_config")
+    if quantization.values:
+        method = quantization.get("quant_method", None)
+        raise ValueError(
+            f"{config.where}: quantization_config (quant_method={method!r}) is not supported; use "
+            "the float16, bfloat16 or float32 weights of the model, or a GGUF file"
+        )
+    if config.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise config.wrong("hidden_act", "is not supported; supported: 'silu'")
+    heads = config.integer("num_attention_heads", at_least=1)
+    hidden = config.integer("hidden_size")
+    theta, scaling = _read_rope(config)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": config.integer("num_key_value_heads", heads),
+        "head_dim": config.integer("head_dim", hidden // heads),
+        "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+
+
+def _read_rope(config: Fields) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling of a ``config.json``.
+
+    transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one
+    ``rope_parameters``; 10000 is both libraries' default base for the supported families.
+    """
+    new, old = config.fields("rope_parameters"), config.fields("rope_scaling")
+    for key, place in (("rope_parameters", new), ("rope_scaling", old)):
+        if any(isinstance(value, Mapping) for value in place.values.values()):
+            raise config.wrong(key, "must be one set of parameters for all layers")
+    parameters = new if new.values else old
+    for place in (parameters, config):
+        if place.number("partial_rotary_factor", 1.0) != 1.0:
+            raise place.wrong("partial_rotary_factor", "is not supported; only 1.0 is")
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    return theta, _scaling(parameters)
+
+
+def _scaling(parameters: Fields) -> RopeScaling | None:
+    rope_type = parameters.text("rope_type", parameters.text("type", "default"))
+    if rope_type == "default":
+        return None
+    # an unknown type is refused below
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor")
+    names = {"linear": llama3[:1], "llama3": llama3}.get(rope_type, ())
+    values = {"rope_type": rope_type} | {name: parameters.number(name) for name in names}
+    if rope_type == "llama3":
+        length = "original_max_position_embeddings"
+        values[length] = parameters.integer(length, at_least=1)
+    return parameters.build(RopeScaling, values)
+
+
+def _resolve_dtype(config: Fields, directory: Path) -> str:
+    """The dtype of the configuration, else of the weights."""
+    named = config.text("dtype", config.text("torch_dtype", "auto")).removeprefix("torch.")
+    if named == "auto":
+        info = open_directory(directory).infos.get("model.norm.weight")
+        if info is None:
+            raise ValueError(f"{directory} has no tensor 'model.norm.weight'")
+        named = info.dtype
+    if named not in _DTYPES:
+        raise ValueError(
+            f"{config.where}: dtype {named!r} is not supported; pass dtype='float32' or 'bfloat16'"
+        )
+    if named == "float16":
+        logger.info("%s: float16 weights are loaded as bfloat16", directory)
+    return _DTYPES[named]
+
+
+def _sliding_window(config: Fields, model_type: str) -> int | None:
+    """The attention window of all layers, None if none applies within the context."""
+    window = config.integer("sliding_window", 0)
+    is_off = model_type.startswith("qwen") and not config.flag("use_sliding_window")
+    if model_type == "llama" or is_off or not window:
+        return None
+    num_layers = config.integer("num_hidden_layers")
+    if kinds := config.items("layer_types", str, []):
+        count = kinds.count("sliding_attention")
+    else:
+        first = config.integer("max_window_layers", 0) if "use_sliding_window" in config else 0
+        count = max(0, num_layers - first)
+    if not count or window >= config.integer("max_position_embeddings"):
+        return None
+    if count < num_layers:
+        raise ValueError(
+            f"{config.where}: a sliding window in {count} of {num_layers} layers is not supported; "
+            "all layers or none must have one"
+        )
+    return window
+
+
+def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:
+    """End tokens of generation_config.json, config.json and the tokenizer, in that order."""
+    generation = Fields.read_if_there(directory / "generation_config.json")
+    ids = [*generation.ids("eos_token_id"), *config.ids("eos_token_id")]
+    return unique_ids([*ids, find_eos_token_id(directory)])

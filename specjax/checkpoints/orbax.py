@@ -1,0 +1,117 @@
+"""Saving and restoring converted weights with orbax.
+
+A saved directory holds ``config.json`` (one of our configurations), ``weights/`` (an orbax
+checkpoint of a plain dict of arrays by flat name) and, for a target, its tokenizer.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from specjax.config import DraftConfig, ModelConfig, RopeScaling, TransformerConfig
+from specjax.json_file import Fields, read_json
+from specjax.text.tokenizer import Tokenizer
+
+C = TypeVar("C", ModelConfig, DraftConfig)
+_KEY = "specjax_config"
+_WEIGHTS = "weights"
+
+
+def save_orbax(
+    path: str | os.PathLike[str],
+    config: ModelConfig | DraftConfig,
+    weights: Mapping[str, Any],
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write converted weights to a directory, from which they load without conversion.
+
+    ``weights`` are arrays by flat name; a target's tokenizer is saved beside them.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    directory = Path(path).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    ocp.save(directory / _WEIGHTS, dict(weights), overwrite=True)
+    write_config(directory, config)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+
+
+def write_config(directory: Path, config: TransformerConfig) -> None:
+    """Write the ``config.json`` of a saved directory."""
+    body = {_KEY: type(config).__name__, **dataclasses.asdict(config)}
+    (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+
+
+def is_orbax_directory(path: Path) -> bool:
+    """Whether a directory was written by :func:`save_orbax`."""
+    return _KEY in Fields.read_if_there(path / "config.json")
+
+
+def orbax_config(path: Path, kind: type[C]) -> C:
+    """The configuration of a saved directory."""
+    file = path / "config.json"
+    body = read_json(file)
+    found = body.pop(_KEY)
+    if found != kind.__name__:
+        raise ValueError(f"{file} holds a {found}, expected a {kind.__name__}")
+    if "algorithm" in body:  # what the key was called at first
+        body["checkpoint_format"] = {"EAGLE3": "eagle-3"}.get(str(body.pop("algorithm")), "eagle-1")
+    return _build(kind, Fields(body, file))
+
+
+def _build(kind: type[Any], body: Fields) -> Any:
+    """A configuration of values that have the types of its fields."""
+    known = {field.name: field.type for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(body.values) - set(known)):
+        raise ValueError(f"{body.where} has unknown keys {unknown}; known: {sorted(known)}")
+    readers: dict[Any, Callable[[str], Any]] = {
+        int: body.integer,
+        int | None: body.integer,
+        float: body.number,
+        bool: body.flag,
+        str: body.text,
+        tuple[int, ...]: lambda name: tuple(body.items(name, int)),
+        RopeScaling | None: lambda name: _build(RopeScaling, body.fields(name)),
+    }
+    values = {name: readers[type_](name) for name, type_ in known.items() if name in body}
+    return body.build(kind, values)
+
+
+def check_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Compare what is stored with what the configuration asks for."""
+    from orbax.checkpoint import v1 as ocp
+
+    directory = (path / _WEIGHTS).absolute()
+    try:
+        stored = ocp.metadata(directory).metadata
+    except Exception as error:  # orbax raises several unrelated types
+        raise ValueError(f"{directory} is not a complete orbax checkpoint: {error}") from error
+    missing, unknown = sorted(set(abstract) - set(stored)), sorted(set(stored) - set(abstract))
+    if missing or unknown:
+        raise ValueError(
+            f"{directory} does not fit its configuration: missing {missing}, unknown {unknown}"
+        )
+    for name, expected in abstract.items():
+        if (shape := tuple(stored[name].shape)) != expected.shape:
+            raise ValueError(
+                f"tensor {name!r} in {directory} has shape {shape}, but the configuration asks "
+                f"for {expected.shape}"
+            )
+
+
+def load_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """Weights of a saved directory, cast to the dtypes of ``abstract``."""
+    from orbax.checkpoint import v1 as ocp
+
+    check_orbax(path, abstract)
+    # numpy placeholders make orbax return numpy arrays, off any device, cast as needed
+    like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()}
+    return dict(ocp.load((path / _WEIGHTS).absolute(), like))

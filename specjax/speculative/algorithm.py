@@ -1,0 +1,258 @@
+"""The seam between the engine and a speculative algorithm.
+
+An algorithm says how tokens are drafted. Verification, acceptance, pages, scheduling and the
+compiled rounds are shared; they ask the algorithm and never which one it is.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import ModelConfig
+from specjax.kv.pages import PageView
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.models.layers import Attend
+from specjax.models.networks import Networks
+from specjax.models.placement import Placement
+from specjax.speculative.future_map import FutureMap
+from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
+
+# An algorithm's own pytrees. State is read and written as a whole (KV pools, tables); rows are what
+# a request brings from one round to the next. Both are donated through every call.
+State = Any
+Rows = Any
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What every stage of a round may read; rows of no request have slot 0."""
+
+    target: CausalLM
+    draft: Any  # the algorithm's network, ``None`` where it has none
+    pages: PageView  # of the rows
+    sampling: SamplingTable  # of the rows
+    slots: jax.Array  # i32 [B], request slots
+    seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
+    bonus_tokens: jax.Array  # i32 [B], the newest token, not in the pool yet
+    tokens: jax.Array  # i32 [R, C], the history by request slot
+
+    @property
+    def history(self) -> jax.Array:
+        """Tokens i32 ``[B, C]`` by absolute position, bonus token included; garbage behind it.
+
+        The start of a text whose KV came out of the prefix cache is there only for requests with
+        penalties and where the algorithm has ``needs_history``.
+        """
+        return self.tokens[self.slots]
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Prompt tokens that the target has just read, at ``positions`` of the rows of a batch."""
+
+    tokens: jax.Array  # i32 [B, P]
+    next_tokens: jax.Array  # i32 [B, P], the token behind each: the sampled one at a prompt's end
+    positions: jax.Array  # i32 [B, P]
+    last: jax.Array  # i32 [B], index of the last real token
+    is_final: jax.Array  # bool [B], whether the prompt ends with this chunk
+    attend: Attend  # stores and attends at these positions, for a pool over the same pages
+
+
+class StateSizes(NamedTuple):
+    """Sizes that an algorithm's state and rows are made for."""
+
+    num_slots: int  # R, the padding slot included
+    num_kv: int  # KV indices: pages times page size, the padding page included
+    context: int  # C, tokens of a request
+    shape: DraftShape  # the largest tier
+
+
+@dataclass(frozen=True)
+class SpeculativeAlgorithm(ABC):
+    """How tokens are drafted. Stateless: what it keeps are its ``State`` and ``Rows`` pytrees.
+
+    Attributes:
+        name: under which the registry has it.
+    """
+
+    name: str
+
+    # traced, pure
+
+    @abstractmethod
+    def prefill(
+        self, batch: Batch, state: State, rows: Rows, chunk: PromptChunk, features: jax.Array
+    ) -> tuple[State, Rows]:
+        """Take in a chunk of prompts; rows ``[B, ...]`` matter where a prompt ends.
+
+        Args:
+            batch: ``seq_lens`` are before the chunk.
+            state: to be donated.
+            rows: of the batch, left by an earlier chunk.
+            chunk: the tokens.
+            features: ``[B, P, F]``, what the target's ``feature_layers`` gave for them.
+        """
+
+    @abstractmethod
+    def propose(
+        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
+    ) -> tuple[VerifyInput, State]:
+        """Draft a tree of ``shape.nodes`` rows behind each bonus token, which is its root."""
+
+    @abstractmethod
+    def extend(
+        self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
+    ) -> tuple[State, Rows]:
+        """Take in what was accepted, and return what the next round starts from.
+
+        Args:
+            batch: as it was when the round began: lengths and bonus tokens before acceptance.
+            state: to be donated.
+            rows: as the round found them.
+            verified: accepted tokens and their target features.
+            shape: of the round. With 0 steps the next round is not expected to draft.
+        """
+
+    # host side
+
+    def validate(self, args: Any) -> None:
+        """Refuse engine arguments that do not fit together; also those that nothing would read.
+
+        Raises:
+            ValueError: with value, limit and knob.
+        """
+        self.draft_shape(args)
+
+    @abstractmethod
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        """The tier of so many steps; of the engine arguments' own or default ones for ``None``.
+
+        Raises:
+            ValueError: for sizes that the algorithm cannot draft.
+        """
+
+    def open_draft(self, args: Any, target: Any) -> tuple[Any, ...]:
+        """Checkpoints of the draft network: none, or one.
+
+        Args:
+            args: engine arguments.
+            target: the opened target checkpoint.
+
+        Raises:
+            ValueError: if there is none, or it does not fit.
+        """
+        return ()
+
+    def draft_model(self, config: Any, kernels: str) -> FlatModel[Any]:
+        """Structure of the draft network of a configuration."""
+        return FlatModel.empty()
+
+    def networks(
+        self,
+        target: ModelConfig,
+        draft_config: Any = None,
+        *,
+        kernels: str = "xla",
+        placement: Placement | None = None,
+    ) -> Networks:
+        """Structures of a target and this algorithm's draft."""
+        model = FlatModel.of(partial(CausalLM, target, kernels=kernels))
+        draft = self.draft_model(draft_config, kernels)
+        return Networks(model, draft, target, draft_config, placement or Placement.on())
+
+    def abstract_state(self, networks: Networks, sizes: StateSizes) -> State:
+        """Shapes and dtypes of the state."""
+        return ()
+
+    def abstract_rows(self, networks: Networks, sizes: StateSizes) -> Rows:
+        """Shapes and dtypes of the rows by request slot, ``[R, ...]``; they begin as zeros."""
+        return ()
+
+    def create_future_map(self, networks: Networks, sizes: StateSizes) -> FutureMap:
+        """Shapes and dtypes of all that waits for the next round, by request slot."""
+        return FutureMap.abstract(
+            sizes.num_slots, sizes.context, self.abstract_rows(networks, sizes)
+        )
+
+    def feature_layers(self, networks: Networks) -> tuple[int, ...]:
+        """Target layers whose outputs are the features; empty for the last hidden state."""
+        return ()
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a position that its state there depends on: a key of the prefix cache."""
+        return 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether :attr:`Batch.history` has to be whole also behind a prefix-cache hit."""
+        return False
+
+    @property
+    def supports_overlap(self) -> bool:
+        """Whether a round may be dispatched before the one before it is read."""
+        return True
+
+    def adaptive_unsupported_reason(self, args: Any) -> str | None:
+        """Why the number of drafted steps cannot adapt; ``None`` where it can."""
+        return None
+
+    def cache_facts(self) -> tuple[str, ...]:
+        """What a compiled function depends on beside the package's own sources."""
+        return ()
+
+    # which one it is: for authors; the engine does not ask
+
+    def is_none(self) -> bool:
+        """Whether nothing is drafted."""
+        return False
+
+    def is_speculative(self) -> bool:
+        """Whether anything is drafted."""
+        return not self.is_none()
+
+    def is_eagle(self) -> bool:
+        """Whether an EAGLE draft, of any version, proposes."""
+        return False
+
+    def is_eagle3(self) -> bool:
+        """Whether an EAGLE-3 draft proposes."""
+        return False
+
+    def is_standalone(self) -> bool:
+        """Whether a whole language model proposes."""
+        return False
+
+    def is_ngram(self) -> bool:
+        """Whether matches in the text propose."""
+        return False
+
+    def is_dflash(self) -> bool:
+        """Whether a block drafter proposes."""
+        return False
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """Whether drafting runs a verify-shaped pass of its network."""
+        return self.is_dflash()
+
+    @staticmethod
+    def from_string(name: str | None) -> "SpeculativeAlgorithm":
+        """The algorithm of a name in any case; plain decoding for ``None``.
+
+        Raises:
+            ValueError: for a name that is not registered.
+        """
+        from specjax.speculative.registry import find
+
+        return find(name)
+
+
+def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
+    """Keys and values ``[L, num_kv, 2, KV, H]`` of all layers of a network."""
+    shape = (config.num_layers, num_kv, 2, config.num_kv_heads, config.head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(config.jnp_dtype))

@@ -1,0 +1,86 @@
+"""Renders chat templates in a process of its own, which imports nothing else of the package.
+
+The process runs this file. Requests come on its standard input: a length of 8 bytes and a pickle of
+template, variables and seconds. Answers go out as lines of JSON: whether it went well, and the text
+or the complaint. A rendering that takes too long ends the process, wherever it is.
+"""
+
+import datetime
+import functools
+import json
+import pickle
+import resource
+import signal
+import sys
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MAX_BYTES, _MAX_CHARACTERS = 2**30, 2**23
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks assistant text for training; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes <, > and &, which would reach the model
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+)
+_ENVIRONMENT.filters["tojson"] = _to_json
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+_compile = functools.lru_cache(maxsize=16)(_ENVIRONMENT.from_string)
+
+
+def _answer(request: bytes) -> tuple[bool, str]:
+    try:
+        template, variables, seconds = pickle.loads(request)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        text = _compile(template).render(variables)
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError("it makes too much text")
+        return True, text
+    except Exception as error:  # whatever Python raises, a template can make it raise
+        is_own = isinstance(error, jinja2.TemplateError | ValueError)
+        return False, str(error) if is_own else f"{type(error).__name__}: {error}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _serve() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+    while size := sys.stdin.buffer.read(8):
+        print(json.dumps(_answer(sys.stdin.buffer.read(int.from_bytes(size)))), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,223 @@
+"""Damaged checkpoints: whatever is wrong in a file, the error is a ValueError that names it."""
+
+import json
+import random
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import save_file
+
+from specjax.checkpoints import open_draft, open_target
+
+from .files import (
+    CONFIG,
+    HEAD_CONFIG,
+    head_tensors,
+    target_tensors,
+    write_directory,
+    write_gguf,
+    write_sharded,
+)
+
+WRONG: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    10**400,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 400,
+    "\0",
+    "\u2028",
+    [],
+    [1, "a"],
+    [[]],
+    {},
+    {"a": {"b": []}},
+]
+
+
+def damaged(value: Any, rng: random.Random) -> Any:
+    """The value with one thing in it of another type, gone, or in the place of another."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        if rng.random() < 0.1:
+            return value | {key: value[rng.choice(list(value))]}
+        return value | {key: damaged(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        i = rng.randrange(len(value))
+        return [*value[:i], damaged(value[i], rng), *value[i + 1 :]]
+    return rng.choice(WRONG)
+
+
+def damage_json(file: Path, rng: random.Random) -> None:
+    text = file.read_text()
+    if rng.random() < 0.1:
+        file.write_text(text[: rng.randrange(len(text))])
+    else:
+        file.write_text(json.dumps(damaged(json.loads(text), rng)))
+
+
+def damage_bytes(file: Path, rng: random.Random, header: int = 2500) -> None:
+    data = bytearray(file.read_bytes())
+    if rng.random() < 0.2:
+        del data[rng.randrange(len(data)) :]
+    for _ in range(rng.randrange(3)):
+        i = rng.randrange(min(header, len(data) or 1))
+        width = rng.choice((1, 4, 8))
+        value = rng.choice((0, 1, 0x7F, 255, 2**31, 2**40, 2**63, 2**64 - 1))
+        data[i : i + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
+    file.write_bytes(data)
+
+
+def check(path: Path, act: Callable[[], Any], num_opened: list[int]) -> None:
+    """Works, or is refused with the place."""
+    before, refusal = time.monotonic(), str(path)
+    try:
+        act()
+        num_opened[0] += 1
+    except ValueError as error:
+        refusal = str(error)
+    assert str(path) in refusal
+    assert time.monotonic() - before < 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files() -> dict[str, str]:
+    vocab = {"a": 0, "b": 1, "<s>": 2, "</s>": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(["<s>"])
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "add_bos_token": True,
+        "added_tokens_decoder": {"3": {"content": "</s>", "special": True}},
+        "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+    }
+    return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config)}
+
+
+def test_damaged_directories(tmp_path: Path, tokenizer_files: dict[str, str]) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config = CONFIG | {"rope_scaling": llama3, "sliding_window": 32, "head_dim": 8}
+    write_sharded(tmp_path, config, target_tensors(), 2)
+    files = tokenizer_files | {"generation_config.json": '{"eos_token_id": [3, 5]}'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    names = [*files, "config.json", "model.safetensors.index.json"]
+    whole = {name: (tmp_path / name).read_bytes() for name in names}
+    num_opened = [0]
+    for seed in range(400):
+        rng = random.Random(seed)
+        name = rng.choice(names)
+        damage_json(tmp_path / name, rng)
+        check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
+        if "token" in name:
+            check(tmp_path, lambda: open_target(tmp_path).load_tokenizer(), num_opened)
+        (tmp_path / name).write_bytes(whole[name])
+    assert num_opened[0] > 40
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_damaged_heads(tmp_path: Path, nested: bool) -> None:
+    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+    config: dict[str, Any] = HEAD_CONFIG | {"norm_output": False, "target_hidden_size": 32}
+    if nested:
+        layer = {k: v for k, v in HEAD_CONFIG.items() if k != "eagle_config"}
+        eagle = HEAD_CONFIG["eagle_config"]
+        config = {"transformer_layer_config": layer, "draft_vocab_size": 20, "eagle_config": eagle}
+    head = write_directory(tmp_path / "head", config, head_tensors())
+    whole = (head / "config.json").read_bytes()
+    num_opened = [0]
+    for seed in range(200):
+        damage_json(head / "config.json", random.Random(seed))
+        check(head, lambda: open_draft(head, target).check_weights(), num_opened)
+        (head / "config.json").write_bytes(whole)
+    assert num_opened[0] > 10
+
+
+def test_damaged_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    keys = {"rope.scaling.type": "linear", "tokens": ["a", "b"], "attention.sliding_window": 32}
+    whole = write_gguf(path, target_tensors(), keys=keys).read_bytes()
+    num_opened = [0]
+    for seed in range(300):
+        damage_bytes(path, random.Random(seed))
+        check(path, lambda: open_target(path).check_weights(), num_opened)
+        path.write_bytes(whole)
+    assert num_opened[0] > 20
+
+
+@pytest.mark.parametrize("kind", [0, 8, 9])
+def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
+    """Of bytes, of strings and of arrays, which the file's size bounds before anything is read."""
+    path = tmp_path / "model.gguf"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k"
+    path.write_bytes(head + struct.pack("<IIQ", 9, kind, 2**40))
+    assert path.stat().st_size == 49
+    with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF .* beyond its end"):
+        open_target(path)
+    nested = struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 5000
+    path.write_bytes(head + nested)
+    with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF .* 4 arrays"):
+        open_target(path)
+
+
+def test_damaged_safetensors(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, CONFIG, target_tensors()) / "model.safetensors"
+    whole = path.read_bytes()
+    num_opened = [0]
+    for seed in range(100):
+        damage_bytes(path, random.Random(seed))
+        check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])
+def test_layer_count_is_compared_before_anything_is_built(tmp_path: Path, layers: int) -> None:
+    write_directory(tmp_path, CONFIG | {"num_hidden_layers": layers}, target_tensors())
+    with pytest.raises(
+        ValueError, match=r"_layers=214748364\d .* (1024|2147483647)|lacks \d+ tensor"
+    ):
+        open_target(tmp_path).check_weights()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64"])
+def test_weights_that_are_no_floats_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = target_tensors()
+    write_directory(tmp_path, CONFIG, tensors)
+    try:
+        save_file(tensors | {name: tensors[name].astype(dtype)}, tmp_path / "model.safetensors")
+    except Exception:  # a version of safetensors without the dtype
+        pytest.skip(f"safetensors stores no {dtype}")
+    with pytest.raises(ValueError, match=rf"{name}' in .*\.safetensors is {dtype}; .* bfloat16"):
+        open_target(tmp_path).load_weights()
+    gguf = {"blk.0.ffn_up.weight": tensors["model.layers.0.mlp.up_proj.weight"].astype(np.int32)}
+    rest = {k: v for k, v in tensors.items() if k != "model.layers.0.mlp.up_proj.weight"}
+    path = write_gguf(tmp_path / "model.gguf", rest, extra=gguf)
+    with pytest.raises(ValueError, match=r"up_proj.weight' in .*\.gguf is int32"):
+        open_target(path).check_weights()
+
+
+def test_vocabulary_maps_must_be_integers(tmp_path: Path) -> None:
+    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
+    for name in ("d2t", "t2d"):
+        tensors = head_tensors()
+        tensors[name] = tensors[name].astype(np.float32)
+        head = write_directory(tmp_path / "head", HEAD_CONFIG, tensors)
+        with pytest.raises(ValueError, match=rf"'{name}' in .* is float32"):
+            open_draft(head, target).load_weights()
