@@ -27,6 +27,13 @@ def whole(x: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
     return x if x.ndim == ndim else jnp.sum(x, axis=0).astype(dtype)
 
 
+def _reference(
+    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    total = x + whole(delta, x.ndim, x.dtype)
+    return total, rms_norm(total, scale, eps)
+
+
 def specjax_add_norm(
     x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
 ) -> None:
@@ -75,8 +82,7 @@ def add_norm(
             f"{scale.shape} their last axis"
         )
     if implementation == "xla" or x.size == 0:
-        total = x + whole(delta, x.ndim, x.dtype)
-        return total, rms_norm(total, scale, eps)
+        return _reference(x, delta, scale, eps)
     size = x.shape[-1]
     shape = jax.ShapeDtypeStruct((x.size // size, size), x.dtype)
     total, normed = triton_call(

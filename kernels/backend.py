@@ -27,7 +27,6 @@ load, store = triton.load, triton.store
 
 
 def check_implementation(implementation: str, known: Sequence[str] = IMPLEMENTATIONS) -> None:
-    """Refuse an unknown name."""
     if implementation not in known:
         raise ValueError(f"implementation={implementation!r} is not one of {list(known)}")
 

@@ -59,9 +59,8 @@ def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_re
         source, destination = source_ref[request, j], destination_ref[request, j]
         mask = inside & _live(source, destination, num_slots)
         slot = jnp.clip(source, 0, num_slots - 1)
-        row = load(
-            pool_ref.at[layer, slot, columns], mask=mask, other=jnp.zeros((), pool_ref.dtype)
-        )
+        zero = jnp.zeros((), pool_ref.dtype)
+        row = load(pool_ref.at[layer, slot, columns], mask=mask, other=zero)
         moves.append((jnp.clip(destination, 0, num_slots - 1), row, mask))
     for slot, row, mask in moves:
         store(pool_ref.at[layer, slot, columns], row, mask=mask)

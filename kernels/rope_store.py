@@ -27,6 +27,14 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+def _reference(
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, pool: Any, layer: Any, slots: Any
+) -> Any:
+    q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
+    stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
+    return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
+
+
 def specjax_rope_store(
     layer_ref: Any,
     slots_ref: Any,
@@ -120,9 +128,7 @@ def rope_store(
             f"{slots.shape} and pool {pool.shape} do not belong together"
         )
     if implementation == "xla" or q.size == 0:
-        q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
-        stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
-        return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
+        return _reference(q, k, v, cos, sin, pool, layer, slots)
     *lead, heads, dim = q.shape[-4:]
     # parts of one matrix product: XLA turns split and concatenation into nothing
     qkv = jnp.concatenate([q, k, v], axis=-2)

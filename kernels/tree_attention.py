@@ -32,9 +32,8 @@ def _visible(
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
     inside = jnp.clip(offset, 0, rows - 1)[:, None, :]
-    in_tree = jnp.take_along_axis(
-        tree_mask, jnp.broadcast_to(inside, tree_mask.shape[:2] + keys.shape), axis=2
-    )
+    inside = jnp.broadcast_to(inside, tree_mask.shape[:2] + keys.shape)
+    in_tree = jnp.take_along_axis(tree_mask, inside, axis=2)
     return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < rows)[:, None, :])
 
 
@@ -53,10 +52,8 @@ def _gather(
 def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
     """Masked float32 scores ``[B, T, KV, G, C]`` of grouped queries ``[B, T, KV, G, H]``."""
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum(
-        "btkgh,bckh->btkgc", q, k, precision=precision, preferred_element_type=jnp.float32
-    )
-    scores = scores * q.shape[-1] ** -0.5
+    float32 = {"precision": precision, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("btkgh,bckh->btkgc", q, k, **float32) * q.shape[-1] ** -0.5
     return jnp.where(visible[:, :, None, None, :], scores, -jnp.inf)
 
 

@@ -30,18 +30,11 @@ from specjax.cli.options import add_options
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.text.tokenizer import Tokenizer
-from specjax.training.collect import (
-    CollectConfig,
-    Prompt,
-    answer_prompts,
-    collect,
-    file_prompts,
-    read_prompts,
-)
+from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
 from specjax.training.saving import checkpoint_manager, restore_state, save_state
-from specjax.training.trainer import TrainConfig, Trainer, accept_length, default_draft_config
+from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
 from specjax.training.ttt import PackedBatch, StepStatistics
 
 logger = logging.getLogger("train_draft")
@@ -56,10 +49,8 @@ NUMBER_LIMITS: dict[str, dict[str, float]] = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="name, directory, .gguf file or repo id")
     add("--dtype", default="auto", help="float32, bfloat16 or auto (bfloat16 on a GPU)")
@@ -86,10 +77,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-dir", type=Path, help="orbax checkpoints; resumes from the newest")
     add("--checkpoint-every", type=int, default=1000)
     add("--log-every", type=int, default=50)
-    add = parser.add_argument_group("evaluation").add_argument
-    add("--evaluate", type=Path, metavar="FILE.jsonl", help="measure accept length, by category")
-    add("--evaluate-tokens", type=int, default=128)
-    add("--evaluate-steps", type=int, default=5, help="draft steps of a round")
     add("--report", type=Path, help="write figures as JSON")
     for group, config in ((data, CollectConfig()), (training, TrainConfig())):
         add_options(group, type(config), [name for name in vars(config) if name != "seed"])
@@ -99,12 +86,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """The arguments that are fields of a configuration."""
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(config)}
 
 
 def option(name: str) -> str:
-    """An argument as the command line has it."""
     return "--" + name.replace("_", "-")
 
 
@@ -141,7 +126,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 def make_corpus(
     args: argparse.Namespace, entries: list[tuple[str, str]], sampler: Sampler, tokenizer: Tokenizer
 ) -> Corpus:
-    """Read the corpus, or generate and save it."""
     if args.data is not None and args.data.exists():
         return Corpus.load(args.data)
     config = CollectConfig(**chosen(args, CollectConfig))
@@ -186,37 +170,12 @@ def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: Packed
 
 
 def summary(statistics: StepStatistics) -> str:
-    """Loss of the first step, acceptance of each step, predicted accept length."""
     loss = float(statistics.loss[0] / max(float(statistics.weight[0]), 1.0))
     steps = " ".join(f"{a:.2f}" for a in statistics.acceptance())
     return f"loss {loss:.3f} accept [{steps}] length {statistics.accept_length():.3f}"
 
 
-def evaluate(
-    args: argparse.Namespace, prompts: list[Prompt], trainer: Trainer, params: Any, sampler: Sampler
-) -> dict[str, Any]:
-    """Accept length on greedy answers to prompts, by category and over all rounds."""
-    longest, tokens, steps = args.max_prompt_len, args.evaluate_tokens, args.evaluate_steps
-    config = CollectConfig(max_answer_tokens=tokens, seed=args.seed)
-    corpus = answer_prompts(sampler, prompts, [0.0] * len(prompts), config)
-    row_length = -(-(longest + tokens) // 64) * 64
-    accepted = trainer.accepted_drafts(params, corpus, steps, row_length)
-    categories = {}
-    for name in (*corpus.source_names, "all"):
-        indices = corpus.indices_of(name) if name in corpus.source_names else range(len(corpus))
-        length, predicted = accept_length([accepted[i] for i in indices])
-        categories[name] = {
-            "prompts": len(indices),
-            "accept_length": length,
-            "predicted": predicted,
-        }
-        message = "%-24s accept length %.3f (predicted %.3f), %d prompts"
-        logger.info(message, name, length, predicted, len(indices))
-    return {"steps": steps, "tokens": tokens, "categories": categories}
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the stages that the arguments ask for and return the exit status."""
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     logging.getLogger("absl").setLevel(logging.WARNING)
@@ -229,16 +188,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Collect, train, export and evaluate."""
     entries = [entry for path in args.prompts for entry in read_prompts(path)]
-    evaluated = read_prompts(args.evaluate) if args.evaluate else []
     on_gpu = jax.default_backend() == "gpu"
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
     model, tokenizer = target.config, target.load_tokenizer()
     flat = FlatModel.of(partial(CausalLM, model))
     weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
-    measured_tokens = args.evaluate_tokens if args.evaluate else 0
     sampler = Sampler(
         flat=flat,
         weights=weights,
@@ -247,7 +203,7 @@ def run(args: argparse.Namespace) -> None:
         num_rows=args.generator_rows,
         prefill_rows=args.prefill_rows,
         max_prompt_len=args.max_prompt_len,
-        max_new_tokens=max(args.max_answer_tokens, args.max_user_tokens, measured_tokens),
+        max_new_tokens=max(args.max_answer_tokens, args.max_user_tokens),
     )
     corpus = make_corpus(args, entries, sampler, tokenizer)
     report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
@@ -275,9 +231,6 @@ def run(args: argparse.Namespace) -> None:
             figures = trainer.evaluate(state.params, held_rows)
             report["held_out_acceptance"] = [float(a) for a in figures.acceptance()]
             report["predicted_accept_length"] = figures.accept_length()
-        if args.evaluate is not None:
-            prompts = file_prompts(tokenizer, evaluated, args.max_prompt_len)
-            report["measured"] = evaluate(args, prompts, trainer, state.params, sampler)
     if args.report is not None:
         args.report.parent.mkdir(parents=True, exist_ok=True)
         args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

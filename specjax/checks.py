@@ -4,6 +4,9 @@ import math
 from operator import ge, gt, le, lt
 from typing import Any
 
+_LIMITS = {"at_least": ("of at least", ge), "at_most": ("of at most", le)}
+_LIMITS |= {"above": ("above", gt), "below": ("below", lt)}
+
 
 def is_integer(value: Any) -> bool:
     """Whether ``value`` is a Python integer."""
@@ -28,23 +31,12 @@ def check_integer(name: str, value: Any, at_least: int, at_most: int | None = No
     return value
 
 
-def check_number(
-    name: str,
-    value: Any,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> float:
-    """``value`` as a float if it is a finite number within its limits; refuses it if not."""
-    rules = [
-        ("of at least", ge, at_least),
-        ("above", gt, above),
-        ("of at most", le, at_most),
-        ("below", lt, below),
-    ]
-    given = [(word, holds, limit) for word, holds, limit in rules if limit is not None]
+def check_number(name: str, value: Any, **limits: float) -> float:
+    """``value`` as a float if it is a finite number within its limits; refuses it if not.
+
+    The limits are any of ``at_least``, ``above``, ``at_most`` and ``below``.
+    """
+    given = [(*_LIMITS[name], limit) for name, limit in limits.items()]
     if not is_number(value) or not all(holds(value, limit) for _, holds, limit in given):
         words = " and ".join(f"{word} {limit}" for word, _, limit in given)
         raise ValueError(f"{name}={value!r} must be a finite number {words}".rstrip())

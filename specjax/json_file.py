@@ -20,11 +20,24 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{str(path)!r} is no file of text: {error}") from error
 
 
+def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
+    """What ``read`` makes of the value of each line; ValueError names the line that is wrong."""
+    values = []
+    # JSON strings may hold U+2028 and others at which splitlines() splits
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                values.append(read(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                where = f"{path.name}, line {number}"
+                raise ValueError(f"{where}: {error}; expected a JSON object") from error
+    return values
+
+
 def read_json(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     """A JSON object from a file; ``is_strict`` refuses a key that is given twice.
 
-    Raises:
-        ValueError: if the file is missing, is not JSON or is not an object.
+    ValueError if the file is missing, is not JSON or is not an object.
     """
     text = read_text(path)
     try:
@@ -56,7 +69,6 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
-        """The values of a JSON file."""
         return cls(read_json(path), path)
 
     @classmethod
@@ -68,25 +80,21 @@ class Fields:
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: Any = ..., *, at_least: int = 0) -> Any:
-        """A count or an id, which an int32 holds."""
         value = self.get(key, default)
         if value is not default and not (is_integer(value) and at_least <= value < 2**31):
             raise self.wrong(key, f"must be an integer from {at_least} to {2**31 - 1}")
         return value
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """A finite number, as a float."""
         value = self.get(key, default)
         if value is not default and not is_number(value):
             raise self.wrong(key, "must be a finite number")
         return value if value is default else float(value)
 
     def flag(self, key: str, default: Any = False) -> Any:
-        """A boolean."""
         return self._typed(key, default, bool, "true or false")
 
     def text(self, key: str, default: Any = ...) -> Any:
-        """A string."""
         return self._typed(key, default, str, "a string")
 
     def items(self, key: str, kind: type, default: Any = ...) -> Any:
@@ -109,7 +117,6 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def get(self, key: str, default: Any = ...) -> Any:
-        """A value of any type."""
         value = self.values.get(key)
         if value is None and default is ...:
             raise ValueError(f"{self.where} has no {key}")

@@ -102,7 +102,7 @@ class RoundOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingTable:
-    """Sampling parameters by request slot; greedy where ``temperatures`` is 0.
+    """Sampling parameters of rows or request slots; greedy where ``temperatures`` is 0.
 
     End tokens let a row stop on the device; the host checks all of a request's end conditions
     again, so those beyond E only cost rounds.

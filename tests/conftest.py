@@ -18,6 +18,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from specjax.compiling.cache import CompileCache
+
 from .tiny_engines import Files, engine_files
 
 # the same examples in every run; seconds say nothing beside another process
@@ -28,6 +30,8 @@ settings.load_profile("fixed")
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later ones do not know it
     QUICK += " --xla_cpu_use_fusion_emitters=false"
+# for what has to hold on any device
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 CACHE = {
     "jax_compilation_cache_dir": str(COMPILED),
@@ -35,6 +39,7 @@ CACHE = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_traceback_in_locations_limit": 0,
 }
+READ: dict[str, Any] = {}  # executables that engines share, by key
 # folders whose tests share compiled runners and engines: each is the work of one process
 SHARING = (("speculative", "runtime", "scheduling", "kv"), ("engine", "cli", "scripts", "metrics"))
 # of the 65,530 that Linux grants a process
@@ -46,7 +51,7 @@ FULL = 2 * 2**30
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of XLA and of JAX's cache, for this process and for those that tests start."""
     if not re.search(r"(?<!not )\b(slow|gpu)\b", config.option.markexpr):
-        os.environ.setdefault("XLA_FLAGS", QUICK)
+        os.environ.setdefault("XLA_FLAGS", f"{QUICK} {TWO_DEVICES}")
     for name, value in CACHE.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)
@@ -107,6 +112,23 @@ def _strict_dtypes():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _read_once() -> Iterator[None]:
+    """Executables that engines share come from disk once a process: an engine reads for 0.4 s."""
+    read = CompileCache.load
+
+    def load(cache: CompileCache, key: str, arguments: Any) -> Any:
+        if cache.path.parent != COMPILED:
+            return read(cache, key, arguments)
+        if key not in READ and (found := read(cache, key, arguments)):
+            READ[key] = found
+        return READ.get(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompileCache, "load", load)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _few_executables() -> Iterator[None]:
     """Executables go where there are many: each takes several memory mappings on a CPU.
@@ -122,6 +144,7 @@ def _few_executables() -> Iterator[None]:
                 clear = getattr(value, "cache_clear", None)
                 if clear is not None and value.__module__ == module.__name__:
                     clear()
+    READ.clear()
     jax.clear_caches()
     gc.collect()
 

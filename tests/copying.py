@@ -32,7 +32,7 @@ from .tiny import (
     run_requests,
 )
 
-PERTURBATION = 0.06
+PERTURBATION = 0.095
 Named = dict[str, np.ndarray]
 
 

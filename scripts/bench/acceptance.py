@@ -38,7 +38,7 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Answer:
     """What one turn of one conversation gave. ``difference`` is None where plain text is equal."""
 
@@ -58,7 +58,6 @@ class Stopwatch:
     seconds: float = 0.0
 
     def generate(self, messages: list[Any], sampling: dict[str, Any]) -> list[dict[str, Any]]:
-        """Answers a batch of conversations."""
         start = time.perf_counter()
         outputs = self.engine.generate(messages=messages, sampling_params=sampling)
         self.seconds += time.perf_counter() - start
@@ -95,15 +94,8 @@ def evaluate(
                 if ids != plain_ids:
                     (prompt_ids,), _ = tokenize_inputs(plain.tokenizer, None, None, chat)
                     difference = find_difference(ids, plain_ids, prompt_ids, plain.logit_gap)
-                answers.append(
-                    Answer(
-                        question_id=str(prompts[i]["question_id"]),
-                        category=str(prompts[i]["category"]),
-                        turn=turn,
-                        meta_info=output["meta_info"],
-                        difference=difference,
-                    )
-                )
+                names = str(prompts[i]["question_id"]), str(prompts[i]["category"])
+                answers.append(Answer(*names, turn, output["meta_info"], difference))
             yield answers
 
 
@@ -119,13 +111,11 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
-    """The summary of each category, in order of first appearance."""
     names = dict.fromkeys(answer.category for answer in answers)
     return {name: summarize([one for one in answers if one.category == name]) for name in names}
 
 
 def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--prompts", type=Path, required=True, help="JSON lines, Spec-Bench form")
@@ -150,7 +140,6 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(door: str, argv: Sequence[str]) -> int:
-    """Evaluates with real engines, shows the table and writes the JSON file."""
     from specjax import Engine
 
     args = parse_arguments(door, argv)

@@ -18,7 +18,6 @@ COPIES, COPY_REPEATS = 4, 5
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of an option such as ``1,8,32``."""
     return [int(part) for part in text.split(",")]
 
 
@@ -34,7 +33,6 @@ def engine_parser(door: str, doc: str) -> argparse.ArgumentParser:
 def check_at_least(
     parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str
 ) -> None:
-    """Refuses options that are given and below ``least``."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < least:
@@ -78,14 +76,12 @@ def table_of(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str
 
 
 def append_json(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Appends a row as one JSON line, if there is a file for it."""
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def software() -> dict[str, Any]:
-    """Versions and the kind of hardware, without names of machines."""
     import jax
 
     devices = jax.devices()

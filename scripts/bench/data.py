@@ -1,7 +1,6 @@
 """Requests of the benchmarks, from data sets on disk."""
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from specjax.engine.requests import tokenize_inputs
+from specjax.json_file import read_json_lines
 from specjax.text.tokenizer import Tokenizer
+from specjax.training.collect import check_turns
 
 DATA = Path(__file__).parents[1] / "data"
 PROMPTS = DATA / "prompts.jsonl"
 # chosen for SmolLM2-135M with its shipped head: docs/adaptive_decoding.md has the accept lengths
 ADAPTIVE_PROMPTS = DATA / "adaptive_prompts.jsonl"
 SPEC_BENCH = ("question_id", "category", "turns")
-# kinds of prompts, phase by phase
 WORKLOADS = {"low": ["low"], "high": ["high"], "transition": ["low", "high", "low", "high"]}
 DATASETS = ("jsonl", *WORKLOADS)
 
@@ -36,23 +36,15 @@ def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]
     ``required`` keys. ``ValueError`` names a line of another form.
     """
     wanted = " and ".join(required) or "prompt, messages or turns"
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            keys = row.keys() if isinstance(row, dict) else set()
-            if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
-                raise ValueError(f"it lacks {wanted}")
-            turns = row.get("turns", [""])
-            if not (isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns)):
-                raise ValueError("turns must be a list of at least one string")
-        except ValueError as error:
-            raise ValueError(
-                f"{path.name}, line {number}: {error}; expected a JSON object with {wanted}"
-            ) from error
-        rows.append(row)
+
+    def read(row: Any) -> dict[str, Any]:
+        keys = row.keys() if isinstance(row, dict) else set()
+        if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
+            raise ValueError(f"it lacks {wanted}")
+        check_turns(row.get("turns", [""]))
+        return row
+
+    rows = read_json_lines(path, read)
     if not rows:
         raise ValueError(f"{path.name} holds no prompts")
     return rows
@@ -91,7 +83,6 @@ def workload_phases(
 
 
 def load_phases(args: argparse.Namespace, engine: Any) -> dict[str, list[BenchRequest]]:
-    """The requests that a command line asks for by phase, tokenized for an engine."""
     name, count, tokenizer = args.dataset_name, args.num_prompts, engine.tokenizer
     if name in WORKLOADS:
         return workload_phases(name, count, tokenizer, args.output_len)

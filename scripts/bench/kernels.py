@@ -5,14 +5,10 @@
     python scripts/bench_kernels.py --smoke                   # tiny sizes, also on a CPU
 
 Each program calls a kernel many times in one dispatch, and every call needs the result of the one
-before; dispatches run ahead and the host waits once at the end. A figure is the median over
-repeats of the microseconds of one call, less those of the same program without the kernel. The
-operands of the small kernels are the same every time, so what fits the GPU's L2 cache is read from
-there, as in a round that has just written it.
-
-Attention reads keys and values from memory: pages are shuffled over the pool and the layers of a
-pool larger than the L2 cache take turns. Every page size is first compared with the reference in
-float32 arithmetic.
+before. A figure is the median over repeats of the microseconds of one call, less those of the same
+program without the kernel. What fits the GPU's L2 cache is read from there, as in a round that has
+just written it. Attention reads its keys and values from memory: pages are shuffled over a pool
+larger than that cache; every page size is first compared with the float32 reference.
 """
 
 import argparse
@@ -84,7 +80,6 @@ def _link(state: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def _accepted(batch: int, rows: int, width: int) -> np.ndarray:
-    """Rows of accepted paths of random length, root first, then -1."""
     rng = np.random.default_rng(0)
     out = np.full((batch, width), -1, np.int32)
     for request in range(batch):
@@ -95,7 +90,6 @@ def _accepted(batch: int, rows: int, width: int) -> np.ndarray:
 
 
 def _fill_bonus(_: dict[str, Any], batch: int, width: int, rows: int) -> Case:
-    """``fill_bonus_tokens``; the state is the counts."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 1000, (batch, width), dtype=np.int32)
     counts = rng.integers(1, width + 1, batch, dtype=np.int32)
@@ -111,7 +105,6 @@ def _fill_bonus(_: dict[str, Any], batch: int, width: int, rows: int) -> Case:
 
 
 def _compact_tree(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
-    """``compact_tree`` of bfloat16 features; the state is the index."""
     features, index = grid["features"], _accepted(batch, rows, width)
     values = jax.random.uniform(jax.random.key(0), (batch, rows, features), jnp.bfloat16)
 
@@ -127,7 +120,6 @@ def _compact_tree(grid: dict[str, Any], batch: int, width: int, rows: int) -> Ca
 
 
 def _move_kv(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
-    """``move_kv`` of a bfloat16 pool; the state is the pool."""
     layers, heads, dim, context = (grid[name] for name in ("layers", "heads", "dim", "context"))
     index = _accepted(batch, rows, width)
     # request b owns the slots b * (context + T) on, its tree behind the context
@@ -177,7 +169,6 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
 
 
 def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int]) -> float:
-    """Median time of one step inside a program of many dependent steps."""
     calls, dispatches, repeats = timing
 
     def program(state: jax.Array, constants: Arrays) -> tuple[jax.Array, list[Any]]:
@@ -232,7 +223,6 @@ def _cases(door: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
 
 
 def main(door: str, argv: Sequence[str]) -> int:
-    """Measures all cases, prints one JSON line a row and a table."""
     parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, two of everything")
     parser.add_argument("--output", type=Path, help="append one JSON line a row")

@@ -11,7 +11,6 @@ from jax.profiler import ProfileData
 
 
 def table(launches: Counter[str], microseconds: Counter[str], num_rows: int = 20) -> str:
-    """The kernels that take most as lines of text."""
     lines = [f"{'us a round':>10}  {'launches':>8}  kernel"]
     for name, time in microseconds.most_common(num_rows):
         lines.append(f"{time:10.1f}  {launches[name]:8.1f}  {name[:90]}")

@@ -6,7 +6,6 @@ from typing import Any
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draws the result of ``throughput`` to a PNG."""
     from matplotlib.figure import Figure
 
     modes, groups = list(result["settings"]), result["rows"]

@@ -3,10 +3,9 @@
     python scripts/bench_round.py --batch 1,8,32 --steps 0,1,3,7 --rounds 20
 
 Two figures a row, both medians in ms: rounds dispatched back to back with the tokens left on the
-device, and rounds through ``Engine.generate`` with results read one round late. Beside them the
-floor: the bytes that a round cannot avoid reading (target weights, KV of the contexts, draft
-weights once a draft pass) at the copy bandwidth measured in the same run. 0 steps is plain
-decoding.
+device, and rounds through ``Engine.generate`` with results read one round late. The floor is what
+a round has to read (target weights, KV of the contexts, draft weights once a draft pass) at the
+copy bandwidth of the same run. 0 steps is plain decoding.
 """
 
 import argparse
@@ -35,7 +34,6 @@ SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype")
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
-# has real weights, so that its prompts are text
 REAL_PRESET = "smollm2-135m"
 NUM_TEXTS = 36
 # rounds until those that count: what was dispatched beside prefill, and results of the round before
@@ -54,7 +52,6 @@ COLUMNS = (
 
 
 def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; the preset with real weights becomes the model."""
     parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--preset", choices=[*PRESETS, REAL_PRESET], default="llama3.1-8b")
@@ -94,7 +91,6 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
 
 
 def dispatch(engine: Engine, slots: list[int], count: int) -> None:
-    """Dispatches rounds back to back and waits for the last."""
     for _ in range(count):
         result = engine.runner.round(slots)
     result.read()
@@ -173,7 +169,6 @@ def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -
 
 
 def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
-    """An engine for one step count over all batch sizes."""
     largest, longest = max(args.batch), args.context + args.context // 5
     # twelve stretches left on the device, or what engine_ms asks for and one dispatch run ahead
     through = dispatches_needed([longest] * largest, 2 * args.rounds) + 1
@@ -224,7 +219,6 @@ def measure(
 
 
 def main(door: str, argv: Sequence[str]) -> int:
-    """Runs the grid and prints a JSON line a row and a table."""
     args = parse_arguments(door, argv)
     bandwidth = common.copy_bandwidth()
     rng = np.random.default_rng(0)

@@ -32,7 +32,6 @@ COLUMNS = (
 
 
 def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line."""
     from bench import common
     from specjax.cli.options import add_start_options
 
@@ -102,7 +101,6 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(door: str, argv: Sequence[str]) -> int:
-    """Measures all starts and shows the table."""
     from bench import common
 
     args = parse_arguments(door, argv)

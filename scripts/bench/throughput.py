@@ -12,9 +12,8 @@ prompts of low and high acceptance. Where an option has two names, the second on
 Modes: ``plain`` (no drafts), ``spec`` (what the options say), numbers of drafted tokens, and the
 adaptive policies ``cost`` and ``ema``. With ``_sync`` behind it a mode waits for every round; else
 it runs one round ahead on a GPU. All modes of a batch size run in one process, over the same
-weights and requests. Each phase of the data set is run by all of them before the next one begins,
-each time in another order, so that a drift of the device's clocks meets all; medians of the repeats
-count. A policy keeps what it knows from one phase to the next, the warm-up included.
+weights and requests, each phase in another order, so that a drift of the device's clocks meets
+all; medians of the repeats count. A policy keeps what it knows, that of the warm-up included.
 """
 
 import argparse
@@ -82,7 +81,6 @@ class PhaseRun(NamedTuple):
 
 
 def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line."""
     parser = common.engine_parser(door, __doc__)
     more = parser.add_argument_group("more of the engine")
     add_options(more, EngineArgs, ["batch_buckets", "disable_radix_cache"])
@@ -96,9 +94,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--batch", "--concurrency", type=common.numbers, default=[None], help="requests at once")
     add("--repeats", type=int, default=1, help="runs of a phase; medians count")
     add("--warmup", type=int, default=16, help="requests of each phase before")
-    add(
-        "--json", type=Path, default=None, metavar="FILE", help="append all figures, a line a batch"
-    )
+    add("--json", type=Path, default=None, metavar="FILE", help="append figures, a line a batch")
     add("--plot", type=Path, default=None, metavar="PNG", help="needs specjax[bench]")
     if door == "bench_adaptive_speculative":
         parser.set_defaults(**ADAPTIVE_DEFAULTS)
@@ -151,7 +147,6 @@ def _make_engine(args: argparse.Namespace, mode: str, batch: int | None, lender:
 
 
 def _generate(engine: Any, requests: Sequence[Any], args: argparse.Namespace) -> list[Any]:
-    """Answers all requests at once; each has its own seed and ends at its length alone."""
     shared = {"temperature": args.temperature, "ignore_eos": True}
     sampling = [
         shared | {"max_new_tokens": request.output_len, "sampling_seed": args.seed + index}
@@ -238,7 +233,6 @@ def figures(runs: Sequence[PhaseRun], reference: Sequence[list[int]]) -> dict[st
 
 
 def median_run(repeats: Sequence[Sequence[PhaseRun]]) -> Sequence[PhaseRun]:
-    """The repeat of median duration (the lower one of two)."""
     ordered = sorted(repeats, key=lambda runs: sum(run.seconds for run in runs))
     return ordered[(len(ordered) - 1) // 2]
 
@@ -284,7 +278,6 @@ def _summarize(
 
 
 def _describe_settings(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
-    """What was measured, without folders."""
     names = ["dataset_name", "num_prompts", "temperature", "seed", "repeats", "modes"]
     names += ["warmup", "output_len"]
     sizes = ["dtype", "context_length", "page_size", "max_total_num_tokens", "rounds_per_dispatch"]
@@ -316,7 +309,6 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def main(door: str, argv: Sequence[str]) -> int:
-    """Measures all modes at all batch sizes, shows the tables and writes the files."""
     args = parse_arguments(door, argv)
     first, shares = None, []
     phases: Phases = {}

@@ -48,8 +48,7 @@ class AdaptiveSlot:
     docs/adaptive_decoding.md has the range and meaning of every key. All but the candidates, kept
     in ascending order, are for the EMA policy. No candidates stand for the policy's own default.
 
-    Raises:
-        ValueError: naming the key, its value and the limit.
+    ValueError naming the key, its value and the limit.
     """
 
     min_batch_size: int = 1
@@ -125,8 +124,7 @@ def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
     Keys of digits, such as ``"8"``, open a slot for batches of that size and more; keys outside
     of slots are inherited by every slot. Without slots the configuration serves every batch.
 
-    Raises:
-        ValueError: naming the file or the key and its value.
+    ValueError naming the file or the key and its value.
     """
     if isinstance(source, AdaptiveConfig):
         return source

@@ -126,8 +126,7 @@ class AdaptiveController:
         """Build the states of all candidates that have none, and apply that of the first tier."""
         for steps in sorted(self.tiers.keys() - self._states):
             state = self.worker.build_adaptive_runtime_state(
-                speculative_num_steps=steps,
-                speculative_num_draft_tokens=self._draft_tokens(steps),
+                speculative_num_steps=steps, speculative_num_draft_tokens=self._draft_tokens(steps)
             )
             if state.speculative_num_steps != steps:
                 raise ValueError(
@@ -155,37 +154,32 @@ class AdaptiveController:
         """Take in one verified round; whether the policy moved for that batch.
 
         With the counts alone the round is one of the worker's present tier, of as many rows, and
-        the worker has its new state when this returns.
+        the worker has its new state when this returns. Otherwise ``executed_steps`` is the tier
+        that it ran with, and ``batch_size`` its rows, padding included.
 
-        Args:
-            num_accepted_drafts: accepted drafts of each live row, without the bonus token; zeros
-                for a plain round. Nothing happens without live rows.
-            executed_steps: the tier that the round ran with.
-            batch_size: rows of the round, padding included.
-
-        Raises:
-            ValueError: for a count outside of 0 to ``executed_steps``, a tier that is no candidate,
-                or one keyword without the other. Nothing is recorded then.
+        Counts are the accepted drafts of each live row, without the bonus token; zeros for a plain
+        round. Nothing happens without live rows. ValueError for a count outside of 0 to
+        ``executed_steps``, a tier that is no candidate, or one keyword without the other.
         """
         if (executed_steps is None) != (batch_size is None):
             raise ValueError(f"{executed_steps=} and {batch_size=}: give both or none")
-        rows, accepted = len(num_accepted_drafts), sum(num_accepted_drafts)
+        counts = [int(count) for count in num_accepted_drafts]
+        rows, accepted = len(counts), sum(counts)
         if not rows:
             return False
         applies_at_once = executed_steps is None
         if executed_steps is None or batch_size is None:
             executed_steps, batch_size = self.worker.speculative_num_steps, rows
-        check_counts(num_accepted_drafts, executed_steps)
+        check_counts(counts, executed_steps)
         self._check_candidate("executed_steps", executed_steps)
+        ran = {"executed_steps": executed_steps, "batch_size": batch_size}
+        has_moved = self.policy.on_verify_complete(counts, **ran)
         tier = self.tiers[executed_steps]
         tier.rounds += 1
         tier.proposed_drafts += executed_steps * rows
         tier.accepted_drafts += accepted
         if executed_steps > 0:
             self._ema += EMA_ALPHA * (accepted / rows - self._ema)
-        has_moved = self.policy.on_verify_complete(
-            num_accepted_drafts, executed_steps=executed_steps, batch_size=batch_size
-        )
         if applies_at_once:
             self.activate_for_batch(batch_size)
         return has_moved
@@ -215,7 +209,6 @@ class AdaptiveController:
 
     @property
     def wasted_drafts(self) -> int:
-        """Drafts proposed and not accepted."""
         return sum(tier.proposed_drafts - tier.accepted_drafts for tier in self.tiers.values())
 
     def describe(self) -> dict[str, Any]:

@@ -61,11 +61,8 @@ class CostAwarePolicy:
     are chosen only for what they have shown, in probes: the next deeper candidate that could win
     runs until a result that does not gain. docs/adaptive_decoding.md has the rules for when.
 
-    Args:
-        seconds: of a round by (steps, batch bucket), for every candidate at every bucket. A batch
-            counts as the smallest bucket that holds it.
-        initial_steps: moved to the nearest candidate, the larger of two; ``None``: the deepest.
-        config: see :func:`specjax.adaptive.load_adaptive_config`.
+    ``seconds`` are those of a round by (steps, batch bucket), for every candidate at every bucket.
+    ``initial_steps`` moves to the nearest candidate, the larger of two; ``None`` is the deepest.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class CostAwarePolicy:
         return self.steps if self.probe_steps is None else self.probe_steps
 
     def steps_for_batch(self, batch_size: int) -> int:
-        """The tier for the next round of ``batch_size`` rows."""
         candidates, bucket = self._candidates(batch_size), self._bucket_of(batch_size)
         if self.probe_steps in candidates:
             return self.current_steps
@@ -111,7 +107,6 @@ class CostAwarePolicy:
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
     ) -> bool:
-        """Take in one round; whether the tier for ``batch_size`` changed."""
         if not num_accepted_drafts:
             return False
         check_counts(num_accepted_drafts, executed_steps)
@@ -138,7 +133,6 @@ class CostAwarePolicy:
         return self.steps_for_batch(batch_size) != before
 
     def describe(self) -> dict[str, Any]:
-        """The policy's figures for server information."""
         return {
             "policy": "cost",
             "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.steps)],

@@ -100,7 +100,6 @@ class AdaptiveSpeculativeParams:
         return max(0.0, self.state.ema)  # below 0 before a slot at step 0 has measured any
 
     def steps_for_batch(self, batch_size: int) -> int:
-        """The tier for the next round of ``batch_size`` rows."""
         return self._states[self.config.slot_index(batch_size)].current_steps
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:
@@ -125,7 +124,6 @@ class AdaptiveSpeculativeParams:
         return self.update(num_accepted_drafts, batch_size)
 
     def describe(self) -> dict[str, Any]:
-        """The policy's figures for server information."""
         return {
             "policy": "ema",
             "ema_accept_len": self.ema_accept_len,

@@ -38,8 +38,7 @@ class Checkpoint(Generic[C]):
     def check_weights(self) -> None:
         """Compare names, shapes and dtypes on disk with the configuration; reads no weight.
 
-        Raises:
-            ValueError: naming tensors, shapes and file if they do not fit.
+        ValueError naming tensors, shapes and file if they do not fit.
         """
         if self._open_source is None:
             check_orbax(self.path, self._abstract())
@@ -51,8 +50,7 @@ class Checkpoint(Generic[C]):
 
         After each weight ``progress(done, total)`` is called from this thread.
 
-        Raises:
-            ValueError: as :meth:`check_weights`, or if a tensor cannot be read.
+        ValueError as :meth:`check_weights`, or if a tensor cannot be read.
         """
         if self._open_source is None:
             return load_orbax(self.path, self._abstract())
@@ -75,7 +73,6 @@ class Checkpoint(Generic[C]):
         raise NotImplementedError
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether a stored tensor that no recipe names may be left unread."""
         raise NotImplementedError
 
     def _abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -109,9 +106,7 @@ class Checkpoint(Generic[C]):
         unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
         if unknown := {n for n in unknown if not self._is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
-            raise ValueError(
-                f"the model has no place for {len(unknown)} tensor(s): {_listed(shown)}"
-            )
+            raise ValueError(f"the model has no place for {len(unknown)} tensors: {_listed(shown)}")
 
 
 def _listed(shown: list[str]) -> str:
@@ -123,9 +118,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "iubc" and np.dtype(dtype).kind not in "iu":
-        raise ValueError(
-            f"a tensor of shape {array.shape} is {array.dtype}, which is no form of {dtype} weights"
-        )
+        raise ValueError(f"a tensor {array.shape} is {array.dtype}, which is no form of {dtype}")
     if array.dtype == bfloat16 and dtype == np.float32:
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(dtype)
@@ -146,7 +139,6 @@ def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
 
 
 def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.ndarray:
-    """One weight, in ``dtype``, owned by the caller."""
     if not recipe.transpose:
         arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]

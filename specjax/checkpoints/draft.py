@@ -122,7 +122,6 @@ def open_draft(
     Args:
         draft: a directory (published format, or written by :func:`save_orbax`), a Hugging Face
             repository id, or None for the head that ships with an embedded target.
-        target: the model that it drafts for.
         algorithm: ``"EAGLE3"``, ``"EAGLE"`` (versions 1 and 2), or None for what the head is.
         rope_theta: replaces the head's rotary base; some published heads accept more with another
             base than the configured one.
@@ -147,9 +146,7 @@ def open_draft(
         source = canonical_source(open_directory(path))
         config = draft_config(path, source, target.config)
     if algorithm not in (None, found := _ALGORITHMS[config.checkpoint_format]):
-        raise ValueError(
-            f"{path} is an {found} head, but speculative_algorithm={algorithm!r} was asked for"
-        )
+        raise ValueError(f"{path} is an {found} head, not speculative_algorithm={algorithm!r}")
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
     return DraftCheckpoint(config, path, None if source is None else lambda: source)

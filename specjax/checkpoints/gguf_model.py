@@ -13,11 +13,7 @@ from specjax.models.layers import rope_frequencies
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-_TOP_LEVEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -114,7 +110,6 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
 
 
 def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
-    """Metadata under the architecture's prefix; lists of one value per layer as that value."""
     values = {}
     for key, value in file.metadata.values.items():
         if key.startswith(f"{arch}."):

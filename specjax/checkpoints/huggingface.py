@@ -111,7 +111,6 @@ def _scaling(parameters: Fields) -> RopeScaling | None:
 
 
 def _resolve_dtype(config: Fields, directory: Path) -> str:
-    """The dtype of the configuration, else of the weights."""
     named = config.text("dtype", config.text("torch_dtype", "auto")).removeprefix("torch.")
     if named == "auto":
         info = open_directory(directory).infos.get("model.norm.weight")

@@ -45,18 +45,15 @@ def save_orbax(
 
 
 def write_config(directory: Path, config: TransformerConfig) -> None:
-    """Write the ``config.json`` of a saved directory."""
     body = {_KEY: type(config).__name__, **dataclasses.asdict(config)}
     (directory / "config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def is_orbax_directory(path: Path) -> bool:
-    """Whether a directory was written by :func:`save_orbax`."""
     return _KEY in Fields.read_if_there(path / "config.json")
 
 
 def orbax_config(path: Path, kind: type[C]) -> C:
-    """The configuration of a saved directory."""
     file = path / "config.json"
     body = read_json(file)
     found = body.pop(_KEY)
@@ -97,7 +94,7 @@ def check_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Non
     missing, unknown = sorted(set(abstract) - set(stored)), sorted(set(stored) - set(abstract))
     if missing or unknown:
         raise ValueError(
-            f"{directory} does not fit its configuration: missing {missing}, unknown {unknown}"
+            f"{directory} does not fit its config: missing {missing}, unknown {unknown}"
         )
     for name, expected in abstract.items():
         if (shape := tuple(stored[name].shape)) != expected.shape:

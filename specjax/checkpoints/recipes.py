@@ -28,7 +28,6 @@ class Recipe:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         width, rest = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:]
         return (*rest, width) if self.transpose else (width, *rest)
 
@@ -37,7 +36,6 @@ Recipes = Mapping[str, Recipe]
 
 
 def target_recipes(config: ModelConfig) -> Recipes:
-    """Recipes of all weights of a target model, by flat name."""
     size, table = config.hidden_size, (config.vocab_size, config.hidden_size)
     recipes = _vectors(size, {"norm": "model.norm"})
     recipes["embedding.table"] = Recipe((Part("model.embed_tokens.weight", table),))
@@ -112,7 +110,6 @@ def _layer(
     output_bias: bool = False,
     mlp_bias: bool = False,
 ) -> dict[str, Recipe]:
-    """Self-attention, feed-forward and the norm between them."""
     size, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = {"q": q_size, "k": kv_size, "v": kv_size}

@@ -50,7 +50,6 @@ def _shards(directory: Path, index: str) -> list[Path]:
     return paths
 
 
-# how safetensors begins the names of its dtypes
 _KINDS = {"BOOL": "bool", "BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
 
 
@@ -85,7 +84,6 @@ def _safetensors(path: Path, files: list[Path]) -> TensorSource:
 
 
 def _torch(path: Path, files: list[Path]) -> TensorSource:
-    """Tensors of ``pytorch_model.bin`` files, read with ``torch.load(weights_only=True)``."""
     try:
         import torch
     except ImportError:

@@ -13,21 +13,16 @@ def use_colour(stream: TextIO) -> bool:
     """Whether ``stream`` should get ANSI colours (https://no-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (
-        stream.isatty() and os.environ.get("TERM") != "dumb"
-    )
+    is_forced = bool(os.environ.get("FORCE_COLOR"))
+    return is_forced or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 class AcceptPainter:
-    """Marks the accepted drafts in a growing completion.
+    """Marks the accepted drafts in a growing completion, by ``colour`` or by square brackets.
 
     With byte-level BPE a token may hold a part of a character. A character belongs to the token
-    that completes it, so the pieces always join to the text itself.
-
-    Args:
-        push: takes new token ids and returns the text that they complete, as
-            :meth:`IncrementalDecoder.push` does.
-        colour: mark by colour; otherwise by square brackets.
+    that completes it, so the pieces always join to the text itself. ``push`` takes new token ids
+    and returns the text that they complete, as :meth:`IncrementalDecoder.push` does.
     """
 
     def __init__(self, push: Callable[[list[int]], str], *, colour: bool) -> None:
@@ -63,7 +58,6 @@ class AcceptPainter:
         return painted
 
     def end_mark(self) -> str:
-        """What closes an open mark, or nothing."""
         was_open, self._is_open = self._is_open, False
         return self._close if was_open else ""
 

@@ -73,7 +73,6 @@ class Comparison:
         return self.equal or self.dtype != "float32"
 
     def report(self, decode: Decode) -> str:
-        """The comparison as lines of text."""
         texts = "the texts are equal"
         if self.difference is not None:
             texts = f"the texts differ: {self.difference.describe(decode)}"

@@ -23,7 +23,6 @@ SAMPLING_ARGUMENTS = tuple(
 
 
 def add_generate_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``specjax``."""
     parser = commands.add_parser(
         "generate",
         help="generate text from one prompt",
@@ -132,12 +131,10 @@ def _figures(meta: dict[str, Any]) -> str:
 
 
 def _tokens_per_second(meta: dict[str, Any]) -> float:
-    """Completion tokens over the request's time, prefill included, start-up not."""
     return meta["completion_tokens"] / meta["e2e_latency"] if meta["e2e_latency"] > 0 else 0.0
 
 
 def _show(outputs: Iterator[dict[str, Any]], painter: AcceptPainter | None) -> dict[str, Any]:
-    """Print the text as it grows, with accepted drafts marked where there is a painter."""
     shown = 0
     output: dict[str, Any] = {"text": "", "output_ids": [], "meta_info": {"output_is_draft": []}}
 

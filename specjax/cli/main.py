@@ -22,7 +22,6 @@ EXIT_BROKEN_PIPE = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the ``specjax`` command."""
     parser = argparse.ArgumentParser(
         prog="specjax", description="Lossless speculative decoding of language models in JAX."
     )

@@ -66,7 +66,6 @@ def add_start_options(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of ``Engine`` that the command line sets."""
     return {name: getattr(args, name) for name in ALL if hasattr(args, name)}
 
 
@@ -98,7 +97,7 @@ def _option(hint: Any) -> dict[str, Any]:
 
 
 def _or_none(text: str) -> str | None:
-    return None if text == "none" else text
+    return None if text.lower() == "none" else text
 
 
 def _integers(text: str) -> list[int]:
@@ -106,7 +105,6 @@ def _integers(text: str) -> list[int]:
 
 
 def _descriptions(cls: type) -> dict[str, str]:
-    """What the docstring of a class says of each attribute."""
     attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
     return {

@@ -16,7 +16,6 @@ SECONDS_A_DAY = 86400.0
 
 
 def add_warmup_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``specjax``."""
     parser = commands.add_parser(
         "warmup",
         help="compile ahead of the first start",

@@ -35,15 +35,9 @@ _DIGEST_LETTERS = 64  # of SHA-256, as hexadecimal
 def open_compile_cache(directory: str | os.PathLike[str] | None) -> "CompileCache | None":
     """The cache below a folder; JAX's own persistent cache goes to the folder itself.
 
-    Args:
-        directory: a folder, ``"auto"`` for the one JAX is already configured with or else
-            ``specjax`` in the user's cache folder, or ``None`` for no cache.
-
-    Returns:
-        The cache; ``None`` for ``None`` and, with a warning, where ``"auto"`` cannot be used.
-
-    Raises:
-        ValueError: if a named folder cannot be made, or is not the user's alone.
+    ``"auto"`` is the folder that JAX is configured with already, or else ``specjax`` in the user's
+    cache folder; where it cannot be used there is a warning and no cache, as for ``None``.
+    ValueError if a named folder cannot be made, or is not the user's alone.
     """
     if directory is None:
         return None
@@ -78,12 +72,8 @@ class CompileCache:
 
     Whatever is damaged, stale or of another key counts as missing, with a warning. Several
     processes may read and write at once: the last one to write an entry wins, with the same entry.
-
-    Args:
-        path: the folder of the entries.
-        facts: what the functions depend on beside their arguments and the sources of this package,
-            as values with a telling ``repr``: strings, numbers, frozen dataclasses.
-        devices: what the functions run on; by default the first device.
+    ``facts`` are what the functions depend on beside their arguments and this package's sources, as
+    values with a telling ``repr``; ``devices`` what they run on, by default the first one.
     """
 
     def __init__(
@@ -170,7 +160,7 @@ class CompileCache:
         """Delete entries that nothing has read for so many seconds; returns their number."""
         oldest, count = time.time() - seconds, 0
         for path in self.path.iterdir():
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # gone meanwhile, or a folder
                 if path.lstat().st_mtime < oldest:
                     path.unlink()
                     count += 1

@@ -54,6 +54,4 @@ def _check(path: Path, status: os.stat_result) -> None:
             "is not executed: use a folder of your own"
         )
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(
-            f"{path} can be written by others (mode {stat.S_IMODE(mode):04o}); chmod go-w {path}"
-        )
+        raise ValueError(f"{path} is shared (mode {stat.S_IMODE(mode):04o}); chmod go-w {path}")

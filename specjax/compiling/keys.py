@@ -82,5 +82,4 @@ def _cpu_features() -> str:
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -33,7 +33,6 @@ class CompiledFunction:
     argument_bytes: int  # device memory of its arguments
     temp_bytes: int  # device memory that it takes while it runs
     alias_bytes: int  # of its arguments, what its results are written into
-    code_bytes: int
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,8 @@ class CompilePool(dict[Hashable, Compiled]):
     """Compiled functions by key; everything registered is compiled at once, in threads.
 
     Calling a compiled function with other shapes or dtypes raises instead of compiling again.
-
-    Attributes:
-        cache: executables of earlier processes, bound to all that the functions close over.
-        report: what became of each function so far, in the order in which they were added.
+    ``cache`` has executables of earlier processes and is bound to all that the functions close
+    over; ``report`` says what became of each function so far, in the order of adding.
     """
 
     def __init__(self, cache: CompileCache | None = None) -> None:
@@ -137,5 +134,5 @@ class CompilePool(dict[Hashable, Compiled]):
 
 def _memory(compiled: Compiled) -> list[int]:
     analysis = compiled.memory_analysis()
-    names = ("argument", "temp", "alias", "generated_code")
+    names = ("argument", "temp", "alias")
     return [int(getattr(analysis, f"{name}_size_in_bytes", 0)) for name in names]

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -38,9 +39,8 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
         policy = AdaptiveSpeculativeParams(first, config)
     else:
         policy = CostAwarePolicy(round_seconds(runner), first, config)
-    controller = AdaptiveController(
-        runner, policy, lambda steps: args.algorithm.draft_shape(args, steps).nodes
-    )
+    shape_of = partial(args.algorithm.draft_shape, args)
+    controller = AdaptiveController(runner, policy, lambda steps: shape_of(steps).nodes)
     controller.init_states()
     return controller
 
@@ -88,7 +88,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
-    jax.block_until_ready(runner.pools)
+    jax.block_until_ready(runner.on_device)
     return {pair: float(np.median([times[pair] for times in stretches])) for pair in pairs}
 
 

@@ -68,9 +68,6 @@ class EngineArgs:
         base_gpu_id: which of the process's devices (``jax.devices()``) the engine is put on.
         simulate_accept_length: accept this many tokens a round on average, right or wrong, to
             measure speed alone: from 1 to ``speculative_num_steps + 1``.
-
-    Raises:
-        ValueError: for a value outside its range, with its name.
     """
 
     model: str | PathLike[str] = "smollm2-135m"
@@ -109,6 +106,8 @@ class EngineArgs:
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format={self.load_format!r} is not 'auto' or 'dummy'")
         self.algorithm.validate(self)
+        if self.overlap and not self.algorithm.supports_overlap:
+            raise ValueError(f"overlap=True, which {self.algorithm.name} does not support")
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
@@ -158,7 +157,6 @@ class EngineArgs:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that is not of the type that its field declares."""
     kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
     if value is None and NoneType in kinds:
         return

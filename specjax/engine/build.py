@@ -21,6 +21,7 @@ from specjax.runtime.buckets import checked_buckets, prefill_buckets, smallest_b
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative.algorithm import StateSizes, kv_pool
+from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -78,13 +79,19 @@ def build_engine(
         plan.target.check_weights()  # before the minutes of compiling
         for draft in plan.drafts:
             draft.check_weights()
-    lent = None if lender is None else (lender[0].drafts, lender[1].weights)
+    lent = None
+    if lender is not None:
+        weights, place = lender[1].weights, plan.networks.placement
+        is_here = lender[0].networks.placement == place
+        lent = lender[0].drafts, weights if is_here else place.put(weights)
     runner = plan.make_runner(cache)
     with ThreadPoolExecutor(1) as executor:
         loading = executor.submit(
             load_weights, plan.networks, plan.target, plan.drafts, is_dummy=is_dummy, lender=lent
         )
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
+        if tokenizer is not None and tokenizer.chat_template is not None:
+            start_renderer()
         runner.compile(show_progress=shows_progress(args))
         runner.load(*loading.result())
     return plan, runner, tokenizer
@@ -105,8 +112,9 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     target = open_target(args.model, dtype=dtype)
     drafts = algorithm.open_draft(args, target)
     for draft in drafts:
-        sizes = f"topk {args.shape.topk}, {largest.nodes} rows a verify"
         _announce(args, f"draft head: {draft.describe()}")
+    if largest.steps > 0:
+        sizes = f"topk {args.shape.topk}, {largest.nodes} rows a verify"
         _announce(args, f"speculative decoding: {_describe_tiers(args)}, {sizes}")
     networks = algorithm.networks(
         target.config,
@@ -120,9 +128,8 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     whole = context_length + Reach.of(args.shapes, args.rounds_per_dispatch).overhang
     pools = _plan_pools(args, networks, whole, slots)
     _announce(args, f"{target.name} ({target.config.dtype}): {pools.describe()}")
-    smallest = smallest_bucket(
-        on_gpu=not on_cpu, drafts=largest.steps > 0, weight_bytes=networks.weight_bytes
-    )
+    drafts_any, weight_bytes = largest.steps > 0, networks.weight_bytes
+    smallest = smallest_bucket(on_gpu=not on_cpu, drafts=drafts_any, weight_bytes=weight_bytes)
     buckets = checked_buckets(args.batch_buckets, slots, smallest)
     sizes = f"{slots} requests at once in batches of {list(buckets)}"
     _announce(args, f"context of {context_length} tokens, {sizes}")

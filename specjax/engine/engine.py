@@ -17,7 +17,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import EnginePlan, build_engine
 from specjax.engine.diagnostics import next_logits
 from specjax.engine.info import server_info
-from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt
+from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
 from specjax.engine.weights import (
     NewWeights,
     check_finite,
@@ -58,7 +58,6 @@ class Engine:
         **options: the other attributes of :class:`~specjax.engine.args.EngineArgs`.
 
     Attributes:
-        args: what the engine was told.
         runner: the device side; it belongs to the engine's thread.
         tokenizer: ``None`` with ``skip_tokenizer_init``.
         context_length: tokens of prompt and completion together.
@@ -86,7 +85,9 @@ class Engine:
         self.runner: ModelRunner = runner
         self.tokenizer: Tokenizer | None = tokenizer
         self.context_length = plan.context_length
-        overlap = not runner.networks.placement.on_cpu if args.overlap is None else args.overlap
+        overlap = args.overlap
+        if overlap is None:
+            overlap = args.algorithm.supports_overlap and not runner.networks.placement.on_cpu
         allocator = PageAllocator(runner.config.num_pages, args.page_size)
         cache = None
         if not args.disable_radix_cache:
@@ -133,6 +134,7 @@ class Engine:
         ``internal_states`` is a list with one dict: requests, KV use, throughput, acceptance and
         memory now and since the start.
         """
+        self._loop.check_process()
         return server_info(self.args, self._plan, self.metrics.snapshot(), self._controller)
 
     def debug_state(self) -> dict[str, int]:
@@ -211,18 +213,16 @@ class Engine:
             return self._loop.stream_async(call, owner=self)
         return await self._loop.wait_async(call)
 
-    def abort(self, rid: str) -> None:
-        """End the request of an id, with all its samples, with finish reason ``abort``.
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """End the request of an id, with all its samples, or all, with finish reason ``abort``.
 
         Whoever waits for it gets the text so far. An id that does not run is ignored.
         """
-        self.abort_request(rid)
-
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """:meth:`abort` under SGLang's name; with ``abort_all`` every request ends."""
         if not isinstance(rid, str) or not isinstance(abort_all, bool) or bool(rid) == abort_all:
             raise ValueError(f"rid={rid!r}, abort_all={abort_all}: give one of them")
         self._loop.abort_rid(None if abort_all else rid)
+
+    abort = abort_request
 
     def flush_cache(self) -> None:
         """Forget all KV, cached prefixes included; running requests compute theirs again."""
@@ -291,8 +291,9 @@ class Engine:
         """
         self._need_open()
         nets = self.runner.networks
-        check_prompt(input_ids, self.target.config.vocab_size, self.context_length)
-        logits = next_logits(nets.target, self.runner.weights[0], input_ids)
+        (ids,), _ = tokenize_inputs(self.tokenizer, input_ids=input_ids)
+        check_prompt(ids, self.target.config.vocab_size, self.context_length)
+        logits = next_logits(nets.target, self.runner.weights[0], ids)
         second, first = (int(i) for i in np.argsort(logits)[-2:])
         return first, second, float(logits[first] - logits[second])
 

@@ -212,7 +212,7 @@ def _id_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
     for row in rows:
         if not _is_list(row) or not all(is_integer(_without_arrays(i)) for i in row):
             raise ValueError(
-                f"input_ids={input_ids!r} must be a list of token ids or a list of such lists"
+                f"input_ids={input_ids!r} must be a list of token ids or of such lists"
             )
     return [[int(i) for i in row] for row in rows], is_batch
 

@@ -30,7 +30,6 @@ class WarmUp:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all entries on disk."""
         return sum(function.num_bytes or 0 for function in self.functions)
 
     @property
@@ -39,7 +38,6 @@ class WarmUp:
         return all(function.num_bytes is not None for function in self.functions)
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures for JSON."""
         derived = {"num_compiled": self.num_compiled, "num_bytes": self.num_bytes}
         return asdict(self) | derived | {"jax": jax.__version__}
 
@@ -87,5 +85,5 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
         seconds=time.perf_counter() - started,
         weight_bytes=plan.pools.weight_bytes,
         kv_bytes=plan.pools.kv_bytes,
-        device=jax.devices()[0].device_kind,
+        device=plan.networks.placement.device.device_kind,
     )

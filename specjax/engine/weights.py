@@ -64,18 +64,16 @@ def weights_from_disk(
     draft_rope_theta: float | None,
 ) -> tuple[TargetCheckpoint, tuple[DraftCheckpoint, ...], NewWeights]:
     """Checkpoints to go on with, and the weights of those that a path is given for."""
-    if model_path is None and draft_path is None:
-        raise ValueError("give model_path, draft_path or both")
+    given = [path for path in (model_path, draft_path) if path is not None]
+    if not given or not all(isinstance(path, str | PathLike) for path in given):
+        raise ValueError(f"{model_path=}, {draft_path=}: give one or both of them")
     opened, new_target, new_draft = target, {}, {}
     if model_path is not None:
         opened = open_target(model_path, dtype=target.config.dtype)
         _check_same_config(opened, target)
     if draft_path is not None:
         if not drafts:
-            raise ValueError(
-                f"draft_path={draft_path!r}, but the engine decodes plainly; set "
-                "speculative_algorithm at its start"
-            )
+            raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
         draft = open_draft(draft_path, opened, rope_theta=draft_rope_theta)
         _check_same_config(draft, drafts[0])
         drafts, new_draft = (draft,), draft.load_weights()
@@ -91,10 +89,7 @@ def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
 
 
 def weights_from_tensors(
-    networks: Networks,
-    named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    *,
-    draft: bool,
+    networks: Networks, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, draft: bool
 ) -> NewWeights:
     """Weights by flat name from tensors of target or ``draft`` under flat or Hugging Face names.
 
@@ -104,8 +99,12 @@ def weights_from_tensors(
     """
     flat = networks.draft if draft else networks.target
     if not flat.names:
-        raise ValueError("draft=True, but the engine decodes plainly and has no draft head")
-    tensors = {name: _copied(name, value) for name, value in dict(named_tensors).items()}
+        raise ValueError("draft=True, but the engine has no draft network")
+    try:
+        given = dict(named_tensors)
+    except TypeError as error:
+        raise ValueError(f"named_tensors={named_tensors!r} are no arrays by name") from error
+    tensors = {str(name): _copied(name, value) for name, value in given.items()}
     if not tensors:
         raise ValueError("named_tensors are empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
@@ -118,6 +117,8 @@ def weights_from_tensors(
         recipes = target_recipes(networks.target_config)
     for name, recipe in recipes.items():
         if any(part.name in tensors for part in recipe.parts):
+            if name in weights:
+                raise ValueError(f"named_tensors give {name!r} twice, under two kinds of names")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
     if tensors:
         raise ValueError(f"named_tensors {sorted(tensors)[:5]} are not weights of the model")
@@ -129,7 +130,6 @@ def weights_from_tensors(
 
 
 def check_finite(new: NewWeights) -> None:
-    """Refuse weights that are NaN or infinite."""
     for name, weight in (pair for weights in new for pair in weights.items()):
         if jnp.issubdtype(weight.dtype, jnp.floating) and not _is_finite(weight):
             raise ValueError(
@@ -139,7 +139,7 @@ def check_finite(new: NewWeights) -> None:
 
 
 def _is_finite(weight: Any) -> bool:
-    if isinstance(weight, jax.Array) and jax.default_backend() != "cpu":
+    if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
         return bool(jnp.isfinite(weight).all())
     # As integers, what is not finite is at least infinity of either sign: five times as fast as
     # isfinite on bfloat16.
@@ -174,7 +174,7 @@ def _check_same_config(
     differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]
     if differing:
         raise ValueError(
-            f"{new.path} does not fit the running engine: {', '.join(differing)}; make a new engine"
+            f"{new.path} does not fit the engine: {', '.join(differing)}; make a new one"
         )
 
 

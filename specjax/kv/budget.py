@@ -38,7 +38,6 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "Reach":
-        """Of the given tiers."""
         return cls(
             rounds,
             max(shape.accept_width for shape in shapes),
@@ -162,7 +161,6 @@ class PageBudget:
         return True
 
     def _missing(self, holdings: Sequence[PageHolding], dispatches: int) -> list[int]:
-        """Pages that holdings lack for so many dispatches."""
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
 
     def share(self, holding: PageHolding) -> None:
@@ -231,7 +229,6 @@ class PageBudget:
         return free + sum(map(self._spare, running))
 
     def _take(self, count: int, running: Sequence[PageHolding]) -> list[int]:
-        """``count`` pages, of as many as are available or more."""
         short = count - self._allocator.num_free
         short -= self._cache.evict(short)
         for holding in reversed(running):

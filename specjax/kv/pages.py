@@ -77,11 +77,9 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated."""
         return len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:

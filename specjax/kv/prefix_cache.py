@@ -62,7 +62,6 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages that the cache owns."""
         return len(self._held)
 
     @property
@@ -115,8 +114,7 @@ class PrefixCache:
             The offered pages that still are the caller's, to free or to use on: those that an equal
             prefix made unnecessary, and those beyond :meth:`num_full_pages`.
 
-        Raises:
-            ValueError: for wrong pages; nothing is taken over then.
+        ValueError for wrong pages; nothing is taken over then.
         """
         num_full = min(self.num_full_pages(len(tokens)), len(pages))
         node, cached = self._walk(tokens, num_full)

@@ -29,11 +29,9 @@ class PoolPlan:
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the pools hold."""
         return (self.num_pages - 1) * self.page_size
 
     def describe(self) -> str:
-        """One line for the log at start-up."""
         return (
             f"weights {self.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
             f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} tokens"

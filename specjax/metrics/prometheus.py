@@ -36,7 +36,6 @@ class Figure(NamedTuple):
     mode: str = ""  # value of the label of that name, where its family has one
 
     def of(self, totals: Totals) -> Any:
-        """Its value: a number or a histogram."""
         return attrgetter(self.field)(totals)
 
 

@@ -52,5 +52,4 @@ class Throughput:
         return (total - start[1]) / seconds if seconds > 0 else 0.0
 
     def is_idle(self, now: float) -> bool:
-        """Whether there has been no work for a window."""
         return not self._has_work and now - self._now >= self._window

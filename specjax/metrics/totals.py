@@ -36,12 +36,10 @@ class Histogram:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, several times if asked to."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def copy(self) -> "Histogram":
-        """A copy that later values leave alone."""
         return replace(self, counts=list(self.counts))
 
 
@@ -88,7 +86,6 @@ class Totals:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def snapshot(self) -> "Totals":
-        """The figures of one moment."""
         with self.lock:
             now = self.clock()
             rate = self.throughput.rate(now, self.generated_tokens)
@@ -145,22 +142,19 @@ class Totals:
 
     @property
     def token_usage(self) -> float:
-        """Used share of the KV pool."""
         return self.num_used_tokens / self.max_total_tokens
 
     @property
     def cache_hit_rate(self) -> float:
         """Share of the prompt tokens that the prefix cache had."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return self.cached_tokens / max(self.prompt_tokens, 1)
 
     @property
     def accept_length(self) -> float:
         """Tokens a verify, the bonus token included; 0 before the first verify."""
-        verifies = self.num_verifies
-        return 1 + self.num_accepted_drafts / verifies if verifies else 0.0
+        return (self.num_verifies + self.num_accepted_drafts) / max(self.num_verifies, 1)
 
     @property
     def accept_rate(self) -> float:
         """Share of the proposed drafts that was accepted."""
-        proposed = self.num_proposed_drafts
-        return self.num_accepted_drafts / proposed if proposed else 0.0
+        return self.num_accepted_drafts / max(self.num_proposed_drafts, 1)

@@ -84,9 +84,8 @@ class EagleBlock(nnx.Module):
 
     def __init__(self, config: DraftConfig, in_size: int, kernels: str) -> None:
         size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.jnp_dtype
-        self.attention = Attention(
-            config, in_size=in_size, qkv_bias=config.qkv_bias, kernels=kernels
-        )
+        bias = config.qkv_bias
+        self.attention = Attention(config, in_size=in_size, qkv_bias=bias, kernels=kernels)
         self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
         self.mlp = MLP(config, kernels=kernels)
 

@@ -34,9 +34,8 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
 
 def dot(x: jax.Array, kernel: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """``x [..., in] @ kernel [in, out]``, accumulated in float32."""
-    return jnp.matmul(
-        x, kernel, precision=precision_for(x.dtype), preferred_element_type=out_dtype or x.dtype
-    )
+    precision, out = precision_for(x.dtype), out_dtype or x.dtype
+    return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:

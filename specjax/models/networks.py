@@ -29,6 +29,5 @@ class Networks:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights."""
         leaves = (*self.target.abstract, *self.draft.abstract)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

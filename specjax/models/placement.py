@@ -27,16 +27,13 @@ class Placement:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether this is no accelerator."""
         return self.device.platform == "cpu"
 
     @property
     def sharding(self) -> SingleDeviceSharding:
-        """The same for JAX."""
         return SingleDeviceSharding(self.device)
 
     def put(self, values: Any) -> Any:
-        """A pytree of arrays on the device."""
         return jax.device_put(values, self.sharding)
 
     def abstract(self, values: Any) -> Any:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from itertools import count, takewhile
 
 # Products of one row take XLA's matrix-vector path on a GPU, which has more kernels. Plain rounds:
-# 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B shape; H200, jax
-# 0.11.2, before products were split into partial sums). With drafts only what the head computes for
-# one token has one row: padded, a round of SmolLM2-135M with five drafts takes 0.98 ms instead of
-# 1.04, one of the 8B shape with seven 5.91 ms instead of 5.78; its step 0 takes 4.4 ms either way.
+# 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B shape; H200). With
+# drafts only what the head computes for one token has one row: padded, a round of SmolLM2-135M with
+# five drafts takes 0.98 ms instead of 1.04, one of the 8B shape with seven 5.91 instead of 5.78.
 PADDED_ROWS = 2
 # between those two models; below it launches bind a round: an H200 reads so much in 0.25 ms
 LAUNCH_BOUND_BYTES = 1e9
@@ -52,7 +51,5 @@ def pick_bucket(size: int, buckets: Sequence[int]) -> int:
     """The smallest of ascending buckets that holds ``size``."""
     at = bisect_left(buckets, size)
     if at == len(buckets):
-        raise ValueError(
-            f"size={size} exceeds the largest bucket {buckets[-1]} of {tuple(buckets)}"
-        )
+        raise ValueError(f"size={size} exceeds the largest bucket {buckets[-1]} of {(*buckets,)}")
     return buckets[at]

@@ -21,7 +21,6 @@ class Dispatched:
             array.copy_to_host_async()
 
     def read(self) -> np.ndarray:
-        """Wait for the tokens."""
         return np.asarray(self.tokens)
 
     def read_logprobs(self) -> Logprobs | None:

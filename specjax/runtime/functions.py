@@ -11,8 +11,7 @@ from specjax.kv.pages import PageView
 from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.runner_config import PREFILL_OPTIONS, RunnerConfig, compiler_options
-from specjax.sampling.table import unpack_sampling
-from specjax.speculative.future_map import FutureMap, record_cached
+from specjax.speculative.future_map import DeviceState, record_cached
 from specjax.speculative.prefill import HEADER, prefill_chunk
 from specjax.speculative.round import (
     Resident,
@@ -22,7 +21,7 @@ from specjax.speculative.round import (
     spec_rounds,
     verify_stage,
 )
-from specjax.types import DraftShape, KVPools
+from specjax.types import DraftShape
 
 STAGES: dict[str, Callable[..., Any]] = {
     "draft": draft_stage,
@@ -37,12 +36,7 @@ Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
 class RoundFunctions:
     """Functions over flat weights, for the sizes of one runner.
 
-    Args:
-        networks: structures of target and draft.
-        config: sizes.
-        max_top_logprobs: most likely tokens that a request may ask for at each position.
-        common: abstract weights, pools, rows by slot, pages and packed sampling parameters: the
-            first arguments of all.
+    ``common`` are the first arguments of all: abstract weights, state, pages and packed sampling.
     """
 
     def __init__(
@@ -58,7 +52,7 @@ class RoundFunctions:
         self._common = common
 
     def bind(self, function: Callable[..., Any], shape: DraftShape, *, greedy: bool = False) -> Any:
-        """Jit a function of the round over flat weights, with the pools and the rows donated."""
+        """Jit a function of the round over flat weights, with the state donated."""
         nets, algorithm = self._networks, self._config.algorithm
         config = RoundConfig(
             algorithm=algorithm,
@@ -73,18 +67,16 @@ class RoundFunctions:
         def flat(
             target: Weights,
             draft: Weights,
-            pools: KVPools,
-            future: FutureMap,
+            state: DeviceState,
             pages: PageView,
             packed: jax.Array,
             *rest: Any,
         ) -> Any:
-            sampling = unpack_sampling(packed)
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
-            return function(Resident(*models, pages, sampling), pools, future, *rest, config=config)
+            return function(Resident(*models, pages, packed), state, *rest, config=config)
 
         flat.__name__ = f"specjax_{function.__name__}"
-        return jax.jit(flat, donate_argnums=(2, 3))
+        return jax.jit(flat, donate_argnums=2)
 
     def jobs(self, *, stages: bool) -> Iterator[Job]:
         """Everything that serving dispatches; with ``stages`` those on their own as well."""
@@ -98,7 +90,7 @@ class RoundFunctions:
         for width in config.prefill_buckets:
             yield ("prefill", width), prefill, self._with(HEADER + width + 1), options
         record = jax.jit(record_cached, donate_argnums=0)
-        arguments = (self._common[3], self._ints(), self._ints(config.context))
+        arguments = (self._common[2].future, self._ints(), self._ints(config.context))
         yield ("record_cached",), record, arguments, None
 
     def _rounds(self, shape: DraftShape) -> Iterator[Job]:
@@ -117,7 +109,7 @@ class RoundFunctions:
             for name, function in STAGES.items():
                 stage = self.bind(function, shape)
                 yield (name, shape.steps, batch), stage, arguments, None
-                passed = jax.eval_shape(stage, *arguments)[2]
+                passed = jax.eval_shape(stage, *arguments)[1]
                 arguments = (*self._with(batch), self._networks.placement.abstract(passed))
 
     def _ints(self, *shape: int) -> Any:

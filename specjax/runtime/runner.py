@@ -19,7 +19,7 @@ from specjax.runtime.state import ByBucket, SpecRuntimeState
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
-from specjax.speculative.future_map import FutureMap
+from specjax.speculative.future_map import DeviceState
 from specjax.speculative.prefill import pack_chunk
 from specjax.types import KVPools, RoundOutput
 
@@ -33,31 +33,30 @@ class ModelRunner:
     the device: dispatches return device arrays.
     """
 
+    weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
+    on_device: DeviceState
+    state: SpecRuntimeState  # what the rounds to come run with
+
     def __init__(self, networks: Networks, config: RunnerConfig) -> None:
         self.networks = networks
         self.config = config
         self.compiled = CompilePool()
         vocab_size = networks.target_config.vocab_size
         self.tables = HostTables(config.num_slots, config.pages_per_request, vocab_size)
-        self._weights: tuple[Weights, Weights] | None = None
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
-        self._state: SpecRuntimeState | None = None
         self._empty_state: Any = None
 
     @property
-    def abstract_state(self) -> tuple[KVPools, FutureMap]:
-        """Shapes of the KV pools and of the rows between rounds."""
+    def abstract_state(self) -> DeviceState:
+        """Shapes of KV pools and rows between rounds."""
         nets, sizes = self.networks, self.config.sizes
         algorithm = self.config.algorithm
-        state: Any = KVPools(
-            target=kv_pool(nets.target_config, sizes.num_kv),  # type: ignore[arg-type]
-            draft=algorithm.abstract_state(nets, sizes),
-        )
-        placed: tuple[KVPools, FutureMap] = nets.placement.abstract(
-            (state, algorithm.create_future_map(nets, sizes))
-        )
+        target: Any = kv_pool(nets.target_config, sizes.num_kv)
+        pools = KVPools(target=target, draft=algorithm.abstract_state(nets, sizes))
+        state = DeviceState(pools, algorithm.create_future_map(nets, sizes))
+        placed: DeviceState = nets.placement.abstract(state)
         return placed
 
     @property
@@ -75,7 +74,7 @@ class ModelRunner:
         sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
         place = nets.placement
         weights = place.abstract((nets.target.abstract, nets.draft.abstract))
-        common = (*weights, *self.abstract_state, *place.abstract((view, sampling)))
+        common = (*weights, self.abstract_state, *place.abstract((view, sampling)))
         functions = RoundFunctions(nets, self.config, self.max_top_logprobs, common)
         for key, function, arguments, options in functions.jobs(stages=stages):
             self.compiled.add(key, function, arguments, options)
@@ -87,46 +86,35 @@ class ModelRunner:
 
         Pools are zeroed, since uninitialised memory could hold NaN, and a masked NaN is still NaN.
         """
-        self._weights = (target, draft)
+        self.weights = (target, draft)
         # compiled once, whatever settings the thread has that resets them
         self._empty_state = self.networks.placement.zeros(self.abstract_state)
-        self.pools, self.future = self._empty_state()
+        self.on_device = self._empty_state()
 
     def reset_rows(
         self, seq_lens: np.ndarray | None = None, remaining: np.ndarray | None = None
     ) -> None:
         """Forget what is between rounds; nothing compiles.
 
-        Args:
-            seq_lens: i32 ``[R]``, tokens that the rows have in the pool, for measurements.
-            remaining: i32 ``[R]``, tokens that they may still produce.
+        For measurements rows may have i32 ``[R]`` tokens in the pool and tokens left to produce.
         """
-        future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state[1])
+        future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state.future)
         if seq_lens is not None and remaining is not None:
             future = replace(future, seq_lens=seq_lens, remaining=remaining)
-        self.future = self.networks.placement.put(future)
+        self.on_device = replace(self.on_device, future=self.networks.placement.put(future))
 
     def reset(self) -> None:
         """Zero pools and rows, so that nothing of earlier weights is left; nothing compiles.
 
         The old pools go first: there is no room for two.
         """
-        for leaf in jax.tree.leaves((self.pools, self.future)):
+        for leaf in jax.tree.leaves(self.on_device):
             leaf.delete()
-        self.pools, self.future = self._empty_state()
+        self.on_device = self._empty_state()
 
     def unload(self) -> None:
-        """Let weights and pools go."""
-        self._weights = None
         self._slots_on_device.clear()
-        del self.pools, self.future
-
-    @property
-    def weights(self) -> tuple[Weights, Weights]:
-        """Flat weights of target and draft on the device."""
-        if self._weights is None:
-            raise RuntimeError("the runner has no weights yet; call load()")
-        return self._weights
+        del self.weights, self.on_device
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
         """Put a weight of the same shape and dtype in the place of weight ``index``.
@@ -135,7 +123,7 @@ class ModelRunner:
         """
         both = [list(weights) for weights in self.weights]
         both[draft][index] = weight
-        self._weights = (tuple(both[0]), tuple(both[1]))
+        self.weights = (tuple(both[0]), tuple(both[1]))
 
     def check(
         self,
@@ -143,16 +131,11 @@ class ModelRunner:
         end_token_ids: Collection[int] = (),
         top_logprobs: int | None = None,
     ) -> None:
-        """Refuse what :meth:`set_slot` cannot take.
-
-        Raises:
-            ValueError: with the value and the limit.
-        """
+        """Refuse what :meth:`set_slot` cannot take; ValueError with the value and the limit."""
         check_slot_limits(params, end_token_ids, self.networks.target_config.vocab_size)
         if top_logprobs is not None and not 0 <= top_logprobs <= self.max_top_logprobs:
-            raise ValueError(
-                f"top_logprobs_num={top_logprobs} must be from 0 to {self.max_top_logprobs}"
-            )
+            limit = self.max_top_logprobs
+            raise ValueError(f"top_logprobs_num={top_logprobs} must be from 0 to {limit}")
 
     def set_slot(
         self,
@@ -190,7 +173,8 @@ class ModelRunner:
             history = np.zeros(self.config.context, np.int32)
             history[: len(cached_ids)] = cached_ids
             arguments = self.networks.placement.put((np.int32(slot), history))
-            self.future = self.compiled["record_cached",](self.future, *arguments)
+            future = self.compiled["record_cached",](self.on_device.future, *arguments)
+            self.on_device = replace(self.on_device, future=future)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
         """Write a slot's page table from entry ``first`` on; the entries behind become 0."""
@@ -216,7 +200,7 @@ class ModelRunner:
         if self.tables.sampling_dirty:
             self._sampling = self._sampling_of(self.tables)
             self.tables.sampling_dirty = False
-        return (*self.weights, self.pools, self.future, self._view, self._sampling)
+        return (*self.weights, self.on_device, self._view, self._sampling)
 
     def prefill(
         self,
@@ -228,15 +212,8 @@ class ModelRunner:
     ) -> Dispatched:
         """Dispatch one prompt chunk of a slot.
 
-        Args:
-            slot: request slot.
-            tokens: the chunk, at most the largest prefill bucket.
-            start: tokens of the prompt already in the pool.
-            next_token: the prompt token behind the chunk, ``None`` where the prompt ends.
-            max_new_tokens: tokens after which the row stops advancing.
-
-        Returns:
-            i32 ``[1]``: the first sampled token, where the prompt ends.
+        ``start`` tokens of the prompt are in the pool already; ``next_token`` is the one behind the
+        chunk, ``None`` where the prompt ends. Brings i32 ``[1]``: the first sampled token, there.
         """
         width = pick_bucket(len(tokens), self.config.prefill_buckets)
         packed = pack_chunk(
@@ -247,17 +224,9 @@ class ModelRunner:
             following=next_token,
             budget=max_new_tokens,
         )
-        self.pools, self.future, out = self.compiled["prefill", width](
-            *self._inputs(), self.networks.placement.put(packed)
-        )
+        prefill, packed = self.compiled["prefill", width], self.networks.placement.put(packed)
+        self.on_device, out = prefill(*self._inputs(), packed)
         return self._dispatched(out, [] if next_token is not None else [slot])
-
-    @property
-    def state(self) -> SpecRuntimeState:
-        """What the rounds to come run with."""
-        if self._state is None:
-            raise RuntimeError("the runner has no functions yet; call compile()")
-        return self._state
 
     @property
     def speculative_num_steps(self) -> int:
@@ -267,8 +236,7 @@ class ModelRunner:
     def state_of(self, steps: int) -> SpecRuntimeState:
         """What a tier runs with: its compiled functions, by batch bucket.
 
-        Raises:
-            ValueError: for a step count that is not compiled.
+        ValueError for a step count that is not compiled.
         """
         shape = next((shape for shape in self.config.shapes if shape.steps == steps), None)
         if shape is None:
@@ -284,11 +252,7 @@ class ModelRunner:
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
     ) -> SpecRuntimeState:
-        """:meth:`state_of` under upstream's name.
-
-        Raises:
-            ValueError: for a tier that is not compiled.
-        """
+        """:meth:`state_of` under upstream's name; ValueError for a tier that is not compiled."""
         state = self.state_of(speculative_num_steps)
         if state.shape.nodes != speculative_num_draft_tokens:
             raise ValueError(
@@ -299,39 +263,32 @@ class ModelRunner:
 
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
         """Run rounds with this state from the next dispatch on."""
-        self._state = state
+        self.state = state
 
     def round(self, slots: Sequence[int]) -> Dispatched:
         """Dispatch the rounds of one call for the given request slots.
 
-        Returns:
-            i32 ``[rounds_per_dispatch, bucket, A + 3]``, rows in the order of ``slots``, then
-            padding; see :class:`~specjax.types.RoundOutput`.
+        Brings i32 ``[rounds_per_dispatch, bucket, A + 3]``, rows in the order of ``slots``, then
+        padding; see :class:`~specjax.types.RoundOutput`.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         state = self.state
         is_plain = self.tables.is_plain[list(slots)].all()
         functions = (is_plain and state.greedy_round) or state.round
-        self.pools, self.future, out = functions[batch](
-            *self._inputs(), self._padded_slots(slots, batch)
-        )
+        self.on_device, out = functions[batch](*self._inputs(), self._padded_slots(slots, batch))
         return self._dispatched(out, slots, state.speculative_num_steps)
 
     def staged_round(self, slots: Sequence[int]) -> Dispatched:
-        """One round as three dispatches; equal to :meth:`round`, for tests and profiles.
+        """One round as three dispatches, i32 ``[1, bucket, A + 3]``; equal to :meth:`round`.
 
-        It needs the stages to be compiled.
-
-        Returns:
-            i32 ``[1, bucket, A + 3]``.
+        For tests and profiles: it needs the stages to be compiled.
         """
         batch = pick_bucket(len(slots), self.config.batch_buckets)
         on_device = self._padded_slots(slots, batch)
         passed: tuple[Any, ...] = ()
         for name in STAGES:
-            self.pools, self.future, out = getattr(self.state, name)[batch](
-                *self._inputs(), on_device, *passed
-            )
+            stage = getattr(self.state, name)[batch]
+            self.on_device, out = stage(*self._inputs(), on_device, *passed)
             passed = (out,)
         out = jax.tree.map(lambda leaf: leaf[None], out)
         return self._dispatched(out, slots, self.speculative_num_steps)

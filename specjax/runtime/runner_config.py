@@ -14,7 +14,6 @@ class RunnerConfig:
     """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
 
     ``shapes`` are the tiers, by ascending steps; everything is sized for the largest.
-
     ``on_gpu`` compiles what pays on a GPU only: rounds of greedy batches apart from the others.
     A conditional there is a read-back by the host in the middle of a round: without the one around
     the sampler a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
@@ -45,7 +44,6 @@ class RunnerConfig:
 
     @property
     def largest(self) -> DraftShape:
-        """The tier of the most steps."""
         return self.shapes[-1]
 
     @property

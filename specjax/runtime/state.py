@@ -15,15 +15,8 @@ class SpecRuntimeState:
     """Everything that a round of one tier runs with; a switch replaces it as a whole.
 
     Compiled functions are by batch bucket; a worker of another kind may leave them out.
-
-    Attributes:
-        shape: the tier.
-        round: draft, verify and extend in one.
-        greedy_round: the same for batches of which no row asks for more than the best token;
-            empty where it would be no faster.
-        draft: the draft stage, like the next two empty where stages are not built.
-        verify: the verify stage.
-        extend: the extend stage.
+    ``greedy_round`` is for batches of which no row asks for more than the best token, empty where
+    it would be no faster; the three stages are there where they were asked for.
     """
 
     shape: DraftShape

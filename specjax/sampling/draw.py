@@ -18,11 +18,6 @@ from specjax.sampling.penalties import adjust_logits, is_adjusting
 from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 
-def rows_of(table: SamplingTable, slots: jax.Array) -> SamplingTable:
-    """Sampling parameters of request slots i32 ``[B]``."""
-    return jax.tree.map(lambda leaf: leaf[slots], table)
-
-
 def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
     """Gumbel noise f32 ``[N, V]`` keyed by request seed u32 ``[N, 2]`` and position i32 ``[N]``."""
 

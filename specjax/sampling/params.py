@@ -62,10 +62,7 @@ class SamplingParams:
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: with a seed the output of a request depends on nothing but the request.
 
-    What the caller gave is copied: a list or mapping may be changed afterwards.
-
-    Raises:
-        ValueError: for a value outside its range.
+    What the caller gave is copied. ValueError names a value outside its range.
     """
 
     max_new_tokens: int = 128
@@ -119,9 +116,7 @@ class SamplingParams:
             raise ValueError(f"stop has {len(strings)} strings; {MAX_STOP_STRINGS} are supported")
         for text in strings:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise ValueError(
-                    f"stop={stop!r} must be strings of 1 to {MAX_STOP_LENGTH} characters"
-                )
+                raise ValueError(f"stop={stop!r} must have 1 to {MAX_STOP_LENGTH} characters each")
         if ids is not None:
             if not isinstance(ids, list | tuple) or not all(map(is_integer, ids)):
                 raise ValueError(f"stop_token_ids={ids!r} must be a list of integers")
@@ -155,12 +150,10 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """``stop`` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -174,7 +167,7 @@ class SamplingParams:
             return params
         if not isinstance(params, Mapping):
             raise ValueError(
-                f"sampling_params={params!r} must be a SamplingParams, a mapping or None"
+                f"sampling_params={params!r} must be SamplingParams, a mapping or None"
             )
         names = [f.name for f in fields(cls)]
         unknown = sorted(map(str, set(params) - set(names)))

@@ -17,24 +17,13 @@ from specjax.types import SamplingTable
 MAX_END_TOKENS = 8
 MAX_LOGIT_BIAS = 64
 # a slot on the host: the fields of SamplingTable, in words of 32 bits
+_FLOATS = "temperatures top_ps min_ps repetition_penalties frequency_penalties presence_penalties"
+_INTS = "top_ks wants_logprobs top_logprobs min_new_tokens prompt_lens"
 SLOT = np.dtype(
-    [
-        ("temperatures", np.float32),
-        ("top_ks", np.int32),
-        ("top_ps", np.float32),
-        ("min_ps", np.float32),
-        ("seeds", np.uint32, 2),
-        ("end_token_ids", np.int32, MAX_END_TOKENS),
-        ("wants_logprobs", np.int32),
-        ("top_logprobs", np.int32),
-        ("repetition_penalties", np.float32),
-        ("frequency_penalties", np.float32),
-        ("presence_penalties", np.float32),
-        ("min_new_tokens", np.int32),
-        ("prompt_lens", np.int32),
-        ("bias_ids", np.int32, MAX_LOGIT_BIAS),
-        ("bias_values", np.float32, MAX_LOGIT_BIAS),
-    ]
+    [(name, np.float32) for name in _FLOATS.split()]
+    + [(name, np.int32) for name in _INTS.split()]
+    + [("seeds", np.uint32, 2), ("end_token_ids", np.int32, MAX_END_TOKENS)]
+    + [("bias_ids", np.int32, MAX_LOGIT_BIAS), ("bias_values", np.float32, MAX_LOGIT_BIAS)]
 )
 
 
@@ -44,12 +33,10 @@ def check_slot_limits(
     """Refuse parameters that the tables cannot hold."""
     outside = [token for token, _ in params.biases if token >= vocab_size]
     if outside:
-        raise ValueError(
-            f"logit_bias names tokens {outside}, but the vocabulary ends at {vocab_size - 1}"
-        )
+        raise ValueError(f"logit_bias names {outside}, but the vocabulary ends at {vocab_size - 1}")
     if len(params.biases) > MAX_LOGIT_BIAS:
         raise ValueError(
-            f"logit_bias has {len(params.biases)} tokens; {MAX_LOGIT_BIAS} a request are supported"
+            f"logit_bias has {len(params.biases)} tokens; {MAX_LOGIT_BIAS} are supported"
         )
     num_ends = len(_known_ends(end_token_ids, vocab_size))
     if params.min_new_tokens and num_ends > MAX_END_TOKENS:
@@ -78,13 +65,14 @@ def pack_sampling(table: np.ndarray) -> np.ndarray:
     return np.array(table).view(np.int32).reshape(len(table), -1)
 
 
-def unpack_sampling(packed: jax.Array) -> SamplingTable:
-    """The columns of :func:`pack_sampling`, i32 ``[R, K]``, inside a traced function."""
+def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
+    """The rows of slots i32 ``[B]`` in what :func:`pack_sampling` gave, in a traced function."""
+    rows = packed[slots]
 
     def column(name: str) -> jax.Array:
         dtype, start = SLOT.fields[name][:2]  # type: ignore[index]
-        words = packed[:, start // 4 : (start + dtype.itemsize) // 4]
-        words = words.reshape(len(packed), *dtype.shape)
+        words = rows[:, start // 4 : (start + dtype.itemsize) // 4]
+        words = words.reshape(len(rows), *dtype.shape)
         return jax.lax.bitcast_convert_type(words, dtype.base)
 
     return SamplingTable(**{name: column(name) for name in SLOT.names or ()})
@@ -105,7 +93,6 @@ class HostTables:
         self.pages_dirty = self.sampling_dirty = True
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
-        """Write a slot's page table from entry ``first`` on; the entries behind become 0."""
         row = self.page_table[slot]
         row[first : first + len(pages)] = pages
         row[first + len(pages) :] = 0
@@ -159,5 +146,4 @@ class HostTables:
         self.sampling_dirty = True
 
     def wants_logprobs(self, slots: Sequence[int]) -> bool:
-        """Whether any of the slots asks for log-probabilities."""
         return bool(self.sampling["wants_logprobs"][list(slots)].any())

@@ -66,7 +66,6 @@ class Call:
         return is_heard
 
     def end(self, item: BaseException | None) -> None:
-        """Deliver the last item."""
         self.is_over = True
         self.deliver(item)
 

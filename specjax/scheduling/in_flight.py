@@ -11,8 +11,7 @@ import jax
 from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics.totals import Totals
 from specjax.runtime.dispatched import Dispatched
-from specjax.scheduling.request import Request
-from specjax.scheduling.running_request import RunningRequest
+from specjax.scheduling.request import Request, RunningRequest
 from specjax.types import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ class InFlight:
         self._queue.append(_Dispatch(rows, result, batch_size, is_last_chunk))
 
     def clear(self) -> None:
-        """Forget results that nobody waits for."""
         self._queue.clear()
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
@@ -141,12 +139,12 @@ class InFlight:
             ]
             # rows that had nothing to propose say nothing about the tier; a round of them is plain
             counts = [accepted for proposed, accepted in live if proposed]
-            steps = num_steps if counts else 0
+            if num_steps and not counts and 0 not in controller.tiers:
+                continue
+            steps, batch_size = num_steps if counts else 0, entry.batch_size
             counts = counts or [0] * len(live)
             try:
-                controller.on_verify_complete(
-                    counts, executed_steps=steps, batch_size=entry.batch_size
-                )
+                controller.on_verify_complete(counts, executed_steps=steps, batch_size=batch_size)
             except ValueError as error:
                 # figures alone suffer; the requests' tokens have nothing to do with it
                 logger.warning("a round is left out of the choice of drafted tokens: %s", error)

@@ -1,10 +1,11 @@
-"""One request: its tokens, its text, when it ends, and its figures."""
+"""One request: its tokens, its text, when it ends, its figures; and its place while it runs."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
+from specjax.kv.budget import PageHolding
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.spec_counts import SpecCounts
 from specjax.text.completion import CompletionText
@@ -50,7 +51,6 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will be appended."""
         return self.finish_reason is not None
 
     @property
@@ -60,12 +60,10 @@ class Request:
 
     @property
     def known_ids(self) -> list[int]:
-        """Prompt and completion so far."""
         return self.input_ids + self.output_ids
 
     @property
     def num_left(self) -> int:
-        """Completion tokens that may still come."""
         return self.max_new_tokens - len(self.output_ids)
 
     @property
@@ -75,7 +73,6 @@ class Request:
 
     @property
     def text(self) -> str:
-        """Text of the completion so far."""
         return self._text.text
 
     def arrive(self) -> None:
@@ -175,6 +172,33 @@ class Request:
 
     def _since_created(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.created_time
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningRequest(PageHolding):
+    """A request from its admission to its end or its retraction.
+
+    Once the first token is read, ``kv_len`` is one less than the known tokens, since the newest
+    token is in no pool yet.
+    """
+
+    request: Request
+    awaits_first: bool = False  # the token that prefill sampled is not read
+    is_released: bool = False  # slot and pages are given back; what is in flight is ignored
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the last chunk of its text has been dispatched."""
+        return self.kv_len >= len(self.prefill_ids)
+
+    def can_advance(self) -> bool:
+        """Whether a further round may be of use.
+
+        Each unread round brings one token at least, so with as many of them as tokens are left, the
+        request is known to end with what is unread.
+        """
+        unread = self.unread_rounds + self.awaits_first
+        return self.is_prefilled and self.request.num_left > unread
 
 
 def _triples(values: list[float], ids: Sequence[int]) -> list[TokenLogprob]:

@@ -19,8 +19,7 @@ from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.deadlines import Deadlines
 from specjax.scheduling.in_flight import InFlight
-from specjax.scheduling.request import Request
-from specjax.scheduling.running_request import RunningRequest
+from specjax.scheduling.request import Request, RunningRequest
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +45,10 @@ class Scheduler:
     while a round is in flight can be handed out at once: its new owner comes behind that round.
 
     Args:
-        runner: the device side.
-        allocator: pages of the pool.
         run_ahead: dispatches left unread at the end of a step; outputs do not depend on it.
         prefix_cache: keeps the pages of prompts and outputs for requests that start alike.
         max_waiting_requests: how many may wait, beside those that a slot is free for.
         clock: seconds, for timeouts and figures; that of the requests.
-        metrics: counts what happens.
         controller: chooses the drafted tokens of each round, by what it hears of earlier ones.
     """
 
@@ -87,7 +83,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
         return bool(self._waiting or self._running)
 
     def check(self, request: Request) -> None:
@@ -167,9 +162,7 @@ class Scheduler:
         # with nothing new to compute the device would idle while the host waits to read
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         if self._running and not (has_dispatched or rows or has_unread):
-            raise RuntimeError(
-                f"request {self._running[0].request.rid!r} waits for results that were lost"
-            )
+            raise RuntimeError(f"request {self._running[0].request.rid!r} waits for lost results")
         self._report_queue()
 
     def flush_cache(self) -> None:

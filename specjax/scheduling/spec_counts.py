@@ -48,10 +48,8 @@ class SpecCounts:
         return self.num_verifies, self.num_proposed_drafts, self.num_accepted_drafts
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
-        """The figures under SGLang's names."""
         verifies, proposed = self.num_verifies, self.num_proposed_drafts
-        ema = self.ema_accept_len
-        speculated = completion_tokens - self.num_plain_tokens
+        ema, speculated = self.ema_accept_len, completion_tokens - self.num_plain_tokens
         return {
             "spec_verify_ct": verifies,
             "spec_accept_length": speculated / verifies if verifies else 0.0,

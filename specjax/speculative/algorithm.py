@@ -90,12 +90,8 @@ class SpeculativeAlgorithm(ABC):
     ) -> tuple[State, Rows]:
         """Take in a chunk of prompts; rows ``[B, ...]`` matter where a prompt ends.
 
-        Args:
-            batch: ``seq_lens`` are before the chunk.
-            state: to be donated.
-            rows: of the batch, left by an earlier chunk.
-            chunk: the tokens.
-            features: ``[B, P, F]``, what the target's ``feature_layers`` gave for them.
+        ``batch.seq_lens`` are before the chunk, ``rows`` left by an earlier one; ``features``
+        ``[B, P, F]`` are what the target's ``feature_layers`` gave for its tokens.
         """
 
     @abstractmethod
@@ -110,12 +106,8 @@ class SpeculativeAlgorithm(ABC):
     ) -> tuple[State, Rows]:
         """Take in what was accepted, and return what the next round starts from.
 
-        Args:
-            batch: as it was when the round began: lengths and bonus tokens before acceptance.
-            state: to be donated.
-            rows: as the round found them.
-            verified: accepted tokens and their target features.
-            shape: of the round. With 0 steps the next round is not expected to draft.
+        ``batch`` and ``rows`` are as when the round began: lengths and bonus tokens before
+        acceptance. With 0 steps the next round is not expected to draft.
         """
 
     # host side
@@ -123,8 +115,7 @@ class SpeculativeAlgorithm(ABC):
     def validate(self, args: Any) -> None:
         """Refuse engine arguments that do not fit together; also those that nothing would read.
 
-        Raises:
-            ValueError: with value, limit and knob.
+        ValueError with value, limit and knob.
         """
         self.draft_shape(args)
 
@@ -132,19 +123,13 @@ class SpeculativeAlgorithm(ABC):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         """The tier of so many steps; of the engine arguments' own or default ones for ``None``.
 
-        Raises:
-            ValueError: for sizes that the algorithm cannot draft.
+        ValueError for sizes that the algorithm cannot draft.
         """
 
     def open_draft(self, args: Any, target: Any) -> tuple[Any, ...]:
         """Checkpoints of the draft network: none, or one.
 
-        Args:
-            args: engine arguments.
-            target: the opened target checkpoint.
-
-        Raises:
-            ValueError: if there is none, or it does not fit.
+        ValueError if there is none for the opened target, or it does not fit.
         """
         return ()
 
@@ -166,7 +151,6 @@ class SpeculativeAlgorithm(ABC):
         return Networks(model, draft, target, draft_config, placement or Placement.on())
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> State:
-        """Shapes and dtypes of the state."""
         return ()
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> Rows:
@@ -175,9 +159,8 @@ class SpeculativeAlgorithm(ABC):
 
     def create_future_map(self, networks: Networks, sizes: StateSizes) -> FutureMap:
         """Shapes and dtypes of all that waits for the next round, by request slot."""
-        return FutureMap.abstract(
-            sizes.num_slots, sizes.context, self.abstract_rows(networks, sizes)
-        )
+        rows = self.abstract_rows(networks, sizes)
+        return FutureMap.abstract(sizes.num_slots, sizes.context, rows)
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
         """Target layers whose outputs are the features; empty for the last hidden state."""
@@ -209,31 +192,24 @@ class SpeculativeAlgorithm(ABC):
     # which one it is: for authors; the engine does not ask
 
     def is_none(self) -> bool:
-        """Whether nothing is drafted."""
         return False
 
     def is_speculative(self) -> bool:
-        """Whether anything is drafted."""
         return not self.is_none()
 
     def is_eagle(self) -> bool:
-        """Whether an EAGLE draft, of any version, proposes."""
         return False
 
     def is_eagle3(self) -> bool:
-        """Whether an EAGLE-3 draft proposes."""
         return False
 
     def is_standalone(self) -> bool:
-        """Whether a whole language model proposes."""
         return False
 
     def is_ngram(self) -> bool:
-        """Whether matches in the text propose."""
         return False
 
     def is_dflash(self) -> bool:
-        """Whether a block drafter proposes."""
         return False
 
     def supports_target_verify_for_draft(self) -> bool:
@@ -244,8 +220,7 @@ class SpeculativeAlgorithm(ABC):
     def from_string(name: str | None) -> "SpeculativeAlgorithm":
         """The algorithm of a name in any case; plain decoding for ``None``.
 
-        Raises:
-            ValueError: for a name that is not registered.
+        ValueError for a name that is not registered.
         """
         from specjax.speculative.registry import find
 

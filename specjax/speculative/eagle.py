@@ -54,7 +54,6 @@ class Eagle(SpeculativeAlgorithm):
     # host side
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """A chain of ``steps``."""
         if steps is not None:
             return DraftShape.chain(steps)
         steps = args.speculative_num_steps
@@ -80,25 +79,16 @@ class Eagle(SpeculativeAlgorithm):
 
     def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[DraftCheckpoint, ...]:
         """The checkpoint that ``draft`` names, or the one that comes with the target."""
-        return (
-            open_draft(
-                args.draft,
-                target,
-                algorithm=self.name,
-                rope_theta=args.draft_rope_theta,
-            ),
-        )
+        theta = args.draft_rope_theta
+        return (open_draft(args.draft, target, algorithm=self.name, rope_theta=theta),)
 
     def draft_model(self, config: DraftConfig, kernels: str) -> FlatModel[Eagle3Head | EagleHead]:
-        """A head of the configuration's version."""
         return FlatModel.of(partial(build_head, config, kernels=kernels))
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
-        """The draft's KV pool."""
         return kv_pool(networks.draft_config, sizes.num_kv)
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> DraftInput:
-        """One :class:`DraftInput` row a request slot."""
         config, slots, topk = networks.draft_config, sizes.num_slots, sizes.shape.topk
         fields: dict[str, Any] = {
             "topk_probs": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.float32)),
@@ -118,11 +108,9 @@ class Eagle(SpeculativeAlgorithm):
         return 1
 
     def is_eagle(self) -> bool:
-        """It is."""
         return True
 
     def is_eagle3(self) -> bool:
-        """By the name that it is registered under."""
         return self.name == "EAGLE3"
 
     # traced

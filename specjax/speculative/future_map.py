@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.types import KVPools
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -45,6 +47,15 @@ class FutureMap:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """All that rounds and prefill read and write, donated through every call."""
+
+    pools: KVPools
+    future: FutureMap
+
+
 def resolve(future: FutureMap, slots: jax.Array) -> Any:
     """The algorithm's rows of request slots i32 ``[B]``."""
     return jax.tree.map(lambda leaf: leaf[slots], future.rows)
@@ -52,9 +63,7 @@ def resolve(future: FutureMap, slots: jax.Array) -> Any:
 
 def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
     """Record the algorithm's rows ``[B, ...]``."""
-    kept = jax.tree.map(
-        lambda old, new: old.at[slots].set(new.astype(old.dtype)), future.rows, rows
-    )
+    kept = jax.tree.map(lambda a, b: a.at[slots].set(b.astype(a.dtype)), future.rows, rows)
     return replace(future, rows=kept)
 
 
@@ -75,12 +84,8 @@ def consume(
 ) -> FutureMap:
     """Take produced tokens off what the requests may still produce; nothing is left at an end.
 
-    Args:
-        future: rows by slot.
-        slots: i32 ``[B]``.
-        tokens: i32 ``[B, A]``, produced tokens.
-        counts: i32 ``[B]``, how many of them are valid.
-        ends: i32 ``[B, E]``, end tokens of the rows, padded with -1.
+    ``counts`` i32 ``[B]`` of the tokens i32 ``[B, A]`` are valid; ``ends`` i32 ``[B, E]`` are the
+    rows' end tokens, padded with -1.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
     ended = jnp.any((tokens[:, :, None] == ends[:, None, :]) & valid[:, :, None], axis=(1, 2))
@@ -92,14 +97,9 @@ def consume(
 def record(
     future: FutureMap, slots: jax.Array, starts: jax.Array, tokens: jax.Array, counts: jax.Array
 ) -> FutureMap:
-    """Write tokens into the history.
+    """Write the first ``counts`` i32 ``[B]`` of tokens i32 ``[B, N]`` into the history.
 
-    Args:
-        future: rows by slot.
-        slots: i32 ``[B]``.
-        starts: i32 ``[B]``, the absolute position of the first token.
-        tokens: i32 ``[B, N]``.
-        counts: i32 ``[B]``, how many of them are valid.
+    ``starts`` i32 ``[B]`` are the absolute positions of the first ones.
     """
     context = future.tokens.shape[1]
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)

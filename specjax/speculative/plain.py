@@ -33,29 +33,24 @@ class Plain(SpeculativeAlgorithm):
             raise ValueError(f"{unused} are given, but speculative_algorithm is None; set it")
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """The root alone."""
         return DraftShape.chain(0)
 
     def is_none(self) -> bool:
-        """It is."""
         return True
 
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunk: PromptChunk, features: jax.Array
     ) -> tuple[State, Rows]:
-        """Nothing is kept."""
         return state, rows
 
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """The root alone."""
         return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
 
     def extend(
         self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
     ) -> tuple[State, Rows]:
-        """Nothing is kept."""
         return state, rows
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.layers import pick_row
-from specjax.sampling.draw import rows_of, target_tokens
+from specjax.sampling.draw import target_tokens
+from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import PromptChunk
-from specjax.speculative.future_map import FutureMap, consume, publish, record, resolve, stash
+from specjax.speculative.future_map import DeviceState, consume, publish, record, resolve, stash
 from specjax.speculative.round import Resident, RoundConfig, make_batch
 from specjax.speculative.tree import chain_input
 from specjax.types import KVPools, RoundOutput
@@ -24,13 +25,8 @@ def pack_chunk(
 ) -> np.ndarray:
     """A chunk of a prompt as one array for the device, i32 ``[HEADER + width + 1]``.
 
-    Args:
-        width: P, tokens that the function is compiled for.
-        slot: request slot.
-        start: tokens of the prompt already in the pool.
-        tokens: at most P.
-        following: the prompt token behind the chunk, ``None`` where the prompt ends.
-        budget: tokens that the request may produce.
+    ``start`` tokens of the prompt are in the pool already; ``following`` is the prompt token behind
+    the chunk, ``None`` where the prompt ends; ``budget`` is what the request may produce.
     """
     packed = np.zeros(HEADER + width + 1, np.int32)
     packed[:HEADER] = slot, start, len(tokens), following is None, budget
@@ -40,26 +36,14 @@ def pack_chunk(
 
 
 def prefill_chunk(
-    resident: Resident,
-    pools: KVPools,
-    future: FutureMap,
-    packed: jax.Array,
-    *,
-    config: RoundConfig,
-) -> tuple[KVPools, FutureMap, RoundOutput]:
-    """Run one chunk of a prompt through target and draft.
+    resident: Resident, state: DeviceState, packed: jax.Array, *, config: RoundConfig
+) -> tuple[DeviceState, RoundOutput]:
+    """Run one chunk of a prompt, see :func:`pack_chunk`, through target and draft.
 
-    Args:
-        resident: models, pages and sampling parameters.
-        pools: KV pools, to be donated.
-        future: rows by request slot, to be donated.
-        packed: the chunk, see :func:`pack_chunk`.
-        config: static sizes of a round.
-
-    Returns:
-        The pools, the rows by slot, and what the host reads: ``packed`` i32 ``[1]``, the sampled
-        token, and its log-probabilities ``[1]`` (of meaning only where the prompt ends).
+    What the host reads is ``packed`` i32 ``[1]``, the sampled token, and its log-probabilities
+    ``[1]``, both of meaning only where the prompt ends.
     """
+    pools, future = state.pools, state.future
     slot, start, num_tokens, is_final, budget = (packed[i : i + 1] for i in range(HEADER))
     tokens = packed[HEADER:]
     width = tokens.shape[0] - 1
@@ -76,11 +60,10 @@ def prefill_chunk(
     new_len = start + num_tokens
     future = record(future, slot, start, tokens[None, :-1], num_tokens)
     # slot 0 is greedy: no noise before the prompt's end
-    params = rows_of(resident.sampling, jnp.where(is_final > 0, slot, 0))
+    params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slot, 0))
     root = chain_input(jnp.take(tokens, last)[None], new_len - 1)
-    drawn, logprobs = target_tokens(
-        logits, root, params, future.tokens, slot, num_top=config.max_top_logprobs
-    )
+    num_top = config.max_top_logprobs
+    drawn, logprobs = target_tokens(logits, root, params, future.tokens, slot, num_top=num_top)
     token = drawn[:, 0]
     future = publish(future, slot, new_len, token)
     future = record(future, slot, new_len, drawn, is_final)
@@ -96,6 +79,6 @@ def prefill_chunk(
         attend=attend,
     )
     rows = resolve(future, slot)
-    state, rows = algorithm.prefill(batch, pools.draft, rows, chunk, features)
+    draft, rows = algorithm.prefill(batch, pools.draft, rows, chunk, features)
     out = RoundOutput(token, jax.tree.map(lambda leaf: leaf[:, 0], logprobs))
-    return KVPools(target=kv, draft=state), stash(future, slot, rows), out
+    return DeviceState(KVPools(target=kv, draft=draft), stash(future, slot, rows)), out

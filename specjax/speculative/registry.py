@@ -17,22 +17,18 @@ _FACTORIES = {
 
 
 def names() -> tuple[str, ...]:
-    """Registered names."""
     return tuple(_FACTORIES)
 
 
 def find(name: str | None) -> SpeculativeAlgorithm:
     """The algorithm of a name in any case; plain decoding for ``None``.
 
-    Raises:
-        ValueError: for a name that is not registered.
+    ValueError for a name that is not registered.
     """
     key = PLAIN if name is None else name.upper() if isinstance(name, str) else ""
     place = _FACTORIES.get(ALIASES.get(key, key))
     if place is None:
-        raise ValueError(
-            f"speculative_algorithm={name!r} is not one of {list(names())} or None (no speculation)"
-        )
+        raise ValueError(f"speculative_algorithm={name!r} is not one of {list(names())} or None")
     module, attribute = place.split(":")
     found: SpeculativeAlgorithm = getattr(import_module(module), attribute)
     return found

@@ -1,8 +1,8 @@
 """The round over request slots: draft, verify, commit, extend; and several rounds in one call.
 
-All functions here take what is read only first, then KV pools and rows between rounds, and return
-both of these first, so that they can be donated. A row whose request has nothing left to produce is
-treated as padding.
+All functions here take what is only read first, then the state on the device, which they return
+first, so that it can be donated. A row whose request has nothing left to produce is treated as
+padding.
 """
 
 from dataclasses import dataclass, replace
@@ -13,42 +13,38 @@ import jax.numpy as jnp
 from specjax.kernels.compact_tree import compact_tree
 from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
-from specjax.sampling.draw import rows_of, target_tokens
+from specjax.sampling.draw import target_tokens
 from specjax.sampling.logprobs import zero_logprobs
-from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm, State
-from specjax.speculative.future_map import FutureMap, consume, publish, record, resolve, stash
-from specjax.speculative.tree import accept
-from specjax.types import (
-    DraftShape,
-    KVPools,
-    RoundOutput,
-    SamplingTable,
-    VerifyInput,
-    VerifyOutput,
+from specjax.sampling.table import unpack_sampling
+from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
+from specjax.speculative.future_map import (
+    DeviceState,
+    FutureMap,
+    consume,
+    publish,
+    record,
+    resolve,
+    stash,
 )
+from specjax.speculative.tree import accept
+from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig:
     """What is static about a round.
 
-    Attributes:
-        algorithm: drafts.
-        shape: of the drafted tree.
-        feature_layers: target layers that the algorithm reads.
-        num_rounds: rounds in one call.
-        max_top_logprobs: most likely tokens that a row may ask for.
-        greedy: rows are greedy, with nothing that changes logits, and ask for no log-probabilities.
-        simulate_accept_length: accept this many tokens on average, for measurements of speed.
+    With ``greedy`` rows take the most likely token, nothing changes logits, and nobody asks for
+    log-probabilities.
     """
 
     algorithm: SpeculativeAlgorithm
     shape: DraftShape
-    feature_layers: tuple[int, ...] = ()
-    num_rounds: int = 1
-    max_top_logprobs: int = 0
+    feature_layers: tuple[int, ...] = ()  # of the target, that the algorithm reads
+    num_rounds: int = 1  # in one call
+    max_top_logprobs: int = 0  # most likely tokens that a row may ask for
     greedy: bool = False
-    simulate_accept_length: float | None = None
+    simulate_accept_length: float | None = None  # tokens accepted on average, to measure speed
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Resident:
     target: CausalLM
     draft: object
     pages: PageView
-    sampling: SamplingTable
+    sampling: jax.Array  # packed, i32 [R, K]
 
 
 def make_batch(resident: Resident, future: FutureMap, slots: jax.Array) -> Batch:
@@ -67,7 +63,7 @@ def make_batch(resident: Resident, future: FutureMap, slots: jax.Array) -> Batch
         target=resident.target,
         draft=resident.draft,
         pages=replace(resident.pages, page_table=resident.pages.page_table[slots]),
-        sampling=rows_of(resident.sampling, slots),
+        sampling=unpack_sampling(resident.sampling, slots),
         slots=slots,
         seq_lens=future.seq_lens[slots],
         bonus_tokens=future.bonus_tokens[slots],
@@ -86,18 +82,10 @@ def verify(
     """One target pass over a drafted chain: draw the target's token at every row and accept.
 
     The mask of a chain is causal, so the attention needs none.
-
-    Args:
-        batch: rows.
-        kv: the target's KV pool.
-        tree: a chain.
-        config: static sizes.
     """
-    target = batch.target
+    target, layers = batch.target, config.feature_layers
     attend = batch.pages.attend(batch.seq_lens, config.shape.nodes)
-    hidden, features, kv = target(
-        tree.draft_tokens, tree.positions, kv, attend, config.feature_layers
-    )
+    hidden, features, kv = target(tree.draft_tokens, tree.positions, kv, attend, layers)
     tokens, logprobs = target_tokens(
         target.logits(hidden),
         tree,
@@ -107,9 +95,8 @@ def verify(
         num_top=config.max_top_logprobs,
         greedy=config.greedy,
     )
-    verified = accept(
-        tree, tokens, features, batch.slots > 0, config.shape.steps, config.simulate_accept_length
-    )
+    steps, simulated = config.shape.steps, config.simulate_accept_length
+    verified = accept(tree, tokens, features, batch.slots > 0, steps, simulated)
     compacted = jax.tree.map(lambda v: compact_tree(v, verified.accept_index), logprobs)
     return replace(verified, logprobs=compacted), kv
 
@@ -122,136 +109,113 @@ def commit(future: FutureMap, batch: Batch, verified: VerifyOutput) -> FutureMap
     return consume(future, slots, verified.accept_tokens, counts, batch.sampling.end_token_ids)
 
 
+def _draft(
+    batch: Batch, state: DeviceState, config: RoundConfig
+) -> tuple[VerifyInput, DeviceState]:
+    pools, rows = state.pools, resolve(state.future, batch.slots)
+    tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
+    return tree, replace(state, pools=replace(pools, draft=draft))
+
+
+def _verify(
+    batch: Batch, state: DeviceState, tree: VerifyInput, config: RoundConfig
+) -> tuple[VerifyOutput, DeviceState]:
+    verified, kv = verify(batch, state.pools.target, tree, config)
+    future = commit(state.future, batch, verified)
+    return verified, DeviceState(replace(state.pools, target=kv), future)
+
+
 def _extend(
-    batch: Batch,
-    state: State,
-    future: FutureMap,
-    verified: VerifyOutput,
-    config: RoundConfig,
-) -> tuple[State, FutureMap, RoundOutput]:
-    rows = resolve(future, batch.slots)
-    state, rows = config.algorithm.extend(batch, state, rows, verified, config.shape)
+    batch: Batch, state: DeviceState, verified: VerifyOutput, config: RoundConfig
+) -> tuple[DeviceState, RoundOutput]:
+    pools, rows = state.pools, resolve(state.future, batch.slots)
+    draft, rows = config.algorithm.extend(batch, pools.draft, rows, verified, config.shape)
     columns = (
         verified.num_proposed_drafts,
         verified.num_accepted_drafts,
         verified.num_accepted_tokens,
     )
     packed = jnp.concatenate([verified.accept_tokens, jnp.stack(columns, axis=1)], axis=1)
-    return state, stash(future, batch.slots, rows), RoundOutput(packed, verified.logprobs)
+    state = DeviceState(replace(pools, draft=draft), stash(state.future, batch.slots, rows))
+    return state, RoundOutput(packed, verified.logprobs)
 
 
 def spec_round(
-    resident: Resident,
-    pools: KVPools,
-    future: FutureMap,
-    slots: jax.Array,
-    *,
-    config: RoundConfig,
-) -> tuple[KVPools, FutureMap, RoundOutput]:
-    """One round: draft, verify, commit and extend.
-
-    Args:
-        resident: models, pages and sampling parameters.
-        pools: KV pools, to be donated.
-        future: rows by request slot, to be donated.
-        slots: i32 ``[B]``, the request slots of this batch, 0 for padding.
-        config: static sizes.
-
-    Returns:
-        The pools, the rows for the next round, and what the host reads.
-    """
-    batch = active_batch(resident, future, slots)
-    rows = resolve(future, batch.slots)
-    tree, state = config.algorithm.propose(batch, pools.draft, rows, config.shape)
-    verified, kv = verify(batch, pools.target, tree, config)
-    future = commit(future, batch, verified)
-    state, future, out = _extend(batch, state, future, verified, config)
-    return KVPools(target=kv, draft=state), future, out
+    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
+) -> tuple[DeviceState, RoundOutput]:
+    """One round of request slots i32 ``[B]``, 0 for padding: draft, verify, commit and extend."""
+    batch = active_batch(resident, state.future, slots)
+    tree, state = _draft(batch, state, config)
+    verified, state = _verify(batch, state, tree, config)
+    return _extend(batch, state, verified, config)
 
 
 def spec_rounds(
-    resident: Resident,
-    pools: KVPools,
-    future: FutureMap,
-    slots: jax.Array,
-    *,
-    config: RoundConfig,
-) -> tuple[KVPools, FutureMap, RoundOutput]:
+    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
+) -> tuple[DeviceState, RoundOutput]:
     """``config.num_rounds`` rounds in one call, for models whose round is short.
 
-    Returns:
-        As :func:`spec_round`, with a leading axis of ``num_rounds`` on what the host reads.
+    What the host reads has a leading axis of ``num_rounds``.
     """
     if config.num_rounds == 1:
-        pools, future, out = spec_round(resident, pools, future, slots, config=config)
-        return pools, future, jax.tree.map(lambda leaf: leaf[None], out)
+        state, out = spec_round(resident, state, slots, config=config)
+        return state, jax.tree.map(lambda leaf: leaf[None], out)
 
     def step(
-        i: jax.Array, carry: tuple[KVPools, FutureMap, RoundOutput]
-    ) -> tuple[KVPools, FutureMap, RoundOutput]:
-        pools, future, outs = carry
-        pools, future, out = spec_round(resident, pools, future, slots, config=config)
-        return pools, future, jax.tree.map(lambda all, new: all.at[i].set(new), outs, out)
+        i: jax.Array, carry: tuple[DeviceState, RoundOutput]
+    ) -> tuple[DeviceState, RoundOutput]:
+        state, out = spec_round(resident, carry[0], slots, config=config)
+        return state, jax.tree.map(lambda all, new: all.at[i].set(new), carry[1], out)
 
     rounds, width = (config.num_rounds, slots.shape[0]), config.shape.accept_width
     outs = RoundOutput(
         jnp.zeros((*rounds, width + 3), jnp.int32),
         None if config.greedy else zero_logprobs((*rounds, width), config.max_top_logprobs),
     )
-    return jax.lax.fori_loop(0, config.num_rounds, step, (pools, future, outs))
+    return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
 
 
 # the stages as functions of their own, for tests and profiles: the three in turn are a round
 
 
 def draft_stage(
-    resident: Resident,
-    pools: KVPools,
-    future: FutureMap,
-    slots: jax.Array,
-    *,
-    config: RoundConfig,
-) -> tuple[KVPools, FutureMap, VerifyInput]:
+    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
+) -> tuple[DeviceState, VerifyInput]:
     """Draft a tree for each of the slots i32 ``[B]``."""
-    batch = active_batch(resident, future, slots)
-    rows = resolve(future, batch.slots)
-    tree, state = config.algorithm.propose(batch, pools.draft, rows, config.shape)
-    return replace(pools, draft=state), future, tree
+    tree, state = _draft(active_batch(resident, state.future, slots), state, config)
+    return state, tree
 
 
 def verify_stage(
     resident: Resident,
-    pools: KVPools,
-    future: FutureMap,
+    state: DeviceState,
     slots: jax.Array,
     tree: VerifyInput,
     *,
     config: RoundConfig,
-) -> tuple[KVPools, FutureMap, VerifyOutput]:
+) -> tuple[DeviceState, VerifyOutput]:
     """Verify the trees and commit what was accepted."""
-    batch = active_batch(resident, future, slots)
-    verified, kv = verify(batch, pools.target, tree, config)
-    return replace(pools, target=kv), commit(future, batch, verified), verified
+    batch = active_batch(resident, state.future, slots)
+    verified, state = _verify(batch, state, tree, config)
+    return state, verified
 
 
 def extend_stage(
     resident: Resident,
-    pools: KVPools,
-    future: FutureMap,
+    state: DeviceState,
     slots: jax.Array,
     verified: VerifyOutput,
     *,
     config: RoundConfig,
-) -> tuple[KVPools, FutureMap, RoundOutput]:
+) -> tuple[DeviceState, RoundOutput]:
     """Let the algorithm read what was accepted, and pack what the host wants to know."""
     counts = verified.num_accepted_tokens
     # the batch as it was: verification has published new lengths, and the end of a request
     slots = jnp.where(counts > 0, slots, 0)
-    before = future.seq_lens[slots] - counts
+    before = state.future.seq_lens[slots] - counts
     batch = replace(
-        make_batch(resident, future, slots),
+        make_batch(resident, state.future, slots),
         seq_lens=before,
-        bonus_tokens=future.tokens[slots, before],
+        bonus_tokens=state.future.tokens[slots, before],
     )
-    state, future, out = _extend(batch, pools.draft, future, verified, config)
-    return replace(pools, draft=state), future, out
+    return _extend(batch, state, verified, config)

@@ -16,10 +16,8 @@ def chain_input(
 ) -> VerifyInput:
     """The verify input of a chain: row ``i`` is the child of row ``i - 1``.
 
-    Args:
-        draft_tokens: i32 ``[B, T]``, the root first.
-        seq_lens: i32 ``[B]``.
-        num_proposed: i32 ``[B]``, how many of the T - 1 drafts are real; all by default.
+    Tokens are i32 ``[B, T]``, the root first; ``num_proposed`` i32 ``[B]`` of the T - 1 drafts are
+    real, all by default.
     """
     batch, rows = draft_tokens.shape
     depth = jnp.arange(rows, dtype=jnp.int32)
@@ -37,20 +35,14 @@ def chain_input(
 def accept_path(
     tree: VerifyInput, target_tokens: jax.Array, valid: jax.Array, num_steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Follow the target's own tokens down the tree.
+    """Follow the target's own tokens i32 ``[B, T]`` down the tree, to depth ``num_steps``.
 
     From the root, the child whose token equals the target's token at the current row is entered;
     the walk ends where there is none. Each draft is thus accepted with the target's probability.
 
-    Args:
-        tree: the verified tree.
-        target_tokens: i32 ``[B, T]``, the token that the target drew at each row.
-        valid: bool ``[B]``, false for padding rows.
-        num_steps: depth S of the walk.
-
     Returns:
-        ``accept_index`` i32 ``[B, S + 1]`` (root first, then -1) and ``num_accepted_drafts``
-        i32 ``[B]``.
+        ``accept_index`` i32 ``[B, S + 1]`` (root first, then -1; all -1 for rows that are not
+        ``valid``) and ``num_accepted_drafts`` i32 ``[B]``.
     """
     rows = tree.draft_tokens.shape[1]
     # matches[b, i, j]: row j is a child of row i and holds the target's token at i
@@ -99,20 +91,14 @@ def accept(
 ) -> VerifyOutput:
     """Accept what agrees with the target and compact every per-row output.
 
-    Args:
-        tree: the verified tree.
-        target_tokens: i32 ``[B, T]``, the token that the target drew at each row.
-        features: ``[B, T, F]``, target features of the rows.
-        valid: bool ``[B]``, false for padding rows.
-        num_steps: S.
-        simulate_accept_length: accept this many tokens on average, right or wrong.
+    ``target_tokens`` i32 ``[B, T]`` and ``features`` ``[B, T, F]`` are the target's at each row;
+    with ``simulate_accept_length`` so many tokens are accepted on average, right or wrong.
     """
     if simulate_accept_length is None:
-        accept_index, num_accepted_drafts = accept_path(tree, target_tokens, valid, num_steps)
+        path = accept_path(tree, target_tokens, valid, num_steps)
     else:
-        accept_index, num_accepted_drafts = simulated_path(
-            tree, valid, num_steps, simulate_accept_length
-        )
+        path = simulated_path(tree, valid, num_steps, simulate_accept_length)
+    accept_index, num_accepted_drafts = path
     num_accepted_tokens = jnp.where(valid, num_accepted_drafts + 1, 0)
     accept_tokens = compact_tree(target_tokens, accept_index)
     return VerifyOutput(

@@ -7,6 +7,7 @@ that templates rely on (``raise_exception``, ``tojson``, ``strftime_now``, loop 
 
 import atexit
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -23,14 +24,10 @@ class _Renderer:
     """The process, started when it is needed and after it has died."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        try:
-            request = pickle.dumps((template, variables, MAX_SECONDS))
-        except Exception as error:  # pickle raises several unrelated types
-            raise ValueError(f"a variable cannot be copied: {error}") from error
+    def start(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
@@ -42,9 +39,17 @@ class _Renderer:
                     stdout=subprocess.PIPE,
                     start_new_session=True,
                 )
+            return self._process
+
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        try:
+            request = pickle.dumps((template, variables, MAX_SECONDS))
+        except Exception as error:  # pickle raises several unrelated types
+            raise ValueError(f"a variable cannot be copied: {error}") from error
+        with self._lock:
             answer = b""
             try:
-                answer = _ask(self._process, request)
+                answer = _ask(self.start(), request)
             finally:  # also when interrupted: the next answer must not be this one
                 if not answer.endswith(b"\n"):
                     self.close()
@@ -75,17 +80,15 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 _RENDERER = _Renderer()
 atexit.register(_RENDERER.close)
+# the process and a lock that may be held belong to the parent
+os.register_at_fork(after_in_child=_RENDERER.__init__)  # type: ignore[misc]
+start_renderer = _RENDERER.start  # ahead of the first conversation, which would wait 0.1 to 0.3 s
 
 
 def render_chat_template(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Text of a conversation.
-
-    Args:
-        template: Jinja source.
-        messages: the turns, each at least ``{"role": ..., "content": ...}``.
-        variables: what else the template sees, for example ``add_generation_prompt``.
+    """Text of a conversation by Jinja source, which sees the messages and ``variables``.
 
     Raises:
         ValueError: if there is no message, one is malformed, the template refuses them or fails,
@@ -95,9 +98,7 @@ def render_chat_template(
         raise ValueError("messages=[] is a conversation without turns; give at least one")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"messages[{i}]={message!r} must be a mapping with a 'role' string and a 'content'"
-            )
+            raise ValueError(f"messages[{i}]={message!r} must be a mapping with 'role', a text")
     try:
         plain = [dict(message) for message in messages]
         return _RENDERER.render(template, {"messages": plain, **variables})

@@ -48,7 +48,6 @@ class CompletionText:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         self._decode()
         return self._text
 

@@ -38,17 +38,9 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
     # jinja2's own filter escapes <, > and &, which would reach the model
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 _ENVIRONMENT = ImmutableSandboxedEnvironment(

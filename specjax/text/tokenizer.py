@@ -20,15 +20,8 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer:
     """A ``tokenizers`` tokenizer with the special tokens and chat template of its checkpoint.
 
-    Attributes:
-        special_tokens: ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, as far as
-            the checkpoint names them.
-        bos_token_id, eos_token_id, unk_token_id, pad_token_id: their ids, or None.
-        eos_token_ids: ids that end a text, the main one first.
-        chat_template: Jinja source, or None.
-
-    Raises:
-        ValueError: if a named special token is not in the vocabulary.
+    ``special_tokens`` are those that the checkpoint names; a ValueError if one is not in the
+    vocabulary. ``eos_token_ids`` are all ids that end a text, the main one first.
     """
 
     def __init__(
@@ -49,10 +42,7 @@ class Tokenizer:
             if token_id is None:
                 token = self.special_tokens[name]
                 raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary")
-        self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = map(
-            ids.get, _SPECIAL_TOKENS
-        )
-        self.eos_token_ids = unique_ids([self.eos_token_id, *extra_eos_token_ids])
+        self.eos_token_ids = unique_ids([ids.get("eos_token"), *extra_eos_token_ids])
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> "Tokenizer":
@@ -60,9 +50,6 @@ class Tokenizer:
 
         Reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json`` and the
         chat template in ``chat_template.jinja``, ``chat_template.json`` or the configuration.
-
-        Raises:
-            ValueError: if ``tokenizer.json`` is missing or broken.
         """
         directory = Path(path)
         file = directory / "tokenizer.json"
@@ -86,7 +73,11 @@ class Tokenizer:
         backend.add_special_tokens(list(dict.fromkeys(absent)))
         if "add_bos_token" in config or "add_eos_token" in config:
             set_template(backend, special, config)
-        return cls(backend, special_tokens=special, chat_template=_find_template(directory, config))
+        template = _find_template(directory, config)
+        try:
+            return cls(backend, special_tokens=special, chat_template=template)
+        except ValueError as error:
+            raise ValueError(f"{config.where}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the files that :meth:`from_pretrained` reads."""
@@ -106,8 +97,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` adds what the checkpoint asks for.
 
-        Raises:
-            ValueError: if the text holds half a surrogate pair, as undecodable bytes do.
+        ValueError if the text holds half a surrogate pair, as undecodable bytes do.
         """
         text.encode("utf-8")  # raises UnicodeEncodeError; the backend would raise a TypeError
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -115,21 +105,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that form no complete character appear as U+FFFD.
 
-        Raises:
-            ValueError: if an id is negative.
+        ValueError if an id is negative.
         """
         plain = [int(i) for i in ids]
         if plain and min(plain) < 0:
             raise ValueError(f"token id {min(plain)} is negative")
         return self.backend.decode(plain, skip_special_tokens=skip_special_tokens)
-
-    def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of an id, None for an id it does not have."""
-        return self.backend.id_to_token(token_id)
-
-    def token_to_id(self, token: str) -> int | None:
-        """Id of a vocabulary entry, None if there is none."""
-        return self.backend.token_to_id(token)
 
     def apply_chat_template(
         self,
@@ -139,25 +120,16 @@ class Tokenizer:
     ) -> str:
         """Text of a conversation, to be encoded with ``add_special_tokens=False``.
 
-        Args:
-            messages: turns with ``role`` and ``content``.
-            add_generation_prompt: end with the header of the assistant's next turn.
-            **variables: more for the template, for example ``tools`` or ``enable_thinking``.
-
-        Raises:
-            ValueError: if the checkpoint has no chat template or the template refuses.
+        ``variables`` are more for the template, for example ``tools`` or ``enable_thinking``.
         """
         if self.chat_template is None:
-            raise ValueError(
-                "the checkpoint has no chat template; pass a raw prompt instead of messages"
-            )
+            raise ValueError("the checkpoint has no chat template; pass a prompt, not messages")
         scope = {"tools": None, "documents": None} | self.special_tokens | variables
         scope["add_generation_prompt"] = add_generation_prompt
         return render_chat_template(self.chat_template, messages, scope)
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
-    """The ids without None, each once, in their order."""
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.engine.diagnostics import dense_attention
 from specjax.models.layers import Attend, precision_for, rotated
 
 _NEGATIVE = -1e30
@@ -27,13 +28,8 @@ def masked_attention(
     precision on a GPU cuDNN computes it; ``fused`` says the mask in arguments that cost it less.
     """
     if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
-        fused = fused or {"mask": mask}
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **fused)
-    scores = _product("btkgh,blkh->bkgtl", _grouped(q, k), k) * q.shape[-1] ** -0.5
-    scores = jnp.where(mask[:, :, None], scores, _NEGATIVE)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgtl,blkh->btkgh", probs, v, precision=precision_for(q.dtype))
-    return out.reshape(q.shape)
+        return dense_attention(q, k, v, implementation="cudnn", **(fused or {"mask": mask}))
+    return dense_attention(q, k, v, mask=mask)
 
 
 def packed_attend(segments: jax.Array) -> Attend:
@@ -89,6 +85,5 @@ def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(
-        spec, a, b, precision=precision_for(a.dtype), preferred_element_type=jnp.float32
-    )
+    precision = precision_for(a.dtype)
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.json_file import read_json_lines
 from specjax.text.tokenizer import Tokenizer
 from specjax.training.data import Corpus
 from specjax.training.generate import Sampler
@@ -63,30 +64,27 @@ class Prompt(NamedTuple):
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """Category and first user message of each line of a Spec-Bench style ``.jsonl`` file.
 
-    Raises:
-        ValueError: if a line is not an object with a non-empty list ``turns`` of strings.
+    ValueError if a line is not an object with a non-empty list ``turns`` of strings.
     """
-    prompts = []
-    # JSON strings may hold U+2028 and others at which splitlines() splits
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            turns = entry["turns"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a JSON object with `turns`: {error}") from error
-        if not (isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns)):
-            raise ValueError(f"{path}:{number}: turns={turns!r} is not a list of user messages")
-        prompts.append((str(entry.get("category", path.stem)), turns[0]))
-    return prompts
+
+    def read(entry: Any) -> tuple[str, str]:
+        if not isinstance(entry, dict):
+            raise ValueError("it has no turns")
+        return str(entry.get("category", path.stem)), check_turns(entry.get("turns"))[0]
+
+    return read_json_lines(path, read)
+
+
+def check_turns(turns: Any) -> list[str]:
+    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
+        raise ValueError(f"turns={turns!r} must be a list of at least one string")
+    return turns
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     """What the chat template puts before and after the text of a first user turn.
 
-    Raises:
-        ValueError: if the template changes the user's text.
+    ValueError if the template changes the user's text.
     """
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])
     before, found, after = text.partition(_MARK)
@@ -172,7 +170,6 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
-    """Sample prompts, add those of ``entries``, and answer all of them."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
     given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
@@ -185,7 +182,6 @@ def collect(
 
 @cache
 def opening_tables() -> dict[str, Any]:
-    """Templates of openings by topic, as ``topics`` and ``text``, and words by name, ``slots``."""
     source = files("specjax.training").joinpath("openings.json")
     return json.loads(source.read_text(encoding="utf-8"))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -44,29 +45,23 @@ class Corpus:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Prompt and answer tokens of each sequence, i64[sequences]."""
         return np.diff(self.offsets)
 
     @property
     def answer_tokens(self) -> int:
-        """Answer tokens in all sequences together."""
         return int(self.lengths.sum() - self.prompt_lens.sum())
 
     def sequence(self, index: int) -> np.ndarray:
-        """Prompt and answer tokens of one sequence."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def indices_of(self, source: str) -> np.ndarray:
-        """Which sequences come from a source, i64."""
         return np.flatnonzero(self.sources == self.source_names.index(source))
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Sequences and answer tokens by source."""
         parts = ((name, self.select(self.indices_of(name))) for name in self.source_names)
         return {n: {"sequences": len(p), "answer_tokens": p.answer_tokens} for n, p in parts}
 
     def select(self, indices: np.ndarray) -> "Corpus":
-        """The sequences at ``indices``, in that order."""
         parts = [self.sequence(i) for i in indices]
         return Corpus(
             tokens=np.concatenate([np.zeros((0,), np.int32), *parts]),
@@ -109,10 +104,13 @@ class Corpus:
     @classmethod
     def load(cls, path: Path) -> "Corpus":
         """Read what :meth:`save` wrote."""
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-        names = tuple(str(name) for name in arrays.pop("source_names"))
-        return cls(**arrays, source_names=names)
+        try:
+            with path.open("rb") as stream, np.load(stream) as file:
+                arrays = {name: file[name] for name in file.files}
+            names = tuple(str(name) for name in arrays.pop("source_names"))
+            return cls(**arrays, source_names=names)
+        except (ValueError, BadZipFile, EOFError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no complete corpus: {error!r}") from error
 
 
 def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:

@@ -50,8 +50,7 @@ class Sampler:
     ``weights`` are the target's in the order of ``flat``, in the dtype to compute in. Device memory
     of the cache is ``num_rows`` times prompt and completion in keys and values.
 
-    Raises:
-        ValueError: for prompts and completions beyond the model's context.
+    ValueError for prompts and completions beyond the model's context.
     """
 
     flat: FlatModel[CausalLM]
@@ -86,8 +85,7 @@ class Sampler:
         A temperature of 0 is greedy; ``on_finished`` is called with the numbers of prompts and
         tokens that just finished.
 
-        Raises:
-            ValueError: if a prompt or ``max_new_tokens`` does not fit the sampler's sizes.
+        ValueError if a prompt or ``max_new_tokens`` does not fit the sampler's sizes.
         """
         check_integer("max_new_tokens", max_new_tokens, 1, self.max_new_tokens)
         for i, prompt in enumerate(prompts):

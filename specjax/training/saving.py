@@ -21,8 +21,7 @@ def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
 def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> TrainState | None:
     """The newest checkpoint, in the structure of ``like``; None if there is none.
 
-    Raises:
-        ValueError: if it is for another draft vocabulary.
+    ValueError if it is for another draft vocabulary.
     """
     latest = manager.latest_step()
     if latest is None:

@@ -1,6 +1,6 @@
 """Training of an EAGLE-3 draft: initialisation, the compiled step, statistics, accept length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
@@ -14,15 +14,7 @@ from specjax.config import DraftConfig, ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
 from specjax.models.flat import FlatModel, Weights
-from specjax.training.data import Corpus, place_rows
-from specjax.training.ttt import (
-    PackedBatch,
-    StepStatistics,
-    TargetOutputs,
-    hit_lengths,
-    target_outputs,
-    ttt_loss,
-)
+from specjax.training.ttt import PackedBatch, StepStatistics, target_outputs, ttt_loss
 
 FINAL_RATE_FRACTION = 0.02
 # Adam after clipping, without a rate: the training step applies it
@@ -100,7 +92,6 @@ class Trainer:
 
     @cached_property
     def flat(self) -> FlatModel[Eagle3Head]:
-        """Structure of the draft."""
         return FlatModel.of(partial(Eagle3Head, self.draft))
 
     def init(self) -> TrainState:
@@ -126,22 +117,15 @@ class Trainer:
         return named
 
     def head(self, params: Mapping[str, jax.Array]) -> Eagle3Head:
-        """The draft of named float32 parameters."""
         return self.flat.rebuild(self.flat.order(self.named_weights(params)))
-
-    def _unrolled(
-        self, params: dict[str, jax.Array], target_weights: Weights, batch: PackedBatch
-    ) -> tuple[Eagle3Head, CausalLM, PackedBatch, TargetOutputs, jax.Array]:
-        # what the draft is unrolled over, inside a traced function
-        target = self.target.rebuild(target_weights)
-        vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
-        outputs = target_outputs(target, batch, vocabulary, self.draft.feature_layers)
-        return self.head(params), target, batch, jax.lax.stop_gradient(outputs), vocabulary
 
     def _loss(
         self, params: dict[str, jax.Array], target_weights: Weights, batch: PackedBatch
     ) -> tuple[jax.Array, StepStatistics]:
-        unrolled = self._unrolled(params, target_weights, batch)
+        target = self.target.rebuild(target_weights)
+        vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
+        outputs = target_outputs(target, batch, vocabulary, self.draft.feature_layers)
+        unrolled = self.head(params), target, batch, jax.lax.stop_gradient(outputs), vocabulary
         return ttt_loss(*unrolled, self.config.ttt_steps, self.config.hard_weight)
 
     @cached_property
@@ -172,39 +156,3 @@ class Trainer:
         whole = (PackedBatch(*(x[end - size : end] for x in rows)) for end in ends)
         parts = [self._statistics(params, self.target_weights, batch) for batch in whole]
         return jax.device_get(jax.tree.map(lambda *sums: sum(sums), *parts))
-
-    def accepted_drafts(
-        self, params: Any, corpus: Corpus, num_steps: int, row_length: int
-    ) -> list[np.ndarray]:
-        """Accepted drafts, i32 for each sequence, of rounds from every token that may start one.
-
-        The first of them is the last of the prompt, whose next token comes from the prefill. Exact
-        for text that the target wrote greedily (see :func:`hit_lengths`): nothing is generated.
-        """
-        hit_rows = jax.jit(lambda *arguments: hit_lengths(*self._unrolled(*arguments), num_steps))
-        accepted: list[np.ndarray] = []
-        size = self.config.batch_rows
-        for at in range(0, len(corpus), size):
-            rows = [[i] for i in range(at, min(at + size, len(corpus)))]
-            batch = place_rows(corpus, rows + [[]] * (size - len(rows)), row_length)
-            hits = np.asarray(hit_rows(params, self.target_weights, batch))
-            for row, (i,) in enumerate(rows):
-                end = min(int(corpus.lengths[i]), row_length) - 2
-                accepted.append(hits[row, corpus.prompt_lens[i] - 1 : end])
-        return accepted
-
-
-def accept_length(accepted: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Tokens a round over some sequences, measured and predicted.
-
-    Drafts beyond the answer do not count. The prediction is ``1 + a_1 + a_1 a_2 + ...``, what it
-    would be if rounds started everywhere alike. They start behind a miss more often than elsewhere,
-    so the measured one is lower where the text has easy and hard stretches.
-    """
-    rounds = 0
-    for hits in accepted:
-        at = 0
-        while at < len(hits):
-            at, rounds = at + int(hits[at]) + 1, rounds + 1
-    tokens = sum(map(len, accepted))
-    return tokens / max(rounds, 1), 1.0 + sum(int(h.sum()) for h in accepted) / max(tokens, 1)

@@ -144,26 +144,3 @@ def ttt_loss(
         sums.append(tuple(jnp.asarray(c, jnp.float32) for c in counts))
     columns = (jnp.stack(column) for column in zip(*sums, strict=True))
     return total, jax.lax.stop_gradient(StepStatistics(*columns))
-
-
-def hit_lengths(
-    draft: Eagle3Head,
-    target: CausalLM,
-    batch: PackedBatch,
-    outputs: TargetOutputs,
-    vocabulary: jax.Array,
-    num_steps: int,
-) -> jax.Array:
-    """How many drafts i32[B, T] of a chain from each row equal the text that follows.
-
-    On a text that the target wrote greedily this is the number of accepted drafts of a round
-    starting at that row: as long as all drafts so far were right, the drafted tokens are the text.
-    """
-    alive = jnp.ones(batch.tokens.shape, bool)
-    lengths = jnp.zeros(batch.tokens.shape, jnp.int32)
-    for step, hidden in enumerate(ttt_states(draft, target, batch, outputs.features, num_steps)):
-        drafts = vocabulary[jnp.argmax(draft.logits(hidden, target), axis=-1)]
-        hit = drafts == _shift_left(batch.tokens, step + 2)
-        alive = alive & hit & step_mask(batch, step)
-        lengths = lengths + alive.astype(jnp.int32)
-    return lengths

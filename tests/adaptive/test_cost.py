@@ -282,7 +282,7 @@ def test_a_probe_of_one_slot_does_not_keep_another_from_probing() -> None:
     assert 1 in [feed(policy, [1] * 8, 8) for _ in range(200)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.tuples(*[st.floats(0.02, limit) for limit in (1.2, 1.5, 3.0)]),
     st.lists(st.integers(0, 7), min_size=1, max_size=4),

@@ -328,7 +328,7 @@ def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -
     ("options", "words"),
     [
         (["--raw", "--system", "s"], "--system"),
-        (["--speculative-algorithm", "none", "--compare"], "--compare"),
+        (["--speculative-algorithm", "None", "--compare"], "--compare"),
         (["--speculative-algorithm", "none", "--show-accepts"], "--show-accepts"),
         (["--json", "--show-accepts"], "output_is_draft"),
     ],

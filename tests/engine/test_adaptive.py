@@ -181,7 +181,7 @@ def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch
 
 
 def test_the_start_tier_is_the_nearest_candidate(files):
-    with adaptive(files, JUMPY | {"candidate_steps": [1, 3]}, speculative_num_steps=2) as engine:
+    with adaptive(files, JUMPY, speculative_num_steps=2) as engine:
         state = engine.get_server_info()["internal_states"][0]
         assert state["adaptive"]["speculative_num_steps"] == 3
         assert state["adaptive"]["tiers"] == {}

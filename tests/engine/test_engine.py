@@ -6,12 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import plan_parts
 from specjax.engine.diagnostics import next_logits
+from specjax.runtime.runner import ModelRunner
+from specjax.speculative.algorithm import SpeculativeAlgorithm
 
 from ..settings import counted_compilations, kept_cache_settings
 from ..tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
@@ -109,12 +115,14 @@ def test_end_token_ends_unless_ignored(engine) -> None:
 
 
 def test_stop_strings_are_cut_off(engine) -> None:
-    text = engine.generate("hello", GREEDY)["text"]
+    whole = engine.generate("hello", GREEDY)
+    text, ids = whole["text"], whole["output_ids"]
     stop = text[3:6]
     result = engine.generate("hello", {"temperature": 0.0, "stop": ["never", stop]})
     assert result["text"] == text[: text.index(stop)]
     assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert result["meta_info"]["completion_tokens"] == text.index(stop) + 3
+    count = next(n for n in range(len(ids)) if stop in engine.tokenizer.decode(ids[:n]))
+    assert result["meta_info"]["completion_tokens"] == count
 
 
 def test_context_limit_ends_a_request(files, engine) -> None:
@@ -163,7 +171,10 @@ def test_logit_gap_is_of_the_two_best(engine, plain) -> None:
     best = np.sort(logits)[::-1]
     assert (logits[first], logits[second]) == (best[0], best[1])
     assert gap == pytest.approx(best[0] - best[1])
-    assert plain.logit_gap(ids) == (first, second, gap)
+    assert plain.logit_gap(ids) == plain.logit_gap(np.array(ids)) == (first, second, gap)
+    for bad in ("abc", [1.5], [[1], [2]], 5):
+        with pytest.raises(ValueError, match=r"input_ids|values to unpack"):
+            plain.logit_gap(bad)
 
 
 # streams
@@ -330,24 +341,20 @@ def test_sharing_needs_the_same_model(files, engine, tmp_path) -> None:
         Engine(tmp_path / "target", share_weights_with=engine, compile_cache_dir=None)
 
 
-def test_bfloat16_runs(files) -> None:
-    with files.small(dtype="bfloat16") as made:
-        target, head = made.runner.weights
-        assert {w.dtype for w in target} == {jnp.dtype(jnp.bfloat16)}
+def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> None:
+    """No tensor is read, and texts are of no meaning."""
+    target = write_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    simulated = {"load_format": "dummy", "simulate_accept_length": 2.5, "rounds_per_dispatch": 2}
+    with files.small(dtype="bfloat16", target=target, **simulated) as made:
+        weights, head = made.runner.weights
+        assert {w.dtype for w in weights} == {jnp.dtype(jnp.bfloat16)}
         assert {w.dtype for w in head} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
-        assert made.runner.pools.target.dtype == jnp.bfloat16
+        assert made.runner.on_device.pools.target.dtype == jnp.bfloat16
         first, again = made.generate([TEXTS[1]] * 2, GREEDY)
         assert first["output_ids"] == again["output_ids"]
         check_result(first, len(TEXTS[1]))
         assert made.logit_gap([1, 2, 3])[2] >= 0
-
-
-def test_dummy_weights_and_simulated_acceptance_need_no_tensors(files, tmp_path) -> None:
-    target = write_target(tmp_path / "target")
-    (target / "model.safetensors").unlink()
-    with files.small(
-        load_format="dummy", simulate_accept_length=2.5, rounds_per_dispatch=2, target=target
-    ) as made:
         result = made.generate(
             "hello", {"temperature": 0.0, "max_new_tokens": 101, "ignore_eos": True}
         )
@@ -355,6 +362,42 @@ def test_dummy_weights_and_simulated_acceptance_need_no_tensors(files, tmp_path)
         assert result["meta_info"]["spec_accept_length"] == pytest.approx(2.5, abs=0.2)
     with pytest.raises(ValueError, match=r"model\.safetensors|no weights|\.safetensors"):
         files.small(target=target)
+
+
+def test_an_engine_lives_on_the_second_of_two_devices(files, engine) -> None:
+    """Weights, pools, rows and tables; nothing of it comes to the first one, and texts stay."""
+    expected = [engine.generate(TEXTS[0], params)["output_ids"] for params in (GREEDY, SEEDED)]
+    first, second = jax.devices()
+    with files.small(base_gpu_id=1) as made:
+        before = {id(array) for array in jax.live_arrays()}
+        texts = [made.generate(TEXTS[0], params)["output_ids"] for params in (GREEDY, SEEDED)]
+        new = [array for array in jax.live_arrays() if id(array) not in before]
+        runner = made.runner
+        held = jax.tree.leaves((runner.weights, runner.on_device, runner._inputs(), new))
+        assert len(held) > 30
+        assert {device for array in held for device in array.devices()} == {second}
+    assert texts == expected
+    with files.small(base_gpu_id=1, share_weights_with=engine) as borrower:
+        assert borrower.generate(TEXTS[0], GREEDY)["output_ids"] == expected[0]
+    with pytest.raises(ValueError, match="base_gpu_id=2"):
+        files.small(base_gpu_id=2)
+    assert engine.runner.networks.placement.device == first
+
+
+def test_missing_tensors_are_named_before_anything_compiles(files, tmp_path, monkeypatch) -> None:
+    target = write_target(tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, target / "model.safetensors")
+    monkeypatch.setattr(ModelRunner, "compile", lambda *_, **__: pytest.fail("it compiled"))
+    with pytest.raises(ValueError, match=r"lacks 1 tensor.*model\.norm\.weight"):
+        files.small(target=target)
+
+
+def test_running_ahead_needs_an_algorithm_that_can(files, monkeypatch) -> None:
+    monkeypatch.setattr(SpeculativeAlgorithm, "supports_overlap", False)
+    with pytest.raises(ValueError, match="overlap=True, which EAGLE3 does not support"):
+        files.small(overlap=True)
 
 
 def test_auto_is_float32_on_a_cpu(engine) -> None:
@@ -524,8 +567,7 @@ def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
     )
     with pytest.raises(ValueError, match=r"context_length=65 exceeds .* sliding window of 64"):
         files.small(target=target, context_length=65)
-    with files.small(target=target, speculative=False) as made:
-        assert made.context_length == 64
+    assert plan_parts(EngineArgs(model=target)).context_length == 64
     assert "context_length=64 of 128: the sliding window" in caplog.text
 
 

@@ -231,12 +231,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(engine, old_engine, dr
         assert all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
-def test_integer_bool_and_complex_tensors_are_refused(engine) -> None:
+def test_integer_bool_and_complex_tensors_are_refused(old_engine) -> None:
     for dtype in (np.int32, np.bool_, np.complex64):
         with pytest.raises(ValueError, match=f"norm.scale.* is {np.dtype(dtype)}"):
-            engine.update_weights_from_tensor({"norm.scale": np.ones(32, dtype)})
+            old_engine.update_weights_from_tensor({"norm.scale": np.ones(32, dtype)})
         with pytest.raises(ValueError, match=f"{np.dtype(dtype)}, which is no form of float32"):
             cast(np.ones(32, dtype), np.dtype(np.float32))  # as a checkpoint is read
+
+
+def test_what_is_no_array_by_name_is_refused(old_engine) -> None:
+    norm = np.ones(32, np.float32)
+    for bad in ([1, 2], 5, {1: norm}, {1: norm, "a": norm}):
+        with pytest.raises(ValueError, match="named_tensors"):
+            old_engine.update_weights_from_tensor(bad, draft=True)
+    with pytest.raises(ValueError, match=r"'norm\.scale' twice"):
+        old_engine.update_weights_from_tensor({"norm.scale": norm, "model.norm.weight": norm})
+    for paths in ((5, None), (None, 5), (None, None)):
+        with pytest.raises(ValueError, match="give one or both"):
+            old_engine.update_weights_from_disk(*paths)
 
 
 def test_a_donated_tensor_is_refused_and_nobody_notices(engine, old_engine) -> None:
@@ -266,15 +278,18 @@ def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
         engine.update_weights_from_tensor({table: nan}, allow_nonfinite=True)
         engine.generate(TEXTS, GREEDY)
         engine.update_weights_from_tensor({table: weights[names.index(table)]})
-        assert all(bool(np.isfinite(pool).all()) for pool in jax.tree.leaves(engine.runner.pools))
+        pools = jax.tree.leaves(engine.runner.on_device.pools)
+        assert all(bool(np.isfinite(pool).all()) for pool in pools)
         assert answers(engine) == expected
     assert events == []
 
 
-def test_a_vocabulary_outside_the_targets_is_refused(engine) -> None:
-    d2t = np.asarray(engine.runner.weights[1][engine.runner.networks.draft.names.index("d2t")])
+def test_a_vocabulary_outside_the_targets_is_refused(old_engine) -> None:
+    d2t = np.asarray(
+        old_engine.runner.weights[1][old_engine.runner.networks.draft.names.index("d2t")]
+    )
     with pytest.raises(ValueError, match="vocab_size=98"):
-        engine.update_weights_from_tensor({"d2t": d2t + 50}, draft=True)
+        old_engine.update_weights_from_tensor({"d2t": d2t + 50}, draft=True)
 
 
 def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> None:
@@ -286,7 +301,7 @@ def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> Non
         engine.update_weights_from_disk(target)
     with pytest.raises(ValueError, match="no/such"):
         engine.update_weights_from_disk("./no/such/model.gguf")
-    with pytest.raises(ValueError, match="give model_path, draft_path or both"):
+    with pytest.raises(ValueError, match="give one or both"):
         engine.update_weights_from_disk()
     broken = tmp_path / "head"
     shutil.copytree(files.head, broken)
@@ -300,9 +315,9 @@ def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> Non
 
 def test_a_plain_engine_has_no_draft(files, old_engine) -> None:
     with files.small(speculative=False, share_weights_with=old_engine) as plain:
-        with pytest.raises(ValueError, match="has no draft head"):
+        with pytest.raises(ValueError, match="has no draft network"):
             plain.update_weights_from_tensor({}, draft=True)
-        with pytest.raises(ValueError, match=r"draft_path=.* decodes plainly"):
+        with pytest.raises(ValueError, match=r"draft_path=.* no draft network"):
             plain.update_weights_from_disk(draft_path=files.head)
     with pytest.raises(ValueError, match="closed"):
         plain.update_weights_from_tensor({})
@@ -335,9 +350,9 @@ def test_a_flush_that_fails_is_a_fault_of_all(files, old_engine, monkeypatch) ->
             engine.generate("hello", GREEDY)
 
 
-def test_nothing_to_replace_is_refused(engine) -> None:
+def test_nothing_to_replace_is_refused(old_engine) -> None:
     with pytest.raises(ValueError, match="named_tensors are empty"):
-        engine.update_weights_from_tensor({})
+        old_engine.update_weights_from_tensor({})
 
 
 def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatch) -> None:

@@ -257,7 +257,7 @@ def test_bounds_ascend(bounds):
 def run(files):
     """A speculative engine small enough to retract, and the results of its first requests."""
     with jax.numpy_dtype_promotion("strict"):
-        engine = files.engine(max_total_tokens=44)
+        engine = files.engine(max_total_tokens=44, chunked_prefill_size=1)
         prompts = [[7, 8, 9, 10, 11, 12], [7, 8, 9, 10, 11, 12, 13], [20, 21], [30, 31, 32]]
         sampling = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
         results = engine.generate(input_ids=prompts, sampling_params=sampling)
@@ -338,14 +338,14 @@ def test_server_info(run, files):
     usage = state["memory_usage"]
     weights = jax.tree.leaves(engine.runner.weights)
     assert usage["weight"] * 1e9 == pytest.approx(sum(w.nbytes for w in weights))
-    pools = jax.tree.leaves(engine.runner.pools)
+    pools = jax.tree.leaves(engine.runner.on_device.pools)
     assert usage["kvcache"] * 1e9 == pytest.approx(sum(pool.nbytes for pool in pools))
     assert usage["token_capacity"] == 44
 
 
 def test_two_engines_do_not_clash(run, files):
     engine, results = run
-    with files.engine(speculative=False, share_weights_with=engine) as plain:
+    with files.small(speculative=False, share_weights_with=engine) as plain:
         one = plain.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 3})
         samples = exposed(plain.metrics.registry)
         info = plain.get_server_info()

@@ -144,11 +144,11 @@ def test_random_ids_decode(
 
 def test_vocabulary(ours: Tokenizer, theirs: "transformers.PreTrainedTokenizerBase") -> None:
     assert ours.vocab_size == len(theirs) == 49152
-    assert [ours.id_to_token(i) for i in range(len(theirs))] == theirs.convert_ids_to_tokens(
-        list(range(len(theirs)))
-    )
-    for name in ("bos", "eos", "unk", "pad"):
-        assert getattr(ours, f"{name}_token_id") == getattr(theirs, f"{name}_token_id")
+    assert [
+        ours.backend.id_to_token(i) for i in range(len(theirs))
+    ] == theirs.convert_ids_to_tokens(list(range(len(theirs))))
+    for name, token in ours.special_tokens.items():
+        assert ours.backend.token_to_id(token) == getattr(theirs, f"{name}_id")
 
 
 @pytest.mark.parametrize("prompt", [True, False])

@@ -42,7 +42,7 @@ def test_of_names_what_is_unknown_and_what_is_supported() -> None:
     with pytest.raises(ValueError, match=r"\['beams', 'top_a'\] are not supported.*'temperature'"):
         SamplingParams.of({"top_a": 2, "beams": 0.1, "top_k": 3})
     for wrong in ("greedy", 3, ["top_k"]):
-        with pytest.raises(ValueError, match="must be a SamplingParams, a mapping or None"):
+        with pytest.raises(ValueError, match="must be SamplingParams, a mapping or None"):
             SamplingParams.of(wrong)  # type: ignore[arg-type]
 
 

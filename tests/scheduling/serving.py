@@ -59,7 +59,7 @@ class WatchedRunner:
 
     def lengths(self) -> np.ndarray:
         """KV lengths by slot as the device has them, behind all that was dispatched."""
-        return np.asarray(self._runner.future.seq_lens)
+        return np.asarray(self._runner.on_device.future.seq_lens)
 
     def check_pages(self, slot: int, start: int, end: int) -> None:
         """Positions ``[start, end)`` of a slot are in pages that no other slot has."""

@@ -143,7 +143,7 @@ def test_a_cached_page_is_never_written(num_pages, run_ahead, monkeypatch) -> No
             serving.scheduler.abort(serving.running[0])
         serving.step()
         steps += 1
-        pools = [np.asarray(pool) for pool in jax.tree.leaves(serving.runner.pools)]
+        pools = [np.asarray(pool) for pool in jax.tree.leaves(serving.runner.on_device.pools)]
         held = serving.cache._held
         assert seen.keys() <= held
         for page in held:

@@ -162,6 +162,7 @@ def test_later_turns_follow_the_earlier_answers(tmp_path: Path) -> None:
     assert all(one.difference is None for batch in batches for one in batch)
 
 
+@pytest.mark.slow
 def test_the_script_evaluates_a_real_engine(
     files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_smoke_writes_one_row_a_kernel(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     assert run_bench("bench_kernels", f"--smoke --output {output}") == 0
@@ -20,6 +21,7 @@ def test_smoke_writes_one_row_a_kernel(tmp_path, capsys):
     assert "xla / pallas" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_attention_is_compared_and_written_a_page_size(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     assert run_bench("bench_attention", f"--smoke --output {output}") == 0

@@ -35,6 +35,7 @@ def short_prompts(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "ADAPTIVE_PROMPTS", path)
 
 
+@pytest.mark.slow
 def test_policies_and_fixed_tiers_with_real_engines(files, short_prompts, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text('{"policy": "ema", "candidate_steps": [0, 2], "update_interval": 1}')

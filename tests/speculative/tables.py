@@ -20,7 +20,8 @@ def sampling_rows(rows: Iterable[SamplingParams], vocab_size: int, **slot: Any) 
     for i, params in enumerate(rows):
         defaults = {"seed": i, "end_token_ids": (), "prompt_len": 0, "top_logprobs": None}
         tables.set_sampling(i, params, **(defaults | slot))
-    return unpack_sampling(jax.device_put(pack_sampling(tables.sampling)))
+    packed = jax.device_put(pack_sampling(tables.sampling))
+    return unpack_sampling(packed, np.arange(len(rows)))
 
 
 def equal_rows(count: int, params: SamplingParams, vocab_size: int) -> SamplingTable:

@@ -125,7 +125,9 @@ def test_tokens_that_no_prefill_brings_are_charged_for(index):
     start(runner, 3, Job(prompt=job.text, params=params(temperature=0.0)))
     shared = runner.tables.page_table[3, : num_cached // page].tolist()
     # histories of the slot's earlier owners are of no meaning
-    runner.future = replace(runner.future, tokens=jax.numpy.full_like(runner.future.tokens, 7))
+    future = runner.on_device.future
+    future = replace(future, tokens=jax.numpy.full_like(future.tokens, 7))
+    runner.on_device = replace(runner.on_device, future=future)
     outputs = serve(runner, [job], num_cached=num_cached, pages=[*shared, *range(1, 12)])
     assert outputs[0].tokens == truth.tokens[9:]
     runner.clear_slot(3)

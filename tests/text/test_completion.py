@@ -192,7 +192,7 @@ def test_an_end_token_adds_no_text() -> None:
 
 
 def test_special_tokens_are_not_text() -> None:
-    special = tokenizer().token_to_id("<|im_start|>")
+    special = tokenizer().backend.token_to_id("<|im_start|>")
     assert special is not None
     request = make()
     feed(request, [special, *tokenizer().encode("hi"), special], [2])

@@ -114,9 +114,9 @@ def test_prompt_files(tmp_path):
     separators = "a\u2028b\u2029c\u0085d"
     path.write_bytes(f'{{"turns": ["{separators}"]}}\r\n{{"turns": ["e"]}}\n'.encode())
     assert read_prompts(path) == [("some", separators), ("some", "e")]
-    for bad in ('{"turns": []}', '{"turn": ["a"]}', "[1]", "{", '{"turns": [1]}'):
+    for bad in ('{"turns": []}', '{"turn": ["a"]}', "[1]", "{", '{"turns": [1]}', "[" * 200_000):
         path.write_text('{"turns": ["fine"]}\n' + bad, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"some\.jsonl:2"):
+        with pytest.raises(ValueError, match=r"some\.jsonl, line 2: "):
             read_prompts(path)
 
 

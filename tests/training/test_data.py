@@ -57,6 +57,11 @@ def test_corpus_survives_its_file(corpus, tmp_path):
     path = tmp_path / "new" / "corpus"  # no suffix is added
     corpus.save(path)
     again = Corpus.load(path)
+    damaged = tmp_path / "damaged.npz"
+    for content in (b"", b"PK", path.read_bytes()[:200]):
+        damaged.write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged\.npz"):
+            Corpus.load(damaged)
     for field in dataclasses.fields(Corpus):
         np.testing.assert_array_equal(getattr(again, field.name), getattr(corpus, field.name))
     assert again.source_names == ("even", "odd")

@@ -10,9 +10,9 @@ import pytest
 from specjax.models.layers import rope_tables, rotated
 from specjax.training.attention import masked_attention, packed_attend, ttt_attend
 from specjax.training.data import Corpus, pack, place_rows
-from specjax.training.trainer import TrainConfig, accept_length
+from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import (
-    hit_lengths,
+    StepStatistics,
     step_mask,
     target_outputs,
     ttt_loss,
@@ -124,51 +124,6 @@ def test_unrolled_states_equal_a_recurrent_chain_over_an_explicit_cache(tiny, co
     assert checked > 150
 
 
-def test_hit_lengths_equal_greedy_drafting(tiny, corpus):
-    """Chains drafted with the head's own tokens accept as many as the teacher-forced count says."""
-    trainer, target, head = _models(tiny)
-    vocabulary = jnp.asarray(trainer.vocabulary, jnp.int32)
-    run, empty = _server(head, target)
-    features_of, fuse = _featurizer(tiny, target, head)
-    best = jax.jit(lambda state: vocabulary[head.logits(state, target).argmax()])
-
-    def choose(state):
-        return int(best(state))
-
-    def draft(tokens, row, count):
-        fused = fuse(features_of(tokens))
-        cache = empty
-        for i in range(row + 1):
-            state, cache = run(cache, i, tokens[i + 1], fused[i])
-        drafts = [choose(state)]
-        while len(drafts) < count:
-            state, cache = run(cache, row + len(drafts), drafts[-1], state)
-            drafts.append(choose(state))
-        return drafts
-
-    # a text in which the head is right most of the time, so that some chains are long
-    tokens = [int(t) for t in corpus.sequence(0)[:6]]
-    while len(tokens) < 24:
-        row = len(tokens) - 2
-        drafts = draft(tokens, row, 4)
-        # features of the prefix do not change when the text grows, so the chain is right so far
-        tokens += [*drafts[:3], (drafts[3] + 1) % 61]
-    text = Corpus.of([(tokens[:6], tokens[6:], "x")])
-    batch = place_rows(text, [[0]], 32)
-    outputs = _outputs(tiny, target, batch, vocabulary)
-    hits = jax.jit(lambda b, o: hit_lengths(head, target, b, o, vocabulary, STEPS))(batch, outputs)[
-        0
-    ]
-    hits = np.asarray(hits)
-    for row in range(5, len(tokens) - 2):
-        following = tokens[row + 2 : row + 2 + STEPS]
-        drafts = draft(tokens, row, len(following))
-        agreed = [d == t for d, t in zip(drafts, following, strict=True)]
-        assert hits[row] == ([*agreed, False].index(False))
-    assert hits.max() >= 2
-    assert not hits[:5].any()
-
-
 def test_loss_equals_a_plain_computation(tiny, corpus):
     trainer, target, head = _models(tiny)
     vocabulary = np.asarray(trainer.vocabulary)
@@ -220,11 +175,10 @@ def test_step_mask_stays_in_the_answer_of_its_own_segment(corpus):
 
 
 def test_accept_length_telescopes():
-    # rounds at 0 (2 drafts + bonus) and 3 (5 drafts, cut by the end of the text)
-    hits = np.asarray([2, 0, 1, 5, 0, 0, 0, 0])
-    assert accept_length([hits]) == (8 / 2, 1 + 8 / 8)
-    assert accept_length([hits, hits[4:], hits[:0]]) == (12 / 6, 1 + 8 / 12)
-    assert accept_length([hits[:0]]) == (0.0, 1.0)
+    """Acceptance of 1/2 and then of 1/2 of those: 1 + 1/2 + 1/4."""
+    reached, accepted = jnp.array([8.0, 4.0]), jnp.array([4.0, 2.0])
+    statistics = StepStatistics(reached, reached, reached, reached, accepted)
+    assert statistics.accept_length() == 1.75
 
 
 @pytest.mark.parametrize("steps", [1, 3])
