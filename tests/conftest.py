@@ -50,7 +50,7 @@ FULL = 2 * 2**30
 
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of XLA and of JAX's cache, for this process and for those that tests start."""
-    if not re.search(r"(?<!not )\b(slow|gpu)\b", config.option.markexpr):
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ.setdefault("XLA_FLAGS", f"{QUICK} {TWO_DEVICES}")
     for name, value in CACHE.items():
         if name.upper() not in os.environ:
@@ -74,6 +74,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.split("::")[0]
             parts = Path(module).parts
+            if re.search(r"(?<!not )\bslow\b", config.option.markexpr):
+                return module  # few that share anything, of minutes each
             found = [group[0] for group in SHARING if len(parts) > 1 and parts[1] in group]
             return found[0] if found else module
 

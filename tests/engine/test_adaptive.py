@@ -18,7 +18,7 @@ from specjax.engine.build import _describe_tiers
 
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
-LIVE = GREEDY | {"max_new_tokens": 128}
+LIVE = GREEDY | {"max_new_tokens": 96}
 SEEDED = GREEDY | {"temperature": 0.9, "sampling_seed": 3}
 # moves at every round, down to 0 and up again by probes
 JUMPY = {
