@@ -97,6 +97,7 @@ class RoundOutput:
     # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens
     packed: jax.Array
     logprobs: Logprobs | None  # [B, A]
+    prompt_logprobs: Logprobs | None = None  # [P], of prefill where they are asked for
 
 
 @jax.tree_util.register_dataclass
@@ -121,6 +122,7 @@ class SamplingTable:
     presence_penalties: jax.Array  # f32 [R]; 0 turns it off
     min_new_tokens: jax.Array  # i32 [R], produced tokens before an end token may come
     prompt_lens: jax.Array  # i32 [R], tokens of the history that the request has not produced
+    speculates: jax.Array  # i32 [R], 0 where drafts are no proposals
     bias_ids: jax.Array  # i32 [R, M], then -1
     bias_values: jax.Array  # f32 [R, M]
 

@@ -12,14 +12,19 @@ DOORS = {
     "bench_attention": "kernels",
     "bench_kernels": "kernels",
     "bench_offline_throughput": "throughput",
+    "bench_requests": "requests",
     "bench_round": "round",
+    "bench_serving_mix": "serving_mix",
     "bench_start": "start",
     "eval_acceptance": "acceptance",
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status of a door with its options: 1 where float32 texts differ, 2 for bad input."""
+    """The exit status of a door with its options.
+
+    1 where float32 texts differ or requests of a load failed, 2 for bad input.
+    """
     door, *rest = argv
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)

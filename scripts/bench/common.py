@@ -1,6 +1,7 @@
 """What the benchmarks share: options, figures of requests, tables, and facts of the machine."""
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -15,6 +16,18 @@ from typing import Any
 from specjax.cli.options import add_engine_options
 
 COPIES, COPY_REPEATS = 4, 5
+# of an engine's server info
+SIZES = (
+    "dtype",
+    "context_length",
+    "page_size",
+    "max_total_num_tokens",
+    "rounds_per_dispatch",
+    "disable_radix_cache",
+    "max_running_requests",
+    "chunked_prefill_size",
+    "batch_buckets",
+)
 
 
 def numbers(text: str) -> list[int]:
@@ -37,6 +50,11 @@ def check_at_least(
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def check_plot(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'specjax[bench]'")
 
 
 def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,6 +109,17 @@ def software() -> dict[str, Any]:
         "device_kind": devices[0].device_kind,
         "num_devices": len(devices),
         "num_cpus": os.cpu_count(),
+    }
+
+
+def engine_settings(engine: Any) -> dict[str, Any]:
+    """What an engine runs with and on, without the paths of its files."""
+    info = engine.get_server_info()
+    return {
+        "model": Path(info["model_path"]).name,
+        **{name: info[name] for name in SIZES},
+        "speculative_num_steps": info["internal_states"][0].get("speculative_num_steps", 0),
+        **software(),
     }
 
 

@@ -28,6 +28,7 @@ from specjax.checkpoints.presets import PRESETS, write_preset
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.speculative.algorithm import kv_pool
+from specjax.speculative.prefill import Chunk
 from specjax.speculative.registry import DEFAULT
 
 SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype")
@@ -105,8 +106,7 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
         runner.set_slot(slot, SamplingParams(temperature=0.0), seed=0)
         runner.set_pages(slot, range(1 + (slot - 1) * pages_each, 1 + slot * pages_each))
         for at in range(0, len(prompt), width):
-            end = min(at + width, len(prompt))
-            runner.prefill(slot, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
+            runner.prefill([Chunk.of(slot, prompt, at, at + width)])
     for _ in range(3):
         dispatch(engine, slots, 1)
     return slots

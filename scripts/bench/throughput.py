@@ -17,7 +17,6 @@ all; medians of the repeats count. A policy keeps what it knows, that of the war
 """
 
 import argparse
-import importlib.util
 import statistics
 import sys
 import time
@@ -115,8 +114,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     common.check_at_least(parser, args, 0, "warmup")
     if len(args.batch) > 1 and args.plot:
         parser.error(f"--plot takes one batch size, not --batch {args.batch}")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'specjax[bench]'")
+    common.check_plot(parser, args.plot)
     return args
 
 
@@ -280,16 +278,10 @@ def _summarize(
 def _describe_settings(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
     names = ["dataset_name", "num_prompts", "temperature", "seed", "repeats", "modes"]
     names += ["warmup", "output_len"]
-    sizes = ["dtype", "context_length", "page_size", "max_total_num_tokens", "rounds_per_dispatch"]
-    sizes += ["disable_radix_cache", "max_running_requests"]
-    info = engine.get_server_info()
     return {
         **{name: getattr(args, name) for name in names},
         "dataset_file": args.dataset_path.name if args.dataset_name == "jsonl" else None,
-        "model": Path(info["model_path"]).name,
-        **{name: info[name] for name in sizes},
-        "speculative_num_steps": info["internal_states"][0].get("speculative_num_steps", 0),
-        **common.software(),
+        **common.engine_settings(engine),
     }
 
 

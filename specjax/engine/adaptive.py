@@ -15,8 +15,9 @@ from specjax.adaptive import (
 )
 from specjax.checks import check_number
 from specjax.engine.args import EngineArgs
-from specjax.runtime.runner import UNLIMITED, ModelRunner
+from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.prefill import UNLIMITED
 
 logger = logging.getLogger(__name__)
 

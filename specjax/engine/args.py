@@ -24,6 +24,7 @@ LIMITS: dict[str, Any] = {
     "request_timeout": {"above": 0},
     "mem_fraction_static": {"above": 0, "at_most": 1},
 }
+CHOICES = {"load_format": ("auto", "dummy"), "logprobs_mode": ("raw", "processed")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,14 @@ class EngineArgs:
         max_total_tokens: tokens in the KV pool.
         mem_fraction_static: share of device memory for weights and KV, not with max_total_tokens.
         disable_radix_cache: compute every prompt anew instead of keeping KV pages by prefix.
-        chunked_prefill_size: prompt tokens a prefill dispatch; 512 on a CPU, 1,024 on a GPU.
+        chunked_prefill_size: prompt tokens that are computed beside one round of the requests that
+            decode, which wait for them; 512 by default. Where few decode beside those that start,
+            up to 8,192 on a GPU.
         overlap: dispatch a round before the one before it is read. The results are the same; by
             default on a GPU only, since a CPU has no time to win by it.
+        logprobs_mode: ``"raw"`` reports log-probabilities of completion tokens from the raw logits,
+            ``"processed"`` those of the distribution that the token was drawn from: after
+            penalties, bias, temperature (0 counts as 1) and filters.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` reads its configuration
             only and makes random weights on the device, for measurements of speed.
         rounds_per_dispatch: rounds that one call on the device makes; more than 1 pays where a
@@ -91,6 +97,7 @@ class EngineArgs:
     disable_radix_cache: bool = False
     chunked_prefill_size: int | None = None
     overlap: bool | None = None
+    logprobs_mode: str = "raw"
     load_format: str = "auto"
     rounds_per_dispatch: int = 1
     skip_tokenizer_init: bool = False
@@ -103,8 +110,9 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             _check_type(name, getattr(self, name), hint)
-        if self.load_format not in ("auto", "dummy"):
-            raise ValueError(f"load_format={self.load_format!r} is not 'auto' or 'dummy'")
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
         self.algorithm.validate(self)
         if self.overlap and not self.algorithm.supports_overlap:
             raise ValueError(f"overlap=True, which {self.algorithm.name} does not support")

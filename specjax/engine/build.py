@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 # is its total memory times a fraction, whatever else is allocated; the granule takes away what
 # still differs between drivers' reserves of one start and the next.
 MEMORY_GRANULE = 2**28
+# prompt tokens of a step beside requests that decode: 12 ms of the Llama-3.1-8B shape on an H200
+DEFAULT_CHUNK = 512
+# where none decodes, or many start: 42,500 tokens/s of that shape against 39,400 in chunks of 2,048
+IDLE_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,12 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     )
     context_length = _context_length(args.context_length, target.config)
     slots = args.max_running_requests or (4 if on_cpu else 32)
-    chunk = args.chunked_prefill_size or (512 if on_cpu else 1024)
+    chunk = args.chunked_prefill_size or DEFAULT_CHUNK
+    most = (
+        min(chunk, context_length)
+        if on_cpu
+        else min(max(chunk, IDLE_CHUNK), context_length * slots)
+    )
     whole = context_length + Reach.of(args.shapes, args.rounds_per_dispatch).overhang
     pools = _plan_pools(args, networks, whole, slots)
     _announce(args, f"{target.name} ({target.config.dtype}): {pools.describe()}")
@@ -141,7 +150,9 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         pages_per_request=-(-whole // args.page_size),
         num_slots=slots + 1,
         batch_buckets=buckets,
-        prefill_buckets=prefill_buckets(chunk, context_length),
+        prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
+        mixed_prefill_tokens=min(chunk, most),
+        processed_logprobs=args.logprobs_mode == "processed",
         on_gpu=not on_cpu,
         attention=attention_implementation(
             "cpu" if on_cpu else "gpu", [config.head_dim for config in networks.configs]

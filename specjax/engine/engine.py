@@ -151,6 +151,7 @@ class Engine:
         rid: str | Sequence[str] | None = None,
         return_logprob: bool | Sequence[bool] = False,
         top_logprobs_num: int | Sequence[int] = 0,
+        logprob_start_len: int | Sequence[int] = -1,
         timeout: float | None = None,
         stream: bool = False,
     ) -> Any:
@@ -168,9 +169,15 @@ class Engine:
                 is ``"{rid}_{i}"``.
             return_logprob: report ``(log probability, token id, None)`` of every completion token
                 in ``meta_info["output_token_logprobs"]``, from the raw logits: neither temperature
-                nor filters, penalties and bias are applied. A list for a list of inputs.
+                nor filters, penalties and bias are applied, unless the engine's ``logprobs_mode``
+                says so. A list for a list of inputs.
             top_logprobs_num: with ``return_logprob``, report this many best tokens at each position
                 in ``meta_info["output_top_logprobs"]`` too; a list for a list of inputs.
+            logprob_start_len: with ``return_logprob``, report the prompt's tokens from this one on
+                in ``meta_info["input_token_logprobs"]`` and ``["input_top_logprobs"]``, from the
+                raw logits; the first has none, and is ``(None, token id, None)`` and ``None``
+                there. -1 reports none. What is reported is computed anew, not cached. A list for a
+                list of inputs.
             timeout: seconds after which the requests end with finish reason ``abort``;
                 ``request_timeout`` of the engine by default.
             stream: yield cumulative results as they grow instead of returning the last. A slow
@@ -198,6 +205,7 @@ class Engine:
             rid=rid,
             return_logprob=return_logprob,
             top_logprobs_num=top_logprobs_num,
+            logprob_start_len=logprob_start_len,
             timeout=timeout,
         )
         return self._loop.stream(call, owner=self) if stream else self._loop.wait(call)

@@ -40,7 +40,7 @@ def server_info(
         "context_length": plan.context_length,
         "max_running_requests": plan.config.num_slots - 1,
         "batch_buckets": list(plan.config.batch_buckets),
-        "chunked_prefill_size": plan.config.prefill_buckets[-1],
+        "chunked_prefill_size": plan.config.mixed_prefill_tokens,
         "max_total_num_tokens": totals.max_total_tokens,
         "max_req_input_len": plan.context_length - 1,
         "version": version("specjax"),

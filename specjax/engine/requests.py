@@ -92,6 +92,7 @@ class RequestFactory:
         rid: Any = None,
         return_logprob: Any = False,
         top_logprobs_num: Any = 0,
+        logprob_start_len: Any = -1,
         timeout: float | None = None,
     ) -> Call:
         """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later."""
@@ -102,17 +103,25 @@ class RequestFactory:
         if timeout is not None:
             check_number("timeout", timeout, above=0)
         given = _for_each_input("sampling_params", sampling_params, count)
-        params = [SamplingParams.of(one) for one in given]
+        made = {id(one): SamplingParams.of(one) for one in given}
+        params = [made[id(one)] for one in given]
         numbers = sorted({one.n for one in params})
         if len(numbers) > 1:
             raise ValueError(f"n={numbers} in one call; give all inputs the same n, or call twice")
         n = check_integer("n", numbers[0], 1, MAX_SAMPLES) if numbers else 1
         self._scheduler.check_queue(n * count)
         tops = _top_logprobs(return_logprob, top_logprobs_num, count)
+        firsts = _for_each_input("logprob_start_len", logprob_start_len, count)
+        for first, ids, top in zip(firsts, prompts, tops, strict=True):
+            check_integer("logprob_start_len", first, -1, len(ids) - 1)
+            if first >= 0 and top is None:
+                raise ValueError(f"logprob_start_len={first} needs return_logprob=True")
         rids = _rids(rid, count, is_batch)
         requests = [
-            self._request(name if n == 1 else f"{name}_{sample}", ids, one, sample, top, timeout)
-            for name, ids, one, top in zip(rids, prompts, params, tops, strict=True)
+            self._request(
+                name if n == 1 else f"{name}_{sample}", ids, one, sample, top, first, timeout
+            )
+            for name, ids, one, top, first in zip(rids, prompts, params, tops, firsts, strict=True)
             for sample in range(n)
         ]
         groups = [name for name in rids for _ in range(n)]
@@ -125,6 +134,7 @@ class RequestFactory:
         params: SamplingParams,
         sample: int,
         top_logprobs: int | None,
+        logprob_start_len: int,
         timeout: float | None,
     ) -> Request:
         config = self._plan.target.config
@@ -149,6 +159,7 @@ class RequestFactory:
             decoder=None if self._tokenizer is None else IncrementalDecoder(self._tokenizer),
             spec_width=self._plan.config.largest.steps,
             top_logprobs=top_logprobs,
+            logprob_start_len=None if logprob_start_len < 0 else logprob_start_len,
             timeout=self._args.request_timeout if timeout is None else timeout,
         )
         self._scheduler.check(request)

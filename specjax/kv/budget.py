@@ -62,6 +62,7 @@ class PageHolding:
     slot: int  # request slot
     prefill_ids: list[int]  # the prompt, and the output of before a retraction
     max_kv_tokens: int  # tokens that the request ever has in the pool
+    num_cacheable: int  # first tokens whose KV may come out of the prefix cache
     pages: list[int] = field(default_factory=list)  # in the order of the text
     num_shared: int = 0  # first pages that the prefix cache owns and that are only read
     node: Node | None = None  # locked in the prefix cache for the shared pages
@@ -78,6 +79,14 @@ class PageHolding:
         begin = max(self.kv_len, len(self.prefill_ids))
         rounds = self.unread_rounds + dispatches * reach.rounds
         return min(begin + reach.behind(rounds), self.max_kv_tokens + reach.overhang)
+
+
+@dataclass
+class Room:
+    """Sums over the running requests, of pages."""
+
+    held_back: int  # that they may need later
+    spare: int  # that they hold and do not need yet
 
 
 class PageBudget:
@@ -112,18 +121,27 @@ class PageBudget:
         """Pages of the prefix cache, those that it lends to rows included."""
         return self._cache.num_pages
 
-    def admit(self, holding: PageHolding, running: Sequence[PageHolding]) -> bool:
+    def room(self, running: Sequence[PageHolding]) -> Room:
+        """What the running requests leave to new ones, until they are dispatched or read again."""
+        return Room(sum(map(self._may_grow, running)), sum(map(self._spare, running)))
+
+    def admit(
+        self, holding: PageHolding, running: Sequence[PageHolding], room: Room | None = None
+    ) -> bool:
         """Give a new holding the pages of its text and of its first rounds, cached ones first.
 
-        False, and nothing is given, where that would leave the running requests too few.
+        False, and nothing is given, where that would leave the running requests too few. ``room``,
+        if it is known, is kept up to date.
         """
-        match = self._cache.match(holding.prefill_ids)
+        room = self.room(running) if room is None else room
+        match = self._cache.match(holding.prefill_ids, holding.num_cacheable)
         self._cache.lock(match.node)
         holding.node, holding.pages = match.node, match.pages
         holding.num_shared, holding.kv_len = len(match.pages), match.num_tokens
         count = self._needed(holding) - holding.num_shared
-        held_back = sum(map(self._may_grow, (*running, holding))) if running else 0
-        if count + held_back > self._available(running):
+        may_grow = self._may_grow(holding)
+        held_back = room.held_back + may_grow if running else 0
+        if count + held_back > self._available(()) + room.spare:
             self._cache.unlock(match.node)
             if not running:
                 raise RuntimeError(
@@ -131,7 +149,12 @@ class PageBudget:
                     "nothing runs; pages were lost"
                 )
             return False
-        holding.pages = holding.pages + self._take(count, running)
+        if count > self._available(()):
+            holding.pages = holding.pages + self._take(count, running)
+            room.spare = sum(map(self._spare, running))
+        else:
+            holding.pages = holding.pages + self._take(count, ())
+        room.held_back += may_grow
         return True
 
     def grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
@@ -163,17 +186,25 @@ class PageBudget:
     def _missing(self, holdings: Sequence[PageHolding], dispatches: int) -> list[int]:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
 
-    def share(self, holding: PageHolding) -> None:
-        """Lend the full pages of a text whose prefill is dispatched to the prefix cache.
+    def share(self, holding: PageHolding, *, is_dispatched: bool) -> bool:
+        """Lend the full pages of a text to the prefix cache; false where that has to wait.
 
-        Their KV is final in the order of the device: whoever reads them is dispatched later. The
-        page of the last token stays out: a match leaves that token over, so no lock could cover it.
+        Their KV is final in the order of the device: whoever reads them is dispatched with the last
+        chunk of the text, of which each layer stores all keys and values before it reads any, or
+        later. Where another request has brought the same pages, those of the holding go: not before
+        that chunk ``is_dispatched``, which writes to them. The page of the last token stays out: a
+        match leaves that token over, so no lock could cover it.
         """
         if not self._is_sharing or holding.node is None:
-            return
+            return True
         count = (len(holding.prefill_ids) - 1) // self._allocator.page_size
         if count == holding.num_shared:
-            return
+            return True
+        if (
+            not is_dispatched
+            and len(self._cache.match(holding.prefill_ids).pages) > holding.num_shared
+        ):
+            return False
         duplicates = self._cache.insert(holding.prefill_ids, holding.pages[:count])
         match = self._cache.match(holding.prefill_ids)
         self._cache.lock(match.node)
@@ -184,6 +215,7 @@ class PageBudget:
             holding.pages = match.pages + holding.pages[count:]
             self._set_pages(holding.slot, holding.pages, 0)
             self._allocator.free(duplicates)
+        return True
 
     def release(self, holding: PageHolding, known_ids: Sequence[int] | None) -> None:
         """Take all pages of a holding back.

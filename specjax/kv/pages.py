@@ -1,10 +1,12 @@
 """Pages: where a request's tokens lie in the KV pool, on the device and on the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import Attend, RopeTables
@@ -27,29 +29,16 @@ class PageView:
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
     def attend(
-        self,
-        seq_lens: jax.Array,
-        rows: int,
-        *,
-        tree_mask: jax.Array | None = None,
-        num_valid: jax.Array | None = None,
+        self, seq_lens: jax.Array, rows: int, *, tree_mask: jax.Array | None = None
     ) -> Attend:
         """Stores T = ``rows`` new tokens behind ``seq_lens`` i32 ``[B]`` and attends over all.
 
-        ``tree_mask`` is bool ``[B, T, T]``, or ``None`` for causal. Of the new tokens ``num_valid``
-        i32 ``[B]`` are real; the others go to the padding page.
+        ``tree_mask`` is bool ``[B, T, T]``, or ``None`` for causal.
         """
-        offsets = jnp.arange(rows, dtype=jnp.int32)
-        slots = self.slots(seq_lens[:, None] + offsets)
-        if num_valid is not None:
-            slots = jnp.where(offsets < num_valid[:, None], slots, 0)
+        slots = self.slots(seq_lens[:, None] + jnp.arange(rows, dtype=jnp.int32))
 
-        def attend(
-            kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
-        ) -> tuple[jax.Array, jax.Array]:
-            store = "pallas" if self.implementation == "pallas" else "xla"
-            q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=store)
-            out = tree_attention(
+        def attention(q: jax.Array, kv: jax.Array, layer: int) -> jax.Array:
+            return tree_attention(
                 q,
                 kv,
                 layer,
@@ -59,9 +48,66 @@ class PageView:
                 page_size=self.page_size,
                 implementation=self.implementation,
             )
-            return kv, out
+
+        return self._attend(slots, attention)
+
+    def attend_packed(self, segments: "Segments") -> Attend:
+        """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""
+        index = segments.positions // self.page_size
+        pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
+        slots = pages * self.page_size + segments.positions % self.page_size
+        slots = jnp.where(segments.is_real, slots, 0)[None]
+
+        def attention(q: jax.Array, kv: jax.Array, layer: int) -> jax.Array:
+            out = prefill_attention(
+                q[0],
+                kv,
+                layer,
+                self.page_table,
+                segments.starts,
+                segments.counts,
+                page_size=self.page_size,
+                implementation=self.implementation,
+            )
+            return out[None]
+
+        return self._attend(slots, attention)
+
+    def _attend(
+        self, slots: jax.Array, attention: Callable[[jax.Array, jax.Array, int], jax.Array]
+    ) -> Attend:
+        def attend(
+            kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
+        ) -> tuple[jax.Array, jax.Array]:
+            store = "pallas" if self.implementation == "pallas" else "xla"
+            q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=store)
+            return kv, attention(q, kv, layer)
 
         return attend
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
+    """New tokens of G requests, one behind the other in one row of W tokens, then padding."""
+
+    starts: jax.Array  # i32 [G], position of the first token
+    counts: jax.Array  # i32 [G]
+    last: jax.Array  # i32 [G], where in W the last token stands; any one for none
+    index: jax.Array  # i32 [W], the segment of each token; any one for padding
+    positions: jax.Array  # i32 [W], 0 for padding
+    is_real: jax.Array  # bool [W]
+
+    @classmethod
+    def of(cls, starts: jax.Array, counts: jax.Array, width: int) -> "Segments":
+        """Segments of ``counts`` tokens from positions ``starts`` on, both i32 ``[G]``."""
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        place = jnp.arange(width, dtype=jnp.int32)
+        index = jnp.sum(ends <= place[:, None], axis=1, dtype=jnp.int32)
+        is_real = index < counts.shape[0]
+        index = jnp.where(is_real, index, 0)
+        positions = jnp.where(is_real, (starts + counts - ends)[index] + place, 0)
+        return cls(starts, counts, jnp.maximum(ends - 1, 0), index, positions, is_real)
 
 
 class PageAllocator:

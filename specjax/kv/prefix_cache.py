@@ -73,12 +73,15 @@ class PrefixCache:
         """Pages that a text of ``num_tokens`` can offer: their lookahead is known too."""
         return max(0, num_tokens - self._lookahead) // self._page_size
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
         """The longest cached prefix in whole pages, marked as used now; nothing is locked.
+
+        ``limit`` is of its tokens.
 
         At least the last token is left over, because prefill needs one to sample the next from.
         """
-        num_pages = max(0, len(tokens) - max(1, self._lookahead)) // self._page_size
+        most = max(0, len(tokens) - max(1, self._lookahead))
+        num_pages = (most if limit is None else min(most, limit)) // self._page_size
         node, pages = self._walk(tokens, num_pages)
         self._mark_used(node)
         return Match(pages, len(pages) * self._page_size, node)

@@ -39,8 +39,10 @@ def dot(x: jax.Array, kernel: jax.Array, out_dtype: jnp.dtype | None = None) -> 
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
-    """``[B, T, D]`` at one row a request, ``[B, 1, D]``; everything where ``row`` is ``None``."""
-    return x if row is None else jnp.take_along_axis(x, row[:, None, None], axis=1, mode="clip")
+    """``[B, T, D]`` at rows i32 ``[B]`` or ``[B, R]``: ``[B, R, D]``; everything for ``None``."""
+    if row is None:
+        return x
+    return jnp.take_along_axis(x, row.reshape(x.shape[0], -1, 1), axis=1, mode="clip")
 
 
 # most rows whose small products pay a split along the inner axis, and the widest split output

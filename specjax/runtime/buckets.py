@@ -11,6 +11,8 @@ from itertools import count, takewhile
 PADDED_ROWS = 2
 # between those two models; below it launches bind a round: an H200 reads so much in 0.25 ms
 LAUNCH_BOUND_BYTES = 1e9
+# tokens: fewer take as long on a GPU, since the weights are read
+LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
 
 
 def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
@@ -40,16 +42,16 @@ def checked_buckets(
     return ordered
 
 
-def prefill_buckets(chunked_prefill_size: int, context_length: int) -> tuple[int, ...]:
-    """Prompt chunk widths: the chunk size, and an eighth of it for short prompts and remainders."""
-    largest = min(chunked_prefill_size, context_length)
-    small = max(1, chunked_prefill_size // 8)
-    return (small, largest) if small < largest else (largest,)
+def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
+    """Widths of a prefill: ``largest``, and a quarter of each as long as that saves time."""
+    least = LEAST_PREFILL_CPU if on_cpu else LEAST_PREFILL
+    quartered = takewhile(lambda width: width >= least, (largest >> 2 * i for i in count(1)))
+    return (*reversed(list(quartered)), largest)
 
 
 def pick_bucket(size: int, buckets: Sequence[int]) -> int:
     """The smallest of ascending buckets that holds ``size``."""
     at = bisect_left(buckets, size)
     if at == len(buckets):
-        raise ValueError(f"size={size} exceeds the largest bucket {buckets[-1]} of {(*buckets,)}")
+        raise ValueError(f"size={size} exceeds the largest bucket of {(*buckets,)}")
     return buckets[at]

@@ -14,19 +14,25 @@ class Dispatched:
 
     tokens: jax.Array
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     num_steps: int = 0  # what the round drafted; 0 for plain decoding and prefill
 
     def __post_init__(self) -> None:
-        for array in jax.tree.leaves((self.tokens, self.logprobs)):
+        for array in jax.tree.leaves((self.tokens, self.logprobs, self.prompt_logprobs)):
             array.copy_to_host_async()
 
     def read(self) -> np.ndarray:
         return np.asarray(self.tokens)
 
     def read_logprobs(self) -> Logprobs | None:
-        """Wait for them, ``[rounds, bucket, A]`` or ``[1]``; ``None`` where no row asks for them.
+        """Wait for them, ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` where no row asks.
 
         Entries behind the accepted tokens and of rows that do not ask for them are 0.
         """
         values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
+        return values
+
+    def read_prompt_logprobs(self) -> Logprobs | None:
+        """Wait for those of the prompt token behind each of the packed tokens, ``[W]``."""
+        values: Logprobs | None = jax.tree.map(np.asarray, self.prompt_logprobs)
         return values

@@ -11,8 +11,9 @@ from specjax.kv.pages import PageView
 from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.runner_config import PREFILL_OPTIONS, RunnerConfig, compiler_options
+from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import DeviceState, record_cached
-from specjax.speculative.prefill import HEADER, prefill_chunk
+from specjax.speculative.prefill import HEADER, prefill_chunks
 from specjax.speculative.round import (
     Resident,
     RoundConfig,
@@ -51,16 +52,28 @@ class RoundFunctions:
         self._max_top_logprobs = max_top_logprobs
         self._common = common
 
-    def bind(self, function: Callable[..., Any], shape: DraftShape, *, greedy: bool = False) -> Any:
+    def bind(
+        self,
+        function: Callable[..., Any],
+        shape: DraftShape,
+        *,
+        greedy: bool = False,
+        **options: Any,
+    ) -> Any:
         """Jit a function of the round over flat weights, with the state donated."""
         nets, algorithm = self._networks, self._config.algorithm
+        sampling = SamplingConfig(
+            max_top_logprobs=self._max_top_logprobs,
+            greedy=greedy,
+            processed=self._config.processed_logprobs,
+            kernels="pallas" if self._config.on_gpu else "xla",
+        )
         config = RoundConfig(
             algorithm=algorithm,
             shape=shape,
             feature_layers=algorithm.feature_layers(nets),
             num_rounds=self._config.rounds_per_dispatch,
-            max_top_logprobs=self._max_top_logprobs,
-            greedy=greedy,
+            sampling=sampling,
             simulate_accept_length=self._config.simulate_accept_length,
         )
 
@@ -73,7 +86,9 @@ class RoundFunctions:
             *rest: Any,
         ) -> Any:
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
-            return function(Resident(*models, pages, packed), state, *rest, config=config)
+            return function(
+                Resident(*models, pages, packed), state, *rest, config=config, **options
+            )
 
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=2)
@@ -85,10 +100,15 @@ class RoundFunctions:
             yield from self._rounds(shape)
             if stages:
                 yield from self._stages(shape)
-        prefill = self.bind(prefill_chunk, config.shapes[-1])
         options = PREFILL_OPTIONS if config.on_gpu else None
         for width in config.prefill_buckets:
-            yield ("prefill", width), prefill, self._with(HEADER + width + 1), options
+            limit = config.max_chunks(width)
+            prefill = self.bind(prefill_chunks, config.largest, limit=limit)
+            yield ("prefill", width), prefill, self._with(limit * HEADER + width), options
+        width = config.logprob_bucket
+        limit = config.max_chunks(width)
+        prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=True)
+        yield ("prefill_logprobs", width), prefill, self._with(limit * HEADER + width), options
         record = jax.jit(record_cached, donate_argnums=0)
         arguments = (self._common[2].future, self._ints(), self._ints(config.context))
         yield ("record_cached",), record, arguments, None

@@ -20,10 +20,8 @@ from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import DeviceState
-from specjax.speculative.prefill import pack_chunk
+from specjax.speculative.prefill import Chunk, pack_chunks
 from specjax.types import KVPools, RoundOutput
-
-UNLIMITED = 2**31 - 1
 
 
 class ModelRunner:
@@ -202,31 +200,21 @@ class ModelRunner:
             self.tables.sampling_dirty = False
         return (*self.weights, self.on_device, self._view, self._sampling)
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        next_token: int | None,
-        max_new_tokens: int = UNLIMITED,
-    ) -> Dispatched:
-        """Dispatch one prompt chunk of a slot.
+    def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
+        """Dispatch chunks of prompts in one call; ValueError where no bucket holds them.
 
-        ``start`` tokens of the prompt are in the pool already; ``next_token`` is the one behind the
-        chunk, ``None`` where the prompt ends. Brings i32 ``[1]``: the first sampled token, there.
+        Brings i32 ``[chunks]``, then padding: the first sampled token where a prompt ends. With
+        ``with_logprobs`` also log-probabilities of the prompts, for what fits
+        ``config.logprob_bucket``.
         """
-        width = pick_bucket(len(tokens), self.config.prefill_buckets)
-        packed = pack_chunk(
-            width,
-            slot=slot,
-            start=start,
-            tokens=tokens,
-            following=next_token,
-            budget=max_new_tokens,
-        )
-        prefill, packed = self.compiled["prefill", width], self.networks.placement.put(packed)
+        config, name = self.config, "prefill_logprobs" if with_logprobs else "prefill"
+        buckets = (config.logprob_bucket,) if with_logprobs else config.prefill_buckets
+        fitting = [width for width in buckets if config.max_chunks(width) >= len(chunks)]
+        width = pick_bucket(sum(len(chunk.tokens) for chunk in chunks), fitting)
+        packed = pack_chunks(chunks, width, config.max_chunks(width))
+        prefill, packed = self.compiled[name, width], self.networks.placement.put(packed)
         self.on_device, out = prefill(*self._inputs(), packed)
-        return self._dispatched(out, [] if next_token is not None else [slot])
+        return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     @property
     def speculative_num_steps(self) -> int:
@@ -295,7 +283,8 @@ class ModelRunner:
 
     def _dispatched(self, out: RoundOutput, slots: Sequence[int], num_steps: int = 0) -> Dispatched:
         wants_logprobs = self.tables.wants_logprobs(slots)
-        return Dispatched(out.packed, out.logprobs if wants_logprobs else None, num_steps)
+        logprobs = out.logprobs if wants_logprobs else None
+        return Dispatched(out.packed, logprobs, out.prompt_logprobs, num_steps)
 
     def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))

@@ -31,6 +31,8 @@ class RunnerConfig:
     rounds_per_dispatch: int = 1
     simulate_accept_length: float | None = None
     max_top_logprobs: int = 20
+    processed_logprobs: bool = False  # those of the distribution that is drawn from
+    mixed_prefill_tokens: int = 512  # of a step with a round
     on_gpu: bool = False
 
     def __post_init__(self) -> None:
@@ -51,6 +53,28 @@ class RunnerConfig:
         """What pages are planned by."""
         return Reach.of(self.shapes, self.rounds_per_dispatch)
 
+    def max_chunks(self, width: int) -> int:
+        """Chunks, each of another request, that a prefill of ``width`` tokens takes."""
+        return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
+
+    def prefill_width(self, num_tokens: int) -> int:
+        """The bucket for tokens that wait: one that they nearly fill, or the largest that is full.
+
+        What does not fit a full one waits for the next call. At most a quarter is padding, and no
+        more than what a further call costs.
+        """
+        buckets = self.prefill_buckets
+        fitting = next((width for width in buckets if width >= num_tokens), buckets[-1])
+        full = [width for width in buckets if width <= num_tokens]
+        padding = fitting - num_tokens
+        return full[-1] if full and padding > min(fitting // 4, MOST_PADDING) else fitting
+
+    @property
+    def logprob_bucket(self) -> int:
+        """Width of a prefill that reports log-probabilities, which needs the logits of all rows."""
+        small = [width for width in self.prefill_buckets if width <= MAX_LOGPROB_ROWS]
+        return small[-1] if small else self.prefill_buckets[0]
+
     @property
     def context(self) -> int:
         """Tokens that a request's pages hold at most."""
@@ -62,6 +86,13 @@ class RunnerConfig:
         num_kv = self.num_pages * self.page_size
         return StateSizes(self.num_slots, num_kv, self.context, self.largest)
 
+
+# padded tokens that take as long as another call: its weights alone are 150 (Llama-3.1-8B shape)
+MOST_PADDING = 256
+# tokens of a chunk, on average, where a prefill is full of chunks
+MIN_CHUNK = 8
+# logits of a vocabulary of 128,256 in float32: 0.26 GB
+MAX_LOGPROB_ROWS = 512
 
 # XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each
 # time, for which its graph would be rebuilt. Figures: docs/performance.md, "Changes".

@@ -8,64 +8,43 @@ token, and accepts each draft with the target's own probability.
 The order is SGLang's: penalties and bias, temperature, top-k, top-p, min-p.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
-from specjax.sampling.filters import filter_logits
-from specjax.sampling.logprobs import token_logprobs, zero_logprobs
-from specjax.sampling.params import FLOAT32_MAX
+from specjax.kernels.draw_tokens import draw_tokens
+from specjax.kernels.filter_logits import logit_thresholds
+from specjax.kernels.token_logprobs import token_logprobs
 from specjax.sampling.penalties import adjust_logits, is_adjusting
 from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 
-def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """Gumbel noise f32 ``[N, V]`` keyed by request seed u32 ``[N, 2]`` and position i32 ``[N]``."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """What is static about sampling.
 
-    def draw(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
-
-    return jax.vmap(draw)(seeds, positions)
-
-
-def sample(logits: jax.Array, positions: jax.Array, sampling: SamplingTable) -> jax.Array:
-    """Draw i32 ``[B, T]`` from logits f32 ``[B, T, V]`` for absolute positions i32 ``[B, T]``.
-
-    Rows with temperature 0 take the argmax (the lowest id among equals).
+    With ``greedy`` all rows take the most likely token, nothing changes logits, and nobody asks for
+    log-probabilities: only that is compiled. Log-probabilities are those of the raw logits, before
+    penalties, bias, temperature and filters, so that they equal what a prefill of the same text
+    reports; with ``processed`` those of the distribution that is drawn from, where a temperature of
+    0 counts as 1. ``kernels`` is ``"pallas"``, without any conditional (on a GPU each is a
+    read-back by the host in the middle of a round), or ``"xla"``, which skips what no row needs.
     """
-    batch, rows, vocab_size = logits.shape
-    best = _argmax(logits)
 
-    def per_row(values: jax.Array) -> jax.Array:
-        return jnp.repeat(values, rows, axis=0)
+    max_top_logprobs: int = 0  # most likely tokens that a row may ask for
+    greedy: bool = False
+    processed: bool = False
+    kernels: str = "xla"
 
-    def draw() -> jax.Array:
-        temperatures = per_row(sampling.temperatures)[:, None]
-        flat = logits.reshape(-1, vocab_size)
-        scaled = flat / jnp.where(temperatures > 0, temperatures, 1.0)
-        # An infinite difference of two logits would be NaN in the filters, which run if any row of
-        # the batch has one; -inf stays, for tokens that are forbidden.
-        scaled = jnp.where(flat == -jnp.inf, flat, jnp.clip(scaled, -FLOAT32_MAX, FLOAT32_MAX))
 
-        def with_noise(kept: jax.Array) -> jax.Array:
-            seeds = per_row(sampling.seeds)
-            return kept + position_noise(seeds, positions.reshape(-1), vocab_size)
-
-        top_ks, top_ps, min_ps = sampling.top_ks, sampling.top_ps, sampling.min_ps
-        is_filtering = (top_ks < vocab_size) | (top_ps < 1.0) | (min_ps > 0.0)
-        filters = [per_row(limits) for limits in (top_ks, top_ps, min_ps)]
-        # The noise is added on both sides, since what a conditional returns is in memory: an argmax
-        # into which the noise is fused takes 4.6 ms instead of 2.7 (CPU, 6 rows of 49152).
-        noisy = jax.lax.cond(
-            jnp.any(is_filtering),
-            lambda: with_noise(filter_logits(scaled, *filters)),
-            lambda: with_noise(scaled),
-        )
-        drawn = _argmax(noisy).reshape(batch, rows)
-        return jnp.where(sampling.temperatures[:, None] > 0, drawn, best)
-
-    # noise and filters cost several passes over the logits: a greedy batch skips them
-    return jax.lax.cond(jnp.any(sampling.temperatures > 0), draw, lambda: best)
+def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
+    """Of tokens of ``shape`` where none are asked for."""
+    return Logprobs(
+        chosen=jnp.zeros(shape, jnp.float32),
+        top_ids=jnp.zeros((*shape, num_top), jnp.int32),
+        top_values=jnp.zeros((*shape, num_top), jnp.float32),
+    )
 
 
 def target_tokens(
@@ -74,31 +53,58 @@ def target_tokens(
     sampling: SamplingTable,
     history: jax.Array,
     slots: jax.Array,
-    *,
-    num_top: int,
-    greedy: bool = False,
+    config: SamplingConfig,
 ) -> tuple[jax.Array, Logprobs | None]:
     """The token i32 ``[B, T]`` that the target puts behind every row, and its log-probability.
 
     Logits f32 ``[B, T, V]`` are raw; ``history`` i32 ``[R, C]`` are tokens by request slot, up to
-    the root of the tree. Log-probabilities, with ``num_top`` best tokens, are zeros where no row
-    asks for any. With ``greedy`` all rows ask for the argmax alone, and only that is compiled.
+    the root of the tree. Log-probabilities of rows that do not ask for them are zeros.
     """
-    if greedy:
-        return _argmax(logits), None
-    adjusted = jax.lax.cond(
-        is_adjusting(tree, sampling),
-        lambda: adjust_logits(logits, tree, sampling, history[slots]),
-        lambda: logits,
-    )
-    tokens = sample(adjusted, tree.positions + 1, sampling)
-    logprobs = jax.lax.cond(
-        jnp.any(sampling.wants_logprobs > 0),
-        lambda: token_logprobs(logits, tokens, sampling.top_logprobs, num_top),
-        lambda: zero_logprobs(tokens.shape, num_top),
-    )
-    return tokens, logprobs
+    if config.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+    shape, kernels = logits.shape[:2], config.kernels
+
+    def adjust() -> jax.Array:
+        return adjust_logits(logits, tree, sampling, history[slots])
+
+    if kernels == "xla":
+        adjusted = jax.lax.cond(is_adjusting(tree, sampling), adjust, lambda: logits)
+    else:
+        adjusted = adjust()
+
+    def per_row(values: jax.Array) -> jax.Array:
+        return jnp.repeat(values, shape[1], axis=0)
+
+    raw, flat = (values.reshape(-1, values.shape[-1]) for values in (logits, adjusted))
+    temperatures = per_row(sampling.temperatures)
+    limits = (per_row(limit) for limit in (sampling.top_ks, sampling.top_ps, sampling.min_ps))
+    thresholds = logit_thresholds(flat, temperatures, *limits, implementation=kernels)
+    seeds, positions = per_row(sampling.seeds), (tree.positions + 1).reshape(-1)
+    tokens = draw_tokens(flat, temperatures, thresholds, seeds, positions, implementation=kernels)
+    wanted = per_row(num_best(sampling))
+    if config.processed:
+        limit = config.max_top_logprobs
+        values = token_logprobs(
+            flat, tokens, temperatures, thresholds, wanted, limit=limit, implementation=kernels
+        )
+    else:
+        values = raw_logprobs(raw, tokens, wanted, config)
+    reshaped = (value.reshape(*shape, *value.shape[1:]) for value in values)
+    return tokens.reshape(shape), Logprobs(*reshaped)
 
 
-def _argmax(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def num_best(sampling: SamplingTable) -> jax.Array:
+    """Best tokens i32 ``[B]`` that rows ask for beside the chosen one, -1 for nothing at all."""
+    return jnp.where(sampling.wants_logprobs > 0, sampling.top_logprobs, -1)
+
+
+def raw_logprobs(
+    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, config: SamplingConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """:func:`token_logprobs` of raw logits f32 ``[N, V]``."""
+    ones = jnp.ones(tokens.shape, jnp.float32)
+    limit, kernels = config.max_top_logprobs, config.kernels
+    everything = -jnp.inf * ones
+    return token_logprobs(
+        logits, tokens, ones, everything, wanted, limit=limit, implementation=kernels
+    )

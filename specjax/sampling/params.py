@@ -61,6 +61,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the request, beside the model's own end tokens.
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: with a seed the output of a request depends on nothing but the request.
+        speculative: whether drafts are proposed, where the engine drafts; the text is the same.
 
     What the caller gave is copied. ValueError names a value outside its range.
     """
@@ -80,6 +81,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] | None = None
     ignore_eos: bool = False
     sampling_seed: int | None = None
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, 1)
@@ -98,8 +100,9 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, at_least=0.01, at_most=2)
         if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
             raise ValueError(f"top_k={self.top_k!r} must be -1 (off) or an integer of at least 1")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be a bool")
+        for name in ("ignore_eos", "speculative"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a bool")
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
         self._copy_stops()

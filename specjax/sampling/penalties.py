@@ -30,11 +30,7 @@ def adjust_logits(
     logits: jax.Array, tree: VerifyInput, sampling: SamplingTable, history: jax.Array
 ) -> jax.Array:
     """Adjust logits f32 ``[B, T, V]``; ``history [B, C]`` are the tokens up to the trees' roots."""
-    logits = jax.lax.cond(
-        jnp.any(_counts_tokens(sampling)),
-        lambda: _penalize(logits, tree, sampling, history),
-        lambda: logits,
-    )
+    logits = _penalize(logits, tree, sampling, history)
     logits = _at(logits, sampling.bias_ids[:, None]).add(sampling.bias_values[:, None], mode="drop")
     ends = sampling.end_token_ids[:, None]
     forbidden = jnp.where(_is_too_early(tree, sampling)[:, :, None], ends, -1)
@@ -69,25 +65,27 @@ def _at(values: jax.Array, ids: jax.Array) -> Any:
 def _penalize(
     logits: jax.Array, tree: VerifyInput, sampling: SamplingTable, history: jax.Array
 ) -> jax.Array:
+    """Charge for the tokens of the history, counted once a request, and of each row's own path."""
     batch, rows, vocab_size = logits.shape
     index = jnp.arange(history.shape[1], dtype=jnp.int32)
     is_prompt = index < sampling.prompt_lens[:, None]
-    is_known = index <= tree.positions[:, :1]
+    is_known = (index <= tree.positions[:, :1]) & _counts_tokens(sampling)[:, None]
     once = jnp.zeros((batch, 1, vocab_size), jnp.int32)
 
     def count(mask: jax.Array) -> jax.Array:
         ids = jnp.where(mask, history, -1)[:, None]
         return _at(once, ids).add(1, mode="drop")
 
-    # the root, in column 0, is in the history already
-    on_path = tree.tree_mask & (jnp.arange(rows, dtype=jnp.int32) > 0)
-    drafts = jnp.where(on_path, tree.draft_tokens[:, None], -1)
     produced = jnp.broadcast_to(count(is_known & ~is_prompt), logits.shape)
-    produced = _at(produced, drafts).add(1, mode="drop")
+    tokens = jnp.arange(vocab_size, dtype=jnp.int32)
+    # the root, in column 0, is in the history already; one pass over the logits with these sums
+    for i in range(1, rows):
+        on_path = tree.tree_mask[:, :, i, None] & (tree.draft_tokens[:, i, None, None] == tokens)
+        produced = produced + on_path.astype(jnp.int32)
     was_produced = produced > 0
     was_seen = was_produced | (count(is_known & is_prompt) > 0)
     frequency, presence = sampling.frequency_penalties, sampling.presence_penalties
-    logits = logits - frequency[:, None, None] * produced.astype(jnp.float32)
-    logits = logits - presence[:, None, None] * was_produced.astype(jnp.float32)
+    charged = logits - frequency[:, None, None] * produced.astype(jnp.float32)
+    charged = charged - presence[:, None, None] * was_produced.astype(jnp.float32)
     penalty = jnp.where(was_seen, sampling.repetition_penalties[:, None, None], 1.0)
-    return jnp.where(logits > 0, logits / penalty, logits * penalty)
+    return jnp.where(charged > 0, charged / penalty, charged * penalty)

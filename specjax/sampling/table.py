@@ -5,7 +5,6 @@ A change of any slot uploads the whole table; as one array that takes a fifteent
 
 import heapq
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ MAX_END_TOKENS = 8
 MAX_LOGIT_BIAS = 64
 # a slot on the host: the fields of SamplingTable, in words of 32 bits
 _FLOATS = "temperatures top_ps min_ps repetition_penalties frequency_penalties presence_penalties"
-_INTS = "top_ks wants_logprobs top_logprobs min_new_tokens prompt_lens"
+_INTS = "top_ks wants_logprobs top_logprobs min_new_tokens prompt_lens speculates"
 SLOT = np.dtype(
     [(name, np.float32) for name in _FLOATS.split()]
     + [(name, np.int32) for name in _INTS.split()]
@@ -51,13 +50,14 @@ def _known_ends(end_token_ids: Collection[int], vocab_size: int) -> set[int]:
     return {i for i in end_token_ids if 0 <= i < vocab_size}
 
 
-def neutral_sampling(num_slots: int, vocab_size: int) -> Any:
-    """A record array ``[num_slots]`` of greedy rows, with the fields of :class:`SamplingTable`."""
+def neutral_sampling(num_slots: int, vocab_size: int) -> np.ndarray:
+    """An array ``[num_slots]`` of greedy rows, with the fields of :class:`SamplingTable`."""
     table = np.zeros(num_slots, SLOT)
     table["top_ps"] = table["repetition_penalties"] = 1
     table["end_token_ids"] = table["bias_ids"] = -1
     table["top_ks"] = vocab_size
-    return table.view(np.recarray)
+    table["speculates"] = 1
+    return table
 
 
 def pack_sampling(table: np.ndarray) -> np.ndarray:
@@ -87,6 +87,7 @@ class HostTables:
     def __init__(self, num_slots: int, pages_per_request: int, vocab_size: int) -> None:
         self.page_table = np.zeros((num_slots, pages_per_request), np.int32)  # [R, P]
         self.sampling = neutral_sampling(num_slots, vocab_size)
+        self._neutral = self.sampling[0].copy()
         # slots [R] that ask for nothing but the most likely token
         self.is_plain = np.ones(num_slots, np.bool_)
         self.vocab_size = vocab_size
@@ -104,7 +105,7 @@ class HostTables:
         Nothing is uploaded: no dispatch names the slot before it is set again.
         """
         self.page_table[slot] = 0
-        self.sampling[slot] = self.sampling[0]
+        self.sampling[slot] = self._neutral
         self.is_plain[slot] = True
 
     def set_sampling(
@@ -122,25 +123,28 @@ class HostTables:
         A greedy row has no filters, which would change nothing there. ``top_logprobs`` is ``None``
         where no log-probabilities are wanted at all.
         """
-        row = neutral_sampling(1, self.vocab_size)[0]
+        self.sampling[slot] = self._neutral
+        row = self.sampling[slot]
         if not params.is_greedy:
-            row.temperatures = params.temperature
-            row.top_ks = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
-            row.top_ps = params.top_p
-            row.min_ps = params.min_p
-        row.seeds = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
+            row["temperatures"] = params.temperature
+            if params.top_k > 0:
+                row["top_ks"] = min(params.top_k, self.vocab_size)
+            row["top_ps"] = params.top_p
+            row["min_ps"] = params.min_p
+        row["seeds"] = seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
         ends = heapq.nsmallest(MAX_END_TOKENS, _known_ends(end_token_ids, self.vocab_size))
-        row.end_token_ids[: len(ends)] = ends
-        row.wants_logprobs = top_logprobs is not None
-        row.top_logprobs = top_logprobs or 0
-        row.repetition_penalties = params.repetition_penalty
-        row.frequency_penalties = params.frequency_penalty
-        row.presence_penalties = params.presence_penalty
-        row.min_new_tokens = params.min_new_tokens
-        row.prompt_lens = prompt_len
+        row["end_token_ids"][: len(ends)] = ends
+        row["wants_logprobs"] = top_logprobs is not None
+        row["top_logprobs"] = top_logprobs or 0
+        if params.has_penalties:
+            row["repetition_penalties"] = params.repetition_penalty
+            row["frequency_penalties"] = params.frequency_penalty
+            row["presence_penalties"] = params.presence_penalty
+        row["min_new_tokens"] = params.min_new_tokens
+        row["prompt_lens"] = prompt_len
+        row["speculates"] = params.speculative
         for i, (token, value) in enumerate(params.biases):
-            row.bias_ids[i], row.bias_values[i] = token, value
-        self.sampling[slot] = row
+            row["bias_ids"][i], row["bias_values"][i] = token, value
         adjusts = params.has_penalties or params.biases or params.min_new_tokens
         self.is_plain[slot] = params.is_greedy and not adjusts and top_logprobs is None
         self.sampling_dirty = True

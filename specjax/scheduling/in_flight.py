@@ -11,7 +11,7 @@ import jax
 from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics.totals import Totals
 from specjax.runtime.dispatched import Dispatched
-from specjax.scheduling.request import Request, RunningRequest
+from specjax.scheduling.request import PromptPiece, Request, RunningRequest
 from specjax.types import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class _Dispatch:
     rows: Sequence[RunningRequest]
     result: Dispatched
-    batch_size: int  # padded, of the rounds of one call; 0 for a prefill chunk
-    is_last_chunk: bool  # the one that samples a token
+    batch_size: int = 0  # padded, of the rounds of one call; 0 for prefill
+    pieces: Sequence[PromptPiece] = ()  # of prefill, one a row
 
 
 class InFlight:
@@ -39,16 +39,15 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(
-        self,
-        rows: Sequence[RunningRequest],
-        result: Dispatched,
-        *,
-        batch_size: int = 0,
-        is_last_chunk: bool = False,
+    def add_rounds(
+        self, rows: Sequence[RunningRequest], result: Dispatched, batch_size: int
     ) -> None:
-        """Append the rounds of one call, with their padded batch size, or a prefill chunk."""
-        self._queue.append(_Dispatch(rows, result, batch_size, is_last_chunk))
+        """Append the rounds of one call, with their padded batch size."""
+        self._queue.append(_Dispatch(rows, result, batch_size))
+
+    def add_prefill(self, pieces: Sequence[PromptPiece], result: Dispatched) -> None:
+        """Append the pieces of prompts that one call computes."""
+        self._queue.append(_Dispatch([piece.row for piece in pieces], result, pieces=pieces))
 
     def clear(self) -> None:
         self._queue.clear()
@@ -58,22 +57,30 @@ class InFlight:
         entry = self._queue.popleft()
         if all(row.is_released for row in entry.rows):
             return
-        # a chunk that is not the last is waited for too, so that the device is never far behind
+        # chunks that are not the last are waited for too, so that the device is never far behind
         values: list[Any] = entry.result.read().tolist()
         wanting = (row for row in entry.rows if row.request.top_logprobs is not None)
         wants_logprobs = not all(row.is_released for row in wanting)
         logprobs = entry.result.read_logprobs() if wants_logprobs else None
+        prompt, at = entry.result.read_prompt_logprobs(), 0
         now = self._clock()
         if entry.batch_size and self._controller is not None:
             self._report_accepted(self._controller, entry, values)
         for i, row in enumerate(entry.rows):
+            own = slice(at, at := at + entry.pieces[i].num_tokens) if entry.pieces else None
             if row.is_released:
                 continue
             try:
                 if entry.batch_size:
                     self._take_rounds(row, i, values, entry.result.num_steps, logprobs, now)
-                elif entry.is_last_chunk:
-                    self._take_first(row, values[0], logprobs, now)
+                else:
+                    piece = entry.pieces[i]
+                    if prompt is not None and piece.wants_logprobs:
+                        part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
+                        row.request.take_prompt_logprobs(piece.start, part)
+                    if piece.is_last:
+                        beside = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], logprobs)
+                        self._take_first(row, values[i], beside, now)
             except Exception as error:
                 yield row, error
             else:

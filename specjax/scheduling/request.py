@@ -3,16 +3,18 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.kv.budget import PageHolding
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.spec_counts import SpecCounts
+from specjax.speculative.prefill import Chunk
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder
 from specjax.types import Logprobs
 
-TokenLogprob = tuple[float, int, None]
+# of the first prompt token that is reported the value is ``None``
+TokenLogprob = tuple[float | None, int, None]
 
 
 @dataclass(eq=False, repr=False)
@@ -29,6 +31,8 @@ class Request:
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # drafted tokens a round, at most; 0 for plain decoding
     top_logprobs: int | None = None  # best tokens to report, beside the chosen; ``None``: nothing
+    # first prompt token whose log-probability is reported; ``None``: of none
+    logprob_start_len: int | None = None
     timeout: float | None = None  # seconds after which it ends with finish reason ``abort``
     clock: Callable[[], float] = time.perf_counter  # the scheduler's
 
@@ -36,6 +40,9 @@ class Request:
     output_is_draft: list[bool] = field(default_factory=list, init=False)
     output_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
+    # of prompt tokens behind ``logprob_start_len``, as far as they are known
+    input_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
+    input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     finish_reason: dict[str, Any] | None = field(default=None, init=False)
     cached_tokens: int = field(default=0, init=False)  # of the prompt, at its first admission
     num_retractions: int = field(default=0, init=False)
@@ -45,7 +52,7 @@ class Request:
     ended_time: float | None = field(default=None, init=False)
 
     def __post_init__(self, decoder: IncrementalDecoder | None, spec_width: int) -> None:
-        self.spec = SpecCounts(spec_width) if spec_width else None
+        self.spec = SpecCounts(spec_width) if spec_width and self.params.speculative else None
         self._text = CompletionText(decoder, self.params.stop_strings)
         self.arrive()
 
@@ -78,6 +85,38 @@ class Request:
     def arrive(self) -> None:
         """Count times from now on: the request is handed in, which may be later than made."""
         self.created_time = self.clock()
+
+    @property
+    def num_cacheable(self) -> int:
+        """Tokens at most whose KV may come out of the prefix cache."""
+        missing = self.missing_logprobs
+        return len(self.known_ids) if missing is None else missing
+
+    @property
+    def missing_logprobs(self) -> int | None:
+        """The first token whose computing brings prompt log-probabilities that are missing."""
+        if self.logprob_start_len is None:
+            return None
+        first = self.logprob_start_len + len(self.input_token_logprobs)
+        return first if first < len(self.input_ids) - 1 else None
+
+    def forget_prompt_logprobs(self) -> None:
+        """Compute them anew, where no token has come: they may be of other weights."""
+        if not self.output_ids:
+            self.input_token_logprobs, self.input_top_logprobs = [], []
+
+    def take_prompt_logprobs(self, start: int, logprobs: Logprobs) -> None:
+        """Take those of the tokens behind the ones from ``start`` on, ``[tokens]``."""
+        assert self.logprob_start_len is not None
+        assert self.top_logprobs is not None
+        # what is known stays; nothing is known beyond the prompt
+        first = self.logprob_start_len + len(self.input_token_logprobs)
+        ids = self.input_ids[first + 1 : start + 1 + len(logprobs.chosen)]
+        known = slice(first - start, first - start + len(ids))
+        self.input_token_logprobs += _triples(logprobs.chosen[known].tolist(), ids)
+        top_ids = logprobs.top_ids[known, : self.top_logprobs].tolist()
+        top_values = logprobs.top_values[known, : self.top_logprobs].tolist()
+        self.input_top_logprobs += map(_triples, top_values, top_ids)
 
     def append_first(self, token: int, logprobs: Logprobs | None = None) -> None:
         """Take the token that prefill sampled, with log probabilities ``[1]``."""
@@ -164,6 +203,11 @@ class Request:
             meta["output_token_logprobs"] = list(self.output_token_logprobs)
             if self.top_logprobs:
                 meta["output_top_logprobs"] = list(self.output_top_logprobs)
+        if self.logprob_start_len is not None:
+            first = (None, self.input_ids[self.logprob_start_len], None)
+            meta["input_token_logprobs"] = [first, *self.input_token_logprobs]
+            if self.top_logprobs:
+                meta["input_top_logprobs"] = [None, *self.input_top_logprobs]
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:
@@ -199,6 +243,32 @@ class RunningRequest(PageHolding):
         """
         unread = self.unread_rounds + self.awaits_first
         return self.is_prefilled and self.request.num_left > unread
+
+
+class PromptPiece(NamedTuple):
+    """Tokens of a text that are computed in one call."""
+
+    row: RunningRequest
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a token is sampled behind it."""
+        return self.end == len(self.row.prefill_ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        missing = self.row.request.missing_logprobs
+        return missing is not None and self.start <= missing < self.end
+
+    def chunk(self) -> Chunk:
+        row = self.row
+        return Chunk.of(row.slot, row.prefill_ids, self.start, self.end, row.request.num_left)
 
 
 def _triples(values: list[float], ids: Sequence[int]) -> list[TokenLogprob]:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.kv.budget import PageBudget
@@ -19,12 +20,14 @@ from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.deadlines import Deadlines
 from specjax.scheduling.in_flight import InFlight
-from specjax.scheduling.request import Request, RunningRequest
+from specjax.scheduling.request import PromptPiece, Request, RunningRequest
 
 logger = logging.getLogger(__name__)
 
 # after so many steps in which the next request found no pages, less may be held back
 RETRY_STEPS = 32
+# prompt tokens that rounds wait for: those of 64 prompts of 1,024, 1.5 s of the Llama-3.1-8B shape
+MAX_STALL = 65_536
 
 
 class QueueFullError(RuntimeError):
@@ -34,10 +37,11 @@ class QueueFullError(RuntimeError):
 class Scheduler:
     """Runs requests on a :class:`ModelRunner`; one thread uses it.
 
-    A step admits requests, dispatches prefill chunks of up to the largest bucket in tokens all
-    together, so that long prompts hold decoding up for no longer than that, and then one round of
-    all rows that decode. Requests are prefilled one after the other: the next one already finds the
-    pages of the one before in the prefix cache.
+    A step admits requests, dispatches chunks of their prompts up to a budget of tokens, which is
+    smaller where requests decode, so that prompts hold them up for no longer than that, and then
+    one round of all rows that decode, unless so many requests start that it pays to wait. Prompts
+    are packed in the order of their coming; where one ends, the next one already finds its pages in
+    the prefix cache.
 
     Results are read late. The device stops rows at their limit and at end tokens by itself. Stop
     strings, aborts and timeouts are known to the host alone; what rounds in flight bring such a
@@ -80,6 +84,8 @@ class Scheduler:
         # while positive the next request waits for pages: for so many steps, or until a running
         # one gives some back
         self._blocked_steps = 0
+        self._room = self._budget.room(())
+        self._stalled_tokens = 0  # of prompts, that rounds waited for in this burst
 
     @property
     def has_work(self) -> bool:
@@ -155,8 +161,9 @@ class Scheduler:
             self.abort(request, f"the timeout of {request.timeout} s has passed")
         has_unread = bool(self._in_flight)
         self._blocked_steps = max(0, self._blocked_steps - 1)
-        has_dispatched = self._prefill()
-        rows = self._rows_with_pages()
+        prefills_first = self._prefills_first()
+        has_dispatched = self._prefill(prefills_first)
+        rows = [] if has_dispatched and prefills_first else self._rows_with_pages()
         if rows:
             self._dispatch_round(rows)
         # with nothing new to compute the device would idle while the host waits to read
@@ -186,20 +193,73 @@ class Scheduler:
 
     # dispatching
 
-    def _prefill(self) -> bool:
-        """Dispatch chunks up to a budget of padded tokens; returns whether there were any."""
-        buckets = self._runner.config.prefill_buckets
-        spent, budget = 0, buckets[-1]
-        while spent < budget:
-            row = self._row_to_prefill()
-            if row is None:
-                break
-            width = pick_bucket(min(len(row.prefill_ids) - row.kv_len, budget), buckets)
-            if spent + width > budget:
-                break
-            spent += width
-            self._dispatch_chunk(row, row.kv_len + width)
-        return spent > 0
+    def _prefills_first(self) -> bool:
+        """Whether no round runs before the requests that could start have started.
+
+        A round of few rows takes nearly as long as one of many. So it waits where at least a
+        quarter as many requests could start as decode, and more than one: a burst has come, or most
+        of a batch has ended together. In a burst it waits for ``MAX_STALL`` tokens at most.
+        """
+        num_decoding = sum(row.is_prefilled for row in self._running)
+        num_starting = len(self._running) - num_decoding
+        if not self._blocked_steps:
+            num_starting += min(len(self._waiting), len(self._free_slots))
+        is_burst = num_starting > 1 and 4 * num_starting >= num_decoding
+        if num_decoding == 0 or not is_burst:
+            self._stalled_tokens = 0
+        return num_decoding == 0 or (is_burst and self._stalled_tokens < MAX_STALL)
+
+    def _prefill(self, is_first: bool) -> bool:
+        """Dispatch chunks of prompts up to a budget of tokens; returns whether there were any."""
+        config = self._runner.config
+        # where the device has nothing to do, it gets the first tokens while others are admitted
+        budget = config.prefill_buckets[-1 if self._in_flight else -2 :][0]
+        if not is_first:
+            budget = min(budget, config.mixed_prefill_tokens)
+        self._room = self._budget.room(self._running)
+        pieces: list[PromptPiece] = []
+        duplicates: list[RunningRequest] = []
+        while budget > 0 and (row := self._row_to_prefill()) is not None:
+            end = min(row.kv_len + budget, len(row.prefill_ids))
+            missing = row.request.missing_logprobs
+            if missing is not None and row.kv_len < missing < end:
+                end = missing  # what comes before needs no logits
+            pieces.append(PromptPiece(row, row.kv_len, end))
+            budget -= end - row.kv_len
+            self._metrics.prefilled_tokens += end - row.kv_len
+            row.kv_len = end
+            row.awaits_first = row.is_prefilled
+            if row.is_prefilled and not self._budget.share(row, is_dispatched=False):
+                duplicates.append(row)
+        has_pieces = bool(pieces)
+        self._stalled_tokens += is_first * sum(piece.num_tokens for piece in pieces)
+        while pieces:
+            pieces = self._dispatch_chunks(pieces)
+        for row in duplicates:
+            self._budget.share(row, is_dispatched=True)
+        return has_pieces
+
+    def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
+        """Dispatch the first pieces, at least one, in one call; returns the others."""
+        config = self._runner.config
+        with_logprobs = pieces[0].wants_logprobs
+        alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
+        width = config.logprob_bucket
+        if not with_logprobs:
+            width = config.prefill_width(sum(piece.num_tokens for piece in alike))
+        taken: list[PromptPiece] = []
+        rest, room = deque(pieces), width
+        while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
+            piece = rest.popleft()
+            if piece.num_tokens > room:
+                rest.appendleft(piece._replace(start=piece.start + room))
+                piece = piece._replace(end=piece.start + room)
+            taken.append(piece)
+            room -= piece.num_tokens
+        chunks = [piece.chunk() for piece in taken]
+        result = self._runner.prefill(chunks, with_logprobs=with_logprobs)
+        self._in_flight.add_prefill(taken, result)
+        return list(rest)
 
     def _row_to_prefill(self) -> RunningRequest | None:
         """The newest running request where its prefill is not done, else the next one waiting."""
@@ -213,8 +273,9 @@ class Scheduler:
             slot=self._free_slots[-1],
             prefill_ids=request.known_ids,
             max_kv_tokens=request.max_kv_tokens,
+            num_cacheable=request.num_cacheable,
         )
-        if not self._budget.admit(row, self._running):
+        if not self._budget.admit(row, self._running, self._room):
             self._blocked_steps = RETRY_STEPS
             return None
         # from here on the request is found among the running, whatever the runner raises
@@ -243,22 +304,6 @@ class Scheduler:
         self._runner.set_pages(row.slot, row.pages)
         return row
 
-    def _dispatch_chunk(self, row: RunningRequest, end: int) -> None:
-        start, is_last = row.kv_len, end >= len(row.prefill_ids)
-        result = self._runner.prefill(
-            row.slot,
-            row.prefill_ids[start:end],
-            start,
-            None if is_last else row.prefill_ids[end],
-            row.request.num_left,
-        )
-        row.kv_len = min(end, len(row.prefill_ids))
-        self._metrics.prefilled_tokens += row.kv_len - start
-        row.awaits_first = is_last
-        self._in_flight.add((row,), result, is_last_chunk=is_last)
-        if is_last:
-            self._budget.share(row)
-
     def _rows_with_pages(self) -> list[RunningRequest]:
         """Rows for the next round, with pages for it; retracts the newest where they run out."""
         rows = [row for row in self._running if row.can_advance()]
@@ -286,7 +331,7 @@ class Scheduler:
         result = self._runner.round([row.slot for row in rows])
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
-        self._in_flight.add(rows, result, batch_size=batch_size)
+        self._in_flight.add_rounds(rows, result, batch_size)
 
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until ``num_unread`` are left or all requests have ended."""
@@ -327,6 +372,8 @@ class Scheduler:
         """
         row.request.num_retractions += 1
         self._release(row, is_cached=is_cached)
+        if not is_cached:
+            row.request.forget_prompt_logprobs()
         self._waiting.appendleft(row.request)
         self._metrics.num_retracted += 1
 

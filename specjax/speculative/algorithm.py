@@ -52,13 +52,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class PromptChunk:
-    """Prompt tokens that the target has just read, at ``positions`` of the rows of a batch."""
+class PromptChunks:
+    """Prompt tokens that the target has just read: a chunk a row of the batch, packed.
 
-    tokens: jax.Array  # i32 [B, P]
-    next_tokens: jax.Array  # i32 [B, P], the token behind each: the sampled one at a prompt's end
-    positions: jax.Array  # i32 [B, P]
-    last: jax.Array  # i32 [B], index of the last real token
+    All chunks stand in one row of P tokens, one behind the other, padding at the end; a model takes
+    that row as a batch of one.
+    """
+
+    tokens: jax.Array  # i32 [1, P]
+    next_tokens: jax.Array  # i32 [1, P], the token behind each: the sampled one at a prompt's end
+    positions: jax.Array  # i32 [1, P], in the chunk's own text
+    last: jax.Array  # i32 [B], where in P the last token of each chunk stands
     is_final: jax.Array  # bool [B], whether the prompt ends with this chunk
     attend: Attend  # stores and attends at these positions, for a pool over the same pages
 
@@ -86,12 +90,12 @@ class SpeculativeAlgorithm(ABC):
 
     @abstractmethod
     def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunk: PromptChunk, features: jax.Array
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
-        """Take in a chunk of prompts; rows ``[B, ...]`` matter where a prompt ends.
+        """Take in chunks of prompts; rows ``[B, ...]`` matter where a prompt ends.
 
-        ``batch.seq_lens`` are before the chunk, ``rows`` left by an earlier one; ``features``
-        ``[B, P, F]`` are what the target's ``feature_layers`` gave for its tokens.
+        ``batch.seq_lens`` are before the chunks, ``rows`` left by earlier ones; ``features``
+        ``[1, P, F]`` are what the target's ``feature_layers`` gave for the tokens.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ from specjax.models.flat import FlatModel
 from specjax.models.networks import Networks
 from specjax.speculative.algorithm import (
     Batch,
-    PromptChunk,
+    PromptChunks,
     SpeculativeAlgorithm,
     StateSizes,
     kv_pool,
@@ -120,20 +120,20 @@ class Eagle(SpeculativeAlgorithm):
         batch: Batch,
         state: jax.Array,
         rows: DraftInput,
-        chunk: PromptChunk,
+        chunks: PromptChunks,
         features: jax.Array,
     ) -> tuple[jax.Array, DraftInput]:
         """One pass over the same positions with the token ids shifted left by one."""
         draft = batch.draft
         hidden, state = draft(
-            draft.embed(chunk.next_tokens, batch.target),
+            draft.embed(chunks.next_tokens, batch.target),
             draft.fuse(features),
-            chunk.positions,
+            chunks.positions,
             state,
-            chunk.attend,
-            row=chunk.last,
+            chunks.attend,
+            row=chunks.last[None],
         )
-        return state, first_level(draft, batch.target, hidden[:, 0])
+        return state, first_level(draft, batch.target, hidden[0])
 
     def propose(
         self, batch: Batch, state: jax.Array, rows: DraftInput, shape: DraftShape

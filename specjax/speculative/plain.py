@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from specjax.speculative.algorithm import Batch, PromptChunk, Rows, SpeculativeAlgorithm, State
+from specjax.speculative.algorithm import Batch, PromptChunks, Rows, SpeculativeAlgorithm, State
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
@@ -39,7 +39,7 @@ class Plain(SpeculativeAlgorithm):
         return True
 
     def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunk: PromptChunk, features: jax.Array
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
         return state, rows
 

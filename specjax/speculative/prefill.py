@@ -1,84 +1,126 @@
-"""Prefill: one chunk of a prompt through target and draft, as a pure function."""
+"""Prefill: chunks of several prompts in one row of tokens, through target and draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.kv.pages import Segments
 from specjax.models.layers import pick_row
-from specjax.sampling.draw import target_tokens
+from specjax.sampling.draw import num_best, raw_logprobs, target_tokens
 from specjax.sampling.table import unpack_sampling
-from specjax.speculative.algorithm import PromptChunk
+from specjax.speculative.algorithm import PromptChunks
 from specjax.speculative.future_map import DeviceState, consume, publish, record, resolve, stash
 from specjax.speculative.round import Resident, RoundConfig, make_batch
 from specjax.speculative.tree import chain_input
-from specjax.types import KVPools, RoundOutput
+from specjax.types import KVPools, Logprobs, RoundOutput
 
 # numbers before the tokens of a packed chunk
-HEADER = 5
+HEADER = 6
+UNLIMITED = 2**31 - 1
 
 
-def pack_chunk(
-    width: int, *, slot: int, start: int, tokens: Sequence[int], following: int | None, budget: int
-) -> np.ndarray:
-    """A chunk of a prompt as one array for the device, i32 ``[HEADER + width + 1]``.
+class Chunk(NamedTuple):
+    """Tokens of one prompt that are computed together."""
 
-    ``start`` tokens of the prompt are in the pool already; ``following`` is the prompt token behind
-    the chunk, ``None`` where the prompt ends; ``budget`` is what the request may produce.
+    slot: int  # request slot
+    tokens: Sequence[int]
+    start: int = 0  # tokens of the prompt that are in the pool already
+    following: int | None = None  # the prompt token behind them, ``None`` where the prompt ends
+    budget: int = UNLIMITED  # tokens that the request may produce
+
+    @classmethod
+    def of(
+        cls, slot: int, text: Sequence[int], start: int, end: int, budget: int = UNLIMITED
+    ) -> "Chunk":
+        """The tokens of a text from ``start`` to ``end``, or to its own end."""
+        following = text[end] if end < len(text) else None
+        return cls(slot, text[start:end], start, following, budget)
+
+
+def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
+    """At most ``limit`` chunks of together at most ``width`` tokens as one array for the device.
+
+    i32 ``[limit * HEADER + width]``: the headers of all chunks, then their tokens one behind the
+    other.
     """
-    packed = np.zeros(HEADER + width + 1, np.int32)
-    packed[:HEADER] = slot, start, len(tokens), following is None, budget
-    packed[HEADER : HEADER + len(tokens)] = tokens
-    packed[HEADER + len(tokens)] = 0 if following is None else following
-    return packed
+    headers = np.zeros((limit, HEADER), np.int32)
+    tokens = np.zeros(width, np.int32)
+    used = 0
+    for i, (slot, ids, start, following, budget) in enumerate(chunks):
+        after = 0 if following is None else following
+        headers[i] = slot, start, len(ids), following is None, budget, after
+        tokens[used : used + len(ids)] = ids
+        used += len(ids)
+    return np.concatenate([headers.reshape(-1), tokens])
 
 
-def prefill_chunk(
-    resident: Resident, state: DeviceState, packed: jax.Array, *, config: RoundConfig
+def prefill_chunks(
+    resident: Resident,
+    state: DeviceState,
+    packed: jax.Array,
+    *,
+    config: RoundConfig,
+    limit: int,
+    with_logprobs: bool = False,
 ) -> tuple[DeviceState, RoundOutput]:
-    """Run one chunk of a prompt, see :func:`pack_chunk`, through target and draft.
+    """Run the chunks that :func:`pack_chunks` packed, ``limit`` of them, through target and draft.
 
-    What the host reads is ``packed`` i32 ``[1]``, the sampled token, and its log-probabilities
-    ``[1]``, both of meaning only where the prompt ends.
+    What the host reads is ``packed`` i32 ``[limit]``, the sampled tokens, and their
+    log-probabilities ``[limit]``, of meaning only where a prompt ends. With ``with_logprobs`` also
+    those of the prompt token behind each of the W tokens, from the raw logits; at the end of a
+    prompt they mean nothing.
     """
     pools, future = state.pools, state.future
-    slot, start, num_tokens, is_final, budget = (packed[i : i + 1] for i in range(HEADER))
-    tokens = packed[HEADER:]
-    width = tokens.shape[0] - 1
-    algorithm = config.algorithm
-    batch = replace(make_batch(resident, future, slot), seq_lens=start)
-    offsets = jnp.arange(width, dtype=jnp.int32)[None]
-    positions = start[:, None] + offsets
-    attend = batch.pages.attend(start, width, num_valid=num_tokens)
+    headers = packed[: limit * HEADER].reshape(limit, HEADER)
+    slots, starts, counts, is_final, budgets, following = headers.T
+    tokens = packed[limit * HEADER :]
+    batch = replace(make_batch(resident, future, slots), seq_lens=starts)
+    segments = Segments.of(starts, counts, tokens.shape[0])
+    attend = batch.pages.attend_packed(segments)
     hidden, features, kv = resident.target(
-        tokens[None, :-1], positions, pools.target, attend, config.feature_layers
+        tokens[None], segments.positions[None], pools.target, attend, config.feature_layers
     )
-    last = num_tokens - 1
-    logits = resident.target.logits(pick_row(hidden, last))
-    new_len = start + num_tokens
-    future = record(future, slot, start, tokens[None, :-1], num_tokens)
-    # slot 0 is greedy: no noise before the prompt's end
-    params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slot, 0))
-    root = chain_input(jnp.take(tokens, last)[None], new_len - 1)
-    num_top = config.max_top_logprobs
-    drawn, logprobs = target_tokens(logits, root, params, future.tokens, slot, num_top=num_top)
-    token = drawn[:, 0]
-    future = publish(future, slot, new_len, token)
-    future = record(future, slot, new_len, drawn, is_final)
-    future = replace(future, remaining=future.remaining.at[slot].set(budget))
-    future = consume(future, slot, token[:, None], is_final, params.end_token_ids)
-    at_end = (offsets == last[:, None]) & (is_final > 0)[:, None]
-    chunk = PromptChunk(
-        tokens=tokens[None, :-1],
-        next_tokens=jnp.where(at_end, token[:, None], tokens[None, 1:]),
-        positions=positions,
+    last, index = segments.last, segments.index
+    # the prompt token behind each; 0 where the prompt ends
+    is_last = segments.is_real & (jnp.arange(tokens.shape[0], dtype=jnp.int32) == last[index])
+    behind = jnp.where(is_last, following[index], jnp.roll(tokens, -1))
+    prompt_logprobs = None
+    if with_logprobs:
+        logits = resident.target.logits(hidden[0])
+        wanted = jnp.where(segments.is_real, num_best(batch.sampling)[index], -1)
+        prompt_logprobs = Logprobs(*raw_logprobs(logits, behind, wanted, config.sampling))
+        logits = logits[last]
+    else:
+        logits = resident.target.logits(pick_row(hidden, last[None]))[0]
+    new_lens = starts + counts
+    owners = jnp.where(segments.is_real, slots[index], 0)
+    ones = segments.is_real.astype(jnp.int32)
+    future = record(future, owners, segments.positions, tokens[:, None], ones)
+    # slot 0 is greedy: no noise before a prompt's end
+    params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slots, 0))
+    roots = chain_input(tokens[last][:, None], new_lens - 1)
+    drawn, logprobs = target_tokens(
+        logits[:, None], roots, params, future.tokens, slots, config.sampling
+    )
+    future = publish(future, slots, new_lens, drawn[:, 0])
+    future = record(future, slots, new_lens, drawn, is_final)
+    future = replace(future, remaining=future.remaining.at[slots].set(budgets))
+    future = consume(future, slots, drawn, is_final, params.end_token_ids)
+    is_end = is_last & (is_final > 0)[index]
+    chunks = PromptChunks(
+        tokens=tokens[None],
+        next_tokens=jnp.where(is_end, drawn[:, 0][index], behind)[None],
+        positions=segments.positions[None],
         last=last,
         is_final=is_final > 0,
         attend=attend,
     )
-    rows = resolve(future, slot)
-    draft, rows = algorithm.prefill(batch, pools.draft, rows, chunk, features)
-    out = RoundOutput(token, jax.tree.map(lambda leaf: leaf[:, 0], logprobs))
-    return DeviceState(KVPools(target=kv, draft=draft), stash(future, slot, rows)), out
+    rows = resolve(future, slots)
+    draft, rows = config.algorithm.prefill(batch, pools.draft, rows, chunks, features)
+    logprobs = jax.tree.map(lambda leaf: leaf[:, 0], logprobs)
+    out = RoundOutput(drawn[:, 0], logprobs, prompt_logprobs)
+    return DeviceState(KVPools(target=kv, draft=draft), stash(future, slots, rows)), out

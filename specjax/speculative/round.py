@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from specjax.kernels.compact_tree import compact_tree
 from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
-from specjax.sampling.draw import target_tokens
-from specjax.sampling.logprobs import zero_logprobs
+from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import (
@@ -32,18 +31,13 @@ from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig:
-    """What is static about a round.
-
-    With ``greedy`` rows take the most likely token, nothing changes logits, and nobody asks for
-    log-probabilities.
-    """
+    """What is static about a round."""
 
     algorithm: SpeculativeAlgorithm
     shape: DraftShape
+    sampling: SamplingConfig
     feature_layers: tuple[int, ...] = ()  # of the target, that the algorithm reads
     num_rounds: int = 1  # in one call
-    max_top_logprobs: int = 0  # most likely tokens that a row may ask for
-    greedy: bool = False
     simulate_accept_length: float | None = None  # tokens accepted on average, to measure speed
 
 
@@ -92,8 +86,7 @@ def verify(
         batch.sampling,
         batch.tokens,
         batch.slots,
-        num_top=config.max_top_logprobs,
-        greedy=config.greedy,
+        config.sampling,
     )
     steps, simulated = config.shape.steps, config.simulate_accept_length
     verified = accept(tree, tokens, features, batch.slots > 0, steps, simulated)
@@ -114,6 +107,9 @@ def _draft(
 ) -> tuple[VerifyInput, DeviceState]:
     pools, rows = state.pools, resolve(state.future, batch.slots)
     tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
+    # a request that wants no speculation is decoded plainly inside the batch
+    num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
+    tree = replace(tree, num_proposed=num_proposed)
     return tree, replace(state, pools=replace(pools, draft=draft))
 
 
@@ -167,10 +163,11 @@ def spec_rounds(
         state, out = spec_round(resident, carry[0], slots, config=config)
         return state, jax.tree.map(lambda all, new: all.at[i].set(new), carry[1], out)
 
-    rounds, width = (config.num_rounds, slots.shape[0]), config.shape.accept_width
+    sampling, width = config.sampling, config.shape.accept_width
+    rounds = (config.num_rounds, slots.shape[0])
     outs = RoundOutput(
         jnp.zeros((*rounds, width + 3), jnp.int32),
-        None if config.greedy else zero_logprobs((*rounds, width), config.max_top_logprobs),
+        None if sampling.greedy else zero_logprobs((*rounds, width), sampling.max_top_logprobs),
     )
     return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
 

@@ -555,6 +555,7 @@ def real_options(files: Files) -> list[str]:
     return f"{options} {sizes} --max-new-tokens 12 --ignore-eos".split()
 
 
+@pytest.mark.slow
 def test_real_engine_compares_equal_and_reports_json(
     real_options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -149,6 +150,29 @@ def test_seeded_requests_do_not_depend_on_company(engine, plain) -> None:
     assert plain.generate("hello", SEEDED)["output_ids"] == alone
     changed = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=6)
     assert engine.generate("hello", changed)["output_ids"] != alone
+
+
+def test_every_kind_of_request_beside_every_other(engine, plain) -> None:
+    """Greedy, sampled, filtered, charged and plainly decoded ones in one batch, as if alone."""
+    kinds = [
+        GREEDY,
+        SEEDED,
+        replace(SEEDED, top_k=7, top_p=0.9),
+        replace(SEEDED, min_p=0.05),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(SEEDED, frequency_penalty=0.4, logit_bias={9: 1.5}),
+    ]
+    kinds += kinds[::-1]
+    mixed = [replace(one, speculative=i % 2 == 0) for i, one in enumerate(kinds)]
+    prompts = [[6 + (5 * i + j) % 50 for i in range(3 + j)] for j in range(len(mixed))]
+    outputs = engine.generate(input_ids=prompts, sampling_params=mixed)
+    alone = [
+        plain.generate(input_ids=prompt, sampling_params=params)
+        for prompt, params in zip(prompts, kinds, strict=True)
+    ]
+    assert [out["output_ids"] for out in outputs] == [out["output_ids"] for out in alone]
+    for out, params in zip(outputs, mixed, strict=True):
+        assert ("spec_verify_ct" in out["meta_info"]) == params.speculative
 
 
 def test_unseeded_requests_follow_the_engines_seed(files, engine, plain) -> None:
@@ -341,6 +365,7 @@ def test_sharing_needs_the_same_model(files, engine, tmp_path) -> None:
         Engine(tmp_path / "target", share_weights_with=engine, compile_cache_dir=None)
 
 
+@pytest.mark.slow
 def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> None:
     """No tensor is read, and texts are of no meaning."""
     target = write_target(tmp_path / "target")

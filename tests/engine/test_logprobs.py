@@ -101,3 +101,93 @@ def test_too_many_are_refused(engine) -> None:
     )
     with pytest.raises(ValueError, match=f"top_logprobs_num={most + 1} must be from 0 to {most}"):
         engine.generate("x", GREEDY, return_logprob=True, top_logprobs_num=most + 1)
+
+
+def check_prompt(engine: Engine, prompt: list[int], meta: dict[str, Any], first: int, num_top: int):
+    """Tokens of a prompt behind ``first`` against one dense pass."""
+    flat, weights = engine.runner.networks.target, engine.runner.weights[0]
+    rows = [next_logits(flat, weights, prompt[:i]) for i in range(first + 1, len(prompt))]
+    reported = meta["input_token_logprobs"]
+    assert reported[0] == (None, prompt[first], None)
+    assert [token for _, token, _ in reported] == prompt[first:]
+    if num_top:
+        assert meta["input_top_logprobs"][0] is None
+        assert len(meta["input_top_logprobs"]) == len(reported)
+    for i, row in enumerate(rows, 1):
+        expected = np.asarray(jax.nn.log_softmax(row))
+        np.testing.assert_allclose(reported[i][0], expected[prompt[first + i]], atol=1e-4)
+        if num_top:
+            values = [value for value, _, _ in meta["input_top_logprobs"][i]]
+            np.testing.assert_allclose(values, np.sort(expected)[::-1][:num_top], atol=1e-4)
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_prompts_have_theirs(engine, plain, num_top) -> None:
+    """Over several chunks, beside others, from any token on, and behind a prefix-cache hit."""
+    prompts = [[6 + (7 * i + j) % 50 for i in range(n)] for j, n in enumerate((37, 5, 21, 1))]
+    firsts = [0, 2, 16, 0]
+    for one in (engine, plain):
+        for _ in range(2):
+            results = one.generate(
+                input_ids=prompts,
+                sampling_params=GREEDY,
+                return_logprob=True,
+                top_logprobs_num=num_top,
+                logprob_start_len=firsts,
+            )
+            for prompt, first, result in zip(prompts, firsts, results, strict=True):
+                meta = result["meta_info"]
+                check_prompt(one, prompt, meta, first, num_top)
+                assert meta["cached_tokens"] <= first
+        without = one.generate(input_ids=prompts, sampling_params=GREEDY)
+        assert [out["output_ids"] for out in without] == [out["output_ids"] for out in results]
+        assert not any("input_token_logprobs" in out["meta_info"] for out in without)
+
+
+def test_what_new_weights_report_is_of_new_weights_alone(files) -> None:
+    """A flush in the middle of a prompt, as a weight update makes, begins again."""
+    prompt = [6 + i % 50 for i in range(60)]
+    with files.engine(speculative=False) as engine:
+        step, flushed = engine._scheduler.step, []
+
+        def flushing() -> None:
+            step()
+            rows = engine._scheduler._running
+            if rows and rows[0].request.input_token_logprobs and not flushed:
+                assert not rows[0].is_prefilled
+                engine._scheduler.flush_cache()
+                flushed.append(rows)
+                assert not engine._scheduler._waiting[0].input_token_logprobs
+
+        engine._scheduler.step = flushing
+        asked = {"sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 3}
+        result = engine.generate(input_ids=prompt, **asked)
+        assert flushed
+        check_prompt(engine, prompt, result["meta_info"], 3, 0)
+
+
+def test_prompt_logprobs_are_checked(engine) -> None:
+    ids = [7, 8, 9]
+    with pytest.raises(ValueError, match="logprob_start_len=0 needs return_logprob"):
+        engine.generate(input_ids=ids, logprob_start_len=0)
+    with pytest.raises(ValueError, match="logprob_start_len=3"):
+        engine.generate(input_ids=ids, return_logprob=True, logprob_start_len=3)
+
+
+def test_processed_ones_are_of_what_is_drawn_from(files, plain) -> None:
+    params = SEEDED | {"top_k": 3, "temperature": 0.5, "max_new_tokens": 6}
+    asked = {"input_ids": [7, 8, 9], "return_logprob": True, "top_logprobs_num": 5}
+    with files.engine(speculative=False, logprobs_mode="processed") as engine:
+        result = engine.generate(sampling_params=params, **asked)
+    raw = plain.generate(sampling_params=params, **asked)
+    assert result["output_ids"] == raw["output_ids"]
+    for best, before in zip(
+        result["meta_info"]["output_top_logprobs"],
+        raw["meta_info"]["output_top_logprobs"],
+        strict=True,
+    ):
+        scaled = np.array([value for value, _, _ in before[:3]]) / 0.5
+        expected = scaled - np.log(np.sum(np.exp(scaled)))
+        np.testing.assert_allclose([value for value, _, _ in best[:3]], expected, atol=1e-4)
+        assert [token for _, token, _ in best[:3]] == [token for _, token, _ in before[:3]]
+        assert [value for value, _, _ in best[3:]] == [-np.inf] * 2

@@ -1,11 +1,14 @@
 """Lowering of a function for an NVIDIA GPU on a machine that has none."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental.pallas import triton
 from jax.sharding import AbstractDevice, AbstractMesh
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
 
 # the name is public from jax 0.11 on
 TRITON_CALL = getattr(triton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
@@ -13,6 +16,8 @@ TRITON_CALL = getattr(triton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any, **jit_options: Any) -> str:
     """The StableHLO text of ``jit(function)(*args)`` for one H200.
+
+    Every kernel in it is a valid Triton module, which lowering alone does not look at.
 
     Args:
         function: its kernels must be asked for with ``interpret=False``.
@@ -26,4 +31,17 @@ def lower_for_cuda(function: Callable[..., Any], *args: Any, **jit_options: Any)
             platforms=["cuda"],
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)],
         )(*args)
-    return exported.mlir_module()
+    text = exported.mlir_module()
+    for escaped in re.findall(
+        rf"@{re.escape(TRITON_CALL)}\(.*?\bir = \"((?:[^\"\\]|\\.)*)\"", text
+    ):
+        with ir.Context() as context:
+            dialect.register_dialect(context)
+            ir.Module.parse(_unescaped(escaped))
+    return text
+
+
+def _unescaped(text: str) -> bytes:
+    """The bytes of an MLIR string attribute."""
+    parts = re.sub(r"\\([0-9A-Fa-f]{2})", lambda m: chr(int(m[1], 16)), text)
+    return re.sub(r'\\([\\"])', r"\1", parts).encode("latin-1")

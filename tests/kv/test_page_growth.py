@@ -64,14 +64,13 @@ def test_slack_goes_to_who_needs_it() -> None:
     serving = Serving(num_pages=1 + 90)
     params = replace(LONG, max_new_tokens=60)
     old = serving.add(PROMPTS[:3], params)
-    while len(serving.rows) < 3:
+    while serving.watched.calls.count("round") < 2:
         serving.step()
     spare = serving.allocator.allocate(serving.allocator.num_free)
     assert spare is not None
     held = [len(row.pages) for row in serving.rows]
     (new,) = serving.add(PROMPTS[3:], replace(params, max_new_tokens=2))
     serving.scheduler.step()
-    assert new.output_ids
     assert len(serving.running) + new.is_finished == 4
     assert sum(len(row.pages) for row in serving.rows[:3]) < sum(held)
     serving.allocator.free(spare)
@@ -124,6 +123,7 @@ def test_retractions_make_admissions_more_careful() -> None:
             slot=4,
             prefill_ids=request.known_ids,
             max_kv_tokens=request.max_kv_tokens,
+            num_cacheable=request.num_cacheable,
         )
         is_admitted = budget.admit(row, serving.rows)
         if is_admitted:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from specjax.kv.pages import PageAllocator, PageView
+from specjax.kv.pages import PageAllocator, PageView, Segments
 
 
 class Allocation(RuleBasedStateMachine):
@@ -96,26 +96,40 @@ def test_slots_past_the_table_lie_in_the_padding_page() -> None:
     assert slots.max() < 4
 
 
-@pytest.mark.parametrize("num_valid", [None, (3, 1)])
-def test_attend_stores_behind_the_sequence_and_invalid_rows_in_the_padding_page(num_valid) -> None:
-    view, rows, kv_heads, dim = view_of([3, 1, 5], [2, 4, 0]), 5, 2, 4
+def check_stored(view: PageView, attend, shape, expected) -> None:
+    """Keys and values of layer 1 in the pool: ``expected`` of slots; any in the padding page."""
+    kv_heads, dim = 2, 4
     pool = jnp.zeros((2, 6 * 4, 2, kv_heads, dim), jnp.float32)
-    lens = jnp.array([2, 7], jnp.int32)
-    k = 1 + jax.random.uniform(jax.random.key(0), (2, rows, kv_heads, dim))
-    valid = None if num_valid is None else jnp.array(num_valid, jnp.int32)
-    attend = view.attend(lens, rows, num_valid=valid)
-    unrotated = (jnp.ones((2, rows, 1, dim // 2)), jnp.zeros((2, rows, 1, dim // 2)))
-    pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, unrotated))(pool)
+    k = 1 + jax.random.uniform(jax.random.key(0), (*shape, kv_heads, dim))
+    rope = jnp.ones((*shape, 1, dim // 2)), jnp.zeros((*shape, 1, dim // 2))
+    pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, rope))(pool)
     assert out.shape == k.shape
     assert not np.asarray(pool[0]).any()
-    expected = {}
-    for b, (table, start) in enumerate((([3, 1, 5], 2), ([2, 4], 7))):
-        for t in range(rows if num_valid is None else num_valid[b]):
-            page = (start + t) // 4
-            if page < len(table):
-                expected[table[page] * 4 + (start + t) % 4] = k[b, t]
     written = {int(i) for i in np.flatnonzero(np.asarray(pool[1]).any(axis=(1, 2, 3)))}
     assert {slot for slot in written if slot >= 4} == set(expected)
-    for slot, value in expected.items():
-        np.testing.assert_array_equal(pool[1, slot, 0], value)
-        np.testing.assert_array_equal(pool[1, slot, 1], -value)
+    for slot, place in expected.items():
+        np.testing.assert_array_equal(pool[1, slot, 0], k[place])
+        np.testing.assert_array_equal(pool[1, slot, 1], -k[place])
+
+
+def test_attend_stores_behind_the_sequences() -> None:
+    view, rows = view_of([3, 1, 5], [2, 4, 0]), 5
+    attend = view.attend(jnp.array([2, 7], jnp.int32), rows)
+    expected = {}
+    for b, (table, start) in enumerate((([3, 1, 5], 2), ([2, 4], 7))):
+        for t in range(rows):
+            page = (start + t) // 4
+            if page < len(table):
+                expected[table[page] * 4 + (start + t) % 4] = b, t
+    check_stored(view, attend, (2, rows), expected)
+
+
+def test_packed_segments_are_stored_and_padding_is_not() -> None:
+    view = view_of([3, 1, 5], [0, 0, 0], [2, 4, 0])
+    starts, counts = jnp.array([2, 0, 3], jnp.int32), jnp.array([4, 0, 3], jnp.int32)
+    segments = Segments.of(starts, counts, 10)
+    assert segments.positions.tolist() == [2, 3, 4, 5, 3, 4, 5, 0, 0, 0]
+    assert segments.last.tolist()[::2] == [3, 6]
+    slots = [14, 15, 4, 5, 11, 16, 17]
+    expected = {slot: (0, i) for i, slot in enumerate(slots)}
+    check_stored(view, view.attend_packed(segments), (1, 10), expected)

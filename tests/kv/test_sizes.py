@@ -1,5 +1,7 @@
 """Sizes: pages of the pool, and the padded sizes that functions are compiled for."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 from hypothesis import given
@@ -12,6 +14,8 @@ from specjax.runtime.buckets import (
     prefill_buckets,
     smallest_bucket,
 )
+
+from ..tiny import make_runner
 
 SIZES = {
     "memory": 10_000,
@@ -117,29 +121,35 @@ def test_a_batch_of_one_is_padded_where_that_is_faster(on_gpu, drafts, weight_by
 
 
 @pytest.mark.parametrize(
-    ("chunk", "context", "sizes"),
+    ("largest", "on_cpu", "sizes"),
     [
-        (512, 8192, (64, 512)),
-        (512, 100, (64, 100)),
-        (512, 64, (64,)),
-        (512, 10, (10,)),
-        (1, 10, (1,)),
-        (2, 10, (1, 2)),
+        (8192, False, (128, 512, 2048, 8192)),
+        (512, False, (128, 512)),
+        (511, False, (511,)),
+        (512, True, (32, 128, 512)),
+        (300, True, (75, 300)),
+        (127, True, (127,)),
+        (1, True, (1,)),
     ],
 )
-def test_prefill_buckets(chunk, context, sizes) -> None:
-    assert prefill_buckets(chunk, context) == sizes
+def test_prefill_buckets(largest, on_cpu, sizes) -> None:
+    assert prefill_buckets(largest, on_cpu=on_cpu) == sizes
 
 
-@given(st.integers(1, 5_000), st.integers(1, 5_000))
-def test_prefill_buckets_hold_any_chunk(chunk, context) -> None:
-    sizes = prefill_buckets(chunk, context)
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == min(chunk, context)
-    assert sizes[0] >= 1
+@given(st.integers(1, 5_000), st.integers(1, 20_000))
+def test_prompts_fill_three_quarters_of_what_is_computed(largest, num_tokens) -> None:
+    """But for the last tokens, which are fewer than the smallest bucket holds."""
+    config = replace(make_runner().config, prefill_buckets=prefill_buckets(largest))
+    widths = []
+    left = num_tokens
+    while left > 0:
+        widths.append(config.prefill_width(left))
+        left -= widths[-1]
+    assert set(widths) <= set(config.prefill_buckets)
+    assert -left <= max(config.prefill_buckets[0] - 1, num_tokens // 3)
 
 
 def test_pick_bucket() -> None:
     assert [pick_bucket(n, (1, 4, 6)) for n in (1, 2, 4, 5, 6)] == [1, 4, 4, 6, 6]
-    with pytest.raises(ValueError, match=r"size=7 exceeds the largest bucket 6 of \(1, 4, 6\)"):
+    with pytest.raises(ValueError, match=r"size=7 exceeds the largest bucket of \(1, 4, 6\)"):
         pick_bucket(7, (1, 4, 6))

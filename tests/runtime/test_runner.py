@@ -9,6 +9,7 @@ import pytest
 
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.prefill import Chunk
 
 from ..settings import counted_compilations
 from ..tiny import EAGLE3, make_request, make_runner, run_requests
@@ -43,7 +44,7 @@ def history_copies(runner: ModelRunner, text: str) -> list[str]:
 
 
 def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
-    keys = [*KEYS, ("record_cached",)]
+    keys = [*KEYS, ("prefill_logprobs", 16), ("record_cached",)]
     assert len(runner.compiled) == len(keys)
     for key in keys:
         assert runner.compiled[key] is not None
@@ -119,8 +120,8 @@ def test_dispatches_transfer_nothing_implicitly(runner) -> None:
         # the guard itself works: a jitted function refuses an array of the host
         with pytest.raises(Exception, match=r"(?i)disallowed host-to-device"):
             jax.jit(jnp.negative)(np.ones(3, np.float32))
-        runner.prefill(1, list(range(6, 22)), 0, 30)
-        runner.prefill(1, [30, 31], 16, None)
+        runner.prefill([Chunk(1, list(range(6, 22)), 0, 30)])
+        runner.prefill([Chunk(1, [30, 31], 16, None)])
         for _ in range(3):
             result = runner.round([1])
     packed = result.read()
@@ -144,8 +145,8 @@ def test_seeds_are_kept_whole() -> None:
     seed = 2**64 - 2**33 + 5
     made.set_slot(2, SamplingParams(top_k=3, top_p=0.5), seed=seed)
     made.set_pages(2, [1])
-    high, low = (int(word) for word in made.tables.sampling.seeds[2])
+    high, low = (int(word) for word in made.tables.sampling["seeds"][2])
     assert high << 32 | low == seed
     made.clear_slot(2)
     assert not made.tables.page_table.any()
-    assert not made.tables.sampling.seeds.any()
+    assert not made.tables.sampling["seeds"].any()

@@ -13,6 +13,7 @@ from specjax.adaptive import AdaptiveController
 from specjax.engine.adaptive import measure_round_seconds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.prefill import Chunk
 
 from ..copying import copied_runner, plain_output, plain_outputs
 from ..scheduling.serving import Serving
@@ -226,8 +227,7 @@ def start(runner: ModelRunner, text: list[int]) -> int:
     runner.set_pages(1, range(1, 20))
     width = runner.config.prefill_buckets[-1]
     for at in range(0, len(text), width):
-        end = at + width
-        result = runner.prefill(1, text[at:end], at, text[end] if end < len(text) else None)
+        result = runner.prefill([Chunk.of(1, text, at, at + width)])
     return int(result.read()[0])
 
 

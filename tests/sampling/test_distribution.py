@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.prefill import Chunk
 
 from ..speculative.driver import dense_logits
 from ..speculative.reference import kept_by_sorting
@@ -72,7 +73,7 @@ def draw(num_steps: int, params: SamplingParams, times: int) -> tuple[np.ndarray
     greedy = SamplingParams(temperature=0.0)
     runner.set_slot(1, greedy, seed=0)
     runner.set_pages(1, [1, 2])
-    first = int(runner.prefill(1, TEXT, 0, None).read()[0])
+    first = int(runner.prefill([Chunk(1, TEXT, 0, None)]).read()[0])
     future = runner.on_device.future
     same = jax.tree.map(lambda leaf: jnp.repeat(leaf[1:2], 1 + ROWS, axis=0), future)
     likely = int(np.argmax(dense_logits(runner.weights[0], [*TEXT, first], SMALL)[-1]))

@@ -1,5 +1,6 @@
 """Sampling: frequencies against the softmax, noise keyed by seed and position only."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -7,15 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from specjax.kernels.draw_tokens import draw_tokens
+from specjax.kernels.filter_logits import logit_thresholds
 
-from specjax.sampling.draw import sample, target_tokens
+from specjax.sampling.draw import SamplingConfig, target_tokens
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 
+from ..kernels.lowering import lower_for_cuda
 from ..speculative.reference import kept_by_sorting
 from ..speculative.tables import equal_rows, sampling_rows
 
-jit_sample = jax.jit(sample)
+
+@jax.jit
+def jit_sample(logits, positions, table):
+    """Tokens i32 ``[B, T]`` drawn for absolute positions i32 ``[B, T]``, one row at a time."""
+    batch, rows, vocab_size = logits.shape
+
+    def per_row(values):
+        return jnp.repeat(values, rows, axis=0)
+
+    flat, temperatures = logits.reshape(-1, vocab_size), per_row(table.temperatures)
+    limits = (per_row(limit) for limit in (table.top_ks, table.top_ps, table.min_ps))
+    thresholds = logit_thresholds(flat, temperatures, *limits)
+    seeds = per_row(table.seeds)
+    tokens = draw_tokens(flat, temperatures, thresholds, seeds, positions.reshape(-1))
+    return tokens.reshape(batch, rows)
+
+
 SEEDED = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -122,8 +142,23 @@ def test_the_greedy_form_takes_the_best_token_and_nothing_else():
             sampling_rows([GREEDY] * 3, 30),
             history,
             slots,
-            num_top=4,
-            greedy=greedy,
+            SamplingConfig(max_top_logprobs=4, greedy=greedy),
         )
         assert np.array_equal(tokens, np.argmax(np.asarray(logits), axis=-1))
         assert (logprobs is None) == greedy
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_nothing_on_a_gpu_waits_for_the_host(monkeypatch, processed):
+    """A conditional or a loop of XLA's is a read-back in the middle of a round."""
+    monkeypatch.setattr("specjax.kernels.backend.resolve_interpret", lambda interpret: False)
+    config = SamplingConfig(max_top_logprobs=4, processed=processed, kernels="pallas")
+
+    def tokens(logits, table, history, slots):
+        tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
+        return target_tokens(logits, tree, table, history, slots, config)
+
+    history, slots = jnp.zeros((4, 16), jnp.int32), jnp.arange(3, dtype=jnp.int32)
+    text = lower_for_cuda(tokens, jnp.zeros((3, 2, 64)), equal_rows(3, SEEDED, 64), history, slots)
+    assert text.count("specjax_") >= 3
+    assert not re.search(r"stablehlo\.(case|if|while|sort)|chlo\.top_k", text)

@@ -1,41 +1,15 @@
-"""Log-probabilities of chosen and best tokens against numpy."""
+"""Log-probabilities that sampling reports: of the raw logits, or of what is drawn from."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from specjax.sampling.draw import target_tokens
-from specjax.sampling.logprobs import token_logprobs
+from specjax.sampling.draw import SamplingConfig, target_tokens
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 
 from ..speculative.tables import sampling_rows
-
-jit_logprobs = jax.jit(token_logprobs, static_argnums=3)
-
-
-@pytest.mark.parametrize("num_top", [1, 5, 17])
-@pytest.mark.parametrize("asked", [(0, 0), (0, 2), (-1, 1)])
-def test_values_and_best_tokens(num_top, asked):
-    rng = np.random.default_rng(num_top)
-    logits = (5 * rng.normal(size=(2, 3, 17)) + 100).astype(np.float32)
-    logits[0, 0, 4:6] = 130.0  # equal: the lower id comes first
-    tokens = rng.integers(0, 17, size=(2, 3)).astype(np.int32)
-    found = jit_logprobs(logits, tokens, jnp.array(asked, jnp.int32), num_top)
-    truth = log_softmax(logits.astype(np.float64), axis=-1)
-    chosen = np.take_along_axis(truth, tokens[:, :, None], axis=-1)[:, :, 0]
-    np.testing.assert_allclose(found.chosen, chosen, atol=1e-4)
-    if max(asked) <= 0:
-        assert not np.any(found.top_ids)
-        assert not np.any(found.top_values)
-        return
-    best = np.argsort(-logits, axis=-1, kind="stable")[:, :, :num_top]
-    np.testing.assert_array_equal(found.top_ids, best)
-    np.testing.assert_allclose(
-        found.top_values, np.take_along_axis(truth, best, axis=-1), atol=1e-4
-    )
 
 
 def test_they_are_those_of_the_raw_logits():
@@ -46,8 +20,37 @@ def test_they_are_those_of_the_raw_logits():
     tree = chain_input(jnp.ones((2, 2), jnp.int32), jnp.array([3, 5], jnp.int32))
     table = sampling_rows([params, params], 19, top_logprobs=2)
     history, slots = jnp.ones((4, 9), jnp.int32), jnp.array([2, 3], jnp.int32)
-    tokens, logprobs = target_tokens(logits, tree, table, history, slots, num_top=3)
+    config = SamplingConfig(max_top_logprobs=3)
+    tokens, logprobs = target_tokens(logits, tree, table, history, slots, config)
     assert np.all(np.asarray(tokens) == 7)
     truth = log_softmax(np.asarray(logits, np.float64), axis=-1)
     np.testing.assert_allclose(logprobs.chosen, truth[:, :, 7], atol=1e-5)
-    np.testing.assert_array_equal(logprobs.top_ids, np.argsort(-truth, axis=-1)[:, :, :3])
+    np.testing.assert_array_equal(
+        logprobs.top_ids, np.argsort(-truth, axis=-1)[:, :, :3] * [1, 1, 0]
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from(temperature):
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(1, 2, 19)).astype(np.float32)
+    bias = {7: 30.0, 3: 29.5, 5: 29.9}
+    params = SamplingParams(temperature=temperature, top_k=2, logit_bias=bias)
+    tree = chain_input(jnp.ones((1, 2), jnp.int32), jnp.array([3], jnp.int32))
+    table = sampling_rows([params], 19, top_logprobs=3)
+    history, slots = jnp.ones((4, 9), jnp.int32), jnp.array([2], jnp.int32)
+    config = SamplingConfig(max_top_logprobs=3, processed=True)
+    tokens, logprobs = target_tokens(jnp.asarray(logits), tree, table, history, slots, config)
+    shifted = logits.astype(np.float64)
+    for token, value in bias.items():
+        shifted[..., token] += value
+    if temperature:
+        shifted /= temperature
+        second = np.sort(shifted, axis=-1)[..., -2:-1]
+        shifted = np.where(shifted >= second - 1e-6, shifted, -np.inf)
+    truth = log_softmax(shifted, axis=-1)
+    chosen = np.take_along_axis(truth, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(logprobs.chosen, chosen, atol=1e-4)
+    best = np.argsort(-truth, axis=-1, kind="stable")[..., :2]
+    np.testing.assert_array_equal(np.asarray(logprobs.top_ids)[..., :2], best)
+    assert np.isneginf(np.asarray(logprobs.top_values)[..., 2]).all() == bool(temperature)

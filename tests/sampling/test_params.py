@@ -28,6 +28,7 @@ def test_defaults_are_those_of_sglang() -> None:
         "stop_token_ids": None,
         "ignore_eos": False,
         "sampling_seed": None,
+        "speculative": True,  # no parameter there
     }
 
 

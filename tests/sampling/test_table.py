@@ -19,6 +19,7 @@ from specjax.sampling.table import (
     pack_sampling,
     unpack_sampling,
 )
+from specjax.speculative.prefill import Chunk
 
 from ..tiny import TARGET, make_runner
 
@@ -58,17 +59,17 @@ def test_everything_that_a_slot_says_is_written_and_forgotten():
     ends = (7, 5, V + 3, -1)
     made = tables(params, seed=2**32 * 3 + 1, end_token_ids=ends, prompt_len=6, top_logprobs=2)
     row = made.sampling[1]
-    assert (row.temperatures, row.top_ks, row.top_ps, row.min_ps) == pytest.approx(
+    assert (row["temperatures"], row["top_ks"], row["top_ps"], row["min_ps"]) == pytest.approx(
         (0.7, 5, 0.9, 0.25)
     )
-    assert row.seeds.tolist() == [3, 1]
-    assert row.end_token_ids.tolist() == [5, 7] + [-1] * (MAX_END_TOKENS - 2)
-    assert (row.wants_logprobs, row.top_logprobs) == (1, 2)
-    penalties = (row.repetition_penalties, row.frequency_penalties, row.presence_penalties)
+    assert row["seeds"].tolist() == [3, 1]
+    assert row["end_token_ids"].tolist() == [5, 7] + [-1] * (MAX_END_TOKENS - 2)
+    assert (row["wants_logprobs"], row["top_logprobs"]) == (1, 2)
+    penalties = (row["repetition_penalties"], row["frequency_penalties"], row["presence_penalties"])
     assert penalties == (1.5, 0.5, -0.5)
-    assert (row.min_new_tokens, row.prompt_lens) == (4, 6)
-    assert row.bias_ids.tolist() == [3, 60] + [-1] * (MAX_LOGIT_BIAS - 2)
-    assert row.bias_values[:3].tolist() == [1.5, -2.0, 0.0]
+    assert (row["min_new_tokens"], row["prompt_lens"]) == (4, 6)
+    assert row["bias_ids"].tolist() == [3, 60] + [-1] * (MAX_LOGIT_BIAS - 2)
+    assert row["bias_values"][:3].tolist() == [1.5, -2.0, 0.0]
 
     neutral = HostTables(3, 4, V).sampling
     np.testing.assert_array_equal(made.sampling[[0, 2]], neutral[[0, 2]])
@@ -132,9 +133,9 @@ def test_what_is_accepted_can_be_written_without_overflow(given_params):
     row = made.sampling[1]
     for name in SLOT.names:
         assert np.isfinite(row[name]).all()
-    assert row.min_new_tokens == params.min_new_tokens
-    assert row.repetition_penalties > 0
-    assert row.temperatures > 0 or params.is_greedy
+    assert row["min_new_tokens"] == params.min_new_tokens
+    assert row["repetition_penalties"] > 0
+    assert row["temperatures"] > 0 or params.is_greedy
 
 
 @settings(max_examples=30, deadline=None)
@@ -218,16 +219,12 @@ def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
         one.set_slot(2, GREEDY, seed=0)
         for slot in (1, 2):
             one.set_pages(slot, [slot])
-            one.prefill(slot, [6, 7, 8], 0, None)
+            one.prefill([Chunk(slot, [6, 7, 8], 0, None)])
     for _ in range(2):
         assert np.array_equal(runner.round([1, 2]).read(), made.round([1, 2]).read())
     runner.set_slot(2, GREEDY, seed=0, top_logprobs=3)
     assert runner.round([1]).read_logprobs() is None
     assert runner.round([1, 2]).read_logprobs() is not None
     assert called == ["greedy_round"] * 3 + ["round"]
-    # a conditional lets a GPU wait for the host
-    for name, is_free in (("greedy_round", True), ("round", False)):
-        text = runner.compiled[name, 0, 4].as_text()
-        assert ("conditional" not in text) == is_free
     made.clear_slot(1)
     made.clear_slot(2)

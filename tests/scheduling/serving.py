@@ -13,6 +13,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
+from specjax.speculative.prefill import Chunk
 
 from ..copying import copied_runner
 from ..tiny import TARGET, make_request
@@ -28,25 +29,29 @@ class WatchedRunner:
         largest_batch: rows of the largest round.
     """
 
-    def __init__(self, runner: ModelRunner, caps: Callable[[], dict[int, int]]) -> None:
+    def __init__(self, runner: ModelRunner, rows: Callable[[], list[Any]]) -> None:
         self._runner = runner
-        self._caps = caps
+        self._rows = rows
         self.calls: list[str] = []
         self.largest_batch = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def prefill(
-        self, slot: int, tokens: Sequence[int], start: int, next_token: int | None, budget: int
-    ) -> Dispatched:
-        self.check_pages(slot, start, start + len(tokens))
+    def prefill(self, chunks: Sequence[Chunk], **options: Any) -> Dispatched:
+        slots = [chunk.slot for chunk in chunks]
+        assert slots
+        assert len(set(slots)) == len(slots)
+        for chunk in chunks:
+            end = chunk.start + len(chunk.tokens)
+            self.check_pages(chunk.slot, chunk.start, end, is_prefill=True)
         self.calls.append("prefill")
-        return self._runner.prefill(slot, tokens, start, next_token, budget)
+        return self._runner.prefill(chunks, **options)
 
     def round(self, slots: Sequence[int]) -> Dispatched:
         config = self._runner.config
-        lengths, caps = self.lengths(), self._caps()
+        lengths = self.lengths()
+        caps = {row.slot: row.request.max_kv_tokens for row in self._rows()}
         assert slots
         assert len(set(slots)) == len(slots)
         for slot in slots:
@@ -61,12 +66,19 @@ class WatchedRunner:
         """KV lengths by slot as the device has them, behind all that was dispatched."""
         return np.asarray(self._runner.on_device.future.seq_lens)
 
-    def check_pages(self, slot: int, start: int, end: int) -> None:
-        """Positions ``[start, end)`` of a slot are in pages that no other slot has."""
+    def check_pages(self, slot: int, start: int, end: int, *, is_prefill: bool = False) -> None:
+        """Positions ``[start, end)`` of a slot are in pages that no other slot has.
+
+        A prompt that comes behind it in the same call may read what a prefill writes.
+        """
         size, table = self._runner.config.page_size, self._runner.tables.page_table
         written = table[slot, start // size : -(-end // size)]
         assert written.all(), f"slot {slot} writes {start}..{end} without pages"
-        others = np.delete(table, slot, axis=0)
+        others = table.copy()
+        others[slot] = 0
+        if is_prefill:
+            for row in self._rows():
+                others[row.slot, : row.num_shared] = 0
         assert not np.isin(written, others).any(), f"slot {slot} writes into pages of another"
 
 
@@ -94,7 +106,7 @@ class Serving:
         self.cache = None
         if is_cached:
             self.cache = PrefixCache(self.allocator, lookahead=config.algorithm.lookahead)
-        self.watched = WatchedRunner(self.runner, self.caps)
+        self.watched = WatchedRunner(self.runner, lambda: self.rows)
         self.scheduler = Scheduler(
             self.watched,  # type: ignore[arg-type]
             self.allocator,
@@ -102,10 +114,6 @@ class Serving:
             prefix_cache=self.cache,
             **options,
         )
-
-    def caps(self) -> dict[int, int]:
-        """KV tokens, at most, of the request in each slot."""
-        return {row.slot: row.request.max_kv_tokens for row in self.rows}
 
     @property
     def rows(self) -> list[Any]:
@@ -169,7 +177,7 @@ class Serving:
         assert self.allocator.num_free + num_cached == self.allocator.num_pages - 1
         tables = self.runner.tables
         assert not tables.page_table.any()
-        assert (tables.sampling.end_token_ids == -1).all()
-        assert not tables.sampling.temperatures.any()
-        assert (tables.sampling.top_ks == TARGET.vocab_size).all()
+        assert (tables.sampling["end_token_ids"] == -1).all()
+        assert not tables.sampling["temperatures"].any()
+        assert (tables.sampling["top_ks"] == TARGET.vocab_size).all()
         assert sorted(self.scheduler._free_slots) == list(range(1, self.runner.config.num_slots))

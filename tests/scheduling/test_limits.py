@@ -195,6 +195,8 @@ def test_lost_results_are_a_fault_and_no_standstill() -> None:
     serving.add(PROMPTS[:1], replace(GREEDY, max_new_tokens=2))
     serving.scheduler.step()
     serving.scheduler._in_flight.clear()
+    serving.scheduler.step()  # the round
+    serving.scheduler._in_flight.clear()
     with pytest.raises(RuntimeError, match="lost results"):
         serving.scheduler.step()
     serving.scheduler.fail_all("lost")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.sampling.params import SamplingParams
+from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.request import Request
 
 from ..copying import plain_output, plain_outputs
@@ -236,7 +237,7 @@ def test_end_tokens_outside_the_vocabulary_are_ignored() -> None:
     )
     serving.scheduler.add(request)
     serving.step()
-    assert whole[3] in serving.runner.tables.sampling.end_token_ids
+    assert whole[3] in serving.runner.tables.sampling["end_token_ids"]
     serving.finish()
     assert request.output_ids == whole[: whole.index(whole[3]) + 1]
 
@@ -277,3 +278,37 @@ def test_results_are_cumulative_and_carry_their_identity() -> None:
         assert not seen or out["output_ids"][: len(seen[-1])] == seen[-1]
         seen.append(out["output_ids"])
     assert len(seen[-1]) == 24
+
+
+def test_prompts_are_computed_together_and_share_pages_at_once() -> None:
+    """The second already reads the pages that the first brings in the same call."""
+    serving = Serving(is_cached=True, num_steps=0)
+    prompts = [[*range(10, 22), 30 + i] for i in range(4)]
+    requests = serving.add(prompts, replace(GREEDY, max_new_tokens=3))
+    serving.step()
+    assert not serving.num_waiting
+    # 13 tokens, and one for each other; two calls where a call takes fewer prompts
+    limit = serving.runner.config.max_chunks(16)
+    assert serving.watched.calls.count("prefill") == -(-4 // limit)
+    serving.finish()
+    assert [request.cached_tokens for request in requests] == [0, 12, 12, 12]
+    expected = plain_outputs(prompts, GREEDY, range(4))
+    assert [request.output_ids for request in requests] == [ids[:3] for ids in expected]
+
+
+def test_decoding_waits_for_a_burst_but_not_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_STALL", 3 * 16)
+    serving = Serving(num_steps=0)
+    (first,) = serving.add(PROMPTS[:1], replace(GREEDY, max_new_tokens=50))
+    serving.step()
+    serving.watched.calls.clear()
+    # each ends with its first token, and its slot is free for the next
+    serving.add([[40 + i] * 16 for i in range(40)], replace(GREEDY, max_new_tokens=1))
+    while serving.num_waiting > 4:
+        serving.step()
+    calls = serving.watched.calls
+    assert calls.count("round") >= 40 // 3 // 4
+    stalls = [len(run) for run in "".join("R" if c == "round" else "P" for c in calls).split("R")]
+    assert max(stalls) <= 3 + 1
+    serving.finish()
+    assert len(first.output_ids) == 50

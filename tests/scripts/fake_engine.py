@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+from ..loading import load_bench
 from ..tiny_checkpoints import letter_tokenizer
+
+SIZES = load_bench("common").SIZES
 
 
 class FakeEngine:
@@ -39,8 +42,7 @@ class FakeEngine:
         state: dict[str, Any] = {"speculative_num_steps": self.steps}
         if self.options.get("speculative_adaptive"):
             state["adaptive"] = {"switches": 2, **self.options["speculative_adaptive_config"]}
-        names = ("page_size", "max_total_num_tokens", "rounds_per_dispatch", "disable_radix_cache")
-        return dict.fromkeys(names, 1) | {
+        return dict.fromkeys(SIZES, 1) | {
             "model_path": "/some/where/tiny",
             "dtype": "float32",
             "context_length": self.context_length,

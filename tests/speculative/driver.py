@@ -6,6 +6,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specjax.kernels.draw_tokens import position_noise
 
 from specjax.config import DraftConfig, ModelConfig
 from specjax.engine.diagnostics import dense_attend
@@ -13,8 +14,8 @@ from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.dispatched import Dispatched
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling.draw import position_noise
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.prefill import Chunk
 
 from ..tiny import TARGET, make_runner
 from .reference import adjusted_logits, kept_by_sorting
@@ -93,10 +94,8 @@ def start(
     runner.set_pages(slot, list(range(first, first + count)) if pages is None else pages)
     width = config.prefill_buckets[-1]
     for at in range(num_cached, len(text), width):
-        end = min(at + width, len(text))
-        following = text[end] if end < len(text) else None
         budget = job.params.max_new_tokens - len(job.done)
-        result = runner.prefill(slot, text[at:end], at, following, budget)
+        result = runner.prefill([Chunk.of(slot, text, at, at + width, budget)])
     return result
 
 
@@ -111,8 +110,7 @@ def serve(runner: ModelRunner, jobs: list[Job], **first_start) -> list[Output]:
             result = start(runner, slot, job, **first_start)
             logprobs = result.read_logprobs()
             assert (logprobs is None) == (job.top_logprobs is None)
-            at = (slice(None),)
-            output.take(result.read(), job, logprobs, at)
+            output.take(result.read()[:1], job, logprobs, (slice(1),))
         while not all(output.is_over(job) for job, output in batch):
             result = runner.round(slots)
             packed, logprobs = result.read(), result.read_logprobs()

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.sampling.draw import SamplingConfig
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import resolve
+from specjax.speculative.prefill import Chunk
 from specjax.speculative.round import Resident, RoundConfig, make_batch, verify
 from specjax.speculative.tree import chain_input
 
@@ -84,8 +86,8 @@ def test_a_row_stops_on_the_device():
     for budget, ends, produced in ((7, (), 7), (12, (truth[4],), truth.index(truth[4]) + 1)):
         runner.set_slot(1, SamplingParams(temperature=0.0), seed=0, end_token_ids=ends)
         runner.set_pages(1, range(1, 21))
-        runner.prefill(1, PROMPTS[3][:16], 0, PROMPTS[3][16])
-        runner.prefill(1, PROMPTS[3][16:], 16, None, budget)
+        runner.prefill([Chunk(1, PROMPTS[3][:16], 0, PROMPTS[3][16])])
+        runner.prefill([Chunk(1, PROMPTS[3][16:], 16, None, budget)])
         packed = np.concatenate([runner.round([1]).read() for _ in range(3)])
         counts = packed[:, 0, -1]
         assert counts.tolist() == [1] * (produced - 1) + [0] * (12 - produced + 1)
@@ -100,8 +102,7 @@ def start(runner, prompt):
     runner.set_pages(1, range(1, 21))
     width = runner.config.prefill_buckets[-1]
     for at in range(0, len(prompt), width):
-        end = min(at + width, len(prompt))
-        token = runner.prefill(1, prompt[at:end], at, prompt[end] if end < len(prompt) else None)
+        token = runner.prefill([Chunk.of(1, prompt, at, at + width)])
     return int(token.read()[0])
 
 
@@ -126,7 +127,10 @@ def test_any_number_of_drafts_can_be_accepted(head):
     resident = Resident(target, model, view, sampling)
     algorithm, shape = runner.config.algorithm, runner.config.largest
     config = RoundConfig(
-        algorithm=algorithm, shape=shape, feature_layers=algorithm.feature_layers(runner.networks)
+        algorithm=algorithm,
+        shape=shape,
+        sampling=SamplingConfig(),
+        feature_layers=algorithm.feature_layers(runner.networks),
     )
     lens = jnp.array([len(prompt), 0], jnp.int32)
     state = jax.tree.map(jnp.copy, runner.on_device)

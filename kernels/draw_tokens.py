@@ -1,0 +1,150 @@
+"""The best token of each row, or one drawn with noise that is made where it is used.
+
+The Gumbel noise of a token is keyed by the request's seed, the position that is drawn for and the
+token alone, as ``jax.random`` makes it: neither batch nor launch shape change it. Axes: N rows, V
+vocabulary.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
+from specjax.kernels.filter_logits import FLOAT32_TINY, scale_logits
+
+BLOCK = 4096  # tokens of one program
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+
+
+def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Gumbel noise f32 ``[N, V]`` keyed by request seed u32 ``[N, 2]`` and position i32 ``[N]``."""
+
+    def draw(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+
+    return jax.vmap(draw)(seeds, positions)
+
+
+def _threefry(
+    key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 of 20 rounds (Salmon et al. 2011), as :mod:`jax.random` has it; all u32."""
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = high + keys[0], low + keys[1]
+    for i in range(5):
+        for rotation in ROTATIONS[4 * (i % 2) :][:4]:
+            x = x + y
+            y = (y << rotation) | (y >> (32 - rotation))
+            y = x ^ y
+        x = x + keys[(i + 1) % 3]
+        y = y + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x, y
+
+
+def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The noise f32 of tokens i32, bit for bit that of :func:`position_noise` up to logarithms."""
+    zero = jnp.uint32(0)
+    key = _threefry(seed, zero, position.astype(jnp.uint32))
+    high, low = _threefry(key, zero, tokens.astype(jnp.uint32))
+    mantissa = ((high ^ low) >> 9) | jnp.uint32(0x3F800000)
+    uniform = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform + FLOAT32_TINY, FLOAT32_TINY)))
+
+
+def _argmax(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _reference(
+    logits: jax.Array,
+    temperatures: jax.Array,
+    thresholds: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    best = _argmax(logits)
+
+    def draw() -> jax.Array:
+        scaled = scale_logits(logits, temperatures[:, None])
+        kept = jnp.where(scaled >= thresholds[:, None], scaled, -jnp.inf)
+        noisy = kept + position_noise(seeds, positions, logits.shape[1])
+        return jnp.where(temperatures > 0, _argmax(noisy), best)
+
+    # noise costs several passes over the logits: a greedy batch skips them
+    return jax.lax.cond(jnp.any(temperatures > 0), draw, lambda: best)
+
+
+def specjax_draw_tokens(
+    logits_ref: Any,
+    temperatures_ref: Any,
+    thresholds_ref: Any,
+    seeds_ref: Any,
+    positions_ref: Any,
+    value_ref: Any,
+    index_ref: Any,
+    *,
+    block: int,
+) -> None:
+    """Kernel body: one program a (row, part of the vocabulary) finds the best of its part."""
+    row, part, vocab_size = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]
+    tokens = part * block + jnp.arange(block, dtype=jnp.int32)
+    inside = tokens < vocab_size
+    logits = load(logits_ref.at[row, jnp.minimum(tokens, vocab_size - 1)])
+    temperature = temperatures_ref[row]
+
+    def noisy() -> jax.Array:
+        scaled = scale_logits(logits, temperature)
+        kept = jnp.where(scaled >= thresholds_ref[row], scaled, -jnp.inf)
+        seed = seeds_ref[row, 0], seeds_ref[row, 1]
+        return kept + _gumbel(seed, positions_ref[row], tokens)
+
+    values = jax.lax.cond(temperature > 0, noisy, lambda: logits)
+    values = jnp.where(inside, values, -jnp.inf)
+    best = jnp.max(values)
+    value_ref[row, part] = best
+    # NaN is equal to nothing
+    found = jnp.min(jnp.where(inside & (values == best), tokens, vocab_size))
+    index_ref[row, part] = jnp.minimum(found, vocab_size - 1)
+
+
+def draw_tokens(
+    logits: jax.Array,
+    temperatures: jax.Array,
+    thresholds: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    implementation: str = "xla",
+    interpret: bool | None = None,
+) -> jax.Array:
+    """A token i32 ``[N]`` a row: with temperature 0 the best, the lowest id among equals.
+
+    Args:
+        logits: f32 ``[N, V]``, before the temperature.
+        temperatures: f32 ``[N]``.
+        thresholds: f32 ``[N]``, the least scaled logit that may be drawn.
+        seeds: u32 ``[N, 2]``, of the requests.
+        positions: i32 ``[N]``, absolute, of the drawn tokens.
+    """
+    check_implementation(implementation)
+    arguments = (logits, temperatures, thresholds, seeds, positions)
+    if implementation == "xla":
+        return _reference(*arguments)
+    rows, vocab_size = logits.shape
+    block = min(BLOCK, power_of_two(vocab_size))
+    shape = (rows, pl.cdiv(vocab_size, block))
+    values, index = triton_call(
+        partial(specjax_draw_tokens, block=block),
+        grid=shape,
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+        ),
+        num_warps=max(1, min(8, block // 128)),
+        num_stages=1,
+        interpret=interpret,
+    )(*arguments)
+    return jnp.take_along_axis(index, _argmax(values)[:, None], axis=1)[:, 0]

@@ -1,0 +1,251 @@
+"""Causal attention of packed prompt chunks over a paged KV pool.
+
+Axes: W packed tokens, G segments (one a request), N query heads, KV key/value heads, H head dim,
+P pages a request. Segment g owns the ``counts[g]`` rows behind those of the segments before it;
+its tokens stand at positions ``starts[g]`` and on of its request. A row sees the keys of its own
+request up to its own position. Rows behind the last segment are padding. The pool is
+``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import check_implementation, triton_call
+from specjax.kernels.tree_attention import (
+    IMPLEMENTATIONS,
+    LOG2E,
+    NEGATIVE,
+    _dense_or_chunked,
+    _row_dot,
+    has_kernel,
+)
+
+
+def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """First rows and ends of the segments, i32 ``[G]`` each; never behind ``rows``."""
+    ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), rows)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def _by_segment(
+    q: jax.Array, counts: jax.Array, attention: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """One segment after the other: all rows over its pages, of which it keeps its own."""
+    firsts, ends = _bounds(counts, q.shape[0])
+    row = jnp.arange(q.shape[0])
+
+    def segment(g: jax.Array, out: jax.Array) -> jax.Array:
+        # with its first row at row 0 every other row stands behind it and sees key 0: no NaN
+        mixed = attention(jnp.roll(q, -firsts[g], axis=0), g)
+        own = (row >= firsts[g]) & (row < ends[g])
+        return jnp.where(own[:, None, None], jnp.roll(mixed, firsts[g], axis=0), out)
+
+    trips = jnp.max(jnp.where(counts > 0, 1 + jnp.arange(counts.shape[0]), 0), initial=0)
+    return jax.lax.fori_loop(0, trips, segment, jnp.zeros_like(q))
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Launch shape of the Pallas kernel; ``ValueError`` for blocks of no power of two from 16."""
+
+    block_rows: int  # query rows (tokens x heads of a group) of one program
+    block_keys: int  # keys of one loop step
+    num_warps: int  # of 32 threads, per program
+    num_stages: int  # loads in flight of the software pipeline
+
+    def __post_init__(self) -> None:
+        for name in ("block_rows", "block_keys"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name}={size} must be a power of two, at least 16")
+
+    @classmethod
+    def choose(cls, *, tokens: int, group: int, head_dim: int, dtype: jnp.dtype) -> "PrefillTiles":
+        """A launch shape for ``tokens`` packed tokens with ``group`` query heads a KV head."""
+        if dtype != jnp.bfloat16:
+            return cls(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
+        # 512 tokens behind 4,096 of the Llama-3.1-8B shape: 128 us with 64 rows and 173 with 128;
+        # two prompts of 1,024: 87 and 77, and 87 with twice the warps (H200, jax 0.11.2)
+        block_rows = 64 if tokens * group <= 2048 else 128
+        # keys and values of three stages and the queries lie in 228 KiB of shared memory
+        block_keys = min(128, max(16, 8192 // head_dim))
+        return cls(block_rows, block_keys, num_warps=4, num_stages=3)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int) -> jax.Array:
+    """What each program does, i32 ``[tiles, 4]``: segment, first row, tokens, keys of the last.
+
+    The segment is -1 where there is no such tile. Padding rows are tiles of segment 0 with no keys.
+    Later tiles of a segment have more keys: the order is reversed, so that the last programs to
+    start are short. Jitted, so that a model that calls it in each layer traces it once.
+    """
+    firsts, ends = _bounds(counts, rows)
+    segments = counts.shape[0]
+    # one more segment: the padding
+    firsts = jnp.concatenate([firsts, ends[-1:]])
+    ends = jnp.concatenate([ends, jnp.full((1,), rows, jnp.int32)])
+    tile_ends = jnp.cumsum((ends - firsts + tile_tokens - 1) // tile_tokens, dtype=jnp.int32)
+    tile_firsts = jnp.concatenate([jnp.zeros((1,), jnp.int32), tile_ends[:-1]])
+    # each segment and the padding have at most one tile that is not full
+    tiles = min(rows, rows // tile_tokens + segments + 1)
+    tile = jnp.arange(tiles - 1, -1, -1, dtype=jnp.int32)
+    segment = jnp.sum(tile[:, None] >= tile_ends, axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(segment, segments)
+    token = (tile - tile_firsts[owner]) * tile_tokens
+    row = firsts[owner] + token
+    tokens = jnp.minimum(ends[owner] - row, tile_tokens)
+    is_padding = segment >= segments
+    keys = jnp.where(is_padding, 0, starts[jnp.minimum(segment, segments - 1)] + token + tokens)
+    segment = jnp.where(is_padding, jnp.where(segment > segments, -1, 0), segment)
+    return jnp.stack([segment, row, tokens, keys], axis=1)
+
+
+def specjax_prefill_attention(
+    *refs: Any, tiles: PrefillTiles, page_size: int, scale: float
+) -> None:
+    """One program: a tile of query rows of one KV head and one segment over all keys it sees."""
+    layer_ref, map_ref, table_ref, q_ref, pool_ref, out_ref = refs
+    group = q_ref.shape[1] // pool_ref.shape[3]
+    layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
+    segment, first_row, tokens, total = (map_ref[tile, i] for i in range(4))
+
+    @pl.when(segment >= 0)
+    def _() -> None:
+        # Rows behind the last member of a group repeat the first ones, tokens behind the last one
+        # repeat it: they store the same values to the same places.
+        row = jnp.arange(tiles.block_rows) % (tiles.block_rows // group * group)
+        token = jnp.minimum(row // group, tokens - 1)
+        member = head * group + row % group
+        q = q_ref[first_row + token, member, :]
+        first_position = total - tokens
+
+        def step(
+            i: jax.Array, carry: tuple[jax.Array, ...], *, is_masked: bool
+        ) -> tuple[jax.Array, ...]:
+            best, weight, mixed = carry
+            position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
+            # past the end the last key is read again and masked: no masked load, no wild address
+            key = jnp.minimum(position, total - 1) if is_masked else position
+            page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
+            slot = page * page_size + key % page_size
+            k = pool_ref[layer, slot, 0, head, :]
+            v = pool_ref[layer, slot, 1, head, :]
+            scores = _row_dot(q, k, transpose=True) * (scale * LOG2E)
+            if is_masked:
+                visible = (position - first_position)[None, :] <= token[:, None]
+                scores = jnp.where(visible, scores, NEGATIVE)
+            new_best = jnp.maximum(best, jnp.max(scores, axis=1))
+            # every row sees key 0, so new_best is a score, and a masked key weighs exactly 0
+            weights = jnp.exp2(scores - new_best[:, None])
+            decay = jnp.exp2(best - new_best)
+            mixed = mixed * decay[:, None] + _row_dot(weights.astype(v.dtype), v, transpose=False)
+            return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
+
+        carry = (
+            jnp.full((tiles.block_rows,), NEGATIVE, jnp.float32),
+            jnp.zeros((tiles.block_rows,), jnp.float32),
+            jnp.zeros((tiles.block_rows, q.shape[1]), jnp.float32),
+        )
+        # the first token of the tile sees all keys of these blocks
+        unmasked = jnp.maximum(first_position + 1, 0) // tiles.block_keys
+        blocks = (total + tiles.block_keys - 1) // tiles.block_keys
+        carry = jax.lax.fori_loop(0, unmasked, partial(step, is_masked=False), carry)
+        masked = partial(step, is_masked=True)
+        _, weight, mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)
+        # the best key weighs 1, so this changes the weight of padding alone: 0 / 1 there
+        out = mixed / jnp.maximum(weight, 1.0)[:, None]
+        out_ref[first_row + token, member, :] = out.astype(out_ref.dtype)
+
+
+def prefill_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: int,
+    page_table: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    page_size: int,
+    implementation: str,
+    tiles: PrefillTiles | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Causal attention of W packed tokens of G requests over their pages.
+
+    Args:
+        q: ``[W, N, H]``, rotated queries: ``counts[0]`` rows of segment 0, then those of segment 1
+            and so on, then padding.
+        pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
+        layer: index into L.
+        page_table: i32 ``[G, P]``; entries behind a request's pages are 0.
+        starts: i32 ``[G]``, position of each segment's first token.
+        counts: i32 ``[G]``, tokens of each segment; 0 is none. Their sum is at most W.
+        page_size: tokens a page.
+        implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs:
+            its work follows the tokens and keys that are there) or ``"reference"``; both other
+            forms compute all W rows for every segment up to the last that has tokens.
+        tiles: launch shape of the Pallas kernel; ``None`` chooses one.
+        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
+
+    Returns:
+        ``[W, N, H]`` in the dtype of ``q``; zeros in padding rows.
+
+    Raises:
+        ValueError: for shapes that do not belong together or an unknown implementation.
+        NotImplementedError: by the Pallas kernel, for a head dim that is no power of two from 16
+            to 256 or more query heads a KV head than a tile has rows.
+    """
+    check_implementation(implementation, IMPLEMENTATIONS)
+    if q.ndim != 3 or pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[2]:
+        raise ValueError(
+            f"q {q.shape} and pool {pool.shape} must be [W, N, H] and [L, _, 2, KV, H]"
+        )
+    if q.shape[1] % pool.shape[3]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {pool.shape[3]} KV heads")
+    if not page_table.shape[:1] == starts.shape == counts.shape:
+        raise ValueError(
+            f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "
+            "be [G, P], [G] and [G]"
+        )
+    if implementation != "pallas":
+
+        def attention(rows: jax.Array, g: jax.Array) -> jax.Array:
+            table, start = page_table[g][None], starts[g][None]
+            is_chunked = implementation == "chunked"
+            return _dense_or_chunked(
+                rows[None], pool, layer, table, start, None, page_size, is_chunked
+            )[0]
+
+        return _by_segment(q, counts, attention)
+    rows, heads, dim = q.shape
+    group = heads // pool.shape[3]
+    if tiles is None:
+        tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=pool.dtype)
+    if not has_kernel(dim) or group > tiles.block_rows:
+        raise NotImplementedError(
+            f"head dim {dim} (a power of two, 16 to 256) and {group} query heads a KV head (at "
+            f"most {tiles.block_rows}) are not supported by the Pallas kernel; use "
+            "implementation='reference'"
+        )
+    tile_map = _tile_map(starts, counts, rows, tiles.block_rows // group)
+    return triton_call(
+        partial(specjax_prefill_attention, tiles=tiles, page_size=page_size, scale=dim**-0.5),
+        grid=(pool.shape[3], tile_map.shape[0]),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(
+        # an operand, so that all layers of a model share one compiled kernel
+        jnp.full((1,), layer, jnp.int32),
+        tile_map,
+        page_table,
+        q,
+        pool,
+    )

@@ -1,0 +1,71 @@
+"""Draws of every form against the noise of jax.random."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.draw_tokens import draw_tokens, position_noise
+
+from .lowering import lower_for_cuda
+from .runs import DEVICE, RUNS, run_jitted
+
+
+def case(rows, size):
+    rng = np.random.default_rng(size)
+    logits = (3 * rng.normal(size=(rows, size))).astype(np.float32)
+    logits[1, :3] = -np.inf
+    temperatures = rng.choice([0.0, 0.3, 1.0, 4.0], size=rows).astype(np.float32)
+    temperatures[:2] = 0.0, 1.0
+    thresholds = np.where(rng.random(rows) < 0.5, -np.inf, 0.5).astype(np.float32)
+    seeds = rng.integers(0, 2**32, size=(rows, 2), dtype=np.uint32)
+    return logits, temperatures, thresholds, seeds, rng.integers(0, 9999, rows).astype(np.int32)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("rows", "size"), [(40, 61), (8, 9000)])
+def test_equals_numpy(run, rows, size):
+    logits, temperatures, thresholds, seeds, positions = arguments = case(rows, size)
+    found = run_jitted(draw_tokens, run, *arguments)
+    noise = np.asarray(position_noise(jnp.asarray(seeds), jnp.asarray(positions), size), np.float64)
+    for row, temperature, limit, own, token in zip(
+        logits, temperatures, thresholds, noise, found, strict=True
+    ):
+        if temperature == 0:
+            assert token == np.argmax(row)
+            continue
+        scaled = row / temperature
+        noisy = np.where(scaled >= limit, scaled + own, -np.inf)
+        # logarithms of two libraries may differ in the last bit
+        assert noisy[token] >= noisy.max() - 1e-5
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_lowest_of_equal_tokens_is_the_best(run):
+    logits = np.zeros((2, 9000), np.float32)
+    logits[0, [7, 5000]] = logits[1, [4500, 8999]] = 2.0
+    zeros = np.zeros(2, np.float32)
+    arguments = zeros, -np.inf + zeros, np.zeros((2, 2), np.uint32), np.zeros(2, np.int32)
+    assert run_jitted(draw_tokens, run, logits, *arguments).tolist() == [7, 4500]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nan_gives_a_token_of_the_vocabulary(run):
+    logits = np.full((2, 70), np.nan, np.float32)
+    arguments = np.array([0, 1], np.float32), np.full(2, -np.inf, np.float32)
+    found = run_jitted(
+        draw_tokens, run, logits, *arguments, np.zeros((2, 2), np.uint32), np.zeros(2, np.int32)
+    )
+    assert ((found >= 0) & (found < 70)).all()
+
+
+def test_lowers_for_cuda():
+    floats, words = jax.ShapeDtypeStruct((4,), jnp.float32), jnp.uint32
+    text = lower_for_cuda(
+        lambda *arguments: draw_tokens(*arguments, **DEVICE),
+        jax.ShapeDtypeStruct((4, 128256), jnp.float32),
+        floats,
+        floats,
+        jax.ShapeDtypeStruct((4, 2), words),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+    )
+    assert "specjax_draw_tokens" in text

@@ -1,0 +1,259 @@
+"""Prefill attention: every implementation against a dense computation in numpy float64."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.prefill_attention import PrefillTiles, _tile_map, prefill_attention
+
+from .lowering import lower_for_cuda
+
+
+class Case(NamedTuple):
+    tokens: int
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+
+
+CASES = [
+    # segments of none and of one, at the start, between and at the end; padding behind them
+    Case(40, (0, 1, 17, 0, 9, 0), (5, 30, 0, 7, 70, 0), 4, 1, 16, 4),
+    # one segment that is the whole row
+    Case(48, (48,), (0,), 2, 2, 32, 1),
+    Case(48, (48,), (100,), 9, 3, 64, 16),
+    # no padding, several tiles a segment
+    Case(150, (90, 60), (33, 0), 6, 2, 16, 16),
+    # nothing at all
+    Case(8, (0, 0), (3, 0), 4, 4, 16, 4),
+]
+GPU_CASES = [
+    *CASES,
+    Case(1024, (1, 300, 0, 140, 33), (900, 0, 3, 211, 64), 8, 2, 128, 16),
+    Case(1024, (600,), (48,), 6, 2, 64, 16),
+    Case(400, (130, 29, 128, 27), (0, 128, 63, 300), 2, 1, 256, 64),
+    Case(2048, tuple(range(0, 32, 2)), tuple(range(160, 0, -10)), 32, 8, 128, 16),
+]
+REFERENCE = partial(prefill_attention, implementation="reference")
+CHUNKED = partial(prefill_attention, implementation="chunked")
+PALLAS = partial(prefill_attention, implementation="pallas", interpret=False)
+INTERPRET = partial(prefill_attention, implementation="pallas", interpret=True)
+FORMS = pytest.mark.parametrize(
+    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
+)
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def make_case(case, dtype, seed=0, pages=None):
+    """Arguments; all that no row may see is NaN: pages of no segment and queries of padding."""
+    rng = np.random.default_rng(seed)
+    counts, starts = np.array(case.counts), np.array(case.starts)
+    used = np.where(counts > 0, -(-(starts + counts) // case.page_size), 0)
+    pages = pages or max(used.max(), 1) + 1
+    num_pages = len(counts) * pages + 1
+    free = rng.permutation(np.arange(1, num_pages))
+    # the table of a segment of count 0 names pages too: nobody's
+    held = np.where(counts > 0, used, 1)
+    table = np.zeros((len(counts), pages), np.int32)
+    pool = np.full((2, num_pages, case.page_size, 2, case.kv_heads, case.dim), np.nan, np.float32)
+    pool[:, 0] = rng.standard_normal(pool[:, 0].shape)
+    for g, n in enumerate(held):
+        table[g, :n], free = free[:n], free[n:]
+        if counts[g]:
+            pool[:, table[g, :n]] = rng.standard_normal(pool[:, table[g, :n]].shape)
+    q = rng.standard_normal((case.tokens, case.heads, case.dim))
+    q[counts.sum() :] = np.nan
+    ints = [jnp.asarray(x, jnp.int32) for x in (table, starts, counts)]
+    pool = pool.reshape(2, num_pages * case.page_size, *pool.shape[3:])
+    return jnp.asarray(q, dtype), jnp.asarray(pool, dtype), *ints
+
+
+def brute_force(q, pool, table, starts, counts, page_size, layer=1):
+    """Segment by segment in float64 over an explicit list of slots."""
+    q, pool, table, starts, counts = (np.asarray(x) for x in (q, pool, table, starts, counts))
+    q, pool = q.astype(np.float64), pool[layer].astype(np.float64)
+    out = np.zeros_like(q)
+    group = q.shape[1] // pool.shape[2]
+    for g, end in enumerate(np.cumsum(counts)):
+        own = slice(end - counts[g], end)
+        keys = np.arange(starts[g] + counts[g])
+        kv = pool[table[g, keys // page_size] * page_size + keys % page_size]
+        visible = keys <= (starts[g] + np.arange(counts[g]))[:, None]
+        for n in range(q.shape[1] if counts[g] else 0):
+            scores = q[own, n] @ kv[:, 0, n // group].T / np.sqrt(q.shape[2])
+            scores = np.where(visible, scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[own, n] = weights @ kv[:, 1, n // group] / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+def check(function, case, dtype):
+    compare(jitted(function, case), case, dtype, make_case(case, dtype))
+
+
+def jitted(function, case):
+    return jax.jit(
+        lambda q, pool, table, starts, counts: function(
+            q, pool, 1, table, starts, counts, page_size=case.page_size
+        )
+    )
+
+
+def compare(call, case, dtype, arguments):
+    expected = brute_force(*arguments, case.page_size)
+    out = call(*arguments)
+    assert out.dtype == arguments[0].dtype
+    out = np.asarray(out, np.float64)
+    assert np.isfinite(out).all()
+    assert (out[sum(case.counts) :] == 0).all()
+    assert np.abs(out - expected).max() <= BOUNDS[dtype] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (CASES[0], "float32"),
+        (CASES[1], "float32"),
+        (CASES[2], "bfloat16"),
+        (CASES[3], "bfloat16"),
+        (CASES[4], "float32"),
+    ],
+    ids=str,
+)
+@FORMS
+def test_equals_brute_force(function, case, dtype):
+    check(function, case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_kernel_on_gpu(case, dtype):
+    check(PALLAS, case, dtype)
+
+
+def random_cases(number):
+    rng = np.random.default_rng(7)
+    for _ in range(number):
+        ends = np.sort(rng.integers(0, 61, size=5))
+        counts = np.diff(ends, prepend=0)
+        counts[rng.random(5) < 0.3] = 0
+        starts = rng.integers(0, 80, size=5) * rng.integers(0, 2, size=5)
+        yield Case(60, tuple(map(int, counts)), tuple(map(int, starts)), 3, 1, 16, 4)
+
+
+@FORMS
+def test_random_counts(function):
+    tiles = PrefillTiles(block_rows=32, block_keys=16, num_warps=4, num_stages=2)
+    if function is INTERPRET:
+        function = partial(function, tiles=tiles)
+    call = None
+    for seed, case in enumerate(random_cases(12)):
+        call = call or jitted(function, case)
+        compare(call, case, "float32", make_case(case, "float32", seed, pages=36))
+
+
+@pytest.mark.parametrize(("block_rows", "block_keys"), [(16, 32), (64, 16)])
+def test_tiles_do_not_change_the_result(block_rows, block_keys):
+    tiles = PrefillTiles(block_rows, block_keys, num_warps=4, num_stages=2)
+    check(partial(INTERPRET, tiles=tiles), CASES[3], "float32")
+
+
+def test_kernel_reads_no_slot_behind_the_end():
+    """Keys past the end are the last one again: NaN there, and in page 0, goes nowhere."""
+    case = CASES[0]
+    q, pool, table, starts, counts = make_case(case, "float32")
+    for g, end in enumerate(np.add(case.starts, case.counts)):
+        behind = np.arange(end, -(-end // case.page_size) * case.page_size)
+        slots = np.asarray(table)[g, behind // case.page_size] * case.page_size
+        pool = pool.at[:, slots + behind % case.page_size].set(jnp.nan)
+    pool = pool.at[:, : case.page_size].set(jnp.nan)
+    compare(jitted(INTERPRET, case), case, "float32", (q, pool, table, starts, counts))
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 5, 16, 64])
+def test_each_row_is_in_one_tile(tile_tokens):
+    rng = np.random.default_rng(0)
+    for counts in [*rng.integers(0, 12, size=(20, 5)), np.array([0, 60, 0, 0, 0]), np.zeros(5)]:
+        starts = rng.integers(0, 50, size=5)
+        ints = [jnp.asarray(x, jnp.int32) for x in (starts, counts)]
+        tile_map = np.asarray(_tile_map(*ints, 60, tile_tokens))
+        assert len(tile_map) <= min(60, 60 // tile_tokens + 6)
+        ends = np.cumsum(counts)
+        times = np.zeros(60, int)
+        for segment, row, tokens, keys in tile_map[tile_map[:, 0] >= 0]:
+            assert 1 <= tokens <= tile_tokens
+            times[row : row + tokens] += 1
+            if row >= ends[-1]:
+                assert keys == 0
+            else:
+                assert row >= ends[segment] - counts[segment]
+                assert row + tokens <= ends[segment]
+                assert keys == starts[segment] + counts[segment] - (ends[segment] - row - tokens)
+        assert (times == 1).all()
+
+
+def lowered(tokens, heads, kv_heads, dim, page_size, segments, pages, dtype, layer=1):
+    shapes = [
+        ((tokens, heads, dim), dtype),
+        ((2, (segments * pages + 1) * page_size, 2, kv_heads, dim), dtype),
+        ((segments, pages), jnp.int32),
+        ((segments,), jnp.int32),
+        ((segments,), jnp.int32),
+    ]
+    return lower_for_cuda(
+        lambda q, pool, *ints: PALLAS(q, pool, layer, *ints, page_size=page_size),
+        *(jax.ShapeDtypeStruct(*shape) for shape in shapes),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(8192, 32, 8, 128, 16, 64, 128), (512, 9, 3, 64, 16, 4, 20)], ids=str
+)
+def test_lowers_for_cuda(shape, dtype):
+    assert "specjax_prefill_attention" in lowered(*shape, dtype)
+
+
+def test_layers_share_one_kernel():
+    """The layer is an operand: two layers lower to the same kernel text."""
+    texts = [lowered(64, 4, 2, 16, 4, 2, 20, "bfloat16", layer) for layer in (0, 1)]
+    kernels = [
+        [line for line in text.splitlines() if "specjax_prefill_attention" in line]
+        for text in texts
+    ]
+    assert kernels[0]
+    assert [k.split("backend_config")[-1] for k in kernels[0]] == [
+        k.split("backend_config")[-1] for k in kernels[1]
+    ]
+
+
+def test_what_is_refused():
+    q, pool, *ints = make_case(CASES[0], "float32")
+    with pytest.raises(NotImplementedError, match="head dim 12 "):
+        PALLAS(q[..., :12], pool[..., :12], 0, *ints, page_size=4)
+    with pytest.raises(NotImplementedError, match=r"80 query heads a KV head \(at most 64\)"):
+        PALLAS(jnp.tile(q, (1, 20, 1)), pool, 0, *ints, page_size=4)
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        prefill_attention(q, pool, 0, *ints, page_size=4, implementation="fast")
+    with pytest.raises(ValueError, match="no multiple of"):
+        REFERENCE(q[:, :3], jnp.tile(pool, (1, 1, 1, 2, 1)), 0, *ints, page_size=4)
+    with pytest.raises(ValueError, match="must be"):
+        REFERENCE(q, pool[..., :8], 0, *ints, page_size=4)
+    with pytest.raises(ValueError, match=r"starts \(5,\)"):
+        REFERENCE(q, pool, 0, ints[0], ints[1][:5], ints[2], page_size=4)
+    with pytest.raises(ValueError, match="block_rows=48"):
+        PrefillTiles(block_rows=48, block_keys=16, num_warps=4, num_stages=2)
+
+
+def test_choice_of_tiles():
+    choose = partial(PrefillTiles.choose, group=4)
+    assert choose(tokens=8192, head_dim=128, dtype=jnp.bfloat16) == PrefillTiles(128, 64, 4, 3)
+    assert choose(tokens=256, head_dim=64, dtype=jnp.bfloat16) == PrefillTiles(64, 128, 4, 3)
+    assert choose(tokens=8192, head_dim=128, dtype=jnp.float32) == PrefillTiles(64, 32, 4, 2)
