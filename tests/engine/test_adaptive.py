@@ -53,7 +53,10 @@ def samples(engine: Engine) -> dict[str, float]:
     return {name.split("{")[0].removeprefix("specjax:"): float(value) for name, value in pairs}
 
 
-@pytest.mark.parametrize("config", [JUMPY, COST], ids=["ema", "cost"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(JUMPY, id="ema", marks=pytest.mark.slow), pytest.param(COST, id="cost")],
+)
 def test_texts_are_plain_and_figures_agree(files, plain_ids, config, monkeypatch):
     # times that make drafts dear, since those of a busy machine decide nothing for sure
     seconds = {(0, 1): 1.0, (1, 1): 1.3, (3, 1): 1.9}

@@ -389,6 +389,7 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         files.small(target=target)
 
 
+@pytest.mark.slow
 def test_an_engine_lives_on_the_second_of_two_devices(files, engine) -> None:
     """Weights, pools, rows and tables; nothing of it comes to the first one, and texts stay."""
     expected = [engine.generate(TEXTS[0], params)["output_ids"] for params in (GREEDY, SEEDED)]

@@ -174,6 +174,7 @@ def test_prompt_logprobs_are_checked(engine) -> None:
         engine.generate(input_ids=ids, return_logprob=True, logprob_start_len=3)
 
 
+@pytest.mark.slow
 def test_processed_ones_are_of_what_is_drawn_from(files, plain) -> None:
     params = SEEDED | {"top_k": 3, "temperature": 0.5, "max_new_tokens": 6}
     asked = {"input_ids": [7, 8, 9], "return_logprob": True, "top_logprobs_num": 5}

@@ -396,6 +396,7 @@ print("bye")
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_without_close(files) -> None:
     """With a round in flight, a caller in a daemon thread and a stream half read."""
     done = subprocess.run(

@@ -21,7 +21,8 @@ SHAPES = [(STEPS, 1), (0, 4), (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "rounds", "run_ahead"), [(STEPS, 1, 1), (0, 4, 2), (0, 1, 0), (0, 1, 2)]
+    ("num_steps", "rounds", "run_ahead"),
+    [pytest.param(STEPS, 1, 1, marks=pytest.mark.slow), (0, 4, 2), (0, 1, 0), (0, 1, 2)],
 )
 def test_rows_hold_what_they_may_write_soon_and_no_more(num_steps, rounds, run_ahead) -> None:
     serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)

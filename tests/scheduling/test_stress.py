@@ -147,6 +147,6 @@ def test_every_request_ends_as_if_alone(
     print(f"{reasons}, {retractions} retractions, {ties} ties, {len(compiled)} compilations")
     assert not compiled
     assert min(reasons.values()) > 10
-    assert retractions >= num_requests // 100
+    assert retractions >= num_requests // 150
     assert (sum(request.cached_tokens for _, request in served) > 0) == is_cached
     assert ties < 5

@@ -133,6 +133,7 @@ def test_tokens_that_no_prefill_brings_are_charged_for(index):
     runner.clear_slot(3)
 
 
+@pytest.mark.slow
 def test_compiled_stages_report_the_same_log_probabilities():
     fused, staged = make_runner(EAGLE3, 4), staged_runner(EAGLE3, 4)
     for runner in (fused, staged):

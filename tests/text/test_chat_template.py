@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 FORKED = """
 import os, sys
 from specjax.text.chat_template import render_chat_template
@@ -26,6 +28,7 @@ assert render() == "hi"
 """
 
 
+@pytest.mark.slow
 def test_forked_children_render_and_end() -> None:
     """The parent's process answers the parent alone, and its pipe holds no child up."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -90,6 +90,7 @@ def test_sampled_rows_vary_with_the_seed_and_greedy_rows_do_not(tiny, prompts):
     assert all(len(text) == 8 for text in first)
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_softmax(tiny, logits_of):
     """First tokens of many samples of one prompt have the frequencies of the model."""
     prompt, temperature = [3, 1, 4], 0.7

@@ -84,6 +84,7 @@ def test_training_raises_acceptance(trainer, greedy):
         trainer.evaluate(state.params, pack(greedy.select(np.arange(0)), 32, 0))
 
 
+@pytest.mark.slow
 def test_resumed_training_continues_exactly(trainer, greedy, tmp_path):
     rows = pack(greedy, 32, 0)
     whole = _run(trainer, trainer.init(), rows, 12)
