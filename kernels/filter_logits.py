@@ -182,15 +182,12 @@ def specjax_logit_thresholds(
             keys = [jnp.minimum(low + jnp.uint32(j) * step, high) for j in (1, 2, 3)]
             values = [_value(key) for key in keys]
             counts, weights = measure(*values, floor=floor, weighted=weighted)
-            for key, num, reached in zip(
-                keys, counts, weights if weighted else counts, strict=True
-            ):
+            probes = list(zip(keys, counts, weights if weighted else counts, strict=True))
+            for key, num, reached in probes:
                 is_reached = (reached >= goal) & (key < high)
                 low = jnp.where(is_reached, key, low)
                 num_low = jnp.where(is_reached, num, num_low)
-            for key, num, reached in zip(
-                keys[::-1], counts[::-1], (weights if weighted else counts)[::-1], strict=True
-            ):
+            for key, num, reached in reversed(probes):
                 # whatever is compared, an end moves
                 is_past = ~(reached >= goal) & (key < high)
                 high = jnp.where(is_past, key, high)

@@ -20,9 +20,9 @@ from specjax.kernels.tree_attention import (
     IMPLEMENTATIONS,
     LOG2E,
     NEGATIVE,
-    _dense_or_chunked,
-    _row_dot,
     has_kernel,
+    row_dot,
+    tree_attention,
 )
 
 
@@ -136,7 +136,7 @@ def specjax_prefill_attention(
             slot = page * page_size + key % page_size
             k = pool_ref[layer, slot, 0, head, :]
             v = pool_ref[layer, slot, 1, head, :]
-            scores = _row_dot(q, k, transpose=True) * (scale * LOG2E)
+            scores = row_dot(q, k, transpose=True) * (scale * LOG2E)
             if is_masked:
                 visible = (position - first_position)[None, :] <= token[:, None]
                 scores = jnp.where(visible, scores, NEGATIVE)
@@ -144,7 +144,7 @@ def specjax_prefill_attention(
             # every row sees key 0, so new_best is a score, and a masked key weighs exactly 0
             weights = jnp.exp2(scores - new_best[:, None])
             decay = jnp.exp2(best - new_best)
-            mixed = mixed * decay[:, None] + _row_dot(weights.astype(v.dtype), v, transpose=False)
+            mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
             return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
 
         carry = (
@@ -216,11 +216,9 @@ def prefill_attention(
     if implementation != "pallas":
 
         def attention(rows: jax.Array, g: jax.Array) -> jax.Array:
-            table, start = page_table[g][None], starts[g][None]
-            is_chunked = implementation == "chunked"
-            return _dense_or_chunked(
-                rows[None], pool, layer, table, start, None, page_size, is_chunked
-            )[0]
+            request = page_table[g][None], starts[g][None], None
+            form = {"page_size": page_size, "implementation": implementation}
+            return tree_attention(rows[None], pool, layer, *request, **form)[0]
 
         return _by_segment(q, counts, attention)
     rows, heads, dim = q.shape

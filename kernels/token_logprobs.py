@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
-from specjax.kernels.filter_logits import scale_logits
-
-BLOCK, NUM_WARPS = 8192, 16
+from specjax.kernels.filter_logits import BLOCK, NUM_WARPS, scale_logits
 
 
 def _kept(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:

@@ -204,7 +204,7 @@ def specjax_tree_attention(
         slot = page * page_size + key % page_size
         k = pool_ref[layer, slot, 0, head, :]
         v = pool_ref[layer, slot, 1, head, :]
-        scores = _row_dot(q, k, transpose=True) * (scale * LOG2E)
+        scores = row_dot(q, k, transpose=True) * (scale * LOG2E)
         offset = position - seq_len
         if words:
             word = jnp.where((offset >= 32)[None, :], words[1][:, None], words[0][:, None])
@@ -217,7 +217,7 @@ def specjax_tree_attention(
         new_best = jnp.maximum(best, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp2(scores - new_best[:, None]), 0.0)
         decay = jnp.exp2(best - new_best)
-        mixed = mixed * decay[:, None] + _row_dot(weights.astype(v.dtype), v, transpose=False)
+        mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
         return new_best, weight * decay + jnp.sum(weights, axis=1), mixed
 
     carry = (
@@ -248,7 +248,7 @@ def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: An
     out_ref[request, token, member, :] = (mixed / weight).astype(out_ref.dtype)
 
 
-def _row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
+def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands stay IEEE float32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracting = ((1,), (1 if transpose else 0,))

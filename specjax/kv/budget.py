@@ -125,15 +125,12 @@ class PageBudget:
         """What the running requests leave to new ones, until they are dispatched or read again."""
         return Room(sum(map(self._may_grow, running)), sum(map(self._spare, running)))
 
-    def admit(
-        self, holding: PageHolding, running: Sequence[PageHolding], room: Room | None = None
-    ) -> bool:
+    def admit(self, holding: PageHolding, running: Sequence[PageHolding], room: Room) -> bool:
         """Give a new holding the pages of its text and of its first rounds, cached ones first.
 
-        False, and nothing is given, where that would leave the running requests too few. ``room``,
-        if it is known, is kept up to date.
+        False, and nothing is given, where that would leave the running requests too few. ``room``
+        is theirs, and kept up to date.
         """
-        room = self.room(running) if room is None else room
         match = self._cache.match(holding.prefill_ids, holding.num_cacheable)
         self._cache.lock(match.node)
         holding.node, holding.pages = match.node, match.pages
@@ -149,11 +146,10 @@ class PageBudget:
                     "nothing runs; pages were lost"
                 )
             return False
-        if count > self._available(()):
-            holding.pages = holding.pages + self._take(count, running)
-            room.spare = sum(map(self._spare, running))
-        else:
-            holding.pages = holding.pages + self._take(count, ())
+        takes_spare = count > self._available(())
+        holding.pages = holding.pages + self._take(count, running)
+        if takes_spare:
+            room.spare = self.room(running).spare
         room.held_back += may_grow
         return True
 

@@ -101,14 +101,11 @@ class RoundFunctions:
             if stages:
                 yield from self._stages(shape)
         options = PREFILL_OPTIONS if config.on_gpu else None
-        for width in config.prefill_buckets:
+        prefills = [("prefill", width, False) for width in config.prefill_buckets]
+        for name, width, logs in [*prefills, ("prefill_logprobs", config.logprob_bucket, True)]:
             limit = config.max_chunks(width)
-            prefill = self.bind(prefill_chunks, config.largest, limit=limit)
-            yield ("prefill", width), prefill, self._with(limit * HEADER + width), options
-        width = config.logprob_bucket
-        limit = config.max_chunks(width)
-        prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=True)
-        yield ("prefill_logprobs", width), prefill, self._with(limit * HEADER + width), options
+            prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=logs)
+            yield (name, width), prefill, self._with(limit * HEADER + width), options
         record = jax.jit(record_cached, donate_argnums=0)
         arguments = (self._common[2].future, self._ints(), self._ints(config.context))
         yield ("record_cached",), record, arguments, None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from specjax.adaptive.controller import AdaptiveController
-from specjax.kv.budget import PageBudget
+from specjax.kv.budget import PageBudget, Room
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics.totals import Totals
@@ -84,7 +84,6 @@ class Scheduler:
         # while positive the next request waits for pages: for so many steps, or until a running
         # one gives some back
         self._blocked_steps = 0
-        self._room = self._budget.room(())
         self._stalled_tokens = 0  # of prompts, that rounds waited for in this burst
 
     @property
@@ -161,8 +160,9 @@ class Scheduler:
             self.abort(request, f"the timeout of {request.timeout} s has passed")
         has_unread = bool(self._in_flight)
         self._blocked_steps = max(0, self._blocked_steps - 1)
-        prefills_first = self._prefills_first()
-        has_dispatched = self._prefill(prefills_first)
+        num_starting = self._num_starting()
+        prefills_first = self._prefills_first(num_starting)
+        has_dispatched = num_starting > 0 and self._prefill(prefills_first)
         rows = [] if has_dispatched and prefills_first else self._rows_with_pages()
         if rows:
             self._dispatch_round(rows)
@@ -193,17 +193,25 @@ class Scheduler:
 
     # dispatching
 
-    def _prefills_first(self) -> bool:
+    @property
+    def _is_prefilling(self) -> bool:
+        """Whether the prompt of the newest running request, the only one, is not done."""
+        return bool(self._running) and not self._running[-1].is_prefilled
+
+    def _num_starting(self) -> int:
+        """Requests whose prompts could be computed now, if there are pages for them."""
+        if self._blocked_steps:
+            return int(self._is_prefilling)
+        return self._is_prefilling + min(len(self._waiting), len(self._free_slots))
+
+    def _prefills_first(self, num_starting: int) -> bool:
         """Whether no round runs before the requests that could start have started.
 
         A round of few rows takes nearly as long as one of many. So it waits where at least a
         quarter as many requests could start as decode, and more than one: a burst has come, or most
         of a batch has ended together. In a burst it waits for ``MAX_STALL`` tokens at most.
         """
-        num_decoding = sum(row.is_prefilled for row in self._running)
-        num_starting = len(self._running) - num_decoding
-        if not self._blocked_steps:
-            num_starting += min(len(self._waiting), len(self._free_slots))
+        num_decoding = len(self._running) - self._is_prefilling
         is_burst = num_starting > 1 and 4 * num_starting >= num_decoding
         if num_decoding == 0 or not is_burst:
             self._stalled_tokens = 0
@@ -212,14 +220,15 @@ class Scheduler:
     def _prefill(self, is_first: bool) -> bool:
         """Dispatch chunks of prompts up to a budget of tokens; returns whether there were any."""
         config = self._runner.config
-        # where the device has nothing to do, it gets the first tokens while others are admitted
-        budget = config.prefill_buckets[-1 if self._in_flight else -2 :][0]
-        if not is_first:
-            budget = min(budget, config.mixed_prefill_tokens)
-        self._room = self._budget.room(self._running)
+        buckets = config.prefill_buckets
+        if not self._in_flight:
+            # the device has nothing to do: it gets the first tokens while others are admitted
+            buckets = buckets[:-1] or buckets
+        budget = buckets[-1] if is_first else min(buckets[-1], config.mixed_prefill_tokens)
+        room = self._budget.room(self._running)
         pieces: list[PromptPiece] = []
         duplicates: list[RunningRequest] = []
-        while budget > 0 and (row := self._row_to_prefill()) is not None:
+        while budget > 0 and (row := self._row_to_prefill(room)) is not None:
             end = min(row.kv_len + budget, len(row.prefill_ids))
             missing = row.request.missing_logprobs
             if missing is not None and row.kv_len < missing < end:
@@ -232,7 +241,8 @@ class Scheduler:
             if row.is_prefilled and not self._budget.share(row, is_dispatched=False):
                 duplicates.append(row)
         has_pieces = bool(pieces)
-        self._stalled_tokens += is_first * sum(piece.num_tokens for piece in pieces)
+        if is_first:
+            self._stalled_tokens += sum(piece.num_tokens for piece in pieces)
         while pieces:
             pieces = self._dispatch_chunks(pieces)
         for row in duplicates:
@@ -261,9 +271,9 @@ class Scheduler:
         self._in_flight.add_prefill(taken, result)
         return list(rest)
 
-    def _row_to_prefill(self) -> RunningRequest | None:
+    def _row_to_prefill(self, room: Room) -> RunningRequest | None:
         """The newest running request where its prefill is not done, else the next one waiting."""
-        if self._running and not self._running[-1].is_prefilled:
+        if self._is_prefilling:
             return self._running[-1]
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
@@ -275,7 +285,7 @@ class Scheduler:
             max_kv_tokens=request.max_kv_tokens,
             num_cacheable=request.num_cacheable,
         )
-        if not self._budget.admit(row, self._running, self._room):
+        if not self._budget.admit(row, self._running, room):
             self._blocked_steps = RETRY_STEPS
             return None
         # from here on the request is found among the running, whatever the runner raises

@@ -126,7 +126,7 @@ def test_retractions_make_admissions_more_careful() -> None:
             max_kv_tokens=request.max_kv_tokens,
             num_cacheable=request.num_cacheable,
         )
-        is_admitted = budget.admit(row, serving.rows)
+        is_admitted = budget.admit(row, serving.rows, budget.room(serving.rows))
         if is_admitted:
             budget.release(row, None)
         return is_admitted

@@ -158,7 +158,7 @@ def test_the_rate_follows_from_the_capacity(fake, tmp_path, capsys):
         assert row["total_output_tokens"] == second["total_output_tokens"]
         assert 1 <= row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
         assert row["accept_length_pooled"] > 0
-    assert first["running_max"] == 20
+    assert 1 <= first["running_max"] <= 20
     settings = result["settings"]
     assert (settings["model"], settings["dtype"]) == ("tiny", "float32")
     assert (settings["utilization"], settings["prompt_len"]) == (0.5, [3, 9])
