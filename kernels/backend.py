@@ -9,6 +9,7 @@ every output element is written or aliased to an initialised input, and the Pyth
 is the name that profiles show.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -17,8 +18,14 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxlib.triton import dialect
 
 IMPLEMENTATIONS = ("xla", "pallas")
+
+# MLIR's bindings look for the module of a dialect under this name whenever they return one of its
+# types. jaxlib has it elsewhere, and every search through the path was in vain: half of the time to
+# lower a kernel (jax 0.10 to 0.12).
+sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
 # Read and write ``ref.at[index]`` where ``mask`` is true, and touch nothing elsewhere. Lanes that a
 # store masks off must not share an index with a live one: the interpreter writes their old value
