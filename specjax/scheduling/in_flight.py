@@ -120,7 +120,7 @@ class InFlight:
             *tokens, proposed, accepted, count = batch[index]
             if count == 0 or request.is_finished:
                 break
-            beside = jax.tree.map(lambda leaf, at=(number, index): leaf[at], logprobs)
+            beside = logprobs and jax.tree.map(lambda leaf, at=(number, index): leaf[at], logprobs)
             kept += request.append_round(tokens[:count], proposed, accepted, num_steps, beside)
         row.kv_len += kept
         if kept:

@@ -2,7 +2,7 @@
 
 A fixed number of rows decodes in one compiled loop of ``CHUNK_STEPS`` tokens; between loops the
 host takes out finished rows and prefills new prompts into them, so the batch stays full.
-docs/training.md compares it with the engine, which prefills one request at a time.
+docs/training.md compares it with the engine, whose host reads every round.
 
 Axes: B rows, P rows of one prefill, T padded prompt length, L cache length, V vocabulary, N query
 heads, KV key/value heads, H head dim.
