@@ -54,6 +54,11 @@ def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.
     return -jnp.log(-jnp.log(jnp.maximum(uniform + FLOAT32_TINY, FLOAT32_TINY)))
 
 
+def token_noise(seeds: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
+    """The columns f32 ``[N, M]`` of :func:`position_noise` for tokens i32 ``[M]``."""
+    return _gumbel((seeds[:, :1], seeds[:, 1:]), positions[:, None], ids[None])
+
+
 def _argmax(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -64,14 +69,18 @@ def _reference(
     thresholds: jax.Array,
     seeds: jax.Array,
     positions: jax.Array,
+    ids: jax.Array | None,
 ) -> jax.Array:
     best = _argmax(logits)
 
     def draw() -> jax.Array:
         scaled = scale_logits(logits, temperatures[:, None])
         kept = jnp.where(scaled >= thresholds[:, None], scaled, -jnp.inf)
-        noisy = kept + position_noise(seeds, positions, logits.shape[1])
-        return jnp.where(temperatures > 0, _argmax(noisy), best)
+        if ids is None:
+            noise = position_noise(seeds, positions, logits.shape[1])
+        else:
+            noise = token_noise(seeds, positions, ids)
+        return jnp.where(temperatures > 0, _argmax(kept + noise), best)
 
     # noise costs several passes over the logits: a greedy batch skips them
     return jax.lax.cond(jnp.any(temperatures > 0), draw, lambda: best)
@@ -83,12 +92,11 @@ def specjax_draw_tokens(
     thresholds_ref: Any,
     seeds_ref: Any,
     positions_ref: Any,
-    value_ref: Any,
-    index_ref: Any,
-    *,
+    *refs: Any,
     block: int,
 ) -> None:
     """Kernel body: one program a (row, part of the vocabulary) finds the best of its part."""
+    ids_ref, (value_ref, index_ref) = refs[:-2], refs[-2:]
     row, part, vocab_size = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]
     tokens = part * block + jnp.arange(block, dtype=jnp.int32)
     inside = tokens < vocab_size
@@ -99,7 +107,8 @@ def specjax_draw_tokens(
         scaled = scale_logits(logits, temperature)
         kept = jnp.where(scaled >= thresholds_ref[row], scaled, -jnp.inf)
         seed = seeds_ref[row, 0], seeds_ref[row, 1]
-        return kept + _gumbel(seed, positions_ref[row], tokens)
+        ids = [load(ref.at[jnp.minimum(tokens, vocab_size - 1)]) for ref in ids_ref]
+        return kept + _gumbel(seed, positions_ref[row], *(ids or [tokens]))
 
     values = jax.lax.cond(temperature > 0, noisy, lambda: logits)
     values = jnp.where(inside, values, -jnp.inf)
@@ -116,11 +125,12 @@ def draw_tokens(
     thresholds: jax.Array,
     seeds: jax.Array,
     positions: jax.Array,
+    ids: jax.Array | None = None,
     *,
     implementation: str = "xla",
     interpret: bool | None = None,
 ) -> jax.Array:
-    """A token i32 ``[N]`` a row: with temperature 0 the best, the lowest id among equals.
+    """A column i32 ``[N]`` a row: with temperature 0 the best, the lowest one among equals.
 
     Args:
         logits: f32 ``[N, V]``, before the temperature.
@@ -128,11 +138,13 @@ def draw_tokens(
         thresholds: f32 ``[N]``, the least scaled logit that may be drawn.
         seeds: u32 ``[N, 2]``, of the requests.
         positions: i32 ``[N]``, absolute, of the drawn tokens.
+        ids: i32 ``[V]``, the tokens that the columns stand for, whose noise they take; ``None``
+            where a column is its token.
     """
     check_implementation(implementation)
     arguments = (logits, temperatures, thresholds, seeds, positions)
     if implementation == "xla":
-        return _reference(*arguments)
+        return _reference(*arguments, ids)
     rows, vocab_size = logits.shape
     block = min(BLOCK, power_of_two(vocab_size))
     shape = (rows, pl.cdiv(vocab_size, block))
@@ -146,5 +158,5 @@ def draw_tokens(
         num_warps=max(1, min(8, block // 128)),
         num_stages=1,
         interpret=interpret,
-    )(*arguments)
+    )(*arguments, *(() if ids is None else (ids,)))
     return jnp.take_along_axis(index, _argmax(values)[:, None], axis=1)[:, 0]

@@ -1,10 +1,12 @@
 """Attention of a block of new tokens over a paged KV pool, with a tree mask inside the block.
 
-Axes: B requests, T new tokens (tree rows) a request, N query heads, KV key/value heads, H head dim,
-P pages a request. The T new tokens of a request lie in the slots of positions ``seq_len ..
-seq_len + T - 1`` in row order; a row sees every key before ``seq_len`` and, of the new ones, those
-that the mask names. The pool is ``[L, slots, 2, KV, H]``: keys and values of one token side by
-side, so that one store writes both. Page 0 is the padding page.
+Axes: B requests, T query tokens (tree rows) a request, U new keys a request, N query heads, KV
+key/value heads, H head dim, P pages a request. The U new keys of a request lie in the slots of
+positions ``seq_len .. seq_len + U - 1``; a row sees every key before ``seq_len`` and, of the new
+ones, those that the mask names. All T rows of a verified tree are new keys; a level of a tree that
+is being drafted sees those of the levels above it as well. The pool is ``[L, slots, 2, KV, H]``:
+keys and values of one token side by side, so that one store writes both. Page 0 is the padding
+page.
 """
 
 from collections.abc import Iterable
@@ -31,10 +33,11 @@ def _visible(
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
-    inside = jnp.clip(offset, 0, rows - 1)[:, None, :]
+    num_new = tree_mask.shape[2]
+    inside = jnp.clip(offset, 0, num_new - 1)[:, None, :]
     inside = jnp.broadcast_to(inside, tree_mask.shape[:2] + keys.shape)
     in_tree = jnp.take_along_axis(tree_mask, inside, axis=2)
-    return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < rows)[:, None, :])
+    return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < num_new)[:, None, :])
 
 
 def _gather(
@@ -107,11 +110,14 @@ def _dense_or_chunked(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
     )
-    num_chunks = (jnp.max(seq_lens) + rows + CHUNK - 1) // CHUNK
+    num_new = rows if tree_mask is None else tree_mask.shape[2]
+    num_chunks = (jnp.max(seq_lens) + num_new + CHUNK - 1) // CHUNK
     _, total, mixed = jax.lax.fori_loop(0, num_chunks, chunk, start)
     return (mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
+# new keys that a mask may name: four words of a row
+MAX_MASKED = 128
 # rows of one dot: the tensor cores' smallest tile, and the most that one pass over the keys serves
 MIN_ROWS, MAX_ROWS = 16, 64
 # finite, so that the difference of two of them is 0 and not NaN
@@ -150,9 +156,11 @@ class AttentionTiles:
 
 
 def _mask_words(tree_mask: jax.Array) -> jax.Array:
-    """A mask ``[B, T, T]``, T <= 64, as two words a row, i32 ``[B, T, 2]``: bit i is token i."""
-    batch, rows = tree_mask.shape[:2]
-    bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, 64 - rows))).reshape(batch, rows, 2, 32)
+    """A mask ``[B, T, U]`` as words i32 ``[B, T, W]``, two or four a row: bit i is new key i."""
+    batch, rows, num_new = tree_mask.shape
+    num_words = 2 if num_new <= 64 else MAX_MASKED // 32
+    padding = (0, 0), (0, 0), (0, 32 * num_words - num_new)
+    bits = jnp.pad(tree_mask, padding).reshape(batch, rows, num_words, 32)
     powers = jnp.asarray((1 << np.arange(32, dtype=np.uint64)).astype(np.uint32))
     words = jnp.sum(jnp.where(bits, powers, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(words, jnp.int32)
@@ -168,6 +176,7 @@ def specjax_tree_attention(
     tiles: AttentionTiles,
     page_size: int,
     scale: float,
+    num_new: int,
 ) -> None:
     """One program: a tile of query rows of one KV head over one split of the context."""
     num_outputs = 1 if tiles.num_splits == 1 else 3
@@ -184,10 +193,10 @@ def specjax_tree_attention(
     # rows behind the last one repeat the first ones: they store the same values to the same places
     token, member = row % (rows * group) // group, head * group + row % group
     q = q_ref[request, token, member, :]
-    words = [ref[request, token, i] for ref in words_ref for i in range(2)]
+    words = [ref[request, token, i] for ref in words_ref for i in range(ref.shape[2])]
     # a causal tile needs no key behind its own last token
     last_token = jnp.minimum(((tile + 1) * tiles.block_rows - 1) // group, rows - 1)
-    total = seq_len + (rows if words else last_token + 1)
+    total = seq_len + (num_new if words else last_token + 1)
 
     blocks = (total + tiles.block_keys - 1) // tiles.block_keys
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
@@ -207,10 +216,12 @@ def specjax_tree_attention(
         scores = row_dot(q, k, transpose=True) * (scale * LOG2E)
         offset = position - seq_len
         if words:
-            word = jnp.where((offset >= 32)[None, :], words[1][:, None], words[0][:, None])
+            word = words[0][:, None]
+            for at, following in enumerate(words[1:], start=1):
+                word = jnp.where((offset >= 32 * at)[None, :], following[:, None], word)
             shift = jnp.broadcast_to((jnp.maximum(offset, 0) & 31)[None, :], word.shape)
             bit = jax.lax.shift_right_logical(word, shift) & 1
-            visible = (offset < 0)[None, :] | ((bit == 1) & (offset < rows)[None, :])
+            visible = (offset < 0)[None, :] | ((bit == 1) & (offset < num_new)[None, :])
         else:
             visible = offset[None, :] <= token[:, None]
         scores = jnp.where(visible, scores, NEGATIVE)
@@ -282,7 +293,7 @@ def tree_attention(
     tiles: AttentionTiles | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """Attention of T new tokens a request over its pages.
+    """Attention of T tokens a request over its pages.
 
     Args:
         q: ``[B, T, N, H]``, rotated queries.
@@ -290,8 +301,8 @@ def tree_attention(
         layer: index into L.
         page_table: i32 ``[B, P]``; entries behind a request's pages are 0.
         seq_lens: i32 ``[B]``, tokens before the new ones.
-        tree_mask: bool ``[B, T, T]``, true where a row sees another new token; ``None`` is causal.
-            A row must see itself.
+        tree_mask: bool ``[B, T, U]``, true where a row sees a new key; ``None`` is causal, over the
+            T new tokens. A row must see itself.
         page_size: tokens a page.
         implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs:
             reads each page once for up to 64 query rows of a KV head) or ``"reference"``.
@@ -303,8 +314,8 @@ def tree_attention(
 
     Raises:
         ValueError: for shapes that do not belong together or an unknown implementation.
-        NotImplementedError: by the Pallas kernel, for a tree mask over more than 64 tokens, or a
-            head dim that is no power of two from 16 to 256.
+        NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
+            keys, or a head dim that is no power of two from 16 to 256.
     """
     check_implementation(implementation, IMPLEMENTATIONS)
     if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[3]:
@@ -319,10 +330,12 @@ def tree_attention(
     batch, rows, heads, dim = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
-    if (rows > 64 and tree_mask is not None) or not has_kernel(dim):
+    num_new = rows if tree_mask is None else tree_mask.shape[2]
+    if (num_new > MAX_MASKED and tree_mask is not None) or not has_kernel(dim):
         raise NotImplementedError(
-            f"T={rows} (at most 64 with a tree mask) and head dim {dim} (a power of two, 16 to "
-            "256) are not supported by the Pallas kernel; use implementation='reference'"
+            f"{num_new} new keys (at most {MAX_MASKED} with a tree mask) and head dim {dim} (a "
+            "power of two, 16 to 256) are not supported by the Pallas kernel; use "
+            "implementation='reference'"
         )
     if tiles is None:
         tiles = AttentionTiles.choose(
@@ -341,7 +354,13 @@ def tree_attention(
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
     out = triton_call(
-        partial(specjax_tree_attention, tiles=tiles, page_size=page_size, scale=dim**-0.5),
+        partial(
+            specjax_tree_attention,
+            tiles=tiles,
+            page_size=page_size,
+            scale=dim**-0.5,
+            num_new=num_new,
+        ),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
         out_shape=output if tiles.num_splits == 1 else parts,
         num_warps=tiles.num_warps,

@@ -154,3 +154,5 @@ class DraftConfig(TransformerConfig):
 
 # rows of a verify that attention tiles at once, less the root
 MAX_STEPS = 63
+# rows of a verified tree, the root included
+MAX_NODES = 64

@@ -18,7 +18,7 @@ import numpy as np
 class DraftShape(NamedTuple):
     """What a tier is: everything static about a drafted tree.
 
-    The accept width is ``steps + 1``; pages are planned by ``nodes``.
+    The accept width is ``steps + 1``; pages are planned by ``rows``.
     """
 
     steps: int  # S, depth; 0 drafts nothing
@@ -36,13 +36,28 @@ class DraftShape(NamedTuple):
         return self.steps + 1
 
     @property
+    def num_candidates(self) -> int:
+        """Drafts that the nodes behind the root are chosen from: K, then K of K a level."""
+        return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
+
+    @property
+    def draft_rows(self) -> int:
+        """KV indices behind a text that drafting writes: the last level is not drafted from."""
+        return max(0, self.steps - 1) * self.topk
+
+    @property
+    def rows(self) -> int:
+        """KV indices behind a text that a round writes."""
+        return max(self.nodes, self.draft_rows)
+
+    @property
     def overhang(self) -> int:
         """KV indices that a round needs behind the last token of a request.
 
         In a chain a row behind that token is never accepted. In a tree rows are not depths: the
         last row may hold the first draft.
         """
-        return 0 if self.topk == 1 else self.nodes - 1
+        return 0 if self.topk == 1 else self.rows - 1
 
 
 @jax.tree_util.register_dataclass

@@ -27,7 +27,8 @@ from specjax.speculative.registry import DEFAULT
 
 SAMPLING = ("max_new_tokens", "temperature", "sampling_seed")
 SHARED = ("model", "dtype", "context_length", "rounds_per_dispatch")
-SETTINGS = ("speculative_algorithm", "num_steps", "batch_size", "rounds_per_dispatch", *SAMPLING)
+TREE = ("num_steps", "topk", "num_draft_tokens")
+SETTINGS = ("speculative_algorithm", *TREE, "batch_size", "rounds_per_dispatch", *SAMPLING)
 COLUMNS = (
     ("category", "name", ""),
     ("requests", "requests", "d"),
@@ -123,6 +124,8 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--draft", default=None)
     add("--speculative-algorithm", default=DEFAULT)
     add("--num-steps", type=int, default=5)
+    add("--topk", type=int, default=1, help="branches a level; 1 is a chain")
+    add("--num-draft-tokens", type=int, default=None, help="rows of a verify")
     add("--max-new-tokens", type=int, default=128)
     add("--batch-size", type=int, default=8)
     add("--limit", type=int, default=None, help="use the first N prompts")
@@ -153,6 +156,8 @@ def main(door: str, argv: Sequence[str]) -> int:
         "draft": args.draft,
         "speculative_algorithm": args.speculative_algorithm,
         "speculative_num_steps": args.num_steps,
+        "speculative_eagle_topk": args.topk,
+        "speculative_num_draft_tokens": args.num_draft_tokens,
     }
     sampling = {name: getattr(args, name) for name in SAMPLING}
     answers: list[Answer] = []

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from specjax.kernels.tree_attention import MAX_MASKED
 
 from bench import common
 from bench.data import PROMPTS, jsonl_requests
@@ -60,6 +61,8 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--draft", help="draft head of --model")
     add("--batch", type=common.numbers, default=[1, 8, 32])
     add("--steps", type=common.numbers, default=[0, 1, 3, 7])
+    add("--topk", type=int, default=1, help="branches a level of a tree; 1 is a chain")
+    add("--num-draft-tokens", type=int, help="rows of a verify of a tree")
     add("--context", type=int, default=1024, help="shortest prompt; +20 percent")
     add("--rounds", type=int, default=30, help="rounds of one timed stretch")
     add("--rounds-per-dispatch", type=int, default=1)
@@ -180,7 +183,8 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         "max_running_requests": largest,
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
-        "max_total_tokens": largest * (context + args.page_size),
+        # a tree writes rows behind the last token
+        "max_total_tokens": largest * (context + args.page_size + MAX_MASKED * (args.topk > 1)),
     }
     draft = args.draft
     if not args.model:
@@ -188,6 +192,8 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         options["load_format"] = "dummy"
     if steps:
         options |= {"speculative_algorithm": DEFAULT, "speculative_num_steps": steps}
+        options["speculative_eagle_topk"] = args.topk
+        options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft
     # the batches, but a batch of one as the engine would pad it
     smallest = plan_parts(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]

@@ -36,8 +36,9 @@ class EngineArgs:
         draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, or ``None`` to decode plainly.
         speculative_num_steps: drafted tokens a round; 5 by default.
-        speculative_eagle_topk: candidates a level; only 1 (a chain) is supported.
-        speculative_num_draft_tokens: rows of a verify; ``speculative_num_steps + 1`` for a chain.
+        speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
+        speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
+            has ``speculative_num_steps + 1``, a tree by default one a branch and level.
         speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
             ``speculative_num_steps`` is where it begins, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.

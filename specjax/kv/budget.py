@@ -33,7 +33,7 @@ class Reach(NamedTuple):
 
     rounds: int  # of a dispatch
     accept_width: int  # A, tokens that a round adds
-    nodes: int  # T, rows that a round writes behind the tokens it found
+    rows: int  # that a round writes behind the tokens it found
     overhang: int  # rows that it needs behind a request's last token
 
     @classmethod
@@ -41,13 +41,13 @@ class Reach(NamedTuple):
         return cls(
             rounds,
             max(shape.accept_width for shape in shapes),
-            max(shape.nodes for shape in shapes),
+            max(shape.rows for shape in shapes),
             max(shape.overhang for shape in shapes),
         )
 
     def behind(self, num_rounds: int) -> int:
         """KV indices behind a text that so many rounds may write, none of them read."""
-        return (num_rounds - 1) * self.accept_width + self.nodes if num_rounds else 0
+        return (num_rounds - 1) * self.accept_width + self.rows if num_rounds else 0
 
 
 @dataclass(eq=False)

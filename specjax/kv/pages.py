@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.move_kv import move_kv
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
@@ -29,13 +30,19 @@ class PageView:
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
     def attend(
-        self, seq_lens: jax.Array, rows: int, *, tree_mask: jax.Array | None = None
+        self,
+        seq_lens: jax.Array,
+        rows: int,
+        *,
+        tree_mask: jax.Array | None = None,
+        first: int = 0,
     ) -> Attend:
         """Stores T = ``rows`` new tokens behind ``seq_lens`` i32 ``[B]`` and attends over all.
 
-        ``tree_mask`` is bool ``[B, T, T]``, or ``None`` for causal.
+        ``tree_mask`` is bool ``[B, T, U]`` over the U tokens from ``seq_lens`` on, or ``None`` for
+        causal; ``first`` of them were stored by earlier calls.
         """
-        slots = self.slots(seq_lens[:, None] + jnp.arange(rows, dtype=jnp.int32))
+        slots = self.slots(seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32))
 
         def attention(q: jax.Array, kv: jax.Array, layer: int) -> jax.Array:
             return tree_attention(
@@ -50,6 +57,17 @@ class PageView:
             )
 
         return self._attend(slots, attention)
+
+    def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
+        """Move the rows i32 ``[B, A]`` of a path, the first one 0, to the front.
+
+        Rows count from ``seq_lens`` on; -1 moves nothing. ``kv`` is a whole pool.
+        """
+        source = jnp.where(path >= 0, self.slots(seq_lens[:, None] + path), -1)[:, 1:]
+        places = jnp.arange(1, path.shape[1], dtype=jnp.int32)
+        implementation = "pallas" if self.implementation == "pallas" else "xla"
+        destination = self.slots(seq_lens[:, None] + places)
+        return move_kv(kv, source, destination, implementation=implementation)
 
     def attend_packed(self, segments: "Segments") -> Attend:
         """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""

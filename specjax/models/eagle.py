@@ -66,6 +66,14 @@ class DraftHead(nnx.Module):
         table = target.embedding if self.embedding is None else self.embedding
         return table(tokens).astype(self.config.jnp_dtype)
 
+    @property
+    def vocabulary(self) -> jax.Array | None:
+        """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` where both are one."""
+        if self.d2t is None:
+            return None
+        offsets = self.d2t[...]
+        return offsets + jnp.arange(offsets.shape[0], dtype=jnp.int32)
+
     def target_ids(self, draft_ids: jax.Array) -> jax.Array:
         """Target token ids of draft vocabulary ids."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.draw_tokens import draw_tokens
-from specjax.kernels.filter_logits import logit_thresholds
+from specjax.kernels.draw_tokens import draw_tokens, token_noise
+from specjax.kernels.filter_logits import logit_thresholds, scale_logits
 from specjax.kernels.token_logprobs import token_logprobs
 from specjax.sampling.penalties import adjust_logits, is_adjusting
 from specjax.types import Logprobs, SamplingTable, VerifyInput
@@ -91,6 +91,76 @@ def target_tokens(
         values = raw_logprobs(raw, tokens, wanted, config)
     reshaped = (value.reshape(*shape, *value.shape[1:]) for value in values)
     return tokens.reshape(shape), Logprobs(*reshaped)
+
+
+def draft_tokens(
+    logits: jax.Array,
+    ids: jax.Array | None,
+    positions: jax.Array,
+    sampling: SamplingTable,
+    config: SamplingConfig,
+    topk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The K columns of draft logits f32 ``[B, N, V]`` that the target is most likely to draw.
+
+    A row with a temperature takes the noise with which the target will draw its own token for that
+    position, and filters as the target does: both draws agree nearly as often as the distributions
+    overlap, and the text still depends on the seed alone. Known as Gumbel coupling, or
+    drafter-invariant speculation (arXiv 2408.07978).
+
+    Args:
+        logits: raw, of the draft.
+        ids: i32 ``[V]``, the tokens of the columns; ``None`` where a column is its token.
+        positions: i32 ``[B, N]``, absolute, of the drafted tokens.
+        sampling: of the B requests.
+        config: how the target draws.
+        topk: K.
+
+    Returns:
+        Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, the best first. A score
+        is a column's share of the softmax with the noise: without a temperature the probability,
+        with one how far the column stands out where both draw with this noise. A single column has
+        the score 1, since nothing is compared with it.
+    """
+    shape, kernels = logits.shape[:2], config.kernels
+    if config.greedy and topk == 1:
+        best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+        return jnp.ones(best.shape, jnp.float32), best
+
+    def per_row(values: jax.Array) -> jax.Array:
+        return jnp.repeat(values, shape[1], axis=0)
+
+    flat, temperatures = logits.reshape(-1, logits.shape[-1]), per_row(sampling.temperatures)
+    seeds, places = per_row(sampling.seeds), positions.reshape(-1)
+    thresholds = jnp.full(temperatures.shape, -jnp.inf)
+    if not config.greedy:
+        limits = (per_row(limit) for limit in (sampling.top_ks, sampling.top_ps, sampling.min_ps))
+        thresholds = logit_thresholds(flat, temperatures, *limits, implementation=kernels)
+    if topk == 1:
+        best = draw_tokens(
+            flat, temperatures, thresholds, seeds, places, ids, implementation=kernels
+        )
+        best = best.reshape(*shape, 1)
+        return jnp.ones(best.shape, jnp.float32), best
+    scaled = scale_logits(flat, temperatures[:, None])
+    kept = jnp.where(scaled >= thresholds[:, None], scaled, -jnp.inf)
+
+    def perturb() -> jax.Array:
+        columns = jnp.arange(flat.shape[1], dtype=jnp.int32) if ids is None else ids
+        noise = token_noise(seeds, places, columns)
+        return jnp.where(temperatures[:, None] > 0, kept + noise, kept)
+
+    if config.greedy:
+        noisy = kept
+    elif kernels == "xla":
+        noisy = jax.lax.cond(jnp.any(temperatures > 0), perturb, lambda: kept)
+    else:
+        noisy = perturb()
+    values, best = jax.lax.top_k(noisy, topk)
+    scores = jnp.exp(values - jax.nn.logsumexp(noisy, axis=1, keepdims=True))
+    # rounding must not put a child before its parent, nor NaN before anything
+    scores = jnp.where(scores > 0, jnp.minimum(scores, 1.0), 0.0)
+    return scores.reshape(*shape, topk), best.reshape(*shape, topk)
 
 
 def num_best(sampling: SamplingTable) -> jax.Array:

@@ -8,7 +8,8 @@ from typing import Any
 class SpecCounts:
     """Counts without the bonus token, and without drafts behind a stop, accepted or not.
 
-    So in the round that ends the request only drafts for the positions of kept tokens are proposed.
+    So in the round that ends the request only drafts for the positions of kept tokens are proposed,
+    except in a tree, whose nodes are no positions: all of them count.
     """
 
     width: int  # drafted tokens a round, at most
@@ -38,7 +39,10 @@ class SpecCounts:
             return
         accepted = min(num_accepted, num_kept)
         self.num_accepted_drafts += accepted
-        self.num_proposed_drafts += min(num_proposed, num_kept) if is_last else num_proposed
+        is_chain = num_proposed <= num_steps
+        self.num_proposed_drafts += (
+            min(num_proposed, num_kept) if is_last and is_chain else num_proposed
+        )
         self.num_verifies += 1
         self.histogram[accepted] += 1
 

@@ -19,6 +19,7 @@ from specjax.models.flat import FlatModel
 from specjax.models.layers import Attend
 from specjax.models.networks import Networks
 from specjax.models.placement import Placement
+from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import FutureMap
 from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
 
@@ -40,6 +41,7 @@ class Batch:
     seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
     bonus_tokens: jax.Array  # i32 [B], the newest token, not in the pool yet
     tokens: jax.Array  # i32 [R, C], the history by request slot
+    draw: SamplingConfig  # how the target draws its tokens
 
     @property
     def history(self) -> jax.Array:

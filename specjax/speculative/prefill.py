@@ -78,7 +78,7 @@ def prefill_chunks(
     headers = packed[: limit * HEADER].reshape(limit, HEADER)
     slots, starts, counts, is_final, budgets, following = headers.T
     tokens = packed[limit * HEADER :]
-    batch = replace(make_batch(resident, future, slots), seq_lens=starts)
+    batch = replace(make_batch(resident, future, slots, config), seq_lens=starts)
     segments = Segments.of(starts, counts, tokens.shape[0])
     attend = batch.pages.attend_packed(segments)
     hidden, features, kv = resident.target(

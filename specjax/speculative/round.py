@@ -51,7 +51,9 @@ class Resident:
     sampling: jax.Array  # packed, i32 [R, K]
 
 
-def make_batch(resident: Resident, future: FutureMap, slots: jax.Array) -> Batch:
+def make_batch(
+    resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
+) -> Batch:
     """The batch of request slots i32 ``[B]``."""
     return Batch(
         target=resident.target,
@@ -62,23 +64,28 @@ def make_batch(resident: Resident, future: FutureMap, slots: jax.Array) -> Batch
         seq_lens=future.seq_lens[slots],
         bonus_tokens=future.bonus_tokens[slots],
         tokens=future.tokens,
+        draw=config.sampling,
     )
 
 
-def active_batch(resident: Resident, future: FutureMap, slots: jax.Array) -> Batch:
+def active_batch(
+    resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
+) -> Batch:
     """The batch of those slots that may still produce tokens."""
-    return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0))
+    return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0), config)
 
 
 def verify(
     batch: Batch, kv: jax.Array, tree: VerifyInput, config: RoundConfig
 ) -> tuple[VerifyOutput, jax.Array]:
-    """One target pass over a drafted chain: draw the target's token at every row and accept.
+    """One target pass over a drafted tree: draw the target's token at every row and accept.
 
-    The mask of a chain is causal, so the attention needs none.
+    The mask of a chain is causal, so the attention needs none. The accepted path of a tree is moved
+    to where a chain would have stored it.
     """
-    target, layers = batch.target, config.feature_layers
-    attend = batch.pages.attend(batch.seq_lens, config.shape.nodes)
+    target, layers, is_chain = batch.target, config.feature_layers, config.shape.topk == 1
+    mask = None if is_chain else tree.tree_mask
+    attend = batch.pages.attend(batch.seq_lens, config.shape.nodes, tree_mask=mask)
     hidden, features, kv = target(tree.draft_tokens, tree.positions, kv, attend, layers)
     tokens, logprobs = target_tokens(
         target.logits(hidden),
@@ -86,10 +93,12 @@ def verify(
         batch.sampling,
         batch.tokens,
         batch.slots,
-        config.sampling,
+        batch.draw,
     )
     steps, simulated = config.shape.steps, config.simulate_accept_length
     verified = accept(tree, tokens, features, batch.slots > 0, steps, simulated)
+    if not is_chain:
+        kv = batch.pages.move(kv, batch.seq_lens, verified.accept_index)
     compacted = jax.tree.map(lambda v: compact_tree(v, verified.accept_index), logprobs)
     return replace(verified, logprobs=compacted), kv
 
@@ -140,7 +149,7 @@ def spec_round(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
     """One round of request slots i32 ``[B]``, 0 for padding: draft, verify, commit and extend."""
-    batch = active_batch(resident, state.future, slots)
+    batch = active_batch(resident, state.future, slots, config)
     tree, state = _draft(batch, state, config)
     verified, state = _verify(batch, state, tree, config)
     return _extend(batch, state, verified, config)
@@ -179,7 +188,7 @@ def draft_stage(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, VerifyInput]:
     """Draft a tree for each of the slots i32 ``[B]``."""
-    tree, state = _draft(active_batch(resident, state.future, slots), state, config)
+    tree, state = _draft(active_batch(resident, state.future, slots, config), state, config)
     return state, tree
 
 
@@ -192,7 +201,7 @@ def verify_stage(
     config: RoundConfig,
 ) -> tuple[DeviceState, VerifyOutput]:
     """Verify the trees and commit what was accepted."""
-    batch = active_batch(resident, state.future, slots)
+    batch = active_batch(resident, state.future, slots, config)
     verified, state = _verify(batch, state, tree, config)
     return state, verified
 
@@ -211,7 +220,7 @@ def extend_stage(
     slots = jnp.where(counts > 0, slots, 0)
     before = state.future.seq_lens[slots] - counts
     batch = replace(
-        make_batch(resident, state.future, slots),
+        make_batch(resident, state.future, slots, config),
         seq_lens=before,
         bonus_tokens=state.future.tokens[slots, before],
     )

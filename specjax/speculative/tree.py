@@ -1,7 +1,9 @@
-"""Shapes of drafted trees and the walk that finds what the target accepts.
+"""Drafted trees: which candidates become nodes, and the walk that finds what the target accepts.
 
-Axes: B batch, T tree rows, S steps, A = S + 1.
+Axes: B batch, T tree rows, S steps, A = S + 1, K branches of a level, P candidates.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,100 @@ def chain_input(
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftTree:
+    """The nodes of a tree, parents before children; column 0 is the root."""
+
+    draft_tokens: jax.Array  # i32 [B, T]
+    parents: jax.Array  # i32 [B, T], rows; -1 for the root
+    depths: jax.Array  # i32 [B, T], 0 for the root
+    tree_mask: jax.Array  # bool [B, T, T], whether a row sees another: itself and its ancestors
+
+    def verify_input(self, seq_lens: jax.Array, num_proposed: jax.Array) -> VerifyInput:
+        """The tree behind texts of i32 ``[B]`` tokens, of whose nodes ``[B]`` are real."""
+        return VerifyInput(
+            draft_tokens=self.draft_tokens,
+            num_proposed=num_proposed,
+            parents=self.parents,
+            positions=seq_lens[:, None] + self.depths,
+            tree_mask=self.tree_mask,
+        )
+
+
+def select_tree(
+    bonus_tokens: jax.Array,
+    scores: jax.Array,
+    tokens: jax.Array,
+    parent_list: jax.Array,
+    *,
+    topk: int,
+    num_draft_tokens: int,
+) -> DraftTree:
+    """The best T - 1 of P candidates, behind the root.
+
+    A candidate's score is the product of those along its path, none above 1. So a parent's is never
+    below its child's, and among equals the lower index wins: parents are chosen with their
+    children, and come before them, since the chosen ones stay in the order of their indices.
+
+    Args:
+        bonus_tokens: i32 ``[B]``, the roots.
+        scores: f32 ``[B, P]`` of K candidates, then of K * K a level.
+        tokens: i32 ``[B, P]``.
+        parent_list: i32 ``[B, 1 + (S - 1) * K]``: -1, the indices ``0 .. K - 1``, and for each
+            level but the last two the indices of the K candidates that were drafted from. Candidate
+            ``c`` hangs under the root if ``c < K``, else under ``parent_list[(c - K) // K + 1]``.
+            SGLang's layout.
+        topk: K.
+        num_draft_tokens: T.
+    """
+    batch, pool = scores.shape
+    rows = num_draft_tokens
+    if not 2 <= rows <= pool + 1:
+        raise ValueError(f"num_draft_tokens={rows} must be from 2 to {pool + 1} = candidates + 1")
+    _, chosen = jax.lax.top_k(scores, rows - 1)
+    chosen = jnp.sort(chosen, axis=1)
+    drafts = jnp.take_along_axis(tokens, chosen, axis=1)
+    is_first = chosen < topk
+    above = jnp.where(is_first, 0, (chosen - topk) // topk + 1)
+    parent = jnp.take_along_axis(parent_list, above, axis=1)
+    # a candidate's row is 1 + the number of chosen ones before it
+    before = jnp.sum(chosen[:, None, :] < parent[:, :, None], axis=2, dtype=jnp.int32)
+    root = jnp.full((batch, 1), -1, jnp.int32)
+    parents = jnp.concatenate([root, jnp.where(is_first, 0, before + 1)], axis=1)
+    depths = jnp.where(is_first, 1, 2 + (chosen - topk) // topk**2).astype(jnp.int32)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    mask = jnp.broadcast_to(index[:, None] == index, (batch, rows, rows))
+    ancestor = parents
+    for _ in range(1 + (pool - topk) // topk**2):
+        mask |= ancestor[:, :, None] == index
+        ancestor = jnp.where(
+            ancestor > 0, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1), -1
+        )
+    return DraftTree(
+        draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
+        parents=parents,
+        depths=jnp.concatenate([jnp.zeros_like(root), depths], axis=1),
+        tree_mask=mask,
+    )
+
+
+def retrieve_links(parents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First child and next sibling i32 ``[B, T]`` of every row, -1 for none.
+
+    SGLang's ``retrieve_next_token`` and ``retrieve_next_sibling``.
+    """
+    rows = parents.shape[1]
+    index = jnp.arange(rows, dtype=jnp.int32)
+
+    def first(found: jax.Array) -> jax.Array:
+        return jnp.where(found.any(-1), jnp.argmax(found, -1).astype(jnp.int32), -1)
+
+    is_child = parents[:, None, :] == index[:, None]
+    is_sibling = (parents[:, None, :] == parents[:, :, None]) & (index > index[:, None])
+    return first(is_child), first(is_sibling)
+
+
 def accept_path(
     tree: VerifyInput, target_tokens: jax.Array, valid: jax.Array, num_steps: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,13 +140,20 @@ def accept_path(
         ``accept_index`` i32 ``[B, S + 1]`` (root first, then -1; all -1 for rows that are not
         ``valid``) and ``num_accepted_drafts`` i32 ``[B]``.
     """
-    rows = tree.draft_tokens.shape[1]
-    # matches[b, i, j]: row j is a child of row i and holds the target's token at i
-    index = jnp.arange(rows, dtype=jnp.int32)
+    matches = _children(tree) & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
+    return _walk(matches, valid, num_steps)
+
+
+def _children(tree: VerifyInput) -> jax.Array:
+    """Bool ``[B, T, T]``: whether row j is a real child of row i."""
+    index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
     is_child = tree.parents[:, None, :] == index[:, None]
-    is_real = (index <= tree.num_proposed[:, None])[:, None, :]
-    matches = is_child & is_real & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
-    child = jnp.where(matches.any(-1), jnp.argmax(matches, -1).astype(jnp.int32), -1)
+    return is_child & (index <= tree.num_proposed[:, None])[:, None, :]
+
+
+def _walk(enters: jax.Array, valid: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
+    """Go from the root to the first row that each row enters, bool ``[B, T, T]``, and so on."""
+    child = jnp.where(enters.any(-1), jnp.argmax(enters, -1).astype(jnp.int32), -1)
     node = jnp.where(valid, 0, -1)
     path = [node]
     for _ in range(num_steps):
@@ -65,7 +168,7 @@ def accept_path(
 def simulated_path(
     tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
 ) -> tuple[jax.Array, jax.Array]:
-    """An accepted path along a chain whose length averages ``accept_length``, whatever was drafted.
+    """An accepted path along first children whose length averages ``accept_length``.
 
     For measurements of speed without a trained head; the text is of no meaning. Lengths are the two
     integers around ``accept_length``, spread evenly over sequence lengths.
@@ -74,11 +177,10 @@ def simulated_path(
     share = drafts - int(drafts)
     # multiples of the golden ratio fall evenly on [0, 1)
     phase = jnp.mod(tree.positions[:, 0].astype(jnp.float32) * 0.6180339887, 1.0)
-    count = jnp.minimum(int(drafts) + (phase < share).astype(jnp.int32), tree.num_proposed)
-    count = jnp.where(valid, count, 0)
+    count = int(drafts) + (phase < share).astype(jnp.int32)
+    path, found = _walk(_children(tree), valid, num_steps)
     depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
-    inside = (depth <= count[:, None]) & valid[:, None]
-    return jnp.where(inside, depth, -1), count
+    return jnp.where(depth <= count[:, None], path, -1), jnp.minimum(count, found)
 
 
 def accept(

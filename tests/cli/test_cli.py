@@ -594,8 +594,8 @@ def test_real_engine_shows_accepts(
 def test_real_engine_refuses_in_one_line(
     real_options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "hello", *real_options, "--speculative-eagle-topk", "4"]) == 2
+    assert main(["generate", "hello", *real_options, "--speculative-eagle-topk", "0"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("specjax: error: speculative_eagle_topk=4")
+    assert err.startswith("specjax: error: speculative_eagle_topk=0")
     assert err.count("\n") == 1

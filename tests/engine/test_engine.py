@@ -542,7 +542,10 @@ def test_a_request_larger_than_the_pool_is_refused(plain) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"speculative_eagle_topk": 2}, "speculative_eagle_topk=2: only chains"),
+        (
+            {"speculative_eagle_topk": 128, "speculative_num_steps": 2},
+            "speculative_eagle_topk=128 exceeds the draft vocabulary",
+        ),
         ({"speculative_num_draft_tokens": 9}, "must equal speculative_num_steps"),
         ({"speculative_num_steps": 0}, "speculative_num_steps=0"),
         ({"speculative_num_steps": 64}, "speculative_num_steps=64"),

@@ -22,11 +22,19 @@ def case(rows, size):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("rows", "size"), [(40, 61), (8, 9000)])
-def test_equals_numpy(run, rows, size):
+@pytest.mark.parametrize(
+    ("rows", "size", "num_tokens"), [(40, 61, None), (8, 9000, None), (8, 61, 200)]
+)
+def test_equals_numpy(run, rows, size, num_tokens):
+    """Columns are tokens, or stand for some of more tokens and take their noise."""
     logits, temperatures, thresholds, seeds, positions = arguments = case(rows, size)
+    ids = np.arange(size)
+    if num_tokens is not None:
+        ids = np.random.default_rng(1).choice(num_tokens, size, replace=False)
+        arguments = (*arguments, ids.astype(np.int32))
     found = run_jitted(draw_tokens, run, *arguments)
-    noise = np.asarray(position_noise(jnp.asarray(seeds), jnp.asarray(positions), size), np.float64)
+    keys = jnp.asarray(seeds), jnp.asarray(positions)
+    noise = np.asarray(position_noise(*keys, num_tokens or size), np.float64)[:, ids]
     for row, temperature, limit, own, token in zip(
         logits, temperatures, thresholds, noise, found, strict=True
     ):
@@ -58,7 +66,8 @@ def test_nan_gives_a_token_of_the_vocabulary(run):
     assert ((found >= 0) & (found < 70)).all()
 
 
-def test_lowers_for_cuda():
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_lowers_for_cuda(has_ids):
     floats, words = jax.ShapeDtypeStruct((4,), jnp.float32), jnp.uint32
     text = lower_for_cuda(
         lambda *arguments: draw_tokens(*arguments, **DEVICE),
@@ -67,5 +76,6 @@ def test_lowers_for_cuda():
         floats,
         jax.ShapeDtypeStruct((4, 2), words),
         jax.ShapeDtypeStruct((4,), jnp.int32),
+        *[jax.ShapeDtypeStruct((128256,), jnp.int32)] * has_ids,
     )
     assert "specjax_draw_tokens" in text

@@ -78,8 +78,11 @@ def relative_error(out, expected):
     return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
 
 
-def check(function, case, dtype, tree):
+def check(function, case, dtype, tree, level=None):
+    """``level``: so many rows, the last ones, attend over all."""
     q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
+    if level is not None:
+        q, mask = q[:, -level:], mask[:, -level:]
     expected = brute_force(q, pool, table, lens, mask, page_size)
     given = mask if tree else None
     call = jax.jit(partial(function, page_size=page_size), static_argnums=2)
@@ -124,6 +127,27 @@ def test_splits_do_not_change_the_result(num_splits):
     check(partial(INTERPRET, tiles=tiles), CASES[1], "float32", True)
 
 
+# rows of a level behind those of the levels above, in two and in four words of the mask
+LEVELS = [((3, 12, 4, 2, 32, 4, 20), 4), ((2, 80, 4, 1, 16, 16, 9), 16)]
+
+
+@pytest.mark.parametrize(("case", "level"), LEVELS, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [REFERENCE, CHUNKED, INTERPRET],
+    ids=["reference", "chunked", "interpret"],
+)
+def test_a_level_sees_its_ancestors(function, case, level):
+    check(function, case, "float32", True, level)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "level"), LEVELS, ids=str)
+def test_levels_on_gpu(case, level, dtype):
+    check(PALLAS, case, dtype, True, level)
+
+
 def test_causal_rows_beyond_a_mask_word():
     check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
 
@@ -131,10 +155,11 @@ def test_causal_rows_beyond_a_mask_word():
 @pytest.mark.parametrize(
     ("case", "dtype", "tree"),
     [
-        (CASES[2], "float32", False),
-        (CASES[2], "bfloat16", True),
-        ((32, 4, 32, 8, 128, 16, 70), "bfloat16", False),
-        ((32, 4, 32, 8, 128, 16, 70), "float32", True),
+        (CASES[2], "float32", 0),
+        (CASES[2], "bfloat16", 8),
+        ((32, 4, 32, 8, 128, 16, 70), "bfloat16", 0),
+        ((32, 4, 32, 8, 128, 16, 70), "float32", 4),
+        ((32, 16, 32, 8, 128, 16, 70), "bfloat16", 80),
     ],
     ids=str,
 )
@@ -145,7 +170,7 @@ def test_lowers_for_cuda(case, dtype, tree):
         ((2, (batch * pages + 1) * page_size, 2, kv_heads, dim), dtype),
         ((batch, pages), jnp.int32),
         ((batch,), jnp.int32),
-        ((batch, rows, rows), jnp.bool_),
+        ((batch, rows, tree), jnp.bool_),
     ]
 
     def function(q, pool, table, lens, mask):
@@ -184,6 +209,9 @@ def test_what_the_kernel_refuses():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
     with pytest.raises(NotImplementedError, match="power of two"):
         PALLAS(q[..., :12], pool[..., :12], 0, table, lens, None, page_size=page_size)
+    mask = jnp.ones((2, 1, 129), bool)
+    with pytest.raises(NotImplementedError, match="129 new keys"):
+        PALLAS(q, pool, 0, table, lens, mask, page_size=page_size)
     with pytest.raises(ValueError, match="implementation='fast'"):
         tree_attention(q, pool, 0, table, lens, None, page_size=1, implementation="fast")
     with pytest.raises(ValueError, match="no multiple of"):

@@ -49,14 +49,14 @@ class WatchedRunner:
         return self._runner.prefill(chunks, **options)
 
     def round(self, slots: Sequence[int]) -> Dispatched:
-        config = self._runner.config
+        reach = self._runner.config.reach
         lengths = self.lengths()
-        caps = {row.slot: row.request.max_kv_tokens for row in self._rows()}
+        caps = {row.slot: row.request.max_kv_tokens + reach.overhang for row in self._rows()}
         assert slots
         assert len(set(slots)) == len(slots)
         for slot in slots:
             length = int(lengths[slot])
-            end = length + config.rounds_per_dispatch * config.largest.accept_width
+            end = length + reach.behind(reach.rounds)
             self.check_pages(slot, length, min(end, caps[slot]))
         self.calls.append("round")
         self.largest_batch = max(self.largest_batch, len(slots))

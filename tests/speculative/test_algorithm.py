@@ -49,7 +49,40 @@ def test_shapes() -> None:
     chain = DraftShape.chain(3)
     assert chain == (3, 1, 4)
     assert (chain.accept_width, chain.overhang) == (4, 0)
-    assert DraftShape(3, 4, 20).overhang == 19
+    assert (chain.num_candidates, chain.draft_rows, chain.rows) == (3, 2, 4)
+    tree = DraftShape(3, 4, 20)
+    assert (tree.num_candidates, tree.draft_rows, tree.rows, tree.overhang) == (36, 8, 20, 19)
+    deep = DraftShape(6, 16, 8)
+    assert (deep.draft_rows, deep.rows, deep.overhang) == (80, 80, 79)
+    assert (DraftShape.chain(0).num_candidates, DraftShape.chain(0).rows) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({"speculative_eagle_topk": 4}, (3, 4, 13)),
+        ({"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 37}, (3, 4, 37)),
+        ({"speculative_eagle_topk": 4, "speculative_num_steps": 1}, (1, 4, 5)),
+        ({"speculative_eagle_topk": 16, "speculative_num_steps": 6}, (6, 16, 64)),
+        ({"speculative_num_draft_tokens": 4}, (3, 1, 4)),
+    ],
+)
+def test_trees_of_arguments(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    good = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
+    assert EngineArgs(**(good | options)).shape == shape
+
+
+def test_tiers_of_a_tree_have_as_many_nodes_as_they_can_fill() -> None:
+    args = EngineArgs(
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=3,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=16,
+        speculative_adaptive=True,
+        speculative_adaptive_config={"candidate_steps": [0, 1, 3, 5]},
+    )
+    assert args.shape == (3, 4, 16)
+    assert args.shapes == ((0, 1, 1), (1, 4, 5), (3, 4, 16), (5, 4, 16))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +92,11 @@ def test_shapes() -> None:
         ({"speculative_num_steps": 0}, "speculative_num_steps=0 .* speculative_algorithm=None"),
         ({"speculative_num_steps": 64}, "speculative_num_steps=64"),
         ({"speculative_num_steps": 3.0}, "speculative_num_steps=3.0"),
-        ({"speculative_eagle_topk": 4}, "speculative_eagle_topk=4: only chains"),
+        ({"speculative_eagle_topk": 0}, "speculative_eagle_topk=0 must be an integer of"),
+        ({"speculative_eagle_topk": 65}, r"topk=65 times .* = 2 must be at most 128"),
+        ({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12}, "from 2 to 11: a tree"),
+        ({"speculative_eagle_topk": 9, "speculative_num_draft_tokens": 65}, "from 2 to 64: a tree"),
+        ({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 1}, "tokens=1 must be from"),
         ({"speculative_num_draft_tokens": 5}, r"speculative_num_draft_tokens=5 .* \+ 1 = 4"),
     ],
 )

@@ -1,0 +1,107 @@
+"""Drafts that are drawn with the target's own noise."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax.kernels.draw_tokens import position_noise
+
+from specjax.sampling.draw import SamplingConfig, draft_tokens, target_tokens
+from specjax.sampling.params import SamplingParams
+from specjax.speculative.tree import chain_input
+
+from ..kernels.lowering import lower_for_cuda
+from ..speculative.reference import kept_by_sorting
+from ..speculative.tables import sampling_rows
+
+VOCAB = 61
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.6, top_p=0.7),
+]
+POSITIONS = jnp.asarray([[3, 4], [8, 9], [20, 21], [0, 1]], jnp.int32)
+RNG = np.random.default_rng(3)
+LOGITS = jnp.asarray(3 * RNG.normal(size=(4, 2, VOCAB)), jnp.float32)
+IDS = RNG.choice(VOCAB, 40, replace=False).astype(np.int32)
+jit_drafts = jax.jit(draft_tokens, static_argnames=("config", "topk"))
+
+
+def table():
+    return sampling_rows(PARAMS, VOCAB)
+
+
+def test_a_perfect_draft_draws_what_the_target_draws():
+    config = SamplingConfig()
+    tree = chain_input(jnp.zeros((4, 2), jnp.int32), POSITIONS[:, 0] - 1)
+    slots, history = jnp.arange(4, dtype=jnp.int32), jnp.zeros((4, 16), jnp.int32)
+    drawn, _ = target_tokens(LOGITS, tree, table(), history, slots, config)
+    probs, drafts = jit_drafts(LOGITS, None, POSITIONS, table(), config=config, topk=1)
+    assert drafts[..., 0].tolist() == drawn.tolist()
+    assert (np.asarray(probs) == 1).all()
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_columns_follow_noise_and_filters(topk):
+    """Of a smaller vocabulary, a column takes the noise of its token."""
+    logits = LOGITS[..., :40]
+    config = SamplingConfig()
+    probs, drafts = jit_drafts(logits, IDS, POSITIONS, table(), config=config, topk=topk)
+    for b, params in enumerate(PARAMS):
+        for i in range(2):
+            row = np.asarray(logits[b, i], np.float64)
+            if not params.is_greedy:
+                row = row / params.temperature
+                top_k = VOCAB if params.top_k == -1 else params.top_k
+                kept, _ = kept_by_sorting(row, top_k, params.top_p, params.min_p)
+                seed = jnp.asarray([[0, b]], jnp.uint32)
+                noise = np.asarray(position_noise(seed, POSITIONS[b, i : i + 1], VOCAB))[0]
+                row = row + noise[IDS]
+                row[list(set(range(40)) - kept)] = -np.inf
+            best = np.argsort(-row, kind="stable")[:topk]
+            assert drafts[b, i].tolist() == best.tolist()
+            if topk > 1:
+                weights = np.exp(row - row.max())
+                np.testing.assert_allclose(probs[b, i], (weights / weights.sum())[best], rtol=1e-4)
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_greedy_batch_needs_no_noise(topk):
+    rows = sampling_rows([PARAMS[0]] * 4, VOCAB)
+    found = [
+        jit_drafts(LOGITS, None, POSITIONS, rows, config=SamplingConfig(greedy=g), topk=topk)
+        for g in (False, True)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_nothing_on_a_gpu_waits_for_the_host(monkeypatch, topk):
+    """A conditional or a loop of XLA's is a read-back in the middle of a round.
+
+    The K best are a composite, of which a sort is what a backend without it would run.
+    """
+    monkeypatch.setattr("specjax.kernels.backend.resolve_interpret", lambda interpret: False)
+    config = SamplingConfig(kernels="pallas")
+    text = lower_for_cuda(
+        lambda *arguments: draft_tokens(*arguments, config, topk),
+        LOGITS[..., :40],
+        jnp.asarray(IDS),
+        POSITIONS,
+        table(),
+    )
+    assert "specjax_logit_thresholds" in text
+    assert not re.search(r"stablehlo\.(case|if|while)", text)
+    assert text.count("stablehlo.sort") == (topk > 1)
+
+
+def test_nan_is_no_proposal():
+    """A score of 0 says so; columns are in range."""
+    broken = jnp.full((4, 2, VOCAB), jnp.nan)
+    probs, drafts = jit_drafts(broken, None, POSITIONS, table(), config=SamplingConfig(), topk=3)
+    assert not np.asarray(probs).any()
+    assert ((np.asarray(drafts) >= 0) & (np.asarray(drafts) < VOCAB)).all()

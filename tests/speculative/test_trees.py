@@ -1,0 +1,139 @@
+"""Trees: the tokens of plain decoding, whatever the shape, the pages and the schedule."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specjax.config import DraftConfig
+from specjax.sampling.params import SamplingParams
+from specjax.types import DraftShape
+
+from ..copying import copied_runner, plain_output, plain_outputs
+from ..scheduling.serving import Serving
+from ..tiny import EAGLE, EAGLE3, make_request, make_runner, run_requests
+from .test_identity import JOBS, check, expected
+
+TREE = DraftShape(steps=3, topk=3, nodes=8)
+RNG = np.random.default_rng(21)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 1, 17, 40, 5, 16)]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95)
+
+
+def tree_runner(shape: DraftShape = TREE, rounds: int = 1, **changes):
+    """Over the target whose drafts are often right."""
+    return copied_runner(shape.steps, rounds, shapes=(shape,), **changes)
+
+
+def test_trees_equal_dense_decoding():
+    """Penalties and the minimum length follow each node's own path, log-probabilities its row."""
+    assert check(tree_runner(), JOBS, expected(True)) > 1.5
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_request_may_end_anywhere_in_a_tree(run_ahead):
+    """Up to twice as many tokens as nodes, and behind prompts that reach to the context's end."""
+    runner = tree_runner()
+    config = runner.config
+    most = config.context - config.reach.overhang
+    serving = Serving(runner=runner, run_ahead=run_ahead)
+    requests = []
+    for limit in range(1, 2 * TREE.nodes + 1):
+        long = RNG.integers(6, 61, size=most - limit + 1).tolist()
+        for i, prompt in enumerate((PROMPTS[limit % len(PROMPTS)], long)):
+            params = replace((GREEDY, SEEDED)[(limit + i) % 2], max_new_tokens=limit)
+            requests.append(make_request(prompt, params, seed=limit, width=TREE.steps))
+    with pytest.raises(ValueError, match=f"{most + 2} KV tokens|needs .* a request holds"):
+        serving.scheduler.check(make_request(long, replace(GREEDY, max_new_tokens=limit + 4)))
+    serving.add_all(requests)
+    serving.finish()
+    for request in requests:
+        prompt = tuple(request.input_ids)
+        assert request.output_ids == plain_output(prompt, request.params, request.seed)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_pages_that_run_out_change_no_token(params, run_ahead):
+    serving = Serving(runner=tree_runner(), run_ahead=run_ahead, num_pages=22, is_cached=True)
+    requests = serving.add(PROMPTS * 2, params)
+    serving.finish()
+    assert sum(request.num_retractions for request in requests) > 0
+    seeds = [request.seed for request in requests]
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS * 2, params, seeds)
+
+
+def test_figures_of_a_tree():
+    """All nodes of a round were proposed; accepted drafts are counted by depth."""
+    (request,) = [make_request(PROMPTS[0], GREEDY, width=TREE.steps)]
+    run_requests(tree_runner(), [request])
+    meta = request.result()["meta_info"]
+    rounds = meta["spec_verify_ct"]
+    assert meta["spec_num_proposed_drafts"] == rounds * (TREE.nodes - 1)
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert len(histogram) == TREE.steps + 1
+    assert sum(histogram) == rounds
+    assert sum(i * n for i, n in enumerate(histogram)) == meta["spec_num_correct_drafts"]
+    assert meta["spec_accept_length"] > 1.5
+
+
+GRID = [  # head, shape, page size, rounds a call
+    (EAGLE3, DraftShape(3, 2, 7), 1, 4),
+    (EAGLE3, DraftShape(2, 4, 21), 16, 1),
+    (EAGLE3, DraftShape(4, 8, 6), 64, 1),
+    (EAGLE3, DraftShape(2, 16, 64), 4, 4),
+    (EAGLE, DraftShape(5, 2, 16), 16, 1),
+    (EAGLE, DraftShape(1, 4, 5), 64, 4),
+    (EAGLE, DraftShape(2, 8, 32), 1, 1),
+    (EAGLE, DraftShape(3, 16, 17), 16, 4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head", "shape", "page_size", "rounds"),
+    GRID,
+    ids=lambda value: value.checkpoint_format if isinstance(value, DraftConfig) else None,
+)
+def test_the_shape_of_a_tree_changes_no_token(head, shape, page_size, rounds):
+    """Batches of one and of four; drafts of random heads and of one that is often right."""
+    sizes = {"page_size": page_size, "pages_per_request": -(-256 // page_size)}
+    sizes["num_pages"] = 1 + 1200 // page_size
+    runners = [make_runner(head, shapes=(shape,), rounds=rounds, **sizes)]
+    plain = [make_runner()]
+    if head is EAGLE3:
+        runners.append(tree_runner(shape, rounds, **sizes))
+        plain.append(copied_runner(0))
+    for runner, other in zip(runners, plain, strict=True):
+        for params, run_ahead in ((GREEDY, 0), (GREEDY, 1), (SEEDED, 1)):
+            for count in (1, len(PROMPTS)):
+                ours, theirs = (
+                    [
+                        make_request(prompt, params, seed=i, width=one.config.largest.steps)
+                        for i, prompt in enumerate(PROMPTS[:count])
+                    ]
+                    for one in (runner, other)
+                )
+                run_requests(runner, ours, run_ahead=run_ahead)
+                run_requests(other, theirs)
+                assert [r.output_ids for r in ours] == [r.output_ids for r in theirs]
+
+
+@pytest.mark.slow
+def test_tiers_of_trees_change_no_token():
+    """Rounds without drafts, chains and trees in turn."""
+    shapes = (DraftShape.chain(0), DraftShape(1, 3, 4), TREE)
+    runner = copied_runner(3, shapes=shapes)
+    serving = Serving(runner=runner, run_ahead=1)
+    requests = serving.add(PROMPTS, SEEDED)
+    steps = 0
+    while serving.scheduler.has_work:
+        runner.apply_runtime_state(runner.state_of(shapes[steps // 2 % 3].steps))
+        serving.step()
+        steps += 1
+    runner.apply_runtime_state(runner.state_of(TREE.steps))
+    seeds = [request.seed for request in requests]
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, SEEDED, seeds)
+    by_steps = [set(r.spec.rounds_by_steps) for r in requests]
+    assert {0, 1, 3} in by_steps
