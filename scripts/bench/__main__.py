@@ -15,6 +15,7 @@ DOORS = {
     "bench_requests": "requests",
     "bench_round": "round",
     "bench_serving_mix": "serving_mix",
+    "bench_speculative": "speculative",
     "bench_start": "start",
     "eval_acceptance": "acceptance",
 }
