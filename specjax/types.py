@@ -91,17 +91,40 @@ class Logprobs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class NodeOutputs:
+    """What the target gave at every row of a tree; every array is ``[B, T, ...]``.
+
+    Acceptance compacts all of it at once, to ``[B, A, ...]`` of the accepted path with zeros behind
+    it: what is reported by row belongs here.
+    """
+
+    tokens: jax.Array  # i32 [B, T], the target's own token behind each row
+    features: jax.Array  # [B, T, F], what the algorithm reads of the target
+    logprobs: Logprobs | None = None  # [B, T] of tokens; zeros where no row asks for them
+    hidden_states: jax.Array | None = None  # [B, T, D], that the logits of tokens come from
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class VerifyOutput:
     """What the target accepted. Padding rows have zero counts and bonus token 0."""
 
     accept_index: jax.Array  # i32 [B, A], rows 0..T-1 of the accepted path, root first, then -1
-    accept_tokens: jax.Array  # i32 [B, A], the target's token at each of those rows, then 0
+    outputs: NodeOutputs  # [B, A, ...] of the accepted path
     num_proposed_drafts: jax.Array  # i32 [B]
     num_accepted_drafts: jax.Array  # i32 [B]
     num_accepted_tokens: jax.Array  # i32 [B]
     bonus_tokens: jax.Array  # i32 [B], the last valid accept_tokens
-    features: jax.Array  # [B, A, F], target features of the accepted path; zeros behind it
-    logprobs: Logprobs | None = None  # [B, A] of accept_tokens; zeros where no row asks for them
+
+    @property
+    def accept_tokens(self) -> jax.Array:
+        """The target's token i32 ``[B, A]`` at each row of the accepted path, then 0."""
+        return self.outputs.tokens
+
+    @property
+    def features(self) -> jax.Array:
+        """Target features ``[B, A, F]`` of the accepted path; zeros behind it."""
+        return self.outputs.features
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +135,7 @@ class RoundOutput:
     # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens
     packed: jax.Array
     logprobs: Logprobs | None  # [B, A]
+    hidden_states: jax.Array | None  # [B, A, D], beside the tokens
     prompt_logprobs: Logprobs | None = None  # [P], of prefill where they are asked for
 
 

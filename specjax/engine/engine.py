@@ -152,6 +152,7 @@ class Engine:
         return_logprob: bool | Sequence[bool] = False,
         top_logprobs_num: int | Sequence[int] = 0,
         logprob_start_len: int | Sequence[int] = -1,
+        return_hidden_states: bool | Sequence[bool] = False,
         timeout: float | None = None,
         stream: bool = False,
     ) -> Any:
@@ -178,6 +179,9 @@ class Engine:
                 raw logits; the first has none, and is ``(None, token id, None)`` and ``None``
                 there. -1 reports none. What is reported is computed anew, not cached. A list for a
                 list of inputs.
+            return_hidden_states: report an array f32 ``[completion tokens, D]`` in
+                ``meta_info["hidden_states"]``: row ``i`` is the state after the target's final norm
+                whose logits gave completion token ``i``. A list for a list of inputs.
             timeout: seconds after which the requests end with finish reason ``abort``;
                 ``request_timeout`` of the engine by default.
             stream: yield cumulative results as they grow instead of returning the last. A slow
@@ -206,6 +210,7 @@ class Engine:
             return_logprob=return_logprob,
             top_logprobs_num=top_logprobs_num,
             logprob_start_len=logprob_start_len,
+            return_hidden_states=return_hidden_states,
             timeout=timeout,
         )
         return self._loop.stream(call, owner=self) if stream else self._loop.wait(call)

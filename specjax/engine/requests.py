@@ -93,6 +93,7 @@ class RequestFactory:
         return_logprob: Any = False,
         top_logprobs_num: Any = 0,
         logprob_start_len: Any = -1,
+        return_hidden_states: Any = False,
         timeout: float | None = None,
     ) -> Call:
         """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later."""
@@ -112,6 +113,7 @@ class RequestFactory:
         self._scheduler.check_queue(n * count)
         tops = _top_logprobs(return_logprob, top_logprobs_num, count)
         firsts = _for_each_input("logprob_start_len", logprob_start_len, count)
+        states = _bools("return_hidden_states", return_hidden_states, count)
         for first, ids, top in zip(firsts, prompts, tops, strict=True):
             check_integer("logprob_start_len", first, -1, len(ids) - 1)
             if first >= 0 and top is None:
@@ -119,9 +121,11 @@ class RequestFactory:
         rids = _rids(rid, count, is_batch)
         requests = [
             self._request(
-                name if n == 1 else f"{name}_{sample}", ids, one, sample, top, first, timeout
+                name if n == 1 else f"{name}_{sample}", ids, one, sample, top, first, state, timeout
             )
-            for name, ids, one, top, first in zip(rids, prompts, params, tops, firsts, strict=True)
+            for name, ids, one, top, first, state in zip(
+                rids, prompts, params, tops, firsts, states, strict=True
+            )
             for sample in range(n)
         ]
         groups = [name for name in rids for _ in range(n)]
@@ -135,6 +139,7 @@ class RequestFactory:
         sample: int,
         top_logprobs: int | None,
         logprob_start_len: int,
+        return_hidden_states: bool,
         timeout: float | None,
     ) -> Request:
         config = self._plan.target.config
@@ -160,6 +165,7 @@ class RequestFactory:
             spec_width=self._plan.config.largest.steps,
             top_logprobs=top_logprobs,
             logprob_start_len=None if logprob_start_len < 0 else logprob_start_len,
+            return_hidden_states=return_hidden_states,
             timeout=self._args.request_timeout if timeout is None else timeout,
         )
         self._scheduler.check(request)
@@ -180,15 +186,21 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
 
 def _top_logprobs(return_logprob: Any, top_logprobs_num: Any, count: int) -> list[int | None]:
     """For each input how many of the best tokens to report; ``None``: no log probabilities."""
-    wanted = _for_each_input("return_logprob", return_logprob, count)
+    wanted = _bools("return_logprob", return_logprob, count)
     numbers = _for_each_input("top_logprobs_num", top_logprobs_num, count)
     for is_wanted, number in zip(wanted, numbers, strict=True):
-        if not isinstance(is_wanted, bool):
-            raise ValueError(f"return_logprob={is_wanted!r} must be a bool")
         check_integer("top_logprobs_num", number, at_least=0)
         if number and not is_wanted:
             raise ValueError(f"top_logprobs_num={number} needs return_logprob=True")
     return [n if is_wanted else None for is_wanted, n in zip(wanted, numbers, strict=True)]
+
+
+def _bools(name: str, value: Any, count: int) -> list[bool]:
+    values = _for_each_input(name, value, count)
+    for one in values:
+        if not isinstance(one, bool):
+            raise ValueError(f"{name}={one!r} must be a bool")
+    return values
 
 
 def _for_each_input(name: str, value: Any, count: int) -> list[Any]:

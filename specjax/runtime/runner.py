@@ -144,6 +144,7 @@ class ModelRunner:
         end_token_ids: Collection[int] = (),
         prompt_len: int = 0,
         top_logprobs: int | None = None,
+        hidden_states: bool = False,
         cached_ids: Sequence[int] = (),
     ) -> None:
         """Give a request slot its sampling parameters.
@@ -156,6 +157,7 @@ class ModelRunner:
             prompt_len: tokens of its own prompt; what is prefilled behind them counts as produced.
             top_logprobs: most likely tokens to report at each position; ``None`` for no
                 log-probabilities at all.
+            hidden_states: whether to report the state behind each token's logits.
             cached_ids: the start of the text that no prefill brings, since its KV is cached.
         """
         self.tables.set_sampling(
@@ -165,6 +167,7 @@ class ModelRunner:
             end_token_ids=end_token_ids,
             prompt_len=prompt_len,
             top_logprobs=top_logprobs,
+            hidden_states=hidden_states,
         )
         needs_history = params.has_penalties or self.config.algorithm.needs_history
         if needs_history and len(cached_ids) > 0:
@@ -282,9 +285,9 @@ class ModelRunner:
         return self._dispatched(out, slots, self.speculative_num_steps)
 
     def _dispatched(self, out: RoundOutput, slots: Sequence[int], num_steps: int = 0) -> Dispatched:
-        wants_logprobs = self.tables.wants_logprobs(slots)
-        logprobs = out.logprobs if wants_logprobs else None
-        return Dispatched(out.packed, logprobs, out.prompt_logprobs, num_steps)
+        logprobs = out.logprobs if self.tables.wants_logprobs(slots) else None
+        states = out.hidden_states if self.tables.wants_hidden_states[list(slots)].any() else None
+        return Dispatched(out.packed, logprobs, out.prompt_logprobs, states, num_steps)
 
     def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))

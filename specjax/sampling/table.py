@@ -90,6 +90,7 @@ class HostTables:
         self._neutral = self.sampling[0].copy()
         # slots [R] that ask for nothing but the most likely token
         self.is_plain = np.ones(num_slots, np.bool_)
+        self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
         self.pages_dirty = self.sampling_dirty = True
 
@@ -107,6 +108,7 @@ class HostTables:
         self.page_table[slot] = 0
         self.sampling[slot] = self._neutral
         self.is_plain[slot] = True
+        self.wants_hidden_states[slot] = False
 
     def set_sampling(
         self,
@@ -117,6 +119,7 @@ class HostTables:
         end_token_ids: Collection[int],
         prompt_len: int,
         top_logprobs: int | None,
+        hidden_states: bool = False,
     ) -> None:
         """Write the parameters of a slot; they have passed :func:`check_slot_limits`.
 
@@ -146,7 +149,9 @@ class HostTables:
         for i, (token, value) in enumerate(params.biases):
             row["bias_ids"][i], row["bias_values"][i] = token, value
         adjusts = params.has_penalties or params.biases or params.min_new_tokens
-        self.is_plain[slot] = params.is_greedy and not adjusts and top_logprobs is None
+        is_quiet = top_logprobs is None and not hidden_states
+        self.is_plain[slot] = params.is_greedy and not adjusts and is_quiet
+        self.wants_hidden_states[slot] = hidden_states
         self.sampling_dirty = True
 
     def wants_logprobs(self, slots: Sequence[int]) -> bool:

@@ -12,7 +12,6 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics.totals import Totals
 from specjax.runtime.dispatched import Dispatched
 from specjax.scheduling.request import PromptPiece, Request, RunningRequest
-from specjax.types import Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +61,9 @@ class InFlight:
         wanting = (row for row in entry.rows if row.request.top_logprobs is not None)
         wants_logprobs = not all(row.is_released for row in wanting)
         logprobs = entry.result.read_logprobs() if wants_logprobs else None
+        states = entry.result.read_hidden_states()
+        # what is reported beside the tokens, if anything is
+        beside = () if logprobs is None and states is None else (logprobs, states)
         prompt, at = entry.result.read_prompt_logprobs(), 0
         now = self._clock()
         if entry.batch_size and self._controller is not None:
@@ -72,15 +74,15 @@ class InFlight:
                 continue
             try:
                 if entry.batch_size:
-                    self._take_rounds(row, i, values, entry.result.num_steps, logprobs, now)
+                    self._take_rounds(row, i, values, entry.result.num_steps, beside, now)
                 else:
                     piece = entry.pieces[i]
                     if prompt is not None and piece.wants_logprobs:
                         part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
                         row.request.take_prompt_logprobs(piece.start, part)
                     if piece.is_last:
-                        beside = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], logprobs)
-                        self._take_first(row, values[i], beside, now)
+                        own = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], beside)
+                        self._take_first(row, values[i], own, now)
             except Exception as error:
                 yield row, error
             else:
@@ -88,11 +90,11 @@ class InFlight:
                     yield row, None
 
     def _take_first(
-        self, row: RunningRequest, token: int, logprobs: Logprobs | None, now: float
+        self, row: RunningRequest, token: int, beside: tuple[Any, ...], now: float
     ) -> None:
         request = row.request
         row.awaits_first = False
-        request.append_first(token, logprobs)
+        request.append_first(token, *beside)
         if request.first_token_time is None:
             request.first_token_time = now
             self._metrics.time_to_first_token.observe(now - request.created_time)
@@ -104,7 +106,7 @@ class InFlight:
         index: int,
         rounds: list[list[list[int]]],
         num_steps: int,
-        logprobs: Logprobs | None,
+        beside: tuple[Any, ...],
         now: float,
     ) -> None:
         """Append what the rounds of one call brought a row, up to where its request ends.
@@ -120,8 +122,8 @@ class InFlight:
             *tokens, proposed, accepted, count = batch[index]
             if count == 0 or request.is_finished:
                 break
-            beside = logprobs and jax.tree.map(lambda leaf, at=(number, index): leaf[at], logprobs)
-            kept += request.append_round(tokens[:count], proposed, accepted, num_steps, beside)
+            own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], beside) if beside else ()
+            kept += request.append_round(tokens[:count], proposed, accepted, num_steps, *own)
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specjax.kv.budget import PageHolding
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.spec_counts import SpecCounts
@@ -33,6 +35,7 @@ class Request:
     top_logprobs: int | None = None  # best tokens to report, beside the chosen; ``None``: nothing
     # first prompt token whose log-probability is reported; ``None``: of none
     logprob_start_len: int | None = None
+    return_hidden_states: bool = False  # report what the logits of completion tokens come from
     timeout: float | None = None  # seconds after which it ends with finish reason ``abort``
     clock: Callable[[], float] = time.perf_counter  # the scheduler's
 
@@ -40,6 +43,7 @@ class Request:
     output_is_draft: list[bool] = field(default_factory=list, init=False)
     output_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
+    output_hidden_states: list[np.ndarray] = field(default_factory=list, init=False)  # f32 [n, D]
     # of prompt tokens behind ``logprob_start_len``, as far as they are known
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
@@ -118,10 +122,12 @@ class Request:
         top_values = logprobs.top_values[known, : self.top_logprobs].tolist()
         self.input_top_logprobs += map(_triples, top_values, top_ids)
 
-    def append_first(self, token: int, logprobs: Logprobs | None = None) -> None:
-        """Take the token that prefill sampled, with log probabilities ``[1]``."""
+    def append_first(
+        self, token: int, logprobs: Logprobs | None = None, states: np.ndarray | None = None
+    ) -> None:
+        """Take the token that prefill sampled, with log probabilities and hidden states ``[1]``."""
         self._append(token, is_draft=False)
-        self._append_logprobs(self.output_ids[-1:], logprobs)
+        self._append_beside(self.output_ids[-1:], logprobs, states)
 
     def append_round(
         self,
@@ -130,11 +136,12 @@ class Request:
         num_accepted: int,
         num_steps: int,
         logprobs: Logprobs | None = None,
+        states: np.ndarray | None = None,
     ) -> int:
         """Take accepted drafts and the bonus token up to where the request ends.
 
-        ``num_steps`` is of the round's tier, ``logprobs`` ``[A]`` beside the tokens. Returns how
-        many tokens stay.
+        ``num_steps`` is of the round's tier, ``logprobs`` ``[A]`` and hidden ``states`` f32
+        ``[A, D]`` are beside the tokens. Returns how many tokens stay.
         """
         kept = 0
         for i, token in enumerate(tokens):
@@ -144,7 +151,7 @@ class Request:
                 break
         if self.spec is not None:
             self.spec.add(num_steps, num_proposed, num_accepted, kept, is_last=self.is_finished)
-        self._append_logprobs(tokens[:kept], logprobs)
+        self._append_beside(tokens[:kept], logprobs, states)
         return kept
 
     def finish(self, reason: dict[str, Any]) -> None:
@@ -170,7 +177,11 @@ class Request:
         elif is_last:
             self.finish({"type": "length", "length": len(self.output_ids)})
 
-    def _append_logprobs(self, kept: Sequence[int], logprobs: Logprobs | None) -> None:
+    def _append_beside(
+        self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None
+    ) -> None:
+        if states is not None and self.return_hidden_states:
+            self.output_hidden_states.append(states[: len(kept)])
         if logprobs is None or self.top_logprobs is None:
             return
         count, num_top = len(kept), self.top_logprobs
@@ -208,6 +219,8 @@ class Request:
             meta["input_token_logprobs"] = [first, *self.input_token_logprobs]
             if self.top_logprobs:
                 meta["input_top_logprobs"] = [None, *self.input_top_logprobs]
+        if self.return_hidden_states:
+            meta["hidden_states"] = np.concatenate(self.output_hidden_states or [np.empty((0, 0))])
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:

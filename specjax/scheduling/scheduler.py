@@ -306,6 +306,7 @@ class Scheduler:
                 end_token_ids=request.end_token_ids,
                 prompt_len=len(request.input_ids),
                 top_logprobs=request.top_logprobs,
+                hidden_states=request.return_hidden_states,
                 cached_ids=row.prefill_ids[: row.kv_len],
             )
         except Exception as error:

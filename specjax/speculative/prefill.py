@@ -69,10 +69,10 @@ def prefill_chunks(
 ) -> tuple[DeviceState, RoundOutput]:
     """Run the chunks that :func:`pack_chunks` packed, ``limit`` of them, through target and draft.
 
-    What the host reads is ``packed`` i32 ``[limit]``, the sampled tokens, and their
-    log-probabilities ``[limit]``, of meaning only where a prompt ends. With ``with_logprobs`` also
-    those of the prompt token behind each of the W tokens, from the raw logits; at the end of a
-    prompt they mean nothing.
+    What the host reads is ``packed`` i32 ``[limit]``, the sampled tokens, their log-probabilities
+    ``[limit]`` and hidden states ``[limit, D]``, of meaning only where a prompt ends. With
+    ``with_logprobs`` also log-probabilities of the prompt token behind each of the W tokens, from
+    the raw logits; at the end of a prompt they mean nothing.
     """
     pools, future = state.pools, state.future
     headers = packed[: limit * HEADER].reshape(limit, HEADER)
@@ -88,14 +88,14 @@ def prefill_chunks(
     # the prompt token behind each; 0 where the prompt ends
     is_last = segments.is_real & (jnp.arange(tokens.shape[0], dtype=jnp.int32) == last[index])
     behind = jnp.where(is_last, following[index], jnp.roll(tokens, -1))
-    prompt_logprobs = None
+    prompt_logprobs, states = None, pick_row(hidden, last[None])
     if with_logprobs:
         logits = resident.target.logits(hidden[0])
         wanted = jnp.where(segments.is_real, num_best(batch.sampling)[index], -1)
         prompt_logprobs = Logprobs(*raw_logprobs(logits, behind, wanted, config.sampling))
         logits = logits[last]
     else:
-        logits = resident.target.logits(pick_row(hidden, last[None]))[0]
+        logits = resident.target.logits(states)[0]
     new_lens = starts + counts
     owners = jnp.where(segments.is_real, slots[index], 0)
     ones = segments.is_real.astype(jnp.int32)
@@ -122,5 +122,5 @@ def prefill_chunks(
     rows = resolve(future, slots)
     draft, rows = config.algorithm.prefill(batch, pools.draft, rows, chunks, features)
     logprobs = jax.tree.map(lambda leaf: leaf[:, 0], logprobs)
-    out = RoundOutput(drawn[:, 0], logprobs, prompt_logprobs)
+    out = RoundOutput(drawn[:, 0], logprobs, states[0], prompt_logprobs)
     return DeviceState(KVPools(target=kv, draft=draft), stash(future, slots, rows)), out

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.compact_tree import compact_tree
 from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
 from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
@@ -26,7 +25,7 @@ from specjax.speculative.future_map import (
     stash,
 )
 from specjax.speculative.tree import accept
-from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +94,14 @@ def verify(
         batch.slots,
         batch.draw,
     )
+    # nobody asks for more of a greedy batch than its tokens
+    states = None if batch.draw.greedy else hidden
+    outputs = NodeOutputs(tokens, features, logprobs, states)
     steps, simulated = config.shape.steps, config.simulate_accept_length
-    verified = accept(tree, tokens, features, batch.slots > 0, steps, simulated)
+    verified = accept(tree, outputs, batch.slots > 0, steps, simulated)
     if not is_chain:
         kv = batch.pages.move(kv, batch.seq_lens, verified.accept_index)
-    compacted = jax.tree.map(lambda v: compact_tree(v, verified.accept_index), logprobs)
-    return replace(verified, logprobs=compacted), kv
+    return verified, kv
 
 
 def commit(future: FutureMap, batch: Batch, verified: VerifyOutput) -> FutureMap:
@@ -142,7 +143,8 @@ def _extend(
     )
     packed = jnp.concatenate([verified.accept_tokens, jnp.stack(columns, axis=1)], axis=1)
     state = DeviceState(replace(pools, draft=draft), stash(state.future, batch.slots, rows))
-    return state, RoundOutput(packed, verified.logprobs)
+    outputs = verified.outputs
+    return state, RoundOutput(packed, outputs.logprobs, outputs.hidden_states)
 
 
 def spec_round(
@@ -174,10 +176,14 @@ def spec_rounds(
 
     sampling, width = config.sampling, config.shape.accept_width
     rounds = (config.num_rounds, slots.shape[0])
-    outs = RoundOutput(
-        jnp.zeros((*rounds, width + 3), jnp.int32),
-        None if sampling.greedy else zero_logprobs((*rounds, width), sampling.max_top_logprobs),
-    )
+    outs = RoundOutput(jnp.zeros((*rounds, width + 3), jnp.int32), None, None)
+    if not sampling.greedy:
+        model = resident.target.config
+        outs = replace(
+            outs,
+            logprobs=zero_logprobs((*rounds, width), sampling.max_top_logprobs),
+            hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.jnp_dtype),
+        )
     return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.kernels.compact_tree import compact_tree
 from specjax.kernels.fill_bonus import fill_bonus_tokens
-from specjax.types import VerifyInput, VerifyOutput
+from specjax.types import NodeOutputs, VerifyInput, VerifyOutput
 
 
 def chain_input(
@@ -185,30 +185,28 @@ def simulated_path(
 
 def accept(
     tree: VerifyInput,
-    target_tokens: jax.Array,
-    features: jax.Array,
+    outputs: NodeOutputs,
     valid: jax.Array,
     num_steps: int,
     simulate_accept_length: float | None = None,
 ) -> VerifyOutput:
-    """Accept what agrees with the target and compact every per-row output.
+    """Accept what agrees with the target and compact all that it gave at each row.
 
-    ``target_tokens`` i32 ``[B, T]`` and ``features`` ``[B, T, F]`` are the target's at each row;
-    with ``simulate_accept_length`` so many tokens are accepted on average, right or wrong.
+    ``valid`` bool ``[B]`` are rows of requests; with ``simulate_accept_length`` so many tokens are
+    accepted on average, right or wrong.
     """
     if simulate_accept_length is None:
-        path = accept_path(tree, target_tokens, valid, num_steps)
+        path = accept_path(tree, outputs.tokens, valid, num_steps)
     else:
         path = simulated_path(tree, valid, num_steps, simulate_accept_length)
     accept_index, num_accepted_drafts = path
     num_accepted_tokens = jnp.where(valid, num_accepted_drafts + 1, 0)
-    accept_tokens = compact_tree(target_tokens, accept_index)
+    outputs = jax.tree.map(lambda leaf: compact_tree(leaf, accept_index), outputs)
     return VerifyOutput(
         accept_index=accept_index,
-        accept_tokens=accept_tokens,
+        outputs=outputs,
         num_proposed_drafts=jnp.where(valid, tree.num_proposed, 0),
         num_accepted_drafts=num_accepted_drafts,
         num_accepted_tokens=num_accepted_tokens,
-        bonus_tokens=fill_bonus_tokens(accept_tokens, num_accepted_tokens),
-        features=compact_tree(features, accept_index),
+        bonus_tokens=fill_bonus_tokens(outputs.tokens, num_accepted_tokens),
     )

@@ -505,6 +505,7 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"prompt": "a", "sampling_params": {"top_pp": 2}}, r"\['top_pp'\] are not supported"),
         ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' is not supported"),
         ({"prompt": "a", "return_logprob": 1}, "return_logprob=1 must be a bool"),
+        ({"prompt": "a", "return_hidden_states": 1}, "return_hidden_states=1 must be a bool"),
         ({"prompt": "a", "top_logprobs_num": 2}, "needs return_logprob=True"),
         ({"prompt": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num=-1"),
         ({"prompt": "a", "return_logprob": [True, True]}, "2 return_logprob for 1 inputs"),

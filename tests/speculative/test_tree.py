@@ -1,16 +1,18 @@
 """The walk down a verified tree, against a brute-force walk in Python."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.speculative.tree import accept, chain_input
-from specjax.types import VerifyInput
+from specjax.speculative.tree import accept, chain_input, simulated_path
+from specjax.types import NodeOutputs, VerifyInput
 
 ROWS, STEPS = 8, 7
-jit_accept = jax.jit(accept, static_argnums=4)
+jit_accept = jax.jit(accept, static_argnums=3)
 
 
 @st.composite
@@ -58,7 +60,8 @@ def test_accept_equals_a_walk(tree, num_proposed):
         positions=both(depth),
         tree_mask=jnp.ones((2, rows, rows), bool),
     )
-    out = jit_accept(inputs, both(target), features, jnp.array([True, False]), steps)
+    outputs = NodeOutputs(both(target), features)
+    out = jit_accept(inputs, outputs, jnp.array([True, False]), steps)
 
     path = walk(parents, tokens, target, num_proposed, steps)
     pad = steps + 1 - len(path)
@@ -88,6 +91,55 @@ def test_chain_counts_by_depth():
     drafts = jnp.array([[1, 2, 3, 4]] * 4, jnp.int32)
     target = jnp.array([[2, 3, 4, 9], [2, 3, 9, 5], [2, 9, 4, 5], [9, 3, 4, 5]], jnp.int32)
     tree = chain_input(drafts, jnp.zeros(4, jnp.int32))
-    out = accept(tree, target, jnp.zeros((4, 4, 1)), jnp.ones(4, bool), 3)
+    out = accept(tree, NodeOutputs(target, jnp.zeros((4, 4, 1))), jnp.ones(4, bool), 3)
     assert out.num_accepted_drafts.tolist() == [3, 2, 1, 0]
     assert out.bonus_tokens.tolist() == [9, 9, 9, 9]
+
+
+def test_whatever_is_reported_by_row_is_compacted():
+    """A further output of the target's rows needs no line in acceptance."""
+
+    @jax.tree_util.register_dataclass
+    @dataclass(frozen=True)
+    class WithExperts(NodeOutputs):
+        experts: jax.Array | None = None  # i32 [B, T, 3]
+
+    tree = VerifyInput(
+        draft_tokens=jnp.array([[0, 1, 2, 3]], jnp.int32),
+        num_proposed=jnp.array([3], jnp.int32),
+        parents=jnp.array([[-1, 0, 0, 2]], jnp.int32),
+        positions=jnp.array([[5, 6, 6, 7]], jnp.int32),
+        tree_mask=jnp.ones((1, 4, 4), bool),
+    )
+    rows = jnp.arange(4, dtype=jnp.int32)[None]
+    outputs = WithExperts(
+        tokens=jnp.array([[2, 9, 3, 8]], jnp.int32),
+        features=rows[..., None].astype(jnp.float32),
+        hidden_states=10 + rows[..., None],
+        experts=jnp.repeat(100 + rows[..., None], 3, axis=2),
+    )
+    found = accept(tree, outputs, jnp.ones(1, bool), 3).outputs
+    assert found.tokens.tolist() == [[2, 3, 8, 0]]
+    assert found.features[0, :, 0].tolist() == [0, 2, 3, 0]
+    assert found.hidden_states[0, :, 0].tolist() == [10, 12, 13, 0]
+    assert found.experts[0].tolist() == [[100] * 3, [102] * 3, [103] * 3, [0] * 3]
+
+
+def test_simulated_acceptance_follows_first_children():
+    """A chain or a tree: as many drafts on average as asked for, and no more than there are."""
+    lens = jnp.arange(200, dtype=jnp.int32)
+    rows = jnp.array([0, 1, 2, 3, 4, 5], jnp.int32)
+    tree = VerifyInput(
+        draft_tokens=jnp.broadcast_to(rows, (200, 6)),
+        num_proposed=jnp.full(200, 5, jnp.int32),
+        parents=jnp.broadcast_to(jnp.array([-1, 0, 0, 1, 3, 2], jnp.int32), (200, 6)),
+        positions=lens[:, None] + jnp.array([0, 1, 1, 2, 3, 2], jnp.int32),
+        tree_mask=jnp.ones((200, 6, 6), bool),
+    )
+    path, count = simulated_path(tree, lens > 0, 4, 2.5)
+    assert path[0].tolist() == [-1] * 5
+    assert {tuple(row) for row in path[1:].tolist()} == {(0, 1, -1, -1, -1), (0, 1, 3, -1, -1)}
+    assert abs(float(count[1:].mean()) - 1.5) < 0.02
+    path, count = simulated_path(tree, lens >= 0, 4, 5.0)
+    assert path[0].tolist() == [0, 1, 3, 4, -1]
+    assert set(count.tolist()) == {3}

@@ -12,6 +12,7 @@ from specjax.types import DraftShape
 from ..copying import copied_runner, plain_output, plain_outputs
 from ..scheduling.serving import Serving
 from ..tiny import EAGLE, EAGLE3, make_request, make_runner, run_requests
+from .driver import dense_logits
 from .test_identity import JOBS, check, expected
 
 TREE = DraftShape(steps=3, topk=3, nodes=8)
@@ -76,6 +77,37 @@ def test_figures_of_a_tree():
     assert sum(histogram) == rounds
     assert sum(i * n for i, n in enumerate(histogram)) == meta["spec_num_correct_drafts"]
     assert meta["spec_accept_length"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "rounds"), [(DraftShape.chain(0), 4), (DraftShape.chain(4), 1), (TREE, 1)]
+)
+def test_hidden_states_are_those_that_the_logits_come_from(shape, rounds):
+    """As a dense pass over the same text has them; retracted requests and others beside."""
+    runner = copied_runner(shape.steps, rounds, shapes=(shape,))
+    serving = Serving(runner=runner, run_ahead=1, num_pages=20)
+    requests = []
+    for i, prompt in enumerate(PROMPTS):
+        params, wants = (GREEDY, SEEDED)[i % 2], i != 1
+        requests.append(
+            make_request(prompt, params, seed=i, width=shape.steps, return_hidden_states=wants)
+        )
+    serving.add_all(requests)
+    serving.finish()
+    assert sum(request.num_retractions for request in requests) > 0
+    target = runner.networks.target
+    head = np.asarray(runner.weights[0][target.names.index("lm_head.kernel")])
+    for i, request in enumerate(requests):
+        meta = request.result()["meta_info"]
+        assert ("hidden_states" in meta) == (i != 1)
+        if i == 1:
+            continue
+        states, count = meta["hidden_states"], len(request.output_ids)
+        assert states.shape == (count, head.shape[0])
+        assert states.dtype == np.float32
+        text = [*request.input_ids, *request.output_ids[:-1]]
+        logits = dense_logits(runner.weights[0], text)[-count:]
+        np.testing.assert_allclose(states @ head, logits, atol=1e-4 * np.abs(logits).max())
 
 
 GRID = [  # head, shape, page size, rounds a call
