@@ -98,7 +98,8 @@ def _dense_or_chunked(
         best, total, mixed = carry
         scores, v = scores_of(i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
         new_best = jnp.maximum(best, scores.max(axis=-1))
-        # the first chunk holds key 0, which every row sees, so new_best is finite
+        # the first chunk holds key 0, which every row sees behind a text, and all new keys of a
+        # row without one (MAX_MASKED is below CHUNK), so new_best is finite
         weights = jnp.exp(scores - new_best[..., None])
         scale = jnp.exp(best - new_best)
         total = total * scale + weights.sum(axis=-1)

@@ -42,6 +42,8 @@ NUM_TEXTS = 36
 SETTLING_ROUNDS = 4
 COLUMNS = (
     ("steps", "steps", "d"),
+    ("topk", "topk", "d"),
+    ("rows", "nodes", "d"),
     ("batch", "batch", "d"),
     ("device ms", "device_ms", ".2f"),
     ("engine ms", "engine_ms", ".2f"),
@@ -209,8 +211,7 @@ def measure(
     on_device = device_ms(engine, prompts, args.rounds, profile=args.profile)
     through, accept = engine_ms(engine, prompts, 2 * args.rounds)
     stats = jax.devices()[0].memory_stats() or {}
-    return {
-        "steps": steps,
+    return engine.runner.config.largest._asdict() | {
         "batch": batch,
         "device_ms": on_device,
         "engine_ms": through,

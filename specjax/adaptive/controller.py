@@ -176,7 +176,7 @@ class AdaptiveController:
         has_moved = self.policy.on_verify_complete(counts, **ran)
         tier = self.tiers[executed_steps]
         tier.rounds += 1
-        tier.proposed_drafts += executed_steps * rows
+        tier.proposed_drafts += (self._draft_tokens(executed_steps) - 1) * rows
         tier.accepted_drafts += accepted
         if executed_steps > 0:
             self._ema += EMA_ALPHA * (accepted / rows - self._ema)

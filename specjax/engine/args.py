@@ -35,7 +35,7 @@ class EngineArgs:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, or ``None`` to decode plainly.
-        speculative_num_steps: drafted tokens a round; 5 by default.
+        speculative_num_steps: tokens drafted one behind the other in a round; 5 by default.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
         speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
             has ``speculative_num_steps + 1``, a tree by default one a branch and level.
@@ -74,7 +74,8 @@ class EngineArgs:
         show_progress: sizes and a progress bar on standard error; by default on a terminal.
         base_gpu_id: which of the process's devices (``jax.devices()``) the engine is put on.
         simulate_accept_length: accept this many tokens a round on average, right or wrong, to
-            measure speed alone: from 1 to ``speculative_num_steps + 1``.
+            measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree along its
+            deepest path, which may be shorter.
     """
 
     model: str | PathLike[str] = "smollm2-135m"
@@ -128,11 +129,11 @@ class EngineArgs:
                 f"speculative_adaptive_config has {most} among its candidate_steps, but at most "
                 f"{MAX_STEPS} are supported"
             )
-        accepted = self.simulate_accept_length
-        if accepted is not None and not 1 <= accepted <= most + 1:
+        accepted, longest = self.simulate_accept_length, min(most + 1, self.shapes[-1].nodes)
+        if accepted is not None and not 1 <= accepted <= longest:
             raise ValueError(
-                f"simulate_accept_length={accepted!r} must be a number from 1 to "
-                f"speculative_num_steps + 1 = {most + 1}"
+                f"simulate_accept_length={accepted!r} must be a number from 1 to {longest}, the "
+                "lower one of speculative_num_steps + 1 and the rows of a verify"
             )
 
     @cached_property

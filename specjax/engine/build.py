@@ -118,7 +118,7 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     for draft in drafts:
         _announce(args, f"draft head: {draft.describe()}")
     if largest.steps > 0:
-        sizes = f"topk {args.shape.topk}, {largest.nodes} rows a verify"
+        sizes = f"topk {largest.topk}, {largest.nodes} rows a verify"
         _announce(args, f"speculative decoding: {_describe_tiers(args)}, {sizes}")
     networks = algorithm.networks(
         target.config,
@@ -167,7 +167,8 @@ def _describe_tiers(args: EngineArgs) -> str:
     *others, deepest = (str(shape.steps) for shape in args.shapes)
     steps = f"{', '.join(others)} or {deepest}" if others else deepest
     how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
-    return f"{steps} drafted tokens a round{how}"
+    what = "drafted tokens" if args.shapes[-1].topk == 1 else "steps"
+    return f"{steps} {what} a round{how}"
 
 
 def _context_length(asked: int | None, config: ModelConfig) -> int:

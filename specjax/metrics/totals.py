@@ -125,7 +125,7 @@ class Totals:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
     def drafts_verified(self, num_verifies: int, num_proposed: int, num_accepted: int) -> None:
-        """Count verifies of one request, with the drafts for the positions of kept tokens."""
+        """Count verifies of one request, with drafts as the request counts them."""
         with self.lock:
             self.num_verifies += num_verifies
             self.num_proposed_drafts += num_proposed

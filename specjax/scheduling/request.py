@@ -31,7 +31,8 @@ class Request:
     max_new_tokens: int  # completion tokens at most, context limit included
     end_token_ids: frozenset[int]  # none of the model's own with ``ignore_eos``
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
-    spec_width: InitVar[int]  # drafted tokens a round, at most; 0 for plain decoding
+    spec_width: InitVar[int]  # steps of a round, at most; 0 for plain decoding
+    spec_topk: InitVar[int] = 1  # branches of a level
     top_logprobs: int | None = None  # best tokens to report, beside the chosen; ``None``: nothing
     # first prompt token whose log-probability is reported; ``None``: of none
     logprob_start_len: int | None = None
@@ -55,8 +56,11 @@ class Request:
     last_token_time: float | None = field(default=None, init=False)
     ended_time: float | None = field(default=None, init=False)
 
-    def __post_init__(self, decoder: IncrementalDecoder | None, spec_width: int) -> None:
-        self.spec = SpecCounts(spec_width) if spec_width and self.params.speculative else None
+    def __post_init__(
+        self, decoder: IncrementalDecoder | None, spec_width: int, spec_topk: int
+    ) -> None:
+        is_speculative = spec_width > 0 and self.params.speculative
+        self.spec = SpecCounts(spec_width, spec_topk) if is_speculative else None
         self._text = CompletionText(decoder, self.params.stop_strings)
         self.arrive()
 

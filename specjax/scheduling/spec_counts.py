@@ -12,7 +12,8 @@ class SpecCounts:
     except in a tree, whose nodes are no positions: all of them count.
     """
 
-    width: int  # drafted tokens a round, at most
+    width: int  # steps of a round, at most
+    topk: int = 1  # branches of a level; 1 is a chain
     num_plain_tokens: int = 0  # from rounds with speculation off, which are no verifies
     num_switches: int = 0
     num_steps: int | None = None  # of the last round
@@ -39,10 +40,8 @@ class SpecCounts:
             return
         accepted = min(num_accepted, num_kept)
         self.num_accepted_drafts += accepted
-        is_chain = num_proposed <= num_steps
-        self.num_proposed_drafts += (
-            min(num_proposed, num_kept) if is_last and is_chain else num_proposed
-        )
+        is_cut = is_last and self.topk == 1
+        self.num_proposed_drafts += min(num_proposed, num_kept) if is_cut else num_proposed
         self.num_verifies += 1
         self.histogram[accepted] += 1
 

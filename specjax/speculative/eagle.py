@@ -47,7 +47,7 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class Eagle(SpeculativeAlgorithm):
-    """Chains of drafts, one pass of the draft for each token but the first.
+    """Chains and trees of drafts, one pass of the draft for each level but the first.
 
     State is the draft's KV pool ``[L, num_kv, 2, KV, H]``; rows are a :class:`DraftInput`.
     """
@@ -68,6 +68,12 @@ class Eagle(SpeculativeAlgorithm):
                 f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
                 "set speculative_algorithm=None to decode without speculation"
             )
+        if args.speculative_adaptive and topk > 1:  # any tier may be the first
+            if nodes is not None and not 2 <= nodes <= MAX_NODES:
+                raise ValueError(
+                    f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}"
+                )
+            return self.draft_shape(args, steps)
         if topk == 1:
             if nodes not in (None, steps + 1):
                 raise ValueError(
@@ -75,7 +81,7 @@ class Eagle(SpeculativeAlgorithm):
                     f"{steps + 1} for a chain (speculative_eagle_topk=1)"
                 )
             return DraftShape.chain(steps)
-        return tree_shape(steps, topk, nodes) if steps else DraftShape.chain(0)
+        return tree_shape(steps, topk, nodes)
 
     def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[DraftCheckpoint, ...]:
         """The checkpoint that ``draft`` names, or the one that comes with the target."""

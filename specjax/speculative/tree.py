@@ -95,7 +95,6 @@ def select_tree(
     before = jnp.sum(chosen[:, None, :] < parent[:, :, None], axis=2, dtype=jnp.int32)
     root = jnp.full((batch, 1), -1, jnp.int32)
     parents = jnp.concatenate([root, jnp.where(is_first, 0, before + 1)], axis=1)
-    depths = jnp.where(is_first, 1, 2 + (chosen - topk) // topk**2).astype(jnp.int32)
     index = jnp.arange(rows, dtype=jnp.int32)
     mask = jnp.broadcast_to(index[:, None] == index, (batch, rows, rows))
     ancestor = parents
@@ -107,7 +106,8 @@ def select_tree(
     return DraftTree(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
         parents=parents,
-        depths=jnp.concatenate([jnp.zeros_like(root), depths], axis=1),
+        # counted, so that rotary positions agree with what a row sees, whatever was chosen
+        depths=jnp.sum(mask, axis=2, dtype=jnp.int32) - 1,
         tree_mask=mask,
     )
 
@@ -140,20 +140,13 @@ def accept_path(
         ``accept_index`` i32 ``[B, S + 1]`` (root first, then -1; all -1 for rows that are not
         ``valid``) and ``num_accepted_drafts`` i32 ``[B]``.
     """
-    matches = _children(tree) & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
-    return _walk(matches, valid, num_steps)
-
-
-def _children(tree: VerifyInput) -> jax.Array:
-    """Bool ``[B, T, T]``: whether row j is a real child of row i."""
-    index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
+    rows = tree.draft_tokens.shape[1]
+    # matches[b, i, j]: row j is a child of row i and holds the target's token at i
+    index = jnp.arange(rows, dtype=jnp.int32)
     is_child = tree.parents[:, None, :] == index[:, None]
-    return is_child & (index <= tree.num_proposed[:, None])[:, None, :]
-
-
-def _walk(enters: jax.Array, valid: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
-    """Go from the root to the first row that each row enters, bool ``[B, T, T]``, and so on."""
-    child = jnp.where(enters.any(-1), jnp.argmax(enters, -1).astype(jnp.int32), -1)
+    is_real = (index <= tree.num_proposed[:, None])[:, None, :]
+    matches = is_child & is_real & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
+    child = jnp.where(matches.any(-1), jnp.argmax(matches, -1).astype(jnp.int32), -1)
     node = jnp.where(valid, 0, -1)
     path = [node]
     for _ in range(num_steps):
@@ -168,7 +161,7 @@ def _walk(enters: jax.Array, valid: jax.Array, num_steps: int) -> tuple[jax.Arra
 def simulated_path(
     tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
 ) -> tuple[jax.Array, jax.Array]:
-    """An accepted path along first children whose length averages ``accept_length``.
+    """An accepted path to the first of the deepest rows, as far as ``accept_length`` on average.
 
     For measurements of speed without a trained head; the text is of no meaning. Lengths are the two
     integers around ``accept_length``, spread evenly over sequence lengths.
@@ -178,9 +171,17 @@ def simulated_path(
     # multiples of the golden ratio fall evenly on [0, 1)
     phase = jnp.mod(tree.positions[:, 0].astype(jnp.float32) * 0.6180339887, 1.0)
     count = int(drafts) + (phase < share).astype(jnp.int32)
-    path, found = _walk(_children(tree), valid, num_steps)
+    index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
+    is_real = index <= tree.num_proposed[:, None]
+    depths = jnp.where(is_real, tree.positions - tree.positions[:, :1], -1)
+    goal = jnp.argmax(depths, axis=1)[:, None, None]
+    on_path = jnp.take_along_axis(tree.tree_mask, goal, axis=1)
+    count = jnp.where(valid, jnp.minimum(count, jnp.max(depths, axis=1)), -1)
+    # one row of a path at each depth
     depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
-    return jnp.where(depth <= count[:, None], path, -1), jnp.minimum(count, found)
+    is_row = on_path & (depths[:, None, :] == depth[:, None])
+    path = jnp.argmax(is_row, axis=2).astype(jnp.int32)
+    return jnp.where(depth <= count[:, None], path, -1), jnp.maximum(count, 0)
 
 
 def accept(

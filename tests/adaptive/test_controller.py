@@ -139,6 +139,10 @@ def test_counts_by_tier() -> None:
     assert (info["num_verify_rounds"], info["wasted_drafts"]) == (3, 6)
     assert info["candidate_steps"] == [0, 3]
     assert info["speculative_num_steps"] in (0, 3)
+    tree = AdaptiveController(controller.worker, controller.policy, {0: 1, 3: 16}.__getitem__)
+    tree.on_verify_complete([3, 1], executed_steps=3, batch_size=4)
+    tree.on_verify_complete([0], executed_steps=0, batch_size=4)
+    assert tree.describe()["wasted_drafts"] == 2 * 15 - 4
     assert info["policy"] == "ema"
 
 

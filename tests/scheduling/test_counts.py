@@ -145,3 +145,14 @@ def test_finish_reason(params, reason) -> None:
     request.append_round([8, END, 6, 6], 4, 3, 4)
     assert request.finish_reason == reason
     assert request.result()["meta_info"]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(("topk", "proposed"), [(1, 2 + 1), (2, 2 + 2)])
+def test_all_nodes_of_a_tree_were_proposed(topk: int, proposed: int) -> None:
+    """In the last round too, where only the drafts of a chain have positions; here T - 1 < S."""
+    request = make_request([7], SamplingParams(max_new_tokens=4), width=3, spec_topk=topk)
+    request.append_first(8)
+    for tokens, accepted in (([9, 10], 1), ([11], 0)):
+        request.append_round(tokens, 2, accepted, 3)
+    assert request.is_finished
+    assert request.result()["meta_info"]["spec_num_proposed_drafts"] == proposed

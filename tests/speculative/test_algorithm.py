@@ -1,5 +1,6 @@
 """Algorithms by name, and the shapes that they draft."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_tiers_of_a_tree_have_as_many_nodes_as_they_can_fill() -> None:
     )
     assert args.shape == (3, 4, 16)
     assert args.shapes == ((0, 1, 1), (1, 4, 5), (3, 4, 16), (5, 4, 16))
+    for first, shape in ((0, (0, 1, 1)), (1, (1, 4, 5)), (5, (5, 4, 16))):
+        assert dataclasses.replace(args, speculative_num_steps=first).shape == shape
+        with pytest.raises(
+            ValueError, match="speculative_num_draft_tokens=65 must be from 2 to 64"
+        ):
+            dataclasses.replace(args, speculative_num_steps=first, speculative_num_draft_tokens=65)
+
+
+def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
+    tree = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
+    tree |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3}
+    assert EngineArgs(**tree, simulate_accept_length=3).shape == (3, 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"simulate_accept_length=3.5 must be .* from 1 to 3"):
+        EngineArgs(**tree, simulate_accept_length=3.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,18 @@ def reference(root, pool, tokens, parent_list, topk, nodes):
 )
 def test_equals_a_selection_in_python(shape, values, seed):
     """Equal scores and zeros too: parents come before their children, and with them."""
+    check(shape, values, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [(0.9, 0.5), (0.5,), (0.0, 1.0), (0.0,)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 16, 17), (6, 16, 64), (3, 4, 16)], ids=str)
+def test_selection_on_gpu(shape, values):
+    """Over a thousand candidates, most of them equal."""
+    check(shape, values, 1)
+
+
+def check(shape, values, seed):
     steps, topk, nodes = shape
     rng = np.random.default_rng(seed)
     rows = [expand(rng, steps, topk, np.float32(values)) for _ in range(BATCH)]

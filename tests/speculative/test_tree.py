@@ -1,6 +1,6 @@
 """The walk down a verified tree, against a brute-force walk in Python."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,15 @@ from specjax.speculative.tree import accept, chain_input, simulated_path
 from specjax.types import NodeOutputs, VerifyInput
 
 ROWS, STEPS = 8, 7
+# of a tree with two paths, what each row sees
+SEES = [
+    [1, 0, 0, 0, 0, 0],
+    [1, 1, 0, 0, 0, 0],
+    [1, 0, 1, 0, 0, 0],
+    [1, 1, 0, 1, 0, 0],
+    [1, 0, 1, 0, 1, 0],
+    [1, 0, 1, 0, 1, 1],
+]
 jit_accept = jax.jit(accept, static_argnums=3)
 
 
@@ -125,21 +134,25 @@ def test_whatever_is_reported_by_row_is_compacted():
     assert found.experts[0].tolist() == [[100] * 3, [102] * 3, [103] * 3, [0] * 3]
 
 
-def test_simulated_acceptance_follows_first_children():
-    """A chain or a tree: as many drafts on average as asked for, and no more than there are."""
+def test_simulated_acceptance_follows_the_deepest_path():
+    """As many drafts on average as asked for, and no more than there are."""
     lens = jnp.arange(200, dtype=jnp.int32)
     rows = jnp.array([0, 1, 2, 3, 4, 5], jnp.int32)
     tree = VerifyInput(
         draft_tokens=jnp.broadcast_to(rows, (200, 6)),
         num_proposed=jnp.full(200, 5, jnp.int32),
-        parents=jnp.broadcast_to(jnp.array([-1, 0, 0, 1, 3, 2], jnp.int32), (200, 6)),
-        positions=lens[:, None] + jnp.array([0, 1, 1, 2, 3, 2], jnp.int32),
-        tree_mask=jnp.ones((200, 6, 6), bool),
+        parents=jnp.broadcast_to(jnp.array([-1, 0, 0, 1, 2, 4], jnp.int32), (200, 6)),
+        positions=lens[:, None] + jnp.array([0, 1, 1, 2, 2, 3], jnp.int32),
+        tree_mask=jnp.broadcast_to(jnp.array(SEES, bool), (200, 6, 6)),
     )
     path, count = simulated_path(tree, lens > 0, 4, 2.5)
     assert path[0].tolist() == [-1] * 5
-    assert {tuple(row) for row in path[1:].tolist()} == {(0, 1, -1, -1, -1), (0, 1, 3, -1, -1)}
+    assert {tuple(row) for row in path[1:].tolist()} == {(0, 2, -1, -1, -1), (0, 2, 4, -1, -1)}
     assert abs(float(count[1:].mean()) - 1.5) < 0.02
     path, count = simulated_path(tree, lens >= 0, 4, 5.0)
-    assert path[0].tolist() == [0, 1, 3, 4, -1]
+    assert path[0].tolist() == [0, 2, 4, 5, -1]
     assert set(count.tolist()) == {3}
+    few = replace(tree, num_proposed=jnp.full(200, 3, jnp.int32))
+    path, count = simulated_path(few, lens >= 0, 4, 5.0)
+    assert path[0].tolist() == [0, 1, 3, -1, -1]
+    assert set(count.tolist()) == {2}

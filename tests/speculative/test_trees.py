@@ -67,7 +67,7 @@ def test_pages_that_run_out_change_no_token(params, run_ahead):
 
 def test_figures_of_a_tree():
     """All nodes of a round were proposed; accepted drafts are counted by depth."""
-    (request,) = [make_request(PROMPTS[0], GREEDY, width=TREE.steps)]
+    request = make_request(PROMPTS[0], GREEDY, width=TREE.steps, spec_topk=TREE.topk)
     run_requests(tree_runner(), [request])
     meta = request.result()["meta_info"]
     rounds = meta["spec_verify_ct"]
