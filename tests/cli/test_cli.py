@@ -575,6 +575,7 @@ def test_real_engine_compares_equal_and_reports_json(
     )
 
 
+@pytest.mark.slow
 def test_real_engine_shows_accepts(
     real_options: list[str],
     capsys: pytest.CaptureFixture[str],

@@ -221,6 +221,7 @@ def test_a_wrong_file_is_named(files, tmp_path):
         adaptive(files, path)
 
 
+@pytest.mark.slow
 def test_round_times_are_measured_once(files, tmp_path, caplog):
     # what earlier tests compiled, without what they may have measured
     others = shutil.ignore_patterns("round_seconds*", ".tmp-*")

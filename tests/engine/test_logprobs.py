@@ -144,6 +144,7 @@ def test_prompts_have_theirs(engine, plain, num_top) -> None:
         assert not any("input_token_logprobs" in out["meta_info"] for out in without)
 
 
+@pytest.mark.slow
 def test_what_new_weights_report_is_of_new_weights_alone(files) -> None:
     """A flush in the middle of a prompt, as a weight update makes, begins again."""
     prompt = [6 + i % 50 for i in range(60)]

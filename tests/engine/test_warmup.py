@@ -113,6 +113,7 @@ def test_compiling_after_it_traces_nothing(files, warmed) -> None:
     assert len(runner.compiled) == len(warmed.functions)
 
 
+@pytest.mark.slow
 def test_stages_are_compiled_where_they_are_asked_for(files, warmed) -> None:
     with_stages = warm_up(EngineArgs(**options(files)), stages=True)
     new = {function.key.split()[0] for function in with_stages.functions if not function.is_hit}
@@ -216,6 +217,7 @@ def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
     assert main(command(files, "--quiet")) == 1
 
 
+@pytest.mark.slow
 def test_the_script_is_the_command() -> None:
     script = Path(__file__).parents[2] / "scripts" / "warmup_compile_cache.py"
     done = subprocess.run(

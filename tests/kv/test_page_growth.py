@@ -93,9 +93,10 @@ def test_the_cache_gives_way_before_a_request_does() -> None:
     assert len(request.output_ids) == 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "page_size", "is_cached"),
-    [pytest.param(0, 1, False, marks=pytest.mark.slow), (STEPS, 16, True)],
+    [(0, 1, False), (STEPS, 16, True)],
 )
 def test_other_page_sizes(steps, page_size, is_cached) -> None:
     runner = copied_runner(steps, page_size=page_size)

@@ -80,7 +80,12 @@ def stretches(rng: random.Random) -> Any:
 
 @pytest.mark.parametrize(
     ("rounds", "run_ahead", "params"),
-    [(1, 0, GREEDY), (1, 1, SEEDED), (1, 2, GREEDY), (3, 1, SEEDED)],
+    [
+        (1, 0, GREEDY),
+        (1, 1, SEEDED),
+        (1, 2, GREEDY),
+        pytest.param(3, 1, SEEDED, marks=pytest.mark.slow),
+    ],
     ids=["read-at-once", "one-behind", "two-behind", "three-rounds"],
 )
 def test_forced_switches_change_no_token(rounds, run_ahead, params) -> None:

@@ -199,6 +199,7 @@ def test_limits_themselves_are_accepted():
         check_slot_limits(too_many, (), 1000)
 
 
+@pytest.mark.slow
 def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
     """It gives the same tokens, and is left when a row asks for more."""
     made = make_runner()

@@ -166,7 +166,9 @@ def test_any_number_of_drafts_can_be_accepted(head):
     runner.clear_slot(1)
 
 
-@pytest.mark.parametrize(("head", "steps"), [(EAGLE3, 4), (None, 0)])
+@pytest.mark.parametrize(
+    ("head", "steps"), [pytest.param(EAGLE3, 4, marks=pytest.mark.slow), (None, 0)]
+)
 def test_compiled_stages_equal_the_fused_round(head, steps):
     """Draft, verify and extend, each compiled ahead of time, against the one fused call."""
     fused, staged = make_runner(head, steps), staged_runner(head, steps)
