@@ -89,6 +89,20 @@ def load_phases(args: argparse.Namespace, engine: Any) -> dict[str, list[BenchRe
     return {name: jsonl_requests(args.dataset_path, count, tokenizer, args.output_len)}
 
 
+def answers(
+    engine: Any, requests: Sequence[BenchRequest], temperature: float, seed: int
+) -> list[dict[str, Any]]:
+    """What an engine answers to requests that come at once; the i-th has the seed ``seed + i``."""
+    shared = {"temperature": temperature, "ignore_eos": True}
+    sampling = [
+        shared | {"max_new_tokens": request.output_len, "sampling_seed": seed + index}
+        for index, request in enumerate(requests)
+    ]
+    ids = [request.input_ids for request in requests]
+    outputs: list[dict[str, Any]] = engine.generate(input_ids=ids, sampling_params=sampling)
+    return outputs
+
+
 def _tokenize(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
     """Conversations go through the chat template, a ``prompt`` does not."""
     if "messages" not in row and "turns" not in row:

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import common
-from bench.data import PROMPTS, BenchRequest, jsonl_requests
+from bench.data import PROMPTS, BenchRequest, answers, jsonl_requests
 from specjax.cli.options import engine_arguments
 from specjax.speculative.eagle import most_nodes
 from specjax.types import DraftShape
@@ -75,7 +75,6 @@ def make_engine(args: argparse.Namespace, shape: DraftShape, lender: Any) -> Any
     from specjax import Engine
 
     options = engine_arguments(args)
-    options = {k: v for k, v in options.items() if not k.startswith("speculative_num")}
     if shape == PLAIN:
         options = {k: v for k, v in options.items() if not k.startswith(("speculative", "draft"))}
     else:
@@ -90,20 +89,11 @@ def answer(
     engine: Any, requests: Sequence[BenchRequest], batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Figures of requests that run ``batch`` at once, and their tokens."""
-    started, outputs = time.perf_counter(), []
+    started = time.perf_counter()
+    outputs: list[dict[str, Any]] = []
     for first in range(0, len(requests), batch):
         group = requests[first : first + batch]
-        sampling = [
-            {
-                "temperature": args.temperature,
-                "max_new_tokens": request.output_len,
-                "sampling_seed": args.seed + first + i,
-                "ignore_eos": True,
-            }
-            for i, request in enumerate(group)
-        ]
-        ids = [request.input_ids for request in group]
-        outputs += engine.generate(input_ids=ids, sampling_params=sampling)
+        outputs += answers(engine, group, args.temperature, args.seed + first)
     seconds = time.perf_counter() - started
     metas = [output["meta_info"] for output in outputs]
     # a plain round is a token; the first one is that of the prompt
@@ -123,6 +113,8 @@ def main(door: str, argv: Sequence[str]) -> int:
     shapes = grid(args.steps, args.topk, args.draft_tokens)
     rows: list[dict[str, Any]] = []
     truths: dict[int, dict[str, Any]] = {}
+    counts = {batch: max(args.num_prompts // batch, 1) * batch for batch in args.batch}
+    requests: list[BenchRequest] = []
     with ExitStack() as kept, tqdm(total=len(shapes), unit="shape", file=sys.stderr) as bar:
         lender = None
         for shape in shapes:
@@ -131,14 +123,14 @@ def main(door: str, argv: Sequence[str]) -> int:
                 engine = make_engine(args, shape, lender)
                 (stack if lender else kept).enter_context(engine)
                 lender = lender or engine
+                requests = requests or jsonl_requests(
+                    args.prompts, max(counts.values()), engine.tokenizer, args.output_len
+                )
                 for batch in args.batch:
-                    count = max(args.num_prompts // batch, 1) * batch
-                    requests = jsonl_requests(
-                        args.prompts, count, engine.tokenizer, args.output_len
-                    )
+                    count = counts[batch]
                     answer(engine, requests[:batch], batch, args)  # what is made on first use
                     engine.flush_cache()
-                    row = answer(engine, requests, batch, args)
+                    row = answer(engine, requests[:count], batch, args)
                     truth = truths.setdefault(batch, row)
                     equal = map(list.__eq__, row["output_ids"], truth["output_ids"])
                     row |= shape._asdict() | {

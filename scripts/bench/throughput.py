@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from bench import common
-from bench.data import DATASETS, PROMPTS, WORKLOADS, BenchRequest, load_phases
+from bench.data import DATASETS, PROMPTS, WORKLOADS, BenchRequest, answers, load_phases
 from specjax.cli.options import add_options, engine_arguments
 from specjax.engine.args import EngineArgs
 from specjax.json_file import read_json
@@ -144,17 +144,6 @@ def _make_engine(args: argparse.Namespace, mode: str, batch: int | None, lender:
     return Engine(**options, max_running_requests=batch, overlap=overlap, share_weights_with=lender)
 
 
-def _generate(engine: Any, requests: Sequence[Any], args: argparse.Namespace) -> list[Any]:
-    shared = {"temperature": args.temperature, "ignore_eos": True}
-    sampling = [
-        shared | {"max_new_tokens": request.output_len, "sampling_seed": args.seed + index}
-        for index, request in enumerate(requests)
-    ]
-    ids = [request.input_ids for request in requests]
-    outputs: list[Any] = engine.generate(input_ids=ids, sampling_params=sampling)
-    return outputs
-
-
 def _warm_up(engine: Any, phases: Phases, args: argparse.Namespace) -> None:
     """Answers the first requests of each phase briefly, one alone and all together."""
     requests = [
@@ -163,8 +152,8 @@ def _warm_up(engine: Any, phases: Phases, args: argparse.Namespace) -> None:
         for request in phase[: args.warmup]
     ]
     if requests:
-        _generate(engine, requests[:1], args)
-        _generate(engine, requests, args)
+        answers(engine, requests[:1], args.temperature, args.seed)
+        answers(engine, requests, args.temperature, args.seed)
 
 
 def _measure(engines: Mapping[str, Any], phases: Phases, args: argparse.Namespace) -> Any:
@@ -183,7 +172,7 @@ def _measure(engines: Mapping[str, Any], phases: Phases, args: argparse.Namespac
                 for mode in modes[shift:] + modes[:shift]:
                     bar.set_description(f"{mode}, {name}")
                     start = time.perf_counter()
-                    outputs = _generate(engines[mode], requests, args)
+                    outputs = answers(engines[mode], requests, args.temperature, args.seed)
                     runs[mode][-1].append(PhaseRun(time.perf_counter() - start, outputs))
                     bar.update()
     return runs

@@ -22,6 +22,11 @@ class PageView:
     page_size: int = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})  # of tree_attention
 
+    @property
+    def _stores(self) -> str:
+        """The implementation of what writes to a pool."""
+        return "pallas" if self.implementation == "pallas" else "xla"
+
     def slots(self, positions: jax.Array) -> jax.Array:
         """Pool slots i32 ``[B, T]`` of positions ``[B, T]``; in the padding page past the table."""
         width = self.page_table.shape[1]
@@ -65,9 +70,8 @@ class PageView:
         """
         source = jnp.where(path >= 0, self.slots(seq_lens[:, None] + path), -1)[:, 1:]
         places = jnp.arange(1, path.shape[1], dtype=jnp.int32)
-        implementation = "pallas" if self.implementation == "pallas" else "xla"
         destination = self.slots(seq_lens[:, None] + places)
-        return move_kv(kv, source, destination, implementation=implementation)
+        return move_kv(kv, source, destination, implementation=self._stores)
 
     def attend_packed(self, segments: "Segments") -> Attend:
         """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""
@@ -97,8 +101,7 @@ class PageView:
         def attend(
             kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
         ) -> tuple[jax.Array, jax.Array]:
-            store = "pallas" if self.implementation == "pallas" else "xla"
-            q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=store)
+            q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=self._stores)
             return kv, attention(q, kv, layer)
 
         return attend

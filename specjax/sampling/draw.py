@@ -9,6 +9,7 @@ The order is SGLang's: penalties and bias, temperature, top-k, top-p, min-p.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +73,10 @@ def target_tokens(
     else:
         adjusted = adjust()
 
-    def per_row(values: jax.Array) -> jax.Array:
-        return jnp.repeat(values, shape[1], axis=0)
-
     raw, flat = (values.reshape(-1, values.shape[-1]) for values in (logits, adjusted))
+    per_row = partial(jnp.repeat, repeats=shape[1], axis=0)
     temperatures = per_row(sampling.temperatures)
-    limits = (per_row(limit) for limit in (sampling.top_ks, sampling.top_ps, sampling.min_ps))
-    thresholds = logit_thresholds(flat, temperatures, *limits, implementation=kernels)
+    thresholds = _thresholds(flat, sampling, shape[1], kernels)
     seeds, positions = per_row(sampling.seeds), (tree.positions + 1).reshape(-1)
     tokens = draw_tokens(flat, temperatures, thresholds, seeds, positions, implementation=kernels)
     wanted = per_row(num_best(sampling))
@@ -91,6 +89,13 @@ def target_tokens(
         values = raw_logprobs(raw, tokens, wanted, config)
     reshaped = (value.reshape(*shape, *value.shape[1:]) for value in values)
     return tokens.reshape(shape), Logprobs(*reshaped)
+
+
+def _thresholds(flat: jax.Array, sampling: SamplingTable, rows: int, kernels: str) -> jax.Array:
+    """:func:`logit_thresholds` of logits f32 ``[B * rows, V]``, ``rows`` a request."""
+    limits = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
+    by_row = (jnp.repeat(limit, rows, axis=0) for limit in limits)
+    return logit_thresholds(flat, *by_row, implementation=kernels)
 
 
 def draft_tokens(
@@ -127,15 +132,12 @@ def draft_tokens(
         best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
         return jnp.ones(best.shape, jnp.float32), best
 
-    def per_row(values: jax.Array) -> jax.Array:
-        return jnp.repeat(values, shape[1], axis=0)
-
+    per_row = partial(jnp.repeat, repeats=shape[1], axis=0)
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), per_row(sampling.temperatures)
     seeds, places = per_row(sampling.seeds), positions.reshape(-1)
     thresholds = jnp.full(temperatures.shape, -jnp.inf)
     if not config.greedy:
-        limits = (per_row(limit) for limit in (sampling.top_ks, sampling.top_ps, sampling.min_ps))
-        thresholds = logit_thresholds(flat, temperatures, *limits, implementation=kernels)
+        thresholds = _thresholds(flat, sampling, shape[1], kernels)
     if topk == 1:
         best = draw_tokens(
             flat, temperatures, thresholds, seeds, places, ids, implementation=kernels

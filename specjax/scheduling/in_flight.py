@@ -81,8 +81,8 @@ class InFlight:
                         part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
                         row.request.take_prompt_logprobs(piece.start, part)
                     if piece.is_last:
-                        own = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], beside)
-                        self._take_first(row, values[i], own, now)
+                        first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], beside)
+                        self._take_first(row, values[i], first, now)
             except Exception as error:
                 yield row, error
             else:
