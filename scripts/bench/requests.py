@@ -22,7 +22,8 @@ import numpy as np
 
 from bench import common
 from specjax import Engine
-from specjax.cli.options import add_start_options, engine_arguments, with_preset
+from specjax.cli.options import add_options, add_start_options, engine_arguments, with_preset
+from specjax.engine.args import EngineArgs
 
 PROMPT, SHORT, LONG = 1024, 32, 128
 # sampling parameters and options of generate, by name
@@ -47,6 +48,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(door, __doc__)
     run = parser.add_argument_group("run")
     add_start_options(run)
+    add_options(run, EngineArgs, ["simulate_accept_length"])
     run.add_argument("--batch", type=common.numbers, default=[1, 8, 32])
     run.add_argument("--kinds", default=",".join(KINDS), help="of sampling; empty for none")
     run.add_argument("--burst", type=common.numbers, default=[64, 256, 1024], help="prompt tokens")

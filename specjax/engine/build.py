@@ -17,7 +17,12 @@ from specjax.kv.budget import Reach
 from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
 from specjax.models.networks import Networks
 from specjax.models.placement import Placement
-from specjax.runtime.buckets import checked_buckets, prefill_buckets, smallest_bucket
+from specjax.runtime.buckets import (
+    DEFAULT_CHUNK,
+    checked_buckets,
+    prefill_buckets,
+    smallest_bucket,
+)
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative.algorithm import StateSizes, kv_pool
@@ -30,8 +35,6 @@ logger = logging.getLogger(__name__)
 # is its total memory times a fraction, whatever else is allocated; the granule takes away what
 # still differs between drivers' reserves of one start and the next.
 MEMORY_GRANULE = 2**28
-# prompt tokens of a step beside requests that decode: 12 ms of the Llama-3.1-8B shape on an H200
-DEFAULT_CHUNK = 512
 # where none decodes, or many start: 42,500 tokens/s of that shape against 39,400 in chunks of 2,048
 IDLE_CHUNK = 8192
 

@@ -13,6 +13,8 @@ PADDED_ROWS = 2
 LAUNCH_BOUND_BYTES = 1e9
 # tokens: fewer take as long on a GPU, since the weights are read
 LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
+# prompt tokens of a step beside requests that decode: 12 ms of the Llama-3.1-8B shape on an H200
+DEFAULT_CHUNK = 512
 
 
 def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
@@ -43,10 +45,15 @@ def checked_buckets(
 
 
 def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
-    """Widths of a prefill: ``largest``, and a quarter of each as long as that saves time."""
-    least = LEAST_PREFILL_CPU if on_cpu else LEAST_PREFILL
-    quartered = takewhile(lambda width: width >= least, (largest >> 2 * i for i in count(1)))
-    return (*reversed(list(quartered)), largest)
+    """Widths of a prefill: ``largest``, and a quarter of each as long as that saves time.
+
+    On a GPU half of those that run beside rounds, which padding and further calls delay.
+    """
+    least, halved = (LEAST_PREFILL_CPU, 0) if on_cpu else (LEAST_PREFILL, DEFAULT_CHUNK)
+    widths = [largest]
+    while (width := widths[-1] // (2 if widths[-1] <= halved else 4)) >= least:
+        widths.append(width)
+    return tuple(reversed(widths))
 
 
 def pick_bucket(size: int, buckets: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """The functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,12 +95,16 @@ class RoundFunctions:
         return jax.jit(flat, donate_argnums=2)
 
     def jobs(self, *, stages: bool) -> Iterator[Job]:
-        """Everything that serving dispatches; with ``stages`` those on their own as well."""
+        """Everything that serving dispatches; with ``stages`` those on their own as well.
+
+        XLA looks for the fastest kernel of a product once a process, and functions compiled at the
+        same time would look for it each. So one round of each number of verified rows comes first,
+        then prefill, which is compiled without that search, and the other rounds last.
+        """
         config = self._config
-        for shape in config.shapes:
-            yield from self._rounds(shape)
-            if stages:
-                yield from self._stages(shape)
+        rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
+        first = dict(reversed(rounds))  # the deepest of those with as many rows
+        yield from first.values()
         options = PREFILL_OPTIONS if config.on_gpu else None
         prefills = [("prefill", width, False) for width in config.prefill_buckets]
         for name, width, logs in [*prefills, ("prefill_logprobs", config.logprob_bucket, True)]:
@@ -109,16 +114,21 @@ class RoundFunctions:
         record = jax.jit(record_cached, donate_argnums=0)
         arguments = (self._common[2].future, self._ints(), self._ints(config.context))
         yield ("record_cached",), record, arguments, None
+        yield from (job for rows, job in rounds if job is not first[rows])
+        if stages:
+            yield from itertools.chain.from_iterable(map(self._stages, config.shapes))
 
-    def _rounds(self, shape: DraftShape) -> Iterator[Job]:
+    def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
+        """Rounds of a tier by the rows that they verify."""
         on_gpu = self._config.on_gpu
-        rounds = self.bind(spec_rounds, shape)
-        greedy = self.bind(spec_rounds, shape, greedy=True)
+        greedy = [True, False] if on_gpu else [False]
+        functions = [self.bind(spec_rounds, shape, greedy=each) for each in greedy]
+        names = [f"{'greedy_' * each}round" for each in greedy]
         for batch in self._config.batch_buckets:
-            options = compiler_options(batch * shape.nodes) if on_gpu else None
-            if on_gpu:
-                yield ("greedy_round", shape.steps, batch), greedy, self._with(batch), options
-            yield ("round", shape.steps, batch), rounds, self._with(batch), options
+            rows = batch * shape.nodes
+            options = compiler_options(rows) if on_gpu else None
+            for name, function in zip(names, functions, strict=True):
+                yield rows, ((name, shape.steps, batch), function, self._with(batch), options)
 
     def _stages(self, shape: DraftShape) -> Iterator[Job]:
         for batch in self._config.batch_buckets:

@@ -207,15 +207,15 @@ class Scheduler:
     def _prefills_first(self, num_starting: int) -> bool:
         """Whether no round runs before the requests that could start have started.
 
-        A round of few rows takes nearly as long as one of many. So it waits where at least a
-        quarter as many requests could start as decode, and more than one: a burst has come, or most
-        of a batch has ended together. In a burst it waits for ``MAX_STALL`` tokens at most.
+        A round of few rows takes nearly as long as one of many. So it waits where requests could
+        start in an eighth of all places, two at least: a burst has come, or many of a batch have
+        ended together. In a burst it waits for ``MAX_STALL`` tokens at most.
         """
-        num_decoding = len(self._running) - self._is_prefilling
-        is_burst = num_starting > 1 and 4 * num_starting >= num_decoding
-        if num_decoding == 0 or not is_burst:
+        is_idle = len(self._running) == self._is_prefilling
+        is_burst = num_starting >= max(2, (self._runner.config.num_slots - 1) / 8)
+        if is_idle or not is_burst:
             self._stalled_tokens = 0
-        return num_decoding == 0 or (is_burst and self._stalled_tokens < MAX_STALL)
+        return is_idle or (is_burst and self._stalled_tokens < MAX_STALL)
 
     def _prefill(self, is_first: bool) -> bool:
         """Dispatch chunks of prompts up to a budget of tokens; returns whether there were any."""

@@ -123,9 +123,10 @@ def test_a_batch_of_one_is_padded_where_that_is_faster(on_gpu, drafts, weight_by
 @pytest.mark.parametrize(
     ("largest", "on_cpu", "sizes"),
     [
-        (8192, False, (128, 512, 2048, 8192)),
-        (512, False, (128, 512)),
-        (511, False, (511,)),
+        (8192, False, (128, 256, 512, 2048, 8192)),
+        (4096, False, (128, 256, 1024, 4096)),
+        (512, False, (128, 256, 512)),
+        (511, False, (255, 511)),
         (512, True, (32, 128, 512)),
         (300, True, (75, 300)),
         (127, True, (127,)),

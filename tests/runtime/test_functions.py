@@ -1,0 +1,27 @@
+"""What is compiled, and in which order."""
+
+import itertools
+from dataclasses import replace
+
+from specjax.runtime.runner import ModelRunner
+from tests.tiny import EAGLE3, chains, make_runner
+
+
+def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
+    """Functions compiled at once would all look for the fastest products of the same rows."""
+    made = make_runner(EAGLE3, 4)
+    config = replace(made.config, shapes=chains(0, 1, 3), batch_buckets=(1, 2, 4), on_gpu=True)
+    runner, keys = ModelRunner(made.networks, config), []
+    monkeypatch.setattr(runner.compiled, "add", lambda key, *_: keys.append(key))
+    monkeypatch.setattr(runner.compiled, "compile", lambda **_: None)
+    runner.compile(show_progress=False)
+
+    names = [key[0] for key in keys]
+    first = keys[: names.index("prefill")]
+    assert [name for name, *_ in first] == ["greedy_round"] * len(first)
+    rows = [(steps + 1) * batch for _, steps, batch in first]
+    assert sorted(rows) == [1, 2, 4, 8, 16]
+    assert ("greedy_round", 3, 1) in first  # of those with four rows the deepest
+    rounds = list(itertools.product(("greedy_round", "round"), (0, 1, 3), (1, 2, 4)))
+    assert sorted(key for key in keys if key[0].endswith("round")) == sorted(rounds)
+    assert len(keys) == len(set(keys)) == len(rounds) + 3
