@@ -125,12 +125,15 @@ def main(door: str, argv: Sequence[str]) -> int:
                 seconds, _ = clock.run(args.load, PROMPT, 2 * LONG, greedy)
                 rows.append(row_of("load", args.load, seconds, args.load * 2 * LONG))
             stats = jax.devices()[0].memory_stats() or {}
+            planned = engine.get_server_info()["internal_states"][0]["memory_usage"]
             facts = common.engine_settings(engine) | {
                 "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+                "planned_gb": sum(planned[name] for name in ("weight", "kvcache", "temporary")),
                 "bandwidth_tb_s": bandwidth / 1e12,
             }
     for row in rows:
         common.append_json(args.output, row | facts)
     print(common.table_of(COLUMNS, rows))
-    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, peak memory {facts['peak_gb']:.1f} GB")
+    memory = f"peak memory {facts['peak_gb']:.2f} GB, planned {facts['planned_gb']:.2f}"
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, {memory}")
     return 0

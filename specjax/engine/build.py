@@ -3,7 +3,7 @@
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -25,7 +25,8 @@ from specjax.runtime.buckets import (
 )
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
-from specjax.speculative.algorithm import StateSizes, kv_pool
+from specjax.runtime.temporaries import temporary_bytes
+from specjax.speculative.algorithm import kv_pool
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
 
@@ -138,8 +139,6 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         else min(max(chunk, IDLE_CHUNK), context_length * slots)
     )
     whole = context_length + Reach.of(args.shapes, args.rounds_per_dispatch).overhang
-    pools = _plan_pools(args, networks, whole, slots)
-    _announce(args, f"{target.name} ({target.config.dtype}): {pools.describe()}")
     drafts_any, weight_bytes = largest.steps > 0, networks.weight_bytes
     smallest = smallest_bucket(on_gpu=not on_cpu, drafts=drafts_any, weight_bytes=weight_bytes)
     buckets = checked_buckets(args.batch_buckets, slots, smallest)
@@ -149,7 +148,7 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         algorithm=algorithm,
         shapes=args.shapes,
         page_size=args.page_size,
-        num_pages=pools.num_pages,
+        num_pages=0,  # until the pools are planned
         pages_per_request=-(-whole // args.page_size),
         num_slots=slots + 1,
         batch_buckets=buckets,
@@ -163,6 +162,9 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         rounds_per_dispatch=args.rounds_per_dispatch,
         simulate_accept_length=args.simulate_accept_length,
     )
+    pools = _plan_pools(args, networks, config)
+    _announce(args, f"{target.name} ({target.config.dtype}): {pools.describe()}")
+    config = replace(config, num_pages=pools.num_pages)
     return EnginePlan(target, drafts, networks, pools, config, context_length)
 
 
@@ -188,24 +190,26 @@ def _context_length(asked: int | None, config: ModelConfig) -> int:
     return asked or limit
 
 
-def _plan_pools(args: EngineArgs, networks: Networks, context: int, slots: int) -> PoolPlan:
-    device, algorithm = networks.placement.device, args.algorithm
+def _plan_pools(args: EngineArgs, networks: Networks, config: RunnerConfig) -> PoolPlan:
+    place, algorithm, model = networks.placement, args.algorithm, networks.target_config
 
     def state_bytes(num_kv: int) -> int:
-        sizes = StateSizes(slots + 1, num_kv, context, args.shapes[-1])
-        state = algorithm.abstract_state(networks, sizes), kv_pool(networks.target_config, num_kv)
+        sizes = config.sizes._replace(num_kv=num_kv)
+        state = algorithm.abstract_state(networks, sizes), kv_pool(model, num_kv)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
     token_bytes = state_bytes(2) - state_bytes(1)
+    num_features = len(algorithm.feature_layers(networks))
     return plan_pools(
-        memory=device_memory(device) // MEMORY_GRANULE * MEMORY_GRANULE,
-        on_cpu=networks.placement.on_cpu,
+        memory=device_memory(place.device) // MEMORY_GRANULE * MEMORY_GRANULE,
+        on_cpu=place.on_cpu,
         # what does not grow with the tokens stands beside the weights
         weight_bytes=networks.weight_bytes + state_bytes(1) - token_bytes,
+        temporary_bytes=temporary_bytes(model, config, num_features),
         token_bytes=token_bytes,
         page_size=args.page_size,
-        context_length=context,
-        max_running_requests=slots,
+        context_length=config.context,
+        max_running_requests=config.num_slots - 1,
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=args.mem_fraction_static,
     )

@@ -62,6 +62,7 @@ def _state(
     memory = {  # GB of 1e9 bytes
         "weight": plan.pools.weight_bytes / 1e9,
         "kvcache": plan.pools.kv_bytes / 1e9,
+        "temporary": plan.pools.temporary_bytes / 1e9,
         "token_capacity": totals.max_total_tokens,
     }
     adaptive = {} if controller is None else {"adaptive": controller.describe()}

@@ -26,6 +26,7 @@ class PoolPlan:
     page_size: int
     weight_bytes: int
     kv_bytes: int
+    temporary_bytes: int  # at most, while a function runs
 
     @property
     def max_total_tokens(self) -> int:
@@ -34,7 +35,8 @@ class PoolPlan:
     def describe(self) -> str:
         return (
             f"weights {self.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
-            f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} tokens"
+            f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} "
+            f"tokens; up to {self.temporary_bytes / 1e9:.2f} GB while a function runs"
         )
 
 
@@ -43,6 +45,7 @@ def plan_pools(
     memory: int,
     on_cpu: bool,
     weight_bytes: int,
+    temporary_bytes: int,
     token_bytes: int,
     page_size: int,
     context_length: int,
@@ -54,27 +57,29 @@ def plan_pools(
 
     ``max_total_tokens`` sets it directly (rounded up to pages). Otherwise weights and KV together
     take ``mem_fraction_static`` of the device's memory, as in SGLang, but never more than all
-    requests can use.
+    requests can use. What functions take while they run stays free.
     """
     fraction = mem_fraction_static or (DEFAULT_MEM_FRACTION_CPU if on_cpu else DEFAULT_MEM_FRACTION)
     page_bytes = token_bytes * page_size
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // page_size)
-        room = memory - weight_bytes
+        room = memory - temporary_bytes - weight_bytes
         if num_pages * page_bytes > room:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} needs {num_pages * page_bytes / 1e9:.2f} GB "
-                f"of KV, but {room / 1e9:.2f} GB are left beside the weights; lower "
-                "max_total_tokens"
+                f"of KV, but {room / 1e9:.2f} GB are left beside weights and the "
+                f"{temporary_bytes / 1e9:.2f} GB that functions take; lower max_total_tokens"
             )
     else:
-        budget = int(memory * fraction) - weight_bytes
+        budget = min(int(memory * fraction), memory - temporary_bytes) - weight_bytes
         usable = max_running_requests * -(-context_length // page_size)
         num_pages = min(budget // page_bytes, usable + 1)
         if num_pages < 2:
             raise ValueError(
                 f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB leaves "
-                f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights; raise "
-                "mem_fraction_static"
+                f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights and "
+                f"{temporary_bytes / 1e9:.2f} GB that functions take; raise mem_fraction_static or "
+                "lower max_running_requests or speculative_num_draft_tokens"
             )
-    return PoolPlan(num_pages, page_size, weight_bytes, num_pages * page_bytes)
+    kv_bytes = num_pages * page_bytes
+    return PoolPlan(num_pages, page_size, weight_bytes, kv_bytes, temporary_bytes)

@@ -21,6 +21,7 @@ SIZES = {
     "memory": 10_000,
     "on_cpu": False,
     "weight_bytes": 1_000,
+    "temporary_bytes": 500,
     "token_bytes": 10,
     "page_size": 4,
     "context_length": 32,
@@ -40,6 +41,14 @@ def test_max_total_tokens_is_what_fits_beside_the_padding_page() -> None:
         assert made.num_pages == pages + 1
         assert made.max_total_tokens == 4 * pages >= tokens
         assert made.kv_bytes == (pages + 1) * 40
+
+
+def test_what_functions_take_stays_free() -> None:
+    # 8,500 of 10,000 bytes, in pages of 40 with the padding page
+    assert plan(max_total_tokens=844).num_pages == 212
+    with pytest.raises(ValueError, match="lower max_total_tokens"):
+        plan(max_total_tokens=848)
+    assert plan(mem_fraction_static=1.0).num_pages == 212
 
 
 def test_max_total_tokens_wins_over_the_fraction() -> None:
@@ -65,6 +74,7 @@ def test_never_more_than_all_requests_can_use() -> None:
         ({"mem_fraction_static": 0.104}, "no KV page fits"),
         ({"weight_bytes": 10_000}, "mem_fraction_static=0.85"),
         ({"max_total_tokens": 10**6}, "lower max_total_tokens"),
+        ({"temporary_bytes": 9_000}, "functions take.*lower max_running_requests"),
     ],
 )
 def test_refusals_name_the_knob(changes, message) -> None:
@@ -79,10 +89,12 @@ def test_a_plan_fits_or_is_refused(memory, weight_bytes, page_size, fraction) ->
         made = plan(**changes, mem_fraction_static=fraction)
     except ValueError:
         # not even the padding page and one more
-        assert int(memory * fraction) - weight_bytes < 2 * 10 * page_size
+        most = min(int(memory * fraction), memory - SIZES["temporary_bytes"])
+        assert most - weight_bytes < 2 * 10 * page_size
     else:
         assert made.num_pages >= 2
         assert made.weight_bytes + made.kv_bytes <= memory * fraction
+        assert made.weight_bytes + made.kv_bytes + made.temporary_bytes <= memory
 
 
 def test_description_tells_weights_kv_and_pages() -> None:

@@ -1,0 +1,53 @@
+"""Device memory that functions take while they run, as planned before they are compiled."""
+
+import numpy as np
+
+from specjax.config import ModelConfig
+from specjax.runtime.runner_config import RunnerConfig
+
+# Arrays of logits in float32 that live at once. In a round those of the target, and as they are
+# after penalties and temperature, which the kernels of sampling read; without these kernels noise
+# and what filters keep too. A drafted level has its logits, their noise and their probabilities.
+# A prefill has few rows of logits, but its output head adds up partial sums.
+ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 4, 3, 6
+# what products of few rows add up
+PARTIAL_SUMS = 2**27
+
+
+def temporary_bytes(model: ModelConfig, config: RunnerConfig, num_features: int) -> int:
+    """The most that a round or a prefill takes beside weights and state, estimated from above.
+
+    ``num_features`` of the target's layers are read. XLA takes 0.93 to 1.25 GB of 1.18 to 1.31
+    planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). On a CPU attention comes on top.
+    """
+    rounds = (
+        _round_bytes(model, config, shape.nodes * batch, shape.topk * batch, num_features)
+        for shape in config.shapes
+        for batch in config.batch_buckets
+    )
+    prefills = (
+        _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
+    )
+    return PARTIAL_SUMS + max(*rounds, *prefills)
+
+
+def _activations(model: ModelConfig, rows: int, num_features: int) -> int:
+    """Of one layer: gate and up, their product, the residual stream, and what is kept of layers."""
+    width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
+    return rows * width * np.dtype(model.jnp_dtype).itemsize
+
+
+def _round_bytes(
+    model: ModelConfig, config: RunnerConfig, rows: int, drafted: int, num_features: int
+) -> int:
+    copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
+    logits = max(copies * rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
+    return logits + _activations(model, rows, num_features)
+
+
+def _prefill_bytes(model: ModelConfig, config: RunnerConfig, width: int, num_features: int) -> int:
+    logits = PREFILL_LOGITS * config.max_chunks(width) * model.vocab_size * 4
+    kept = width * (1 + num_features) * model.hidden_size * np.dtype(model.jnp_dtype).itemsize
+    if width == config.logprob_bucket:  # every row has logits there
+        logits += width * model.vocab_size * 4
+    return max(_activations(model, width, num_features), kept + logits)

@@ -1,0 +1,43 @@
+"""What functions take while they run, as planned."""
+
+from dataclasses import replace
+
+import pytest
+
+from specjax.checkpoints.presets import LLAMA31_8B
+from specjax.runtime.buckets import prefill_buckets
+from specjax.runtime.runner_config import RunnerConfig
+from specjax.runtime.temporaries import temporary_bytes
+from specjax.types import DraftShape
+from tests.tiny import chains, make_runner
+
+
+def config_of(slots: int, *shapes: DraftShape) -> RunnerConfig:
+    changes = {"num_slots": slots + 1, "batch_buckets": (slots,), "on_gpu": True}
+    return replace(
+        make_runner().config, shapes=shapes, prefill_buckets=prefill_buckets(8192), **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "steps", "measured"), [(8, 7, 0.927e9), (64, 3, 0.98e9), (256, 3, 1.25e9)]
+)
+def test_the_plan_holds_what_xla_takes(slots, steps, measured) -> None:
+    """The largest ``temp_bytes`` of any function, of jax 0.11.2 on an H200."""
+    planned = temporary_bytes(LLAMA31_8B, config_of(slots, *chains(steps)), 3)
+    assert measured <= planned <= 1.3 * measured
+
+
+def test_logits_of_all_nodes_count() -> None:
+    tree, wide = DraftShape(3, 4, 64), DraftShape(6, 16, 17)
+    logits = 64 * LLAMA31_8B.vocab_size * 4
+    assert temporary_bytes(LLAMA31_8B, config_of(64, tree), 3) > 2 * 64 * logits
+    # of the drafted levels, which are wider than the verified tree
+    assert temporary_bytes(LLAMA31_8B, config_of(64, wide), 3) > 3 * 16 * logits
+
+
+def test_noise_is_stored_where_no_kernel_draws() -> None:
+    on_gpu = config_of(256, *chains(3))
+    on_cpu = replace(on_gpu, on_gpu=False)
+    more = temporary_bytes(LLAMA31_8B, on_cpu, 3) - temporary_bytes(LLAMA31_8B, on_gpu, 3)
+    assert more == 2 * 1024 * LLAMA31_8B.vocab_size * 4
