@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specjax.kernels.accept_tree import SlotRows, accept_tree
 from specjax.kernels.compact_tree import compact_tree
-from specjax.kernels.fill_bonus import fill_bonus_tokens
 from specjax.kernels.move_kv import move_kv
 from specjax.kernels.tree_attention import tree_attention
 
@@ -32,8 +32,10 @@ from bench import common
 
 # of attention in bfloat16: at most max|a - b| / max|b|
 BOUND = 2e-2
-# batch sizes, and the widths A with their rows T; the others are sizes of the 8B shape
-SERVING = {"batch": [1, 8, 32, 64], "trees": ((4, 8), (8, 32), (16, 64)), "features": 3 * 4096}
+# the widths A with their rows T
+TREES = ((2, 2), (6, 6), (4, 8), (8, 32), (16, 64))
+# batch sizes and trees; the others are sizes of the 8B shape
+SERVING = {"batch": [1, 8, 32, 64], "trees": TREES, "features": 3 * 4096}
 SERVING |= {"layers": 32, "heads": 8, "dim": 128, "context": 128}
 SMOKE = {"batch": [2], "trees": ((3, 5),), "features": 24}
 SMOKE |= {"layers": 2, "heads": 1, "dim": 8, "context": 4}
@@ -63,9 +65,9 @@ class Case(NamedTuple):
     """
 
     sizes: dict[str, int]
-    state: jax.Array
+    state: Any  # arrays
     constants: Arrays
-    step: Callable[..., tuple[jax.Array, Any]]
+    step: Callable[..., tuple[Any, Any]]
     num_bytes: int  # read and written by one call
     implementations: tuple[str, ...] = ("xla", "pallas", "none")
     error: float | None = None  # against the reference
@@ -89,19 +91,26 @@ def _accepted(batch: int, rows: int, width: int) -> np.ndarray:
     return out
 
 
-def _fill_bonus(_: dict[str, Any], batch: int, width: int, rows: int) -> Case:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 1000, (batch, width), dtype=np.int32)
-    counts = rng.integers(1, width + 1, batch, dtype=np.int32)
+def _accept_tree(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
+    rng, slots = np.random.default_rng(0), np.arange(1, batch + 1)
+    parents = [[-1, *(rng.integers(0, i) for i in range(1, rows))] for _ in range(batch)]
+    ends = np.full((batch, 8), -1)
+    drafts, target = rng.integers(0, 4, (2, batch, rows))
+    proposed, lens = np.full(batch, rows - 1), np.full(batch, grid["context"] // 2)
+    arrays = drafts, parents, proposed, target, ends, slots, lens
+    constants = tuple(jnp.asarray(array, jnp.int32) for array in arrays)
+    zeros = jnp.zeros(batch + 1, jnp.int32)
+    state = SlotRows(zeros, zeros, zeros, jnp.zeros((batch + 1, grid["context"]), jnp.int32))
 
-    def step(counts: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
-        if implementation == "none":
-            return _link(counts, constants[0][:, 0]), None
-        bonus = fill_bonus_tokens(constants[0], counts, implementation=implementation)
-        return _link(counts, bonus), bonus
+    def step(state: SlotRows, constants: Arrays, call: int, implementation: str) -> Any:
+        out, state = accept_tree(
+            *constants, state, num_steps=width - 1, implementation=implementation
+        )
+        return state, out
 
-    sizes = {"B": batch, "A": width}
-    return Case(sizes, jnp.asarray(counts), (jnp.asarray(tokens),), step, 12 * batch)
+    sizes = {"B": batch, "A": width, "T": rows}
+    num_bytes = 4 * batch * (3 * rows + 2 * width)
+    return Case(sizes, state, constants, step, num_bytes, ("xla", "pallas"))
 
 
 def _compact_tree(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
@@ -171,14 +180,14 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
 def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int]) -> float:
     calls, dispatches, repeats = timing
 
-    def program(state: jax.Array, constants: Arrays) -> tuple[jax.Array, list[Any]]:
+    def program(state: Any, constants: Arrays) -> tuple[Any, list[Any]]:
         kept = []
         for call in range(calls):
             state, out = case.step(state, constants, call, implementation)
             kept.append(out)
         return state, kept
 
-    state = jnp.copy(case.state)  # donated
+    state = jax.tree.map(jnp.copy, case.state)  # donated
     run = jax.jit(program, donate_argnums=0).lower(state, case.constants).compile()
     times = []
     # the first repeat warms up
@@ -216,7 +225,7 @@ def _cases(door: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
             yield "attention", _attention(sizes, page_size)
         return
     grid: dict[str, Any] = SMOKE if is_smoke else SERVING
-    for make in (_fill_bonus, _compact_tree, _move_kv):
+    for make in (_accept_tree, _compact_tree, _move_kv):
         for batch in grid["batch"]:
             for width, rows in grid["trees"]:
                 yield make.__name__[1:], make(grid, batch, width, rows)

@@ -1,4 +1,4 @@
-"""The round over request slots: draft, verify, commit, extend; and several rounds in one call.
+"""The round over request slots: draft, verify, extend; and several rounds in one call.
 
 All functions here take what is only read first, then the state on the device, which they return
 first, so that it can be donated. A row whose request has nothing left to produce is treated as
@@ -15,15 +15,7 @@ from specjax.models.decoder import CausalLM
 from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
-from specjax.speculative.future_map import (
-    DeviceState,
-    FutureMap,
-    consume,
-    publish,
-    record,
-    resolve,
-    stash,
-)
+from specjax.speculative.future_map import DeviceState, FutureMap, resolve, stash
 from specjax.speculative.tree import accept
 from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
@@ -75,8 +67,8 @@ def active_batch(
 
 
 def verify(
-    batch: Batch, kv: jax.Array, tree: VerifyInput, config: RoundConfig
-) -> tuple[VerifyOutput, jax.Array]:
+    batch: Batch, kv: jax.Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
+) -> tuple[VerifyOutput, jax.Array, FutureMap]:
     """One target pass over a drafted tree: draw the target's token at every row and accept.
 
     The mask of a chain is causal, so the attention needs none. The accepted path of a tree is moved
@@ -97,19 +89,19 @@ def verify(
     # nobody asks for more of a greedy batch than its tokens
     states = None if batch.draw.greedy else hidden
     outputs = NodeOutputs(tokens, features, logprobs, states)
-    steps, simulated = config.shape.steps, config.simulate_accept_length
-    verified = accept(tree, outputs, batch.slots > 0, steps, simulated)
+    verified, future = accept(
+        tree,
+        outputs,
+        future,
+        batch.slots,
+        batch.sampling.end_token_ids,
+        config.shape,
+        kernels=batch.draw.kernels,
+        simulate_accept_length=config.simulate_accept_length,
+    )
     if not is_chain:
         kv = batch.pages.move(kv, batch.seq_lens, verified.accept_index)
-    return verified, kv
-
-
-def commit(future: FutureMap, batch: Batch, verified: VerifyOutput) -> FutureMap:
-    """Record what was accepted: lengths, bonus tokens, history, and what may still come."""
-    slots, counts = batch.slots, verified.num_accepted_tokens
-    future = publish(future, slots, batch.seq_lens + counts, verified.bonus_tokens)
-    future = record(future, slots, batch.seq_lens + 1, verified.accept_tokens, counts)
-    return consume(future, slots, verified.accept_tokens, counts, batch.sampling.end_token_ids)
+    return verified, kv, future
 
 
 def _draft(
@@ -126,8 +118,7 @@ def _draft(
 def _verify(
     batch: Batch, state: DeviceState, tree: VerifyInput, config: RoundConfig
 ) -> tuple[VerifyOutput, DeviceState]:
-    verified, kv = verify(batch, state.pools.target, tree, config)
-    future = commit(state.future, batch, verified)
+    verified, kv, future = verify(batch, state.pools.target, state.future, tree, config)
     return verified, DeviceState(replace(state.pools, target=kv), future)
 
 

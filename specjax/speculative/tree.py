@@ -3,14 +3,15 @@
 Axes: B batch, T tree rows, S steps, A = S + 1, K branches of a level, P candidates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.accept_tree import SlotRows, accept_tree
 from specjax.kernels.compact_tree import compact_tree
-from specjax.kernels.fill_bonus import fill_bonus_tokens
-from specjax.types import NodeOutputs, VerifyInput, VerifyOutput
+from specjax.speculative.future_map import FutureMap
+from specjax.types import DraftShape, NodeOutputs, VerifyInput, VerifyOutput
 
 
 def chain_input(
@@ -128,36 +129,6 @@ def retrieve_links(parents: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first(is_child), first(is_sibling)
 
 
-def accept_path(
-    tree: VerifyInput, target_tokens: jax.Array, valid: jax.Array, num_steps: int
-) -> tuple[jax.Array, jax.Array]:
-    """Follow the target's own tokens i32 ``[B, T]`` down the tree, to depth ``num_steps``.
-
-    From the root, the child whose token equals the target's token at the current row is entered;
-    the walk ends where there is none. Each draft is thus accepted with the target's probability.
-
-    Returns:
-        ``accept_index`` i32 ``[B, S + 1]`` (root first, then -1; all -1 for rows that are not
-        ``valid``) and ``num_accepted_drafts`` i32 ``[B]``.
-    """
-    rows = tree.draft_tokens.shape[1]
-    # matches[b, i, j]: row j is a child of row i and holds the target's token at i
-    index = jnp.arange(rows, dtype=jnp.int32)
-    is_child = tree.parents[:, None, :] == index[:, None]
-    is_real = (index <= tree.num_proposed[:, None])[:, None, :]
-    matches = is_child & is_real & (tree.draft_tokens[:, None, :] == target_tokens[:, :, None])
-    child = jnp.where(matches.any(-1), jnp.argmax(matches, -1).astype(jnp.int32), -1)
-    node = jnp.where(valid, 0, -1)
-    path = [node]
-    for _ in range(num_steps):
-        step = jnp.take_along_axis(child, jnp.maximum(node, 0)[:, None], axis=1)[:, 0]
-        node = jnp.where(node >= 0, step, -1)
-        path.append(node)
-    accept_index = jnp.stack(path, axis=1)
-    num_accepted_drafts = jnp.sum(accept_index[:, 1:] >= 0, axis=1, dtype=jnp.int32)
-    return accept_index, num_accepted_drafts
-
-
 def simulated_path(
     tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -184,30 +155,64 @@ def simulated_path(
     return jnp.where(depth <= count[:, None], path, -1), jnp.maximum(count, 0)
 
 
+def simulated_tokens(tree: VerifyInput, path: jax.Array) -> jax.Array:
+    """Target tokens i32 ``[B, T]`` that accept a path ``[B, A]`` of rows, and nothing behind it."""
+    rows = tree.draft_tokens.shape[1]
+    # a token that no row drafts, so that no child has it
+    few = jnp.arange(rows + 1, dtype=jnp.int32)
+    is_free = jnp.all(tree.draft_tokens[:, None, :] != few[:, None], axis=2)
+    free = jnp.argmax(is_free, axis=1).astype(jnp.int32)[:, None]
+    child = jnp.where(path[:, 1:] >= 0, path[:, 1:], 0)
+    drafted = jnp.take_along_axis(tree.draft_tokens, child, axis=1)
+    parent = jnp.where(path[:, 1:] >= 0, path[:, :-1], rows)
+    owners = jnp.arange(len(path), dtype=jnp.int32)[:, None]
+    tokens = jnp.broadcast_to(free, tree.draft_tokens.shape)
+    return tokens.at[owners, parent].set(drafted, mode="drop")
+
+
 def accept(
     tree: VerifyInput,
     outputs: NodeOutputs,
-    valid: jax.Array,
-    num_steps: int,
+    future: FutureMap,
+    slots: jax.Array,
+    end_token_ids: jax.Array,
+    shape: DraftShape,
+    *,
+    kernels: str = "xla",
     simulate_accept_length: float | None = None,
-) -> VerifyOutput:
-    """Accept what agrees with the target and compact all that it gave at each row.
+) -> tuple[VerifyOutput, FutureMap]:
+    """Accept what agrees with the target, record it, and compact all that the target gave.
 
-    ``valid`` bool ``[B]`` are rows of requests; with ``simulate_accept_length`` so many tokens are
-    accepted on average, right or wrong.
+    Each draft is accepted with the target's probability. With ``simulate_accept_length`` so many
+    tokens are accepted on average, right or wrong.
     """
-    if simulate_accept_length is None:
-        path = accept_path(tree, outputs.tokens, valid, num_steps)
-    else:
-        path = simulated_path(tree, valid, num_steps, simulate_accept_length)
-    accept_index, num_accepted_drafts = path
-    num_accepted_tokens = jnp.where(valid, num_accepted_drafts + 1, 0)
-    outputs = jax.tree.map(lambda leaf: compact_tree(leaf, accept_index), outputs)
-    return VerifyOutput(
-        accept_index=accept_index,
-        outputs=outputs,
-        num_proposed_drafts=jnp.where(valid, tree.num_proposed, 0),
-        num_accepted_drafts=num_accepted_drafts,
-        num_accepted_tokens=num_accepted_tokens,
-        bonus_tokens=fill_bonus_tokens(outputs.tokens, num_accepted_tokens),
+    if simulate_accept_length is not None:
+        path, _ = simulated_path(tree, slots > 0, shape.steps, simulate_accept_length)
+        outputs = replace(outputs, tokens=simulated_tokens(tree, path))
+    accepted, rows = accept_tree(
+        tree.draft_tokens,
+        tree.parents,
+        tree.num_proposed,
+        outputs.tokens,
+        end_token_ids,
+        slots,
+        tree.positions[:, 0],
+        SlotRows(future.seq_lens, future.bonus_tokens, future.remaining, future.tokens),
+        num_steps=shape.steps,
+        implementation=kernels,
     )
+    # a chain has its rows in place: XLA clears those behind them in what reads them
+    moves = "xla" if shape.topk == 1 else kernels
+    compacted = jax.tree.map(
+        lambda leaf: compact_tree(leaf, accepted.accept_index, implementation=moves), outputs
+    )
+    tokens, figures = jnp.split(accepted.packed, [shape.accept_width], axis=1)
+    verified = VerifyOutput(
+        accept_index=accepted.accept_index,
+        outputs=replace(compacted, tokens=tokens),
+        num_proposed_drafts=figures[:, 0],
+        num_accepted_drafts=figures[:, 1],
+        num_accepted_tokens=figures[:, 2],
+        bonus_tokens=accepted.bonus_tokens,
+    )
+    return verified, replace(future, **rows._asdict())

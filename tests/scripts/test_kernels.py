@@ -16,7 +16,7 @@ def test_smoke_writes_one_row_a_kernel(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     assert run_bench("bench_kernels", f"--smoke --output {output}") == 0
     rows = rows_of(output)
-    assert [row["kernel"] for row in rows] == ["fill_bonus", "compact_tree", "move_kv"]
+    assert [row["kernel"] for row in rows] == ["accept_tree", "compact_tree", "move_kv"]
     assert all(set(row["microseconds"]) == {"xla", "pallas"} for row in rows)
     assert "xla / pallas" in capsys.readouterr().out
 

@@ -141,7 +141,7 @@ def test_any_number_of_drafts_can_be_accepted(head):
     @jax.jit
     def one_round(kv_target, kv_draft, chain, lens):
         batch = replace(make_batch(resident, future, slots, config), seq_lens=lens)
-        out, kv_target = verify(batch, kv_target, chain_input(chain, lens), config)
+        out, kv_target, _ = verify(batch, kv_target, future, chain_input(chain, lens), config)
         rows = resolve(future, slots)
         kv_draft, following = algorithm.extend(batch, kv_draft, rows, out, shape)
         return out, following, kv_target, kv_draft

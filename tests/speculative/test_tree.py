@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.speculative.tree import accept, chain_input, simulated_path
-from specjax.types import NodeOutputs, VerifyInput
+from specjax.speculative.future_map import FutureMap
+from specjax.speculative.tree import accept, chain_input, simulated_path, simulated_tokens
+from specjax.types import DraftShape, NodeOutputs, VerifyInput
 
 ROWS, STEPS = 8, 7
 # of a tree with two paths, what each row sees
@@ -21,7 +22,19 @@ SEES = [
     [1, 0, 1, 0, 1, 0],
     [1, 0, 1, 0, 1, 1],
 ]
-jit_accept = jax.jit(accept, static_argnums=3)
+
+
+def accepted(tree, outputs, is_request, shape):
+    """Without end tokens, of slots 1 on."""
+    batch = len(is_request)
+    slots = jnp.where(is_request, jnp.arange(1, batch + 1, dtype=jnp.int32), 0)
+    zeros = jnp.zeros(batch + 1, jnp.int32)
+    future = FutureMap((), zeros, zeros, zeros + 99, jnp.zeros((batch + 1, 64), jnp.int32))
+    ends = jnp.full((batch, 1), -1, jnp.int32)
+    return accept(tree, outputs, future, slots, ends, shape)[0]
+
+
+jit_accepted = jax.jit(accepted, static_argnums=3)
 
 
 @st.composite
@@ -70,7 +83,7 @@ def test_accept_equals_a_walk(tree, num_proposed):
         tree_mask=jnp.ones((2, rows, rows), bool),
     )
     outputs = NodeOutputs(both(target), features)
-    out = jit_accept(inputs, outputs, jnp.array([True, False]), steps)
+    out = jit_accepted(inputs, outputs, jnp.array([True, False]), DraftShape(steps, 2, rows))
 
     path = walk(parents, tokens, target, num_proposed, steps)
     pad = steps + 1 - len(path)
@@ -100,7 +113,8 @@ def test_chain_counts_by_depth():
     drafts = jnp.array([[1, 2, 3, 4]] * 4, jnp.int32)
     target = jnp.array([[2, 3, 4, 9], [2, 3, 9, 5], [2, 9, 4, 5], [9, 3, 4, 5]], jnp.int32)
     tree = chain_input(drafts, jnp.zeros(4, jnp.int32))
-    out = accept(tree, NodeOutputs(target, jnp.zeros((4, 4, 1))), jnp.ones(4, bool), 3)
+    outputs = NodeOutputs(target, jnp.zeros((4, 4, 1)))
+    out = accepted(tree, outputs, jnp.ones(4, bool), DraftShape.chain(3))
     assert out.num_accepted_drafts.tolist() == [3, 2, 1, 0]
     assert out.bonus_tokens.tolist() == [9, 9, 9, 9]
 
@@ -127,7 +141,7 @@ def test_whatever_is_reported_by_row_is_compacted():
         hidden_states=10 + rows[..., None],
         experts=jnp.repeat(100 + rows[..., None], 3, axis=2),
     )
-    found = accept(tree, outputs, jnp.ones(1, bool), 3).outputs
+    found = accepted(tree, outputs, jnp.ones(1, bool), DraftShape(3, 2, 4)).outputs
     assert found.tokens.tolist() == [[2, 3, 8, 0]]
     assert found.features[0, :, 0].tolist() == [0, 2, 3, 0]
     assert found.hidden_states[0, :, 0].tolist() == [10, 12, 13, 0]
@@ -152,6 +166,9 @@ def test_simulated_acceptance_follows_the_deepest_path():
     path, count = simulated_path(tree, lens >= 0, 4, 5.0)
     assert path[0].tolist() == [0, 2, 4, 5, -1]
     assert set(count.tolist()) == {3}
+    outputs = NodeOutputs(simulated_tokens(tree, path), jnp.zeros((200, 6, 1)))
+    walked = accepted(tree, outputs, lens >= 0, DraftShape(4, 2, 6))
+    assert walked.accept_index.tolist() == path.tolist()
     few = replace(tree, num_proposed=jnp.full(200, 3, jnp.int32))
     path, count = simulated_path(few, lens >= 0, 4, 5.0)
     assert path[0].tolist() == [0, 1, 3, -1, -1]

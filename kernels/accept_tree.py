@@ -1,0 +1,204 @@
+"""Acceptance of drafted trees, and what it leaves for the next round, in one launch.
+
+The walk down the tree, the accepted tokens, their counts, the bonus token, and the write-back of
+lengths, bonus tokens, budgets and history by request slot: a dozen small kernels as XLA's own. The
+stride of a request's tokens is the accept width, not T (SGLang change #26866). Axes: B requests, T
+tree rows, S steps, A = S + 1 accept width, E end tokens, R request slots (0 is padding), C tokens
+of a history.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from specjax.kernels.backend import check_implementation, load, power_of_two, store, triton_call
+
+
+class SlotRows(NamedTuple):
+    """What the next round starts from, by request slot, i32."""
+
+    seq_lens: jax.Array  # [R]
+    bonus_tokens: jax.Array  # [R]
+    remaining: jax.Array  # [R], tokens that may still come
+    tokens: jax.Array  # [R, C], the history by position
+
+
+class Accepted(NamedTuple):
+    """The accepted path of each request; zeros for padding."""
+
+    accept_index: jax.Array  # i32 [B, A], rows of the path, root first, then -1
+    # i32 [B, A + 3]: the target's tokens along the path, then 0; numbers of proposed and of
+    # accepted drafts, and of accepted tokens, the bonus token included
+    packed: jax.Array
+    bonus_tokens: jax.Array  # i32 [B], the last accepted token
+
+
+def _reference(
+    draft_tokens: jax.Array,
+    parents: jax.Array,
+    num_proposed: jax.Array,
+    target_tokens: jax.Array,
+    end_token_ids: jax.Array,
+    slots: jax.Array,
+    seq_lens: jax.Array,
+    rows: SlotRows,
+    num_steps: int,
+) -> tuple[Accepted, SlotRows]:
+    # child[b, i]: the first real child of row i that holds the target's token there
+    index = jnp.arange(draft_tokens.shape[1], dtype=jnp.int32)
+    is_real = (index <= num_proposed[:, None])[:, None, :]
+    is_child = (parents[:, None, :] == index[:, None]) & is_real
+    matches = is_child & (draft_tokens[:, None, :] == target_tokens[:, :, None])
+    child = jnp.where(matches.any(-1), jnp.argmax(matches, -1).astype(jnp.int32), -1)
+    node = jnp.where(slots > 0, 0, -1)
+    path = [node]
+    for _ in range(num_steps):
+        step = jnp.take_along_axis(child, jnp.maximum(node, 0)[:, None], axis=1)[:, 0]
+        node = jnp.where(node >= 0, step, -1)
+        path.append(node)
+    accept_index = jnp.stack(path, axis=1)
+    is_accepted = accept_index >= 0
+    counts = jnp.sum(is_accepted, axis=1, dtype=jnp.int32)
+    found = jnp.take_along_axis(target_tokens, jnp.maximum(accept_index, 0), axis=1)
+    tokens = jnp.where(is_accepted, found, 0)
+    bonus = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    is_end = (tokens[:, :, None] == end_token_ids[:, None, :]) & is_accepted[:, :, None]
+    left = jnp.where(is_end.any((1, 2)), 0, jnp.maximum(rows.remaining[slots] - counts, 0))
+    places = seq_lens[:, None] + 1 + jnp.arange(num_steps + 1, dtype=jnp.int32)
+    places = jnp.where(is_accepted, places, rows.tokens.shape[1])
+    written = SlotRows(
+        seq_lens=rows.seq_lens.at[slots].set(jnp.where(slots > 0, seq_lens + counts, 0)),
+        bonus_tokens=rows.bonus_tokens.at[slots].set(bonus),
+        remaining=rows.remaining.at[slots].set(jnp.where(slots > 0, left, 0)),
+        tokens=rows.tokens.at[slots[:, None], places].set(tokens, mode="drop"),
+    )
+    figures = jnp.where(slots > 0, num_proposed, 0), jnp.maximum(counts - 1, 0), counts
+    packed = jnp.concatenate([tokens, jnp.stack(figures, axis=1)], axis=1)
+    return Accepted(accept_index, packed, bonus), written
+
+
+def specjax_accept_tree(
+    draft_ref: Any,
+    parent_ref: Any,
+    proposed_ref: Any,
+    target_ref: Any,
+    end_ref: Any,
+    slot_ref: Any,
+    len_ref: Any,
+    *refs: Any,
+) -> None:
+    """Kernel body: one program a request, one lane a tree row or a token.
+
+    The rows of request slots are read and written through the outputs, the same memory as their
+    inputs. No two requests share a slot but padding, whose programs write the same zeros.
+    """
+    index_ref, packed_ref, bonus_ref, lens_ref, bonuses_ref, remaining_ref, history_ref = refs[4:]
+    request, num_rows, width = pl.program_id(0), draft_ref.shape[1], index_ref.shape[1]
+    lanes, context = power_of_two(num_rows), history_ref.shape[1]
+    row = jnp.arange(lanes, dtype=jnp.int32)
+    in_tree = row < num_rows
+    drafts = load(draft_ref.at[request, pl.ds(0, lanes)], mask=in_tree, other=-1)
+    parents = load(parent_ref.at[request, pl.ds(0, lanes)], mask=in_tree, other=-1)
+    slot, proposed, seq_len = slot_ref[request], proposed_ref[request], len_ref[request]
+    is_real = in_tree & (row <= proposed)
+
+    place = jnp.arange(power_of_two(width + 3), dtype=jnp.int32)
+    nowhere = jnp.int32(-1)
+    node = jnp.where(slot > 0, jnp.int32(0), nowhere)
+    path = jnp.where(place == 0, node, nowhere)
+    for depth in range(1, width):
+        token = target_ref[request, jnp.maximum(node, 0)]
+        matches = is_real & (parents == node) & (drafts == token)
+        child = jnp.min(jnp.where(matches, row, jnp.int32(lanes)))
+        node = jnp.where((node >= 0) & (child < lanes), child, nowhere)
+        path = jnp.where(place == depth, node, path)
+    is_accepted = path >= 0
+    count = jnp.sum(is_accepted.astype(jnp.int32))
+    drafted = jnp.maximum(count - 1, 0)
+    found = target_ref.at[request, jnp.maximum(path, 0)]
+    tokens = load(found, mask=is_accepted, other=0)
+    bonus = jnp.sum(jnp.where(place == drafted, tokens, 0))
+
+    store(index_ref.at[request, pl.ds(0, len(place))], path, mask=place < width)
+    packed = jnp.where(place == width, jnp.where(slot > 0, proposed, 0), tokens)
+    packed = jnp.where(place == width + 1, drafted, packed)
+    packed = jnp.where(place == width + 2, count, packed)
+    store(packed_ref.at[request, pl.ds(0, len(place))], packed, mask=place < width + 3)
+    bonus_ref[request] = bonus
+
+    num_ends = end_ref.shape[1]
+    end = jnp.arange(power_of_two(num_ends), dtype=jnp.int32)
+    ends = load(end_ref.at[request, pl.ds(0, len(end))], mask=end < num_ends, other=-1)
+    is_end = (tokens[:, None] == ends[None, :]) & is_accepted[:, None]
+    has_ended = jnp.sum(is_end.astype(jnp.int32)) > 0
+    left = jnp.maximum(remaining_ref[slot] - count, 0)
+    lens_ref[slot] = jnp.where(slot > 0, seq_len + count, 0)
+    bonuses_ref[slot] = bonus
+    remaining_ref[slot] = jnp.where((slot > 0) & ~has_ended, left, 0)
+    behind = seq_len + 1 + place
+    # dead lanes have places of their own
+    history = history_ref.at[slot, jax.lax.rem(behind, jnp.int32(context))]
+    store(history, tokens, mask=is_accepted & (behind < context))
+
+
+def accept_tree(
+    draft_tokens: jax.Array,
+    parents: jax.Array,
+    num_proposed: jax.Array,
+    target_tokens: jax.Array,
+    end_token_ids: jax.Array,
+    slots: jax.Array,
+    seq_lens: jax.Array,
+    rows: SlotRows,
+    *,
+    num_steps: int,
+    implementation: str = "xla",
+    interpret: bool | None = None,
+) -> tuple[Accepted, SlotRows]:
+    """Follow the target's own tokens down the trees, to depth S, and record what was accepted.
+
+    From the root, the first real child whose token equals the target's token at the current row is
+    entered; the walk ends where there is none.
+
+    Args:
+        draft_tokens: i32 ``[B, T]``, the root first.
+        parents: i32 ``[B, T]``, rows; -1 for the root.
+        num_proposed: i32 ``[B]``; rows behind so many drafts are padding.
+        target_tokens: i32 ``[B, T]``, the target's token behind each row.
+        end_token_ids: i32 ``[B, E]``, tokens that end a request, then -1.
+        slots: i32 ``[B]``, distinct but for padding, which is 0.
+        seq_lens: i32 ``[B]``, the position of each root.
+        rows: by request slot; written in place where the caller donates them.
+        num_steps: S.
+
+    Returns:
+        What was accepted, and the rows: lengths grown by the accepted tokens, the newest token,
+        what may still come (nothing behind an end token), and the tokens in the history, as far as
+        it reaches.
+    """
+    check_implementation(implementation)
+    batch, num_rows = draft_tokens.shape
+    trees, ints = (parents, target_tokens), (num_proposed, slots, seq_lens)
+    found = [each.shape for each in (*trees, *ints)]
+    if found != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
+        raise ValueError(
+            f"parents, target_tokens, num_proposed, slots and seq_lens {found} must fit "
+            f"draft_tokens {draft_tokens.shape}, and end_token_ids {end_token_ids.shape} too"
+        )
+    inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
+    if implementation == "xla" or 0 in (batch, num_rows):
+        return _reference(*inputs, rows, num_steps)
+    width = num_steps + 1
+    shapes = [(batch, width), (batch, width + 3), (batch,), *(each.shape for each in rows)]
+    kept = range(len(inputs), len(inputs) + len(rows))
+    out = triton_call(
+        specjax_accept_tree,
+        grid=(batch,),
+        out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
+        num_warps=1,
+        num_stages=1,
+        interpret=interpret,
+        input_output_aliases=dict(zip(kept, range(3, len(shapes)), strict=True)),
+    )(*inputs, *rows)
+    return Accepted(*out[:3]), SlotRows(*out[3:])
