@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -74,6 +75,15 @@ class VerifyInput:
     parents: jax.Array  # i32 [B, T]; -1 for the root, parents come before children
     positions: jax.Array  # i32 [B, T] = seq_lens + depth
     tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
+    # f32 [B, T - 1, V] of a chain, what each draft was drawn from; where sampling asks for them
+    draft_probs: jax.Array | None = None
+
+    @property
+    def is_child(self) -> jax.Array:
+        """Whether a row (last axis) is a real child of another, bool ``[B, T, T]``."""
+        index = jnp.arange(self.parents.shape[1], dtype=jnp.int32)
+        is_real = (index <= self.num_proposed[:, None])[:, None, :]
+        return (self.parents[:, None, :] == index[:, None]) & is_real
 
 
 @jax.tree_util.register_dataclass

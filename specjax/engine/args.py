@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import check_integer, check_number, is_integer
 from specjax.config import MAX_STEPS
+from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.types import DraftShape
 
@@ -23,6 +24,8 @@ LIMITS: dict[str, Any] = {
     "speculative_num_steps": {"at_least": 0, "at_most": MAX_STEPS},
     "request_timeout": {"above": 0},
     "mem_fraction_static": {"above": 0, "at_most": 1},
+    "speculative_accept_threshold_single": {"above": 0, "at_most": 1},
+    "speculative_accept_threshold_acc": {"above": 0, "at_most": 1},
 }
 CHOICES = {"load_format": ("auto", "dummy"), "logprobs_mode": ("raw", "processed")}
 
@@ -42,6 +45,16 @@ class EngineArgs:
         speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
             ``speculative_num_steps`` is where it begins, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
+        speculative_use_rejection_sampling: accept drafts above temperature 0 by speculative
+            sampling: a draft is drawn with noise of its own, accepted with probability
+            ``min(1, p / q)`` of the target's and the draft's probability, else the token is drawn
+            from what p has more than q. The distribution stays exactly the target's, but a seed
+            does not give the text of plain decoding any more. For chains.
+        speculative_accept_threshold_single: accept a draft above temperature 0 wherever the target
+            gives it at least this probability. Below 1 it is lossy: neither the text of plain
+            decoding for a seed nor the target's distribution stays. 1 turns it off.
+        speculative_accept_threshold_acc: divides the probability with which drafts above
+            temperature 0 are accepted, up to 1 at most; lossy as well below 1, which turns it off.
         draft_rope_theta: overrides the rotary base of the draft head.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
         context_length: prompt and completion together; the model's own limit by default.
@@ -86,6 +99,9 @@ class EngineArgs:
     speculative_num_draft_tokens: int | None = None
     speculative_adaptive: bool = False
     speculative_adaptive_config: str | PathLike[str] | Mapping[str, Any] | None = None
+    speculative_use_rejection_sampling: bool = False
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
     draft_rope_theta: float | None = None
     dtype: str = "auto"
     context_length: int | None = None
@@ -123,6 +139,7 @@ class EngineArgs:
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
                 "speculative_adaptive is False; set it"
             )
+        self._check_acceptance()
         most = self.shapes[-1].steps
         if most > MAX_STEPS:
             raise ValueError(
@@ -135,6 +152,35 @@ class EngineArgs:
                 f"simulate_accept_length={accepted!r} must be a number from 1 to {longest}, the "
                 "lower one of speculative_num_steps + 1 and the rows of a verify"
             )
+
+    def _check_acceptance(self) -> None:
+        how, topk = self.acceptance, self.shapes[-1].topk
+        if not how.uses_rejection:
+            return
+        knob = "speculative_use_rejection_sampling=True"
+        if how.has_thresholds:
+            raise ValueError(
+                f"{knob} excludes speculative_accept_threshold_single={how.threshold_single} and "
+                f"speculative_accept_threshold_acc={how.threshold_acc} below 1; leave both at 1"
+            )
+        if not self.algorithm.supports_rejection_sampling:
+            raise ValueError(
+                f"{knob}, but speculative_algorithm={self.algorithm.name} has no draft "
+                "probabilities; leave it False"
+            )
+        if topk > 1:
+            raise ValueError(
+                f"{knob} is for chains: speculative_eagle_topk={topk} must be at most 1 with it"
+            )
+
+    @cached_property
+    def acceptance(self) -> Acceptance:
+        """How drafts above temperature 0 are accepted."""
+        return Acceptance(
+            self.speculative_use_rejection_sampling,
+            self.speculative_accept_threshold_single,
+            self.speculative_accept_threshold_acc,
+        )
 
     @cached_property
     def adaptive(self) -> AdaptiveConfig | None:

@@ -161,6 +161,7 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         ),
         rounds_per_dispatch=args.rounds_per_dispatch,
         simulate_accept_length=args.simulate_accept_length,
+        acceptance=args.acceptance,
     )
     pools = _plan_pools(args, networks, config)
     _announce(args, f"{target.name} ({target.config.dtype}): {pools.describe()}")

@@ -12,6 +12,7 @@ from specjax.kv.pages import PageView
 from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.runner_config import PREFILL_OPTIONS, RunnerConfig, compiler_options
+from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import DeviceState, record_cached
 from specjax.speculative.prefill import HEADER, prefill_chunks
@@ -68,6 +69,7 @@ class RoundFunctions:
             greedy=greedy,
             processed=self._config.processed_logprobs,
             kernels="pallas" if self._config.on_gpu else "xla",
+            acceptance=COUPLED if greedy else self._config.acceptance,
         )
         config = RoundConfig(
             algorithm=algorithm,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from specjax.compiling.pool import CompilerOptions
 from specjax.kv.budget import Reach
 from specjax.models.layers import MAX_SPLIT_ROWS
+from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
 from specjax.types import DraftShape
 
@@ -30,6 +31,7 @@ class RunnerConfig:
     attention: str
     rounds_per_dispatch: int = 1
     simulate_accept_length: float | None = None
+    acceptance: Acceptance = COUPLED  # of drafts above temperature 0
     max_top_logprobs: int = 20
     processed_logprobs: bool = False  # those of the distribution that is drawn from
     mixed_prefill_tokens: int = 512  # of a step with a round

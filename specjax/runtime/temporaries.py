@@ -10,6 +10,8 @@ from specjax.runtime.runner_config import RunnerConfig
 # and what filters keep too. A drafted level has its logits, their noise and their probabilities.
 # A prefill has few rows of logits, but its output head adds up partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 4, 3, 6
+# where drafts are judged by probabilities: both models', the residual and its logarithm
+ACCEPT_LOGITS = 4
 # what products of few rows add up
 PARTIAL_SUMS = 2**27
 
@@ -41,6 +43,7 @@ def _round_bytes(
     model: ModelConfig, config: RunnerConfig, rows: int, drafted: int, num_features: int
 ) -> int:
     copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
+    copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
     logits = max(copies * rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
     return logits + _activations(model, rows, num_features)
 

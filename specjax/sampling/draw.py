@@ -3,12 +3,13 @@
 Exactness rests on this rule: at every verified row the target draws its token with noise keyed by
 (request seed, absolute position of the drawn token). Plain decoding draws the same token at the
 same position, so accepting a draft only if it equals the draw keeps the output the same token for
-token, and accepts each draft with the target's own probability.
+token, and accepts each draft with the target's own probability. The rules of
+:mod:`specjax.sampling.accept_draws`, which are asked for, replace these draws where drafts hang.
 
 The order is SGLang's: penalties and bias, temperature, top-k, top-p, min-p.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -17,6 +18,13 @@ import jax.numpy as jnp
 from specjax.kernels.draw_tokens import draw_tokens, token_noise
 from specjax.kernels.filter_logits import logit_thresholds, scale_logits
 from specjax.kernels.token_logprobs import token_logprobs
+from specjax.sampling.accept_draws import (
+    COUPLED,
+    DRAFT_STREAM,
+    Acceptance,
+    accept_tokens,
+    filtered_probs,
+)
 from specjax.sampling.penalties import adjust_logits, is_adjusting
 from specjax.types import Logprobs, SamplingTable, VerifyInput
 
@@ -31,12 +39,14 @@ class SamplingConfig:
     reports; with ``processed`` those of the distribution that is drawn from, where a temperature of
     0 counts as 1. ``kernels`` is ``"pallas"``, without any conditional (on a GPU each is a
     read-back by the host in the middle of a round), or ``"xla"``, which skips what no row needs.
+    ``acceptance`` changes nothing with ``greedy``.
     """
 
     max_top_logprobs: int = 0  # most likely tokens that a row may ask for
     greedy: bool = False
     processed: bool = False
     kernels: str = "xla"
+    acceptance: Acceptance = COUPLED
 
 
 def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
@@ -79,6 +89,11 @@ def target_tokens(
     thresholds = _thresholds(flat, sampling, shape[1], kernels)
     seeds, positions = per_row(sampling.seeds), (tree.positions + 1).reshape(-1)
     tokens = draw_tokens(flat, temperatures, thresholds, seeds, positions, implementation=kernels)
+    if shape[1] > 1 and not config.acceptance.is_coupled:
+        probs = filtered_probs(flat, temperatures, thresholds).reshape(logits.shape)
+        tokens = accept_tokens(
+            probs, tokens.reshape(shape), tree, sampling, config.acceptance, kernels
+        ).reshape(-1)
     wanted = per_row(num_best(sampling))
     if config.processed:
         limit = config.max_top_logprobs
@@ -111,7 +126,8 @@ def draft_tokens(
     A row with a temperature takes the noise with which the target will draw its own token for that
     position, and filters as the target does: both draws agree nearly as often as the distributions
     overlap, and the text still depends on the seed alone. Known as Gumbel coupling, or
-    drafter-invariant speculation (arXiv 2408.07978).
+    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling drafts take noise of
+    their own. Where they are accepted by thresholds there is none: the likeliest ones are best.
 
     Args:
         logits: raw, of the draft.
@@ -128,6 +144,10 @@ def draft_tokens(
         the score 1, since nothing is compared with it.
     """
     shape, kernels = logits.shape[:2], config.kernels
+    if config.acceptance.has_thresholds:
+        config = replace(config, greedy=True)
+    if config.acceptance.uses_rejection:
+        positions = positions + DRAFT_STREAM
     if config.greedy and topk == 1:
         best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
         return jnp.ones(best.shape, jnp.float32), best
@@ -163,6 +183,28 @@ def draft_tokens(
     # rounding must not put a child before its parent, nor NaN before anything
     scores = jnp.where(scores > 0, jnp.minimum(scores, 1.0), 0.0)
     return scores.reshape(*shape, topk), best.reshape(*shape, topk)
+
+
+def draft_probs(
+    logits: jax.Array,
+    ids: jax.Array | None,
+    sampling: SamplingTable,
+    config: SamplingConfig,
+    vocab_size: int,
+) -> jax.Array:
+    """What :func:`draft_tokens` draws from, f32 ``[B, N, V]`` over ``vocab_size`` target tokens.
+
+    Logits f32 ``[B, N, W]`` are raw, of the draft; ``ids`` i32 ``[W]`` are the tokens of its
+    columns. Tokens that the draft does not have get 0.
+    """
+    batch, rows = logits.shape[:2]
+    flat, temperatures = logits.reshape(-1, logits.shape[-1]), sampling.temperatures
+    thresholds = _thresholds(flat, sampling, rows, config.kernels)
+    probs = filtered_probs(flat, jnp.repeat(temperatures, rows, axis=0), thresholds)
+    probs = probs.reshape(logits.shape)
+    if ids is None:
+        return probs
+    return jnp.zeros((batch, rows, vocab_size), jnp.float32).at[:, :, ids].set(probs)
 
 
 def num_best(sampling: SamplingTable) -> jax.Array:

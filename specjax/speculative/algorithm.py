@@ -104,7 +104,11 @@ class SpeculativeAlgorithm(ABC):
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft a tree of ``shape.nodes`` rows behind each bonus token, which is its root."""
+        """Draft a tree of ``shape.nodes`` rows behind each bonus token, which is its root.
+
+        With ``batch.draw.acceptance.uses_rejection`` it is a chain with ``draft_probs``, drawn with
+        noise that the target does not use.
+        """
 
     @abstractmethod
     def extend(
@@ -186,6 +190,11 @@ class SpeculativeAlgorithm(ABC):
     def supports_overlap(self) -> bool:
         """Whether a round may be dispatched before the one before it is read."""
         return True
+
+    @property
+    def supports_rejection_sampling(self) -> bool:
+        """Whether drafted chains come with the probabilities that they were drawn from."""
+        return False
 
     def adaptive_unsupported_reason(self, args: Any) -> str | None:
         """Why the number of drafted steps cannot adapt; ``None`` where it can."""

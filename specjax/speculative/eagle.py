@@ -19,7 +19,7 @@ from specjax.kernels.tree_attention import MAX_MASKED
 from specjax.models.eagle import Eagle3Head, EagleHead, build_head
 from specjax.models.flat import FlatModel
 from specjax.models.networks import Networks
-from specjax.sampling.draw import draft_tokens
+from specjax.sampling.draw import draft_probs, draft_tokens
 from specjax.speculative.algorithm import (
     Batch,
     PromptChunks,
@@ -115,6 +115,10 @@ class Eagle(SpeculativeAlgorithm):
         return layers
 
     @property
+    def supports_rejection_sampling(self) -> bool:
+        return True
+
+    @property
     def lookahead(self) -> int:
         """A KV index holds the token behind its position."""
         return 1
@@ -158,6 +162,7 @@ class Eagle(SpeculativeAlgorithm):
             return tree.verify_input(batch.seq_lens, num_proposed), state
         draft, tokens = batch.draft, [batch.bonus_tokens]
         hidden, ids = rows.hidden[:, None], rows.topk_ids[:, 0]
+        states = [hidden]
         for step in range(shape.steps):
             tokens.append(ids)
             if step == shape.steps - 1:
@@ -166,7 +171,11 @@ class Eagle(SpeculativeAlgorithm):
             embeds = draft.embed(ids[:, None], batch.target)
             hidden, state = draft(embeds, hidden, lens[:, None], state, batch.pages.attend(lens, 1))
             ids = best_tokens(batch, hidden, lens[:, None] + 2, 1)[1][:, 0, 0]
-        return chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed), state
+            states.append(hidden)
+        chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
+        if batch.draw.acceptance.uses_rejection and shape.steps:
+            chain = replace(chain, draft_probs=chain_probs(batch, jnp.concatenate(states, axis=1)))
+        return chain, state
 
     def extend(
         self,
@@ -271,6 +280,17 @@ def best_tokens(
         logits, draft.vocabulary, positions, batch.sampling, batch.draw, topk
     )
     return probs, draft.target_ids(best)
+
+
+def chain_probs(batch: Batch, hidden: jax.Array) -> jax.Array:
+    """What the drafts of a chain were drawn from, f32 ``[B, S, V]`` over the target's vocabulary.
+
+    The logits are computed again from the recurrent states ``[B, S, D]``: those of the first level
+    would have to be kept from the round before, and all levels are one product.
+    """
+    draft, size = batch.draft, batch.target.config.vocab_size
+    logits = draft.logits(hidden, batch.target)
+    return draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, size)
 
 
 def first_level(
