@@ -11,6 +11,8 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import shows_progress
 
 SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
+REJECTION = "speculative_use_rejection_sampling"
+SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "acc"))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,26 @@ SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
             "simulate_accept_length=4 must be a number from 1 to 3, the lower one of",
         ),
         ({"simulate_accept_length": 2.0}, r"\['simulate_accept_length'\] are given"),
+        ({REJECTION: True}, rf"\['{REJECTION}'\] are given, but speculative_algorithm is None"),
+        ({SINGLE: 0.9}, rf"\['{SINGLE}'\] are given, but speculative_algorithm is None"),
+        ({ACC: 0.9}, rf"\['{ACC}'\] are given, but speculative_algorithm is None"),
+        (SPECULATIVE | {REJECTION: 1}, f"{REJECTION}=1 must be a bool"),
+        (SPECULATIVE | {SINGLE: 0.0}, f"{SINGLE}=0.0 must be a finite number above 0"),
+        (SPECULATIVE | {SINGLE: 1.5}, f"{SINGLE}=1.5 must be .* at most 1"),
+        (SPECULATIVE | {ACC: float("nan")}, f"{ACC}=nan must be a finite number"),
+        (SPECULATIVE | {ACC: -0.5}, f"{ACC}=-0.5 must be .* above 0"),
+        (
+            SPECULATIVE | {REJECTION: True, SINGLE: 0.9},
+            f"{REJECTION}=True excludes {SINGLE}=0.9 and {ACC}=1.0 below 1",
+        ),
+        (
+            SPECULATIVE | {REJECTION: True, ACC: 0.7},
+            f"{REJECTION}=True excludes {SINGLE}=1.0 and {ACC}=0.7 below 1",
+        ),
+        (
+            SPECULATIVE | {REJECTION: True, "speculative_eagle_topk": 4},
+            f"{REJECTION}=True is for chains: speculative_eagle_topk=4 must be at most 1",
+        ),
     ],
 )
 def test_refused(arguments: dict[str, Any], message: str) -> None:
@@ -60,6 +82,9 @@ def test_unknown_names_are_pythons_own_error() -> None:
         {"max_waiting_requests": 0, "request_timeout": 0.5, "overlap": False},
         SPECULATIVE | {"simulate_accept_length": 1},
         SPECULATIVE | {"simulate_accept_length": 6},
+        SPECULATIVE | {REJECTION: True, SINGLE: 1, ACC: 1.0},
+        SPECULATIVE | {SINGLE: 0.3, ACC: 0.9, "speculative_eagle_topk": 4},
+        {REJECTION: False, SINGLE: 1.0, ACC: 1.0},
     ],
 )
 def test_accepted(arguments: dict[str, Any]) -> None:
@@ -67,6 +92,18 @@ def test_accepted(arguments: dict[str, Any]) -> None:
     assert all(getattr(args, name) == value for name, value in arguments.items())
     with pytest.raises(dataclasses.FrozenInstanceError):
         args.seed = 1  # type: ignore[misc]
+
+
+def test_rejection_sampling_needs_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = EngineArgs(**SPECULATIVE).algorithm  # type: ignore[arg-type]
+    monkeypatch.setattr(type(algorithm), "supports_rejection_sampling", False)
+    with pytest.raises(ValueError, match=f"{REJECTION}=True, but .*=EAGLE3 has no draft prob"):
+        EngineArgs(**SPECULATIVE, **{REJECTION: True})  # type: ignore[arg-type]
+
+
+def test_thresholds_of_1_are_the_coupled_draws() -> None:
+    assert EngineArgs(**SPECULATIVE, **{SINGLE: 1, ACC: 1}).acceptance.is_coupled  # type: ignore[arg-type]
+    assert not EngineArgs(**SPECULATIVE, **{ACC: 0.99}).acceptance.is_coupled  # type: ignore[arg-type]
 
 
 def test_speculation_is_resolved() -> None:

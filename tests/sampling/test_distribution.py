@@ -15,12 +15,14 @@ from scipy.stats import chisquare
 
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
+from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
+from specjax.types import DraftShape
 
 from ..speculative.driver import dense_logits
 from ..speculative.reference import kept_by_sorting
-from ..tiny import EAGLE3, TARGET, algorithm_of, chains, random_weights
+from ..tiny import EAGLE3, TARGET, algorithm_of, random_weights
 
 V, ROWS, PAGE = 9, 512, 8
 STEPS = 3
@@ -38,19 +40,25 @@ CASES = [
 ]
 
 
-@cache
 def wide_runner(num_steps: int) -> ModelRunner:
+    return shaped_runner(DraftShape.chain(num_steps))
+
+
+@cache
+def shaped_runner(shape: DraftShape, acceptance: Acceptance = COUPLED) -> ModelRunner:
     """A runner of ``ROWS`` slots over a vocabulary of nine tokens."""
+    num_steps, pages = shape.steps, 2 if shape.topk == 1 else 3
     algorithm = algorithm_of(HEAD if num_steps else None)
     networks = algorithm.networks(SMALL, HEAD if num_steps else None)
     runner = ModelRunner(
         networks,
         RunnerConfig(
             algorithm=algorithm,
-            shapes=chains(num_steps),
+            shapes=(shape,),
+            acceptance=acceptance,
             page_size=PAGE,
-            num_pages=2 + ROWS,
-            pages_per_request=2,
+            num_pages=2 + (pages - 1) * ROWS,
+            pages_per_request=pages,
             num_slots=1 + ROWS,
             batch_buckets=(ROWS,),
             prefill_buckets=(len(TEXT),),
@@ -103,7 +111,7 @@ def probabilities(runner: ModelRunner, text, params: SamplingParams) -> np.ndarr
 
 
 def assert_follows(tokens: np.ndarray, probs: np.ndarray) -> None:
-    counts = np.bincount(tokens, minlength=V)
+    counts = np.bincount(tokens, minlength=len(probs))
     assert not counts[probs == 0].any()
     expected = probs * len(tokens)
     # the test is good where it expects some of each kind
