@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 from specjax.runtime.runner import ModelRunner
+from specjax.sampling.accept_draws import COUPLED, Acceptance
 from tests.tiny import EAGLE3, chains, make_runner
 
 
@@ -25,3 +26,20 @@ def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
     rounds = list(itertools.product(("greedy_round", "round"), (0, 1, 3), (1, 2, 4)))
     assert sorted(key for key in keys if key[0].endswith("round")) == sorted(rounds)
     assert len(keys) == len(set(keys)) == len(rounds) + 3
+
+
+def test_rounds_of_greedy_batches_know_nothing_of_acceptance(monkeypatch) -> None:
+    """The same is traced; of the others it is not."""
+    made, traced = make_runner(EAGLE3, 4), {}
+    for acceptance in (COUPLED, Acceptance(True), Acceptance(threshold_acc=0.5)):
+        config = replace(made.config, shapes=chains(2), on_gpu=True, acceptance=acceptance)
+        runner, jobs = ModelRunner(made.networks, config), {}
+        monkeypatch.setattr(
+            runner.compiled, "add", lambda key, *job, jobs=jobs: jobs.update({key[0]: job})
+        )
+        monkeypatch.setattr(runner.compiled, "compile", lambda **_: None)
+        runner.compile(show_progress=False)
+        for name in ("greedy_round", "round"):
+            function, arguments, _ = jobs[name]
+            traced.setdefault(name, set()).add(str(function.trace(*arguments).jaxpr))
+    assert [len(traced[name]) for name in ("greedy_round", "round")] == [1, 3]

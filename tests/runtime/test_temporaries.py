@@ -8,6 +8,7 @@ from specjax.checkpoints.presets import LLAMA31_8B
 from specjax.runtime.buckets import prefill_buckets
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.runtime.temporaries import temporary_bytes
+from specjax.sampling.accept_draws import Acceptance
 from specjax.types import DraftShape
 from tests.tiny import chains, make_runner
 
@@ -41,3 +42,10 @@ def test_noise_is_stored_where_no_kernel_draws() -> None:
     on_cpu = replace(on_gpu, on_gpu=False)
     more = temporary_bytes(LLAMA31_8B, on_cpu, 3) - temporary_bytes(LLAMA31_8B, on_gpu, 3)
     assert more == 2 * 1024 * LLAMA31_8B.vocab_size * 4
+
+
+def test_probabilities_that_drafts_are_judged_by_count() -> None:
+    coupled = config_of(256, *chains(3))
+    judged = replace(coupled, acceptance=Acceptance(uses_rejection=True))
+    plans = [temporary_bytes(LLAMA31_8B, config, 3) for config in (coupled, judged)]
+    assert plans[1] - plans[0] == 4 * 1024 * LLAMA31_8B.vocab_size * 4

@@ -212,6 +212,11 @@ def test_a_draft_from_the_targets_distribution_is_accepted():
     tree = drafted_chain(table, TARGET[:2])
     tokens = drawn(many(TARGET[:3]), tree, table, REJECTION)
     assert (accept_path(tree, tokens, jnp.ones(MANY, bool), 2)[1] == 2).mean() > 0.9999
+    # rounding may reject one and leave no residual
+    p = np.stack([softmax(row, PARAMS) for row in TARGET[:3]])
+    tokens = jit_rejection(many((p / 2).astype(np.float32)), tree, table.seeds)
+    for row in range(2):
+        assert_follows(tokens[:, row], p[row])
 
 
 def test_drafts_for_thresholds_are_the_likeliest():
