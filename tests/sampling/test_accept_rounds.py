@@ -88,9 +88,9 @@ def assert_pairs_follow(shape: DraftShape, acceptance: Acceptance, params=PARAMS
 
 
 CASES = [
-    (CHAIN, COUPLED),
+    pytest.param(CHAIN, COUPLED, marks=pytest.mark.slow),
     (CHAIN, REJECTION),
-    (TREE, COUPLED),
+    pytest.param(TREE, COUPLED, marks=pytest.mark.slow),
     # as good as 1, for every coin
     pytest.param(TREE, Acceptance(threshold_acc=1 - 1e-7), marks=pytest.mark.slow),
     pytest.param(CHAIN, Acceptance(threshold_single=1 - 1e-7), marks=pytest.mark.slow),
