@@ -5,12 +5,14 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from typing import Any
 
 from specjax.cli.accepts import AcceptPainter, use_colour
 from specjax.cli.compare import compare_with_plain
 from specjax.cli.options import SERVING, add_engine_options, add_options
+from specjax.cli.trees import TreePainter, watched_trees
 from specjax.sampling.params import SamplingParams
 from specjax.text.tokenizer import IncrementalDecoder
 
@@ -40,6 +42,7 @@ def add_generate_parser(commands: Any) -> None:
     for flag, text in (
         ("--compare", "also decode plainly: speed-up, and whether the texts are equal"),
         ("--show-accepts", "colour the accepted drafts"),
+        ("--show-tree", "draw what each round drafted and accepted; slower rounds, equal text"),
         ("--json", "print one JSON object and nothing else"),
         ("--quiet", "no progress and no figures"),
     ):
@@ -53,24 +56,34 @@ def run_generate(
     sampling = _sampling(args)
     request = {"sampling_params": sampling, **_prompt(args)}
     SamplingParams.of(sampling)  # refused before a model is loaded
-    for option, is_given in (("--compare", args.compare), ("--show-accepts", args.show_accepts)):
-        if is_given and engine_args["speculative_algorithm"] is None:
-            raise ValueError(f"{option} needs speculation; leave out --speculative-algorithm none")
+    for option in ("compare", "show_accepts", "show_tree"):
+        if getattr(args, option) and engine_args["speculative_algorithm"] is None:
+            flag = f"--{option.replace('_', '-')}"
+            raise ValueError(f"{flag} needs speculation; leave out --speculative-algorithm none")
     if args.json and args.show_accepts:
         raise ValueError(
             "--show-accepts colours a text and --json prints none; its output_is_draft says which "
             "tokens were accepted"
         )
+    if args.json and args.show_tree:
+        raise ValueError("--show-tree draws trees and --json prints none; leave out one of them")
     with make_engine(**engine_args) as engine:
-        outputs = engine.generate(stream=True, **request)
+        colour = use_colour(sys.stdout)
         painter = None
         if args.show_accepts:
-            push = IncrementalDecoder(engine.tokenizer).push
-            painter = AcceptPainter(push, colour=use_colour(sys.stdout))
-        final = deque(outputs, maxlen=1)[0] if args.json else _show(outputs, painter)
+            painter = AcceptPainter(IncrementalDecoder(engine.tokenizer).push, colour=colour)
+        with ExitStack() as stack:
+            trees = stack.enter_context(watched_trees(engine)) if args.show_tree else []
+            outputs = engine.generate(stream=True, **request)
+            final = deque(outputs, maxlen=1)[0] if args.json else _show(outputs, painter)
+        if args.show_tree:
+            tree_painter = TreePainter(engine.tokenizer.decode, colour=colour)
+            print(tree_painter.draw(trees, len(final["output_ids"])))
         if not args.quiet:
             if painter is not None:
                 print(painter.legend, file=sys.stderr)
+            if args.show_tree:
+                print(tree_painter.legend, file=sys.stderr)
             if not args.json:
                 print(_figures(final["meta_info"]), file=sys.stderr)
         comparison = None

@@ -14,7 +14,7 @@ import numpy as np
 from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import EnginePlan, build_engine
+from specjax.engine.build import EnginePlan, build_engine, shows_progress
 from specjax.engine.diagnostics import next_logits
 from specjax.engine.info import server_info
 from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
@@ -30,6 +30,7 @@ from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics.prometheus import EngineMetrics
 from specjax.metrics.totals import Totals
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.staged import Watch
 from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
 from specjax.scheduling.scheduler import Scheduler
@@ -309,6 +310,19 @@ class Engine:
         logits = next_logits(nets.target, self.runner.weights[0], ids)
         second, first = (int(i) for i in np.argsort(logits)[-2:])
         return first, second, float(logits[first] - logits[second])
+
+    def watch_rounds(self, watch: Watch | None) -> None:
+        """Show what each round to come drafts and accepts to ``watch``; ``None`` ends it.
+
+        For tools: tokens stay the same, but rounds are slower, since draft, verify and extend are
+        dispatched one by one. They are compiled here the first time. ``watch`` is called in the
+        engine's thread with request slots i32 ``[B]``, a :class:`~specjax.types.VerifyInput` and a
+        :class:`~specjax.types.VerifyOutput`; an exception that it raises ends the engine.
+        """
+        self._need_open()
+        if watch is not None:
+            self.runner.compile_stages(show_progress=shows_progress(self.args))
+        self._loop.run(partial(self.runner.watch_rounds, watch))
 
     def close(self) -> None:
         """End what is running with finish reason ``abort`` and let the device memory go."""

@@ -96,8 +96,8 @@ class RoundFunctions:
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=2)
 
-    def jobs(self, *, stages: bool) -> Iterator[Job]:
-        """Everything that serving dispatches; with ``stages`` those on their own as well.
+    def jobs(self) -> Iterator[Job]:
+        """Everything that serving dispatches.
 
         XLA looks for the fastest kernel of a product once a process, and functions compiled at the
         same time would look for it each. So one round of each number of verified rows comes first,
@@ -117,8 +117,10 @@ class RoundFunctions:
         arguments = (self._common[2].future, self._ints(), self._ints(config.context))
         yield ("record_cached",), record, arguments, None
         yield from (job for rows, job in rounds if job is not first[rows])
-        if stages:
-            yield from itertools.chain.from_iterable(map(self._stages, config.shapes))
+
+    def stage_jobs(self) -> Iterator[Job]:
+        """The stages of all rounds on their own."""
+        return itertools.chain.from_iterable(map(self._stages, self._config.shapes))
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Rounds of a tier by the rows that they verify."""

@@ -1,6 +1,6 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.functions import STAGES, RoundFunctions
+from specjax.runtime.functions import Job, RoundFunctions
 from specjax.runtime.runner_config import RunnerConfig
+from specjax.runtime.staged import Watch, staged
 from specjax.runtime.state import ByBucket, SpecRuntimeState
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
@@ -45,6 +46,7 @@ class ModelRunner:
         self._sampling: jax.Array | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._empty_state: Any = None
+        self._watch: Watch | None = None
 
     @property
     def abstract_state(self) -> DeviceState:
@@ -65,19 +67,31 @@ class ModelRunner:
     def compile(self, *, show_progress: bool, stages: bool = False) -> None:
         """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
 
-        With ``stages`` also draft, verify and extend on their own, for :meth:`staged_round`.
+        With ``stages`` also :meth:`compile_stages`.
         """
+        functions = self._functions()
+        jobs = [*functions.jobs(), *(functions.stage_jobs() if stages else ())]
+        self._compile(jobs, show_progress=show_progress)
+        self.apply_runtime_state(self.state_of(self.config.largest.steps))
+
+    def compile_stages(self, *, show_progress: bool) -> None:
+        """Compile draft, verify and extend on their own, for :meth:`watch_rounds`."""
+        self._compile(self._functions().stage_jobs(), show_progress=show_progress)
+
+    def _functions(self) -> RoundFunctions:
         nets = self.networks
         view = jax.eval_shape(lambda: self._view_of(self.tables))
         sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
         place = nets.placement
         weights = place.abstract((nets.target.abstract, nets.draft.abstract))
         common = (*weights, self.abstract_state, *place.abstract((view, sampling)))
-        functions = RoundFunctions(nets, self.config, self.max_top_logprobs, common)
-        for key, function, arguments, options in functions.jobs(stages=stages):
-            self.compiled.add(key, function, arguments, options)
+        return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
+
+    def _compile(self, jobs: Iterable[Job], *, show_progress: bool) -> None:
+        for key, function, arguments, options in jobs:
+            if key not in self.compiled:
+                self.compiled.add(key, function, arguments, options)
         self.compiled.compile(show_progress=show_progress)
-        self.apply_runtime_state(self.state_of(self.config.largest.steps))
 
     def load(self, target: Weights, draft: Weights) -> None:
         """Take weights (flat, in the order of the networks) and allocate the pools.
@@ -237,7 +251,7 @@ class ModelRunner:
             keys = ((batch, (name, steps, batch)) for batch in self.config.batch_buckets)
             return {batch: self.compiled[key] for batch, key in keys if key in self.compiled}
 
-        names = ("round", "greedy_round", *STAGES)
+        names = ("round", "greedy_round")
         return SpecRuntimeState(shape=shape, **{name: by_bucket(name) for name in names})
 
     def build_adaptive_runtime_state(
@@ -254,7 +268,19 @@ class ModelRunner:
 
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
         """Run rounds with this state from the next dispatch on."""
+        if self._watch is not None:
+            num_rounds = self.config.rounds_per_dispatch
+            state = staged(state, self.compiled, num_rounds, self._watch)
         self.state = state
+
+    def watch_rounds(self, watch: Watch | None) -> None:
+        """From the next dispatch on, show what each round drafts and accepts to ``watch``.
+
+        Their tokens stay the same, but a round takes three dispatches, of stages that have to be
+        compiled, and ``watch`` holds up the next one. ``None`` ends it.
+        """
+        self._watch = watch
+        self.apply_runtime_state(self.state_of(self.speculative_num_steps))
 
     def round(self, slots: Sequence[int]) -> Dispatched:
         """Dispatch the rounds of one call for the given request slots.
@@ -268,21 +294,6 @@ class ModelRunner:
         functions = (is_plain and state.greedy_round) or state.round
         self.on_device, out = functions[batch](*self._inputs(), self._padded_slots(slots, batch))
         return self._dispatched(out, slots, state.speculative_num_steps)
-
-    def staged_round(self, slots: Sequence[int]) -> Dispatched:
-        """One round as three dispatches, i32 ``[1, bucket, A + 3]``; equal to :meth:`round`.
-
-        For tests and profiles: it needs the stages to be compiled.
-        """
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        on_device = self._padded_slots(slots, batch)
-        passed: tuple[Any, ...] = ()
-        for name in STAGES:
-            stage = getattr(self.state, name)[batch]
-            self.on_device, out = stage(*self._inputs(), on_device, *passed)
-            passed = (out,)
-        out = jax.tree.map(lambda leaf: leaf[None], out)
-        return self._dispatched(out, slots, self.speculative_num_steps)
 
     def _dispatched(self, out: RoundOutput, slots: Sequence[int], num_steps: int = 0) -> Dispatched:
         logprobs = out.logprobs if self.tables.wants_logprobs(slots) else None

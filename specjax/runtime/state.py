@@ -1,13 +1,12 @@
 """What the rounds of one tier run with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-from jax.stages import Compiled
+from typing import Any
 
 from specjax.types import DraftShape
 
-ByBucket = Mapping[int, Compiled]
+ByBucket = Mapping[int, Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -16,15 +15,12 @@ class SpecRuntimeState:
 
     Compiled functions are by batch bucket; a worker of another kind may leave them out.
     ``greedy_round`` is for batches of which no row asks for more than the best token, empty where
-    it would be no faster; the three stages are there where they were asked for.
+    it would be no faster.
     """
 
     shape: DraftShape
     round: ByBucket = field(default_factory=dict)
     greedy_round: ByBucket = field(default_factory=dict)
-    draft: ByBucket = field(default_factory=dict)
-    verify: ByBucket = field(default_factory=dict)
-    extend: ByBucket = field(default_factory=dict)
 
     @property
     def speculative_num_steps(self) -> int:

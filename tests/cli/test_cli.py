@@ -330,7 +330,9 @@ def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -
         (["--raw", "--system", "s"], "--system"),
         (["--speculative-algorithm", "None", "--compare"], "--compare"),
         (["--speculative-algorithm", "none", "--show-accepts"], "--show-accepts"),
+        (["--speculative-algorithm", "none", "--show-tree"], "--show-tree needs speculation"),
         (["--json", "--show-accepts"], "output_is_draft"),
+        (["--json", "--show-tree"], "--show-tree"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(

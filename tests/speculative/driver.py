@@ -175,11 +175,12 @@ def dense_decode(weights: Weights, job: Job) -> Output:
 
 @cache
 def staged_runner(head: DraftConfig | None, num_steps: int) -> ModelRunner:
-    """A runner with the stages of its rounds compiled apart, equal to the tiny one."""
+    """A runner whose rounds are made of stages that were compiled apart, equal to the tiny one."""
     fused = make_runner(head, num_steps)
     staged = ModelRunner(fused.networks, fused.config)
     staged.compile(show_progress=False, stages=True)
     staged.load(*fused.weights)
+    staged.watch_rounds(lambda *_: None)
     return staged
 
 

@@ -140,7 +140,7 @@ def test_compiled_stages_report_the_same_log_probabilities():
         start(runner, 1, JOBS[3])
         start(runner, 2, JOBS[6])
     for _ in range(3):
-        ours, theirs = staged.staged_round([2, 1]), fused.round([2, 1])
+        ours, theirs = staged.round([2, 1]), fused.round([2, 1])
         assert np.array_equal(ours.read(), theirs.read())
         found, truth = ours.read_logprobs(), theirs.read_logprobs()
         assert found.chosen.shape == (1, 4, 5)

@@ -176,7 +176,7 @@ def test_compiled_stages_equal_the_fused_round(head, steps):
         start(runner, PROMPTS[2])
     for _ in range(4):
         packed = fused.round([1]).read()
-        assert np.array_equal(staged.staged_round([1]).read(), packed)
+        assert np.array_equal(staged.round([1]).read(), packed)
         states = [row_state(runner, 1) for runner in (staged, fused)]
         for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

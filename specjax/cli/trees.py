@@ -1,0 +1,116 @@
+"""Draws what each round drafted: accepted path, rejected branches, bonus token."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specjax.cli.accepts import ACCEPTED, RESET
+from specjax.types import VerifyInput, VerifyOutput
+
+BONUS = "\x1b[36m"
+REJECTED = "\x1b[2m"
+BONUS_ROW = -2  # it is no row of the tree
+Decode = Callable[..., str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTree:
+    """The tree of one request in one round, on the host."""
+
+    tokens: list[int]  # the root, then what was proposed
+    parents: list[int]  # rows; -1 for the root, parents come before children
+    path: list[int]  # rows that were accepted, the root first
+    bonus: int  # the target's own token behind them
+
+    @classmethod
+    def of(cls, tree: VerifyInput, verified: VerifyOutput) -> "RoundTree | None":
+        """That of batch row 0; ``None`` where its request had ended. Waits for the device."""
+        count = int(verified.num_accepted_tokens[0])
+        rows = 1 + int(verified.num_proposed_drafts[0])
+        if count == 0:
+            return None
+        return cls(
+            tokens=np.asarray(tree.draft_tokens)[0, :rows].tolist(),
+            parents=np.asarray(tree.parents)[0, :rows].tolist(),
+            path=np.asarray(verified.accept_index)[0, :count].tolist(),
+            bonus=int(verified.bonus_tokens[0]),
+        )
+
+
+@contextmanager
+def watched_trees(engine: Any) -> Iterator[list[RoundTree]]:
+    """A list that grows by the tree of every round of an engine with one request."""
+    trees: list[RoundTree] = []
+
+    def watch(slots: Any, tree: VerifyInput, verified: VerifyOutput) -> None:
+        if (found := RoundTree.of(tree, verified)) is not None:
+            trees.append(found)
+
+    engine.watch_rounds(watch)
+    try:
+        yield trees
+    finally:
+        engine.watch_rounds(None)
+
+
+class TreePainter:
+    """Draws trees as lines of text: a mark, the branches, the token as a Python literal.
+
+    The marks say everything, so that colours may be left out. ``decode`` is that of a tokenizer.
+    """
+
+    def __init__(self, decode: Decode, *, colour: bool) -> None:
+        self._decode = decode
+        self._colour = colour
+        self.legend = (
+            "trees: the newest token and the drafts behind it; "
+            f"{self._marked(ACCEPTED, '* accepted')}, {self._marked(BONUS, '+ bonus token')} of "
+            f"the target, {self._marked(REJECTED, 'rejected')} without a mark. The rounds were "
+            "dispatched in three parts, which takes longer"
+        )
+
+    def draw(self, trees: Sequence[RoundTree], num_tokens: int) -> str:
+        """The rounds behind a completion of ``num_tokens``, of which the first is of no round."""
+        parts, left = [], num_tokens - 1
+        for number, tree in enumerate(trees, 1):
+            gained = len(tree.path)
+            if left > 0:  # else the request had ended, and only the device did not know
+                drafts = f"{gained - 1} of {len(tree.tokens) - 1} drafts accepted"
+                tokens = f"{gained} token{'s' * (gained != 1)}"
+                cut = f", {left} within the text" if left < gained else ""
+                root = f"  {self._text(tree.tokens[0])}"
+                parts += [
+                    "",
+                    f"round {number}: {drafts}, {tokens}{cut}",
+                    root,
+                    *self._below(tree, 0),
+                ]
+            left -= gained
+        return "\n".join(parts)
+
+    def _below(self, tree: RoundTree, row: int, before: str = "") -> Iterator[str]:
+        """The lines of what hangs under a row, each behind the branches ``before``."""
+        children = [child for child, parent in enumerate(tree.parents) if parent == row]
+        if row == tree.path[-1]:
+            children.insert(0, BONUS_ROW)
+        for child in children:
+            is_last = child == children[-1]
+            branch = before + ("└─ " if is_last else "├─ ")
+            if child == BONUS_ROW:
+                yield self._marked(BONUS, f"+ {branch}{self._text(tree.bonus)}")
+                continue
+            is_accepted = child in tree.path
+            colour, mark = (ACCEPTED, "*") if is_accepted else (REJECTED, " ")
+            yield self._marked(colour, f"{mark} {branch}{self._text(tree.tokens[child])}")
+            yield from self._below(tree, child, before + ("   " if is_last else "│  "))
+
+    def _text(self, token: int) -> str:
+        """The token's text behind itself: at the start decoders drop a space."""
+        one, two = (self._decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return repr(two[len(one) :])
+
+    def _marked(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{RESET}" if self._colour else text
