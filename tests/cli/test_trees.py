@@ -31,6 +31,7 @@ round 1: 2 of 5 drafts accepted, 3 tokens
 + │     └─ '\\x1b'
   └─ ' c'"""
 TEXTS = {10: " a", 11: " b", 12: " c", 13: "\n", 14: " e", 15: " f", 16: "\x1b"}
+ADAPTIVE = {"candidate_steps": [1, 3], "warmup_batches": 1, "update_interval": 1, "ema_alpha": 0.9}
 PROMPT = "hello there"
 SAMPLINGS = [{"temperature": 0.0}, {"temperature": 0.9, "sampling_seed": 7}]
 
@@ -111,7 +112,8 @@ def test_padding_is_left_out_and_so_are_rounds_behind_the_end() -> None:
         {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7, "rounds_per_dispatch": 2},
         {"overlap": True},
         pytest.param(
-            {"speculative_adaptive": True, "speculative_num_steps": 3}, marks=pytest.mark.slow
+            {"speculative_adaptive": True, "speculative_adaptive_config": ADAPTIVE},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["tree", "chain", "adaptive"],
@@ -125,13 +127,16 @@ def engine(files: Files, request: pytest.FixtureRequest):
 def test_watched_rounds_bring_the_same_tokens(engine: Engine, sampling) -> None:
     params = sampling | {"max_new_tokens": 24, "ignore_eos": True}
     served = engine.generate(PROMPT, params)
+    runner, shapes = engine.runner, engine.args.shapes
     with watched_trees(engine) as trees:
+        # another tier than the controller's, if there is one, so that it switches
+        runner.apply_runtime_state(runner.state_of(shapes[0].steps))
         shown = engine.generate(PROMPT, params)
-        assert any(isinstance(one, StagedRounds) for one in engine.runner.state.round.values())
-    assert not any(isinstance(one, StagedRounds) for one in engine.runner.state.round.values())
+    assert not any(isinstance(one, StagedRounds) for one in runner.state.round.values())
     ids, meta = shown["output_ids"], shown["meta_info"]
     assert ids == served["output_ids"]
-    assert meta["spec_num_correct_drafts"] == served["meta_info"]["spec_num_correct_drafts"]
+    if len(shapes) == 1:  # else it also depends on the request before
+        assert meta["spec_num_correct_drafts"] == served["meta_info"]["spec_num_correct_drafts"]
     # the trees tell the same story: each begins with the token that the one before it ended with
     told, root = ids[:1], ids[0]
     for tree in trees:
@@ -141,9 +146,10 @@ def test_watched_rounds_bring_the_same_tokens(engine: Engine, sampling) -> None:
         root = tree.bonus
     assert told[: len(ids)] == ids
     assert max(len(tree.path) for tree in trees) > 1
-    shape = engine.args.shapes[-1]
-    assert max(len(tree.tokens) for tree in trees) == shape.nodes
-    assert (max(len(set(tree.parents)) for tree in trees) < shape.nodes) == (shape.topk > 1)
+    sizes = {len(tree.tokens) for tree in trees}
+    assert shapes[-1].nodes in sizes <= {shape.nodes for shape in shapes}
+    is_chain = all(tree.parents == [*range(-1, len(tree.tokens) - 1)] for tree in trees)
+    assert is_chain == (shapes[-1].topk == 1)
     # and the engine goes on as before
     assert engine.generate(PROMPT, params)["output_ids"] == ids
 
