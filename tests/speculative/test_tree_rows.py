@@ -59,13 +59,14 @@ def dense(weights: Weights, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return hidden[0], jax.nn.log_softmax(model.logits(hidden)[0].astype(jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "page_size"),
     [
         (DraftShape(3, 2, 7), 1),
-        pytest.param(DraftShape(2, 4, 21), 16, marks=pytest.mark.slow),
-        pytest.param(DraftShape(2, 16, 64), 64, marks=pytest.mark.slow),
-        pytest.param(DraftShape(4, 4, 16), 1, marks=pytest.mark.slow),
+        (DraftShape(2, 4, 21), 16),
+        (DraftShape(2, 16, 64), 64),
+        (DraftShape(4, 4, 16), 1),
     ],
 )
 @settings(max_examples=10)
