@@ -18,6 +18,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.engine.diagnostics import next_logits
 from specjax.runtime.runner import ModelRunner
+from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 
 from ..settings import counted_compilations, kept_cache_settings
@@ -586,6 +587,44 @@ def test_speculative_arguments_need_an_algorithm(files) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             files.engine(speculative=False, **{name: value})
+
+
+def test_how_drafts_are_accepted_reaches_the_rounds(files) -> None:
+    arguments = {"draft": files.head, "speculative_algorithm": "EAGLE3"}
+    for options, expected in (
+        ({}, COUPLED),
+        ({"speculative_use_rejection_sampling": True}, Acceptance(uses_rejection=True)),
+        ({"speculative_accept_threshold_acc": 0.5}, Acceptance(threshold_acc=0.5)),
+        ({"speculative_accept_threshold_single": 0.5}, Acceptance(threshold_single=0.5)),
+    ):
+        plan = plan_parts(EngineArgs(model=files.target, **arguments, **options))
+        assert plan.config.acceptance == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_use_rejection_sampling": True, "rounds_per_dispatch": 2},
+        {"speculative_accept_threshold_single": 0.01, "speculative_eagle_topk": 2},
+    ],
+    ids=["rejection", "thresholds"],
+)
+def test_other_ways_to_accept_leave_greedy_and_plain_requests_alone(files, options) -> None:
+    """Beside others in one batch; those that sample have another text, the same every time."""
+    prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
+    seeded = {"temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 24, "ignore_eos": True}
+    params = [seeded | {"temperature": 0.0}, seeded | {"speculative": False}, seeded]
+    with files.engine(speculative=False) as engine:
+        plain = engine.generate(input_ids=prompts, sampling_params=params)
+    with files.engine(**options) as engine:
+        found, again = (
+            engine.generate(input_ids=prompts, sampling_params=params) for _ in range(2)
+        )
+    texts = [[output["output_ids"] for output in outputs] for outputs in (plain, found, again)]
+    assert texts[1] == texts[2]
+    assert texts[0][:2] == texts[1][:2]
+    assert texts[0][2] != texts[1][2]
 
 
 def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
