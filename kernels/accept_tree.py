@@ -137,7 +137,7 @@ def specjax_accept_tree(
     bonuses_ref[slot] = bonus
     remaining_ref[slot] = jnp.where((slot > 0) & ~has_ended, left, 0)
     behind = seq_len + 1 + place
-    # dead lanes have places of their own
+    # dead lanes have places of their own in a history of as many tokens as there are lanes
     history = history_ref.at[slot, jax.lax.rem(behind, jnp.int32(context))]
     store(history, tokens, mask=is_accepted & (behind < context))
 

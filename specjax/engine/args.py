@@ -48,13 +48,14 @@ class EngineArgs:
         speculative_use_rejection_sampling: accept drafts above temperature 0 by speculative
             sampling: a draft is drawn with noise of its own, accepted with probability
             ``min(1, p / q)`` of the target's and the draft's probability, else the token is drawn
-            from what p has more than q. The distribution stays exactly the target's, but a seed
-            does not give the text of plain decoding any more. For chains.
+            from what p has more than q. The distribution stays the target's (in bfloat16 up to
+            rounding), but a seed does not give the text of plain decoding any more. For chains.
         speculative_accept_threshold_single: accept a draft above temperature 0 wherever the target
             gives it at least this probability. Below 1 it is lossy: neither the text of plain
             decoding for a seed nor the target's distribution stays. 1 turns it off.
         speculative_accept_threshold_acc: divides the probability with which drafts above
-            temperature 0 are accepted, up to 1 at most; lossy as well below 1, which turns it off.
+            temperature 0 are accepted, up to 1 at most. Below 1 it is lossy as well. 1 turns it
+            off.
         draft_rope_theta: overrides the rotary base of the draft head.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
         context_length: prompt and completion together; the model's own limit by default.

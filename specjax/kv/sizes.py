@@ -61,9 +61,15 @@ def plan_pools(
     """
     fraction = mem_fraction_static or (DEFAULT_MEM_FRACTION_CPU if on_cpu else DEFAULT_MEM_FRACTION)
     page_bytes = token_bytes * page_size
+    room = memory - temporary_bytes - weight_bytes
+    if room < 2 * page_bytes:
+        raise ValueError(
+            f"no KV page fits: {memory / 1e9:.2f} GB hold {weight_bytes / 1e9:.2f} GB of weights "
+            f"and {temporary_bytes / 1e9:.2f} GB that functions take; lower max_running_requests, "
+            "speculative_num_steps, speculative_num_draft_tokens or chunked_prefill_size"
+        )
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // page_size)
-        room = memory - temporary_bytes - weight_bytes
         if num_pages * page_bytes > room:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} needs {num_pages * page_bytes / 1e9:.2f} GB "
@@ -71,15 +77,14 @@ def plan_pools(
                 f"{temporary_bytes / 1e9:.2f} GB that functions take; lower max_total_tokens"
             )
     else:
-        budget = min(int(memory * fraction), memory - temporary_bytes) - weight_bytes
+        budget = min(int(memory * fraction) - weight_bytes, room)
         usable = max_running_requests * -(-context_length // page_size)
         num_pages = min(budget // page_bytes, usable + 1)
         if num_pages < 2:
             raise ValueError(
                 f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB leaves "
-                f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights and "
-                f"{temporary_bytes / 1e9:.2f} GB that functions take; raise mem_fraction_static or "
-                "lower max_running_requests or speculative_num_draft_tokens"
+                f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights; raise "
+                "mem_fraction_static"
             )
     kv_bytes = num_pages * page_bytes
     return PoolPlan(num_pages, page_size, weight_bytes, kv_bytes, temporary_bytes)

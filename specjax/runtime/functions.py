@@ -101,7 +101,7 @@ class RoundFunctions:
 
         XLA looks for the fastest kernel of a product once a process, and functions compiled at the
         same time would look for it each. So one round of each number of verified rows comes first,
-        then prefill, which is compiled without that search, and the other rounds last.
+        then prefill, compiled without that search on a GPU, and the other rounds last.
         """
         config = self._config
         rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
@@ -136,10 +136,11 @@ class RoundFunctions:
 
     def _stages(self, shape: DraftShape) -> Iterator[Job]:
         for batch in self._config.batch_buckets:
+            options = compiler_options(batch * shape.nodes) if self._config.on_gpu else None
             arguments = self._with(batch)
             for name, function in STAGES.items():
                 stage = self.bind(function, shape)
-                yield (name, shape.steps, batch), stage, arguments, None
+                yield (name, shape.steps, batch), stage, arguments, options
                 passed = jax.eval_shape(stage, *arguments)[1]
                 arguments = (*self._with(batch), self._networks.placement.abstract(passed))
 

@@ -9,7 +9,7 @@ from specjax.runtime.runner_config import RunnerConfig
 # after penalties and temperature, which the kernels of sampling read; without these kernels noise
 # and what filters keep too. A drafted level has its logits, their noise and their probabilities.
 # A prefill has few rows of logits, but its output head adds up partial sums.
-ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 4, 3, 6
+ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
 # where drafts are judged by probabilities: both models', the residual and its logarithm
 ACCEPT_LOGITS = 4
 # what products of few rows add up
@@ -52,5 +52,5 @@ def _prefill_bytes(model: ModelConfig, config: RunnerConfig, width: int, num_fea
     logits = PREFILL_LOGITS * config.max_chunks(width) * model.vocab_size * 4
     kept = width * (1 + num_features) * model.hidden_size * np.dtype(model.jnp_dtype).itemsize
     if width == config.logprob_bucket:  # every row has logits there
-        logits += width * model.vocab_size * 4
+        logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
     return max(_activations(model, width, num_features), kept + logits)

@@ -30,6 +30,15 @@ RETRY_STEPS = 32
 MAX_STALL = 65_536
 
 
+def least_burst(num_places: int) -> int:
+    """Requests that have come together, or whose predecessors have: an eighth of all places.
+
+    With a quarter 128 requests of 1,024 and 256 tokens get 3 to 5 % less at 64 places, and with a
+    sixteenth the others wait often (in virtual time, with rounds of the Llama-3.1-8B shape).
+    """
+    return max(2, -(-num_places // 8))
+
+
 class QueueFullError(RuntimeError):
     """A request came while as many wait as may."""
 
@@ -207,12 +216,11 @@ class Scheduler:
     def _prefills_first(self, num_starting: int) -> bool:
         """Whether no round runs before the requests that could start have started.
 
-        A round of few rows takes nearly as long as one of many. So it waits where requests could
-        start in an eighth of all places, two at least: a burst has come, or many of a batch have
-        ended together. In a burst it waits for ``MAX_STALL`` tokens at most.
+        A round of few rows takes nearly as long as one of many. So it waits in a burst, for
+        ``MAX_STALL`` tokens at most.
         """
         is_idle = len(self._running) == self._is_prefilling
-        is_burst = num_starting >= max(2, (self._runner.config.num_slots - 1) / 8)
+        is_burst = num_starting >= least_burst(self._runner.config.num_slots - 1)
         if is_idle or not is_burst:
             self._stalled_tokens = 0
         return is_idle or (is_burst and self._stalled_tokens < MAX_STALL)

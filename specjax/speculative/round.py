@@ -69,7 +69,7 @@ def active_batch(
 def verify(
     batch: Batch, kv: jax.Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
 ) -> tuple[VerifyOutput, jax.Array, FutureMap]:
-    """One target pass over a drafted tree: draw the target's token at every row and accept.
+    """One target pass over a drafted tree: draw the target's token at every row, accept, record.
 
     The mask of a chain is causal, so the attention needs none. The accepted path of a tree is moved
     to where a chain would have stored it.
@@ -141,7 +141,7 @@ def _extend(
 def spec_round(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
-    """One round of request slots i32 ``[B]``, 0 for padding: draft, verify, commit and extend."""
+    """One round of request slots i32 ``[B]``, 0 for padding: draft, verify and extend."""
     batch = active_batch(resident, state.future, slots, config)
     tree, state = _draft(batch, state, config)
     verified, state = _verify(batch, state, tree, config)
@@ -197,7 +197,7 @@ def verify_stage(
     *,
     config: RoundConfig,
 ) -> tuple[DeviceState, VerifyOutput]:
-    """Verify the trees and commit what was accepted."""
+    """Verify the trees and record what was accepted."""
     batch = active_batch(resident, state.future, slots, config)
     verified, state = _verify(batch, state, tree, config)
     return state, verified

@@ -155,12 +155,13 @@ def simulated_path(
     return jnp.where(depth <= count[:, None], path, -1), jnp.maximum(count, 0)
 
 
-def simulated_tokens(tree: VerifyInput, path: jax.Array) -> jax.Array:
+def simulated_tokens(tree: VerifyInput, path: jax.Array, end_token_ids: jax.Array) -> jax.Array:
     """Target tokens i32 ``[B, T]`` that accept a path ``[B, A]`` of rows, and nothing behind it."""
     rows = tree.draft_tokens.shape[1]
-    # a token that no row drafts, so that no child has it
-    few = jnp.arange(rows + 1, dtype=jnp.int32)
-    is_free = jnp.all(tree.draft_tokens[:, None, :] != few[:, None], axis=2)
+    # a token that no row drafts, so that no child has it, and that does not end the request
+    taken = jnp.concatenate([tree.draft_tokens, end_token_ids], axis=1)
+    few = jnp.arange(taken.shape[1] + 1, dtype=jnp.int32)
+    is_free = jnp.all(taken[:, None, :] != few[:, None], axis=2)
     free = jnp.argmax(is_free, axis=1).astype(jnp.int32)[:, None]
     child = jnp.where(path[:, 1:] >= 0, path[:, 1:], 0)
     drafted = jnp.take_along_axis(tree.draft_tokens, child, axis=1)
@@ -188,7 +189,7 @@ def accept(
     """
     if simulate_accept_length is not None:
         path, _ = simulated_path(tree, slots > 0, shape.steps, simulate_accept_length)
-        outputs = replace(outputs, tokens=simulated_tokens(tree, path))
+        outputs = replace(outputs, tokens=simulated_tokens(tree, path, end_token_ids))
     accepted, rows = accept_tree(
         tree.draft_tokens,
         tree.parents,

@@ -20,6 +20,7 @@ from specjax.cli.accepts import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.cli.generate import SAMPLING_ARGUMENTS
 from specjax.cli.main import build_parser, main
 from specjax.engine.args import EngineArgs
+from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 from ..tiny_engines import Files
@@ -48,8 +49,14 @@ class FakeEngine:
     closed: int
 
     def __init__(
-        self, *, answer: str, plain_answer: str | None = None, dtype: str = "float32"
+        self,
+        *,
+        answer: str,
+        plain_answer: str | None = None,
+        dtype: str = "float32",
+        acceptance: Acceptance = COUPLED,
     ) -> None:
+        self.acceptance = acceptance
         self.answers = {False: plain_answer or answer, True: answer}
         self.dtype = dtype
         self.made = []
@@ -69,6 +76,7 @@ class _Running:
         self.owner, self.speculative = owner, speculative
         self.tokenizer = TOKENIZER
         self.target = SimpleNamespace(config=SimpleNamespace(dtype=owner.dtype))
+        self.args = SimpleNamespace(acceptance=owner.acceptance)
 
     def __enter__(self) -> "_Running":
         return self
@@ -315,6 +323,16 @@ def test_compare_names_the_first_difference(
     assert "0.03125 apart" in out
     assert ("defect" in out) == (dtype == "float32")
     assert engine.gap_inputs == [TOKENIZER.encode("<user>Hi<assistant>xy")]
+
+
+@pytest.mark.parametrize(("temperature", "status"), [(0.0, 1), (0.9, 0)])
+def test_compare_expects_another_text_where_acceptance_is_not_coupled(
+    temperature: float, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer="xyaz", plain_answer="xybz", acceptance=Acceptance(True))
+    options = ["--temperature", str(temperature), "--sampling-seed", "3"]
+    assert run("Hi", "--compare", *options, engine=engine) == status
+    assert ("defect" in capsys.readouterr().out) == bool(status)
 
 
 def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -> None:

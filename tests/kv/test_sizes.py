@@ -72,9 +72,11 @@ def test_never_more_than_all_requests_can_use() -> None:
     [
         ({"mem_fraction_static": 0.05}, "raise mem_fraction_static"),
         ({"mem_fraction_static": 0.104}, "no KV page fits"),
-        ({"weight_bytes": 10_000}, "mem_fraction_static=0.85"),
+        ({"weight_bytes": 8_450}, "mem_fraction_static=0.85"),
+        ({"weight_bytes": 10_000}, "lower max_running_requests"),
         ({"max_total_tokens": 10**6}, "lower max_total_tokens"),
-        ({"temporary_bytes": 9_000}, "functions take.*lower max_running_requests"),
+        ({"temporary_bytes": 9_000}, "functions take; lower max_running_requests"),
+        ({"temporary_bytes": 9_000, "max_total_tokens": 1}, "functions take; lower max_running"),
     ],
 )
 def test_refusals_name_the_knob(changes, message) -> None:

@@ -166,7 +166,10 @@ def test_simulated_acceptance_follows_the_deepest_path():
     path, count = simulated_path(tree, lens >= 0, 4, 5.0)
     assert path[0].tolist() == [0, 2, 4, 5, -1]
     assert set(count.tolist()) == {3}
-    outputs = NodeOutputs(simulated_tokens(tree, path), jnp.zeros((200, 6, 1)))
+    ends = jnp.full((200, 2), 6, jnp.int32)
+    tokens = simulated_tokens(tree, path, ends)
+    assert set(tokens[:, 5].tolist()) == {7}  # neither drafted nor an end
+    outputs = NodeOutputs(tokens, jnp.zeros((200, 6, 1)))
     walked = accepted(tree, outputs, lens >= 0, DraftShape(4, 2, 6))
     assert walked.accept_index.tolist() == path.tolist()
     few = replace(tree, num_proposed=jnp.full(200, 3, jnp.int32))
