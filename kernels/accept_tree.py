@@ -96,10 +96,11 @@ def specjax_accept_tree(
     index_ref, packed_ref, bonus_ref, lens_ref, bonuses_ref, remaining_ref, history_ref = refs[4:]
     request, num_rows, width = pl.program_id(0), draft_ref.shape[1], index_ref.shape[1]
     lanes, context = power_of_two(num_rows), history_ref.shape[1]
+    first = 0 * request  # traced: JAX 0.12 refuses a static slice beyond the end, masked or not
     row = jnp.arange(lanes, dtype=jnp.int32)
     in_tree = row < num_rows
-    drafts = load(draft_ref.at[request, pl.ds(0, lanes)], mask=in_tree, other=-1)
-    parents = load(parent_ref.at[request, pl.ds(0, lanes)], mask=in_tree, other=-1)
+    drafts = load(draft_ref.at[request, pl.ds(first, lanes)], mask=in_tree, other=-1)
+    parents = load(parent_ref.at[request, pl.ds(first, lanes)], mask=in_tree, other=-1)
     slot, proposed, seq_len = slot_ref[request], proposed_ref[request], len_ref[request]
     is_real = in_tree & (row <= proposed)
 
@@ -120,18 +121,17 @@ def specjax_accept_tree(
     tokens = load(found, mask=is_accepted, other=0)
     bonus = jnp.sum(jnp.where(place == drafted, tokens, 0))
 
-    store(index_ref.at[request, pl.ds(0, len(place))], path, mask=place < width)
+    store(index_ref.at[request, pl.ds(first, len(place))], path, mask=place < width)
     packed = jnp.where(place == width, jnp.where(slot > 0, proposed, 0), tokens)
     packed = jnp.where(place == width + 1, drafted, packed)
     packed = jnp.where(place == width + 2, count, packed)
-    store(packed_ref.at[request, pl.ds(0, len(place))], packed, mask=place < width + 3)
+    store(packed_ref.at[request, pl.ds(first, len(place))], packed, mask=place < width + 3)
     bonus_ref[request] = bonus
 
-    num_ends = end_ref.shape[1]
-    end = jnp.arange(power_of_two(num_ends), dtype=jnp.int32)
-    ends = load(end_ref.at[request, pl.ds(0, len(end))], mask=end < num_ends, other=-1)
-    is_end = (tokens[:, None] == ends[None, :]) & is_accepted[:, None]
-    has_ended = jnp.sum(is_end.astype(jnp.int32)) > 0
+    is_end = tokens < 0  # none
+    for i in range(end_ref.shape[1]):
+        is_end |= tokens == end_ref[request, i]
+    has_ended = jnp.sum((is_end & is_accepted).astype(jnp.int32)) > 0
     left = jnp.maximum(remaining_ref[slot] - count, 0)
     lens_ref[slot] = jnp.where(slot > 0, seq_len + count, 0)
     bonuses_ref[slot] = bonus

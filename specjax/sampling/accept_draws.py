@@ -133,7 +133,9 @@ def threshold_tokens(
     p = jnp.where(is_child, jnp.take_along_axis(probs, ids, axis=2), 0.0)
     coins = draw_coins(seeds, tree)[:, :, None]
     # coins are below 1: the strict comparison never accepts what has no probability
-    is_likely = coins < jnp.cumsum(p, axis=2) / acceptance.threshold_acc
+    index = jnp.arange(rows, dtype=jnp.int32)
+    up_to = jnp.sum(jnp.where(index[:, None] >= index, p[:, :, None, :], 0.0), axis=3)
+    is_likely = coins < up_to / acceptance.threshold_acc
     accepted = is_child & (is_likely | (p >= acceptance.threshold_single))
     first = jnp.argmax(accepted, axis=2)
     drafts = jnp.take_along_axis(tree.draft_tokens, first, axis=1)

@@ -118,7 +118,6 @@ def test_lowers_for_cuda_and_writes_in_place(batch: int, rows: int, steps: int) 
     text = lower_for_cuda(
         partial(accepted, num_steps=steps, **DEVICE),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-        donate_argnums=tuple(range(7, 11)),
     )
     assert text.count(TRITON_CALL) == 1
     assert "specjax_accept_tree" in text
