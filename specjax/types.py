@@ -121,10 +121,23 @@ class VerifyOutput:
 
     accept_index: jax.Array  # i32 [B, A], rows 0..T-1 of the accepted path, root first, then -1
     outputs: NodeOutputs  # [B, A, ...] of the accepted path
-    num_proposed_drafts: jax.Array  # i32 [B]
-    num_accepted_drafts: jax.Array  # i32 [B]
-    num_accepted_tokens: jax.Array  # i32 [B]
+    packed: jax.Array  # i32 [B, A + 3], as in RoundOutput
     bonus_tokens: jax.Array  # i32 [B], the last valid accept_tokens
+
+    @property
+    def num_proposed_drafts(self) -> jax.Array:
+        """i32 ``[B]``."""
+        return self.packed[:, -3]
+
+    @property
+    def num_accepted_drafts(self) -> jax.Array:
+        """i32 ``[B]``."""
+        return self.packed[:, -2]
+
+    @property
+    def num_accepted_tokens(self) -> jax.Array:
+        """i32 ``[B]``, the bonus token included."""
+        return self.packed[:, -1]
 
     @property
     def accept_tokens(self) -> jax.Array:

@@ -127,15 +127,9 @@ def _extend(
 ) -> tuple[DeviceState, RoundOutput]:
     pools, rows = state.pools, resolve(state.future, batch.slots)
     draft, rows = config.algorithm.extend(batch, pools.draft, rows, verified, config.shape)
-    columns = (
-        verified.num_proposed_drafts,
-        verified.num_accepted_drafts,
-        verified.num_accepted_tokens,
-    )
-    packed = jnp.concatenate([verified.accept_tokens, jnp.stack(columns, axis=1)], axis=1)
     state = DeviceState(replace(pools, draft=draft), stash(state.future, batch.slots, rows))
     outputs = verified.outputs
-    return state, RoundOutput(packed, outputs.logprobs, outputs.hidden_states)
+    return state, RoundOutput(verified.packed, outputs.logprobs, outputs.hidden_states)
 
 
 def spec_round(

@@ -207,13 +207,10 @@ def accept(
     compacted = jax.tree.map(
         lambda leaf: compact_tree(leaf, accepted.accept_index, implementation=moves), outputs
     )
-    tokens, figures = jnp.split(accepted.packed, [shape.accept_width], axis=1)
     verified = VerifyOutput(
         accept_index=accepted.accept_index,
-        outputs=replace(compacted, tokens=tokens),
-        num_proposed_drafts=figures[:, 0],
-        num_accepted_drafts=figures[:, 1],
-        num_accepted_tokens=figures[:, 2],
+        outputs=replace(compacted, tokens=accepted.packed[:, : shape.accept_width]),
+        packed=accepted.packed,
         bonus_tokens=accepted.bonus_tokens,
     )
     return verified, replace(future, **rows._asdict())

@@ -94,13 +94,11 @@ def test_the_end_of_the_text_is_told() -> None:
 def verified(count: int) -> tuple[VerifyInput, VerifyOutput]:
     """A chain of three drafts of which the last is padding."""
     tree = chain_input(jnp.array([[5, 6, 7, 8]]), jnp.array([9]), jnp.array([2]))
-    tokens, count_of = jnp.array([[6, 3, 0, 0]]), jnp.array([count])
+    tokens = jnp.array([[6, 3, 0, 0]])
     return tree, VerifyOutput(
         accept_index=jnp.array([[0, 1, -1, -1]]),
         outputs=NodeOutputs(tokens, jnp.zeros((1, 4, 1))),
-        num_proposed_drafts=jnp.array([2]),
-        num_accepted_drafts=count_of - 1,
-        num_accepted_tokens=count_of,
+        packed=jnp.array([[6, 3, 0, 0, 2, count - 1, count]]),
         bonus_tokens=jnp.array([3]),
     )
 
