@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
-from specjax.kernels.filter_logits import FLOAT32_TINY, scale_logits
+from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
 
 BLOCK = 4096  # tokens of one program
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -74,8 +74,7 @@ def _reference(
     best = _argmax(logits)
 
     def draw() -> jax.Array:
-        scaled = scale_logits(logits, temperatures[:, None])
-        kept = jnp.where(scaled >= thresholds[:, None], scaled, -jnp.inf)
+        kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
         if ids is None:
             noise = position_noise(seeds, positions, logits.shape[1])
         else:
@@ -104,8 +103,7 @@ def specjax_draw_tokens(
     temperature = temperatures_ref[row]
 
     def noisy() -> jax.Array:
-        scaled = scale_logits(logits, temperature)
-        kept = jnp.where(scaled >= thresholds_ref[row], scaled, -jnp.inf)
+        kept = kept_logits(logits, temperature, thresholds_ref[row])
         seed = seeds_ref[row, 0], seeds_ref[row, 1]
         ids = [load(ref.at[jnp.minimum(tokens, vocab_size - 1)]) for ref in ids_ref]
         return kept + _gumbel(seed, positions_ref[row], *(ids or [tokens]))
@@ -135,7 +133,7 @@ def draw_tokens(
     Args:
         logits: f32 ``[N, V]``, before the temperature.
         temperatures: f32 ``[N]``.
-        thresholds: f32 ``[N]``, the least scaled logit that may be drawn.
+        thresholds: f32 ``[N]``, the least logit that may be drawn.
         seeds: u32 ``[N, 2]``, of the requests.
         positions: i32 ``[N]``, absolute, of the drawn tokens.
         ids: i32 ``[V]``, the tokens that the columns stand for, whose noise they take; ``None``

@@ -21,19 +21,30 @@ SMALLEST_NORMAL = 0x00800000
 TOP_BIT = 1 << 31
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
-# logits of one load: 16 a thread, so that few loads are waited for
-BLOCK, NUM_WARPS = 8192, 16
+# logits of one load: 32 a thread, so that few loads are waited for
+BLOCK, NUM_WARPS = 8192, 8
+# A search first looks so many temperatures below the best logit, where most thresholds are, then
+# further down by GROWTH, and then between two logits by value: close to zero that would take a pass
+# for every two exponents, so that the last ones go by place.
+OFFSETS, GROWTH, PASSES_DOWN, PASSES_BY_VALUE = (8.0, 4.0, 2.0), 8.0, 3, 8
 
 
-def scale_logits(logits: jax.Array, temperatures: jax.Array) -> jax.Array:
-    """Logits over temperatures; as they are where that is 0.
+def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
+    """Logits over temperatures, where these are not 0; -inf below :func:`logit_thresholds`.
 
-    An infinite difference of two logits would be NaN in the filters; -inf stays, for tokens that
-    are forbidden, and NaN counts as that.
+    What is kept is finite: an infinite difference of two logits would be NaN in what follows. NaN
+    counts as forbidden, as -inf does.
     """
     scaled = logits / jnp.where(temperatures > 0, temperatures, 1.0)
     scaled = jnp.maximum(jnp.minimum(scaled, FLOAT32_MAX), -FLOAT32_MAX)
-    return jnp.where((logits == -jnp.inf) | (logits != logits), -jnp.inf, scaled)
+    return jnp.where((logits >= thresholds) & (logits > -jnp.inf), scaled, -jnp.inf)
+
+
+def _weights(logits: jax.Array, best: jax.Array, temperatures: jax.Array) -> jax.Array:
+    """Probabilities over that of the best logit; everything is finite, so that its own is 1."""
+    rate = jnp.maximum(jnp.minimum(1.0 / temperatures, FLOAT32_MAX), FLOAT32_TINY)
+    best = jnp.maximum(jnp.minimum(best, FLOAT32_MAX), -FLOAT32_MAX)
+    return jnp.exp((jnp.minimum(logits, FLOAT32_MAX) - best) * rate)
 
 
 def _value(keys: jax.Array) -> jax.Array:
@@ -79,30 +90,29 @@ def _reference(
     everything = jnp.full(rows, -jnp.inf, jnp.float32)
 
     def search() -> jax.Array:
-        scaled = scale_logits(logits, temperatures[:, None])
-        best = jnp.max(scaled, axis=-1)
+        best = jnp.max(jnp.where(logits == logits, logits, -jnp.inf), axis=-1)
 
         def top_k_reached(values: jax.Array) -> jax.Array:
-            return jnp.sum(scaled >= values[:, None], axis=-1, dtype=jnp.int32) >= top_ks
+            return jnp.sum(logits >= values[:, None], axis=-1, dtype=jnp.int32) >= top_ks
 
         kth = jax.lax.cond(
             jnp.any(top_ks < vocab_size), lambda: _largest(top_k_reached, rows), lambda: everything
         )
 
         def last() -> jax.Array:
-            weights = jnp.exp(scaled - best[:, None])
-            weights = jnp.where(scaled >= kth[:, None], weights, 0.0)
+            weights = _weights(logits, best[:, None], temperatures[:, None])
+            weights = jnp.where(logits >= kth[:, None], weights, 0.0)
             # a product that underflows would be reached by no tokens at all
             goals = jnp.maximum(top_ps * jnp.sum(weights, axis=-1), FLOAT32_TINY)
 
             def reached(values: jax.Array) -> jax.Array:
-                inside = jnp.where(scaled >= values[:, None], weights, 0.0)
+                inside = jnp.where(logits >= values[:, None], weights, 0.0)
                 return (jnp.sum(inside, axis=-1) >= goals) & (top_ps < 1.0)
 
             return _largest(reached, rows)
 
         nucleus = jax.lax.cond(jnp.any(top_ps < 1.0), last, lambda: everything)
-        return jnp.maximum(jnp.maximum(kth, nucleus), best + jnp.log(min_ps))
+        return jnp.maximum(jnp.maximum(kth, nucleus), best + temperatures * jnp.log(min_ps))
 
     filters = _is_filtering(temperatures, top_ks, top_ps, min_ps, vocab_size)
     return jnp.where(filters, jax.lax.cond(jnp.any(filters), search, lambda: everything), -jnp.inf)
@@ -124,95 +134,107 @@ def specjax_logit_thresholds(
 ) -> None:
     """Kernel body: one program a row, which reads the row again for each narrowing.
 
-    An interval of places shrinks to a quarter with each pass. It is left as soon as it holds one
-    logit: that is the threshold, so that its lower end keeps the same tokens.
+    Each pass compares with three values, so that an interval shrinks to about a quarter. It is left
+    as soon as it holds one logit.
     """
     row, vocab_size = pl.program_id(0), logits_ref.shape[1]
     temperature, top_k = temperatures_ref[row], top_ks_ref[row]
     top_p, min_p = top_ps_ref[row], min_ps_ref[row]
+    lanes, num_blocks = jnp.arange(block, dtype=jnp.int32), pl.cdiv(vocab_size, block)
     filters = _is_filtering(temperature, top_k, top_p, min_p, vocab_size)
-    num_blocks = filters.astype(jnp.int32) * pl.cdiv(vocab_size, block)
-    lanes = jnp.arange(block, dtype=jnp.int32)
+    # 0 is written over; the literal -inf alone does not lower
+    out_ref[row] = jnp.where(filters, jnp.minimum(temperature, 0.0), -jnp.inf)
 
-    def scaled(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = i * block + lanes
-        inside = index < vocab_size
-        logits = load(logits_ref.at[row, jnp.minimum(index, vocab_size - 1)])
-        return scale_logits(logits, temperature), inside
+    @pl.when(filters)
+    def _() -> None:
+        def over_row(
+            add: Callable[[jax.Array, Any], Any], start: Any, num_blocks: jax.Array | int
+        ) -> Any:
+            def step(i: jax.Array, state: Any) -> Any:
+                index = i * block + lanes
+                inside = index < vocab_size
+                return add(load(logits_ref.at[row, index], mask=inside, other=-jnp.inf), state)
 
-    def max_of(i: jax.Array, best: jax.Array) -> jax.Array:
-        values, inside = scaled(i)
-        return jnp.maximum(best, jnp.where(inside, values, -jnp.inf))
+            return jax.lax.fori_loop(0, num_blocks, step, start)
 
-    best = jnp.max(jax.lax.fori_loop(0, num_blocks, max_of, jnp.full(block, -jnp.inf, jnp.float32)))
-    end = jnp.minimum(_key(best), jnp.uint32(HIGHEST_KEY)) + jnp.uint32(1)
-    zeros = jnp.zeros(block, jnp.float32)
+        def look(logits: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            highest, count = state
+            is_allowed = logits > -jnp.inf
+            highest = jnp.maximum(highest, jnp.where(is_allowed, logits, -jnp.inf))
+            return highest, count + is_allowed.astype(jnp.float32)
 
-    def measure(
-        *values: jax.Array, floor: jax.Array, weighted: bool
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Tokens from each value on, and their weights, as f32; exact below 2**24 tokens."""
+        zeros = jnp.zeros(block, jnp.float32)
+        highest, count = over_row(look, (jnp.full_like(zeros, -jnp.inf), zeros), num_blocks)
+        best, num_allowed = jnp.max(highest), jnp.sum(count)
+        end = jnp.minimum(_key(best), jnp.uint32(HIGHEST_KEY)) + jnp.uint32(1)
 
-        def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            logits, inside = scaled(i)
-            inside &= logits >= floor
-            reached = [(inside & (logits >= value)).astype(jnp.float32) for value in values]
-            if weighted:
-                weights = jnp.exp(logits - best)
-                reached += [one * weights for one in reached]
-            return tuple(a + b for a, b in zip(sums, reached, strict=True))
+        def measure(
+            values: list[jax.Array], *, weighted: bool, num_blocks: jax.Array | int = num_blocks
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            """Tokens from each value on, exact below 2**24, and their weights; f32 both."""
 
-        count = len(values) * (2 if weighted else 1)
-        sums = jax.lax.fori_loop(0, num_blocks, add, (zeros,) * count)
-        totals = [jnp.sum(one) for one in sums]
-        return totals[: len(values)], totals[len(values) :]
+            def add(logits: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                reached = [logits >= value for value in values]
+                found = [one.astype(jnp.float32) for one in reached]
+                if weighted:
+                    weights = _weights(logits, best, temperature)
+                    found += [jnp.where(one, weights, 0.0) for one in reached]
+                return tuple(a + b for a, b in zip(sums, found, strict=True))
 
-    def search(
-        lowest: jax.Array, num_lowest: jax.Array, goal: jax.Array, floor: jax.Array, weighted: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """The place where the goal is reached, and tokens from there on; none is past ``end``."""
+            start = (zeros,) * (len(values) * (2 if weighted else 1))
+            totals = [jnp.sum(one) for one in over_row(add, start, num_blocks)]
+            return totals[: len(values)], totals[len(values) :]
 
-        def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
-            low, high, num_low, num_high = state
-            return (high - low > jnp.uint32(1)) & (num_low - num_high > 1.5)
+        def search(
+            lowest: jax.Array, num_lowest: jax.Array, goal: jax.Array, weighted: bool
+        ) -> tuple[jax.Array, jax.Array]:
+            """The highest place from which on the goal is reached, and tokens from there on.
 
-        def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            low, high, num_low, num_high = state
-            step = (high - low + jnp.uint32(3)) >> 2
-            keys = [jnp.minimum(low + jnp.uint32(j) * step, high) for j in (1, 2, 3)]
-            values = [_value(key) for key in keys]
-            counts, weights = measure(*values, floor=floor, weighted=weighted)
-            probes = list(zip(keys, counts, weights if weighted else counts, strict=True))
-            for key, num, reached in probes:
-                is_reached = (reached >= goal) & (key < high)
-                low = jnp.where(is_reached, key, low)
-                num_low = jnp.where(is_reached, num, num_low)
-            for key, num, reached in reversed(probes):
-                # whatever is compared, an end moves
-                is_past = ~(reached >= goal) & (key < high)
-                high = jnp.where(is_past, key, high)
-                num_high = jnp.where(is_past, num, num_high)
-            return low, high, num_low, num_high
+            It lies from ``lowest`` on, from where ``num_lowest`` tokens are.
+            """
 
-        high = jnp.where(filters, jnp.maximum(end, lowest), lowest)
-        start: tuple[jax.Array, ...] = (lowest, high, num_lowest, jnp.zeros((), jnp.float32))
-        low, _, num_low, _ = jax.lax.while_loop(is_open, narrow, start)
-        return low, num_low
+            def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
+                _, low, high, num_low, num_high = state
+                return (high - low > jnp.uint32(1)) & (num_low - num_high > 1.5)
 
-    lowest, everything = jnp.uint32(LOWEST_KEY), jnp.float32(vocab_size)
-    no_floor = jnp.float32(-jnp.inf)
-    has_top_k = top_k < vocab_size
-    wanted = jnp.where(has_top_k, top_k, vocab_size).astype(jnp.float32)
-    start = jnp.where(has_top_k, everything, jnp.float32(0))
-    kth, num_kept = search(lowest, start, wanted, no_floor, False)
-    num_kept = jnp.where(has_top_k, num_kept, everything)
-    floor = _value(kth)
-    has_top_p = top_p < 1.0
-    _, (total,) = measure(no_floor, floor=floor, weighted=True)
-    goal = jnp.maximum(top_p * total, FLOAT32_TINY)
-    nucleus, _ = search(kth, jnp.where(has_top_p, num_kept, jnp.float32(0)), goal, floor, True)
-    threshold = jnp.maximum(_value(nucleus), best + jnp.log(min_p))
-    out_ref[row] = jnp.where(filters, threshold, -jnp.inf)
+            def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                number, low, high, num_low, num_high = state
+                below, span = _value(low), _value(high) - _value(low)
+                is_down = (low == LOWEST_KEY) & (number < PASSES_DOWN)
+                by_value = is_down | ((number < PASSES_BY_VALUE) & (span < jnp.inf))
+                reach = jnp.where(number == 0, temperature, GROWTH * temperature)
+                reach = jnp.where(number > 1, GROWTH * reach, reach)
+                step = (high - low + jnp.uint32(3)) >> 2
+                keys = []
+                for j, offset in enumerate(OFFSETS, 1):
+                    value = jnp.where(is_down, best - offset * reach, below + 0.25 * j * span)
+                    key = jnp.where(by_value, _key(value), low + jnp.uint32(j) * step)
+                    # strictly inside: whatever is compared, an end moves
+                    keys.append(jnp.clip(key, low + jnp.uint32(1), high - jnp.uint32(1)))
+                counts, weights = measure([_value(key) for key in keys], weighted=weighted)
+                probes = list(zip(keys, counts, weights if weighted else counts, strict=True))
+                for key, num, reached in probes:
+                    low = jnp.where(reached >= goal, key, low)
+                    num_low = jnp.where(reached >= goal, num, num_low)
+                for key, num, reached in reversed(probes):
+                    high = jnp.where(reached >= goal, high, key)
+                    num_high = jnp.where(reached >= goal, num_high, num)
+                return number + 1, low, high, num_low, num_high
+
+            ends = lowest, jnp.maximum(end, lowest)
+            start: tuple[jax.Array, ...] = (jnp.int32(0), *ends, num_lowest, jnp.float32(0))
+            _, low, _, num_low, _ = jax.lax.while_loop(is_open, narrow, start)
+            return low, num_low
+
+        has_top_k, has_top_p = num_allowed > top_k.astype(jnp.float32), top_p < 1.0
+        lowest, goal = jnp.uint32(LOWEST_KEY), top_k.astype(jnp.float32)
+        kth, num_kept = search(lowest, jnp.where(has_top_k, num_allowed, 0.0), goal, False)
+        num_kept = jnp.where(has_top_k, num_kept, num_allowed)
+        some = num_blocks * has_top_p.astype(jnp.int32)
+        _, (total,) = measure([_value(kth)], weighted=True, num_blocks=some)
+        goal = jnp.maximum(top_p * total, FLOAT32_TINY)
+        nucleus, _ = search(kth, jnp.where(has_top_p, num_kept, 0.0), goal, True)
+        out_ref[row] = jnp.maximum(_value(nucleus), best + temperature * jnp.log(min_p))
 
 
 def logit_thresholds(
@@ -225,13 +247,14 @@ def logit_thresholds(
     implementation: str = "xla",
     interpret: bool | None = None,
 ) -> jax.Array:
-    """The scaled logit f32 ``[N]`` from which on top-k, top-p and min-p keep tokens.
+    """The logit f32 ``[N]`` from which on top-k, top-p and min-p keep tokens, in this order.
 
-    They apply in this order. One token of a row stays at least. Top-k keeps ties with the k-th
-    logit. Top-p keeps the smallest set of tokens whose probability, on what top-k left (as in
-    SGLang's verification, vLLM and Hugging Face transformers), reaches ``top_ps``, and ties with
-    its last. Min-p keeps tokens at least ``min_ps`` times as likely as the best. The two
-    implementations may give different values between the same two logits.
+    It compares with logits as they are, so that no division decides what stays: one token of a row
+    at least. Top-k keeps ties with the k-th logit. Top-p keeps the smallest set of tokens whose
+    probability, on what top-k left (as in SGLang's verification, vLLM and Hugging Face
+    transformers), reaches ``top_ps``, and ties with its last. Min-p keeps tokens at least
+    ``min_ps`` times as likely as the best. The two implementations may give different values
+    between the same two logits.
 
     Args:
         logits: f32 ``[N, V]``, before the temperature; may be -inf.
@@ -250,7 +273,7 @@ def logit_thresholds(
         partial(specjax_logit_thresholds, block=block),
         grid=(rows,),
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
-        num_warps=max(1, min(NUM_WARPS, block // 512)),
+        num_warps=max(1, min(NUM_WARPS, block // 1024)),
         num_stages=1,
         interpret=interpret,
     )(logits, temperatures, top_ks, top_ps, min_ps)

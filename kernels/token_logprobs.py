@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
-from specjax.kernels.filter_logits import BLOCK, NUM_WARPS, scale_logits
+from specjax.kernels.filter_logits import kept_logits
 
-
-def _kept(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
-    scaled = scale_logits(logits, temperatures)
-    return jnp.where(scaled >= thresholds, scaled, -jnp.inf)
+BLOCK, NUM_WARPS = 8192, 16
 
 
 def _reference(
@@ -42,7 +39,7 @@ def _reference(
         )
 
     def all_of() -> tuple[jax.Array, jax.Array, jax.Array]:
-        kept = _kept(logits, temperatures[:, None], thresholds[:, None])
+        kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
         total = jax.nn.logsumexp(kept, axis=-1)
         chosen = jnp.take_along_axis(kept, tokens[:, None], axis=1)[:, 0] - total
         ids, values = jax.lax.cond(
@@ -76,7 +73,7 @@ def specjax_token_logprobs(
     def kept(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = i * block + lanes
         logits = load(logits_ref.at[row, jnp.minimum(index, vocab_size - 1)])
-        values = _kept(logits, temperature, threshold)
+        values = kept_logits(logits, temperature, threshold)
         return jnp.where(index < vocab_size, values, -jnp.inf), index
 
     def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -92,7 +89,7 @@ def specjax_token_logprobs(
     best = jnp.max(highest)
     shift = jnp.where(best == -jnp.inf, 0.0, best)
     log_total = jnp.log(jnp.sum(total * jnp.exp(highest - shift))) + shift
-    chosen = _kept(logits_ref[row, tokens_ref[row]], temperature, threshold) - log_total
+    chosen = kept_logits(logits_ref[row, tokens_ref[row]], temperature, threshold) - log_total
     chosen_ref[row] = jnp.where(num_best >= 0, chosen, 0.0)
 
     def find(j: jax.Array, previous: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -143,7 +140,7 @@ def token_logprobs(
         logits: f32 ``[N, V]``, before the temperature.
         tokens: i32 ``[N]``.
         temperatures: f32 ``[N]``; 0 is taken as 1.
-        thresholds: f32 ``[N]``, the least scaled logit that is not filtered away.
+        thresholds: f32 ``[N]``, the least logit that is not filtered away.
         num_best: i32 ``[N]``, best tokens to report beside the chosen one; -1 for nothing at all.
         limit: M; with 0 the reference runs.
     """

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.draw_tokens import draw_tokens, token_noise
-from specjax.kernels.filter_logits import FLOAT32_TINY, scale_logits
+from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
 from specjax.types import SamplingTable, VerifyInput
 
 # What is added to a position; the target's own draws have 0. Far above any context.
@@ -52,10 +52,9 @@ COUPLED = Acceptance()
 def filtered_probs(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
     """The softmax f32 ``[N, V]`` that a row is drawn from; zeros where all logits are -inf.
 
-    Logits are f32 ``[N, V]`` before the temperature, thresholds f32 ``[N]`` the least scaled one.
+    Logits are f32 ``[N, V]`` before the temperature, thresholds f32 ``[N]`` the least that is kept.
     """
-    scaled = scale_logits(logits, temperatures[:, None])
-    kept = jnp.where(scaled >= thresholds[:, None], scaled, -jnp.inf)
+    kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
     best = jnp.max(kept, axis=-1, keepdims=True)
     weights = jnp.exp(kept - jnp.where(best > -jnp.inf, best, 0.0))
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), FLOAT32_TINY)

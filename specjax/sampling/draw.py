@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.draw_tokens import draw_tokens, token_noise
-from specjax.kernels.filter_logits import logit_thresholds, scale_logits
+from specjax.kernels.filter_logits import kept_logits, logit_thresholds
 from specjax.kernels.token_logprobs import token_logprobs
 from specjax.sampling.accept_draws import (
     COUPLED,
@@ -164,8 +164,7 @@ def draft_tokens(
         )
         best = best.reshape(*shape, 1)
         return jnp.ones(best.shape, jnp.float32), best
-    scaled = scale_logits(flat, temperatures[:, None])
-    kept = jnp.where(scaled >= thresholds[:, None], scaled, -jnp.inf)
+    kept = kept_logits(flat, temperatures[:, None], thresholds[:, None])
 
     def perturb() -> jax.Array:
         columns = jnp.arange(flat.shape[1], dtype=jnp.int32) if ids is None else ids

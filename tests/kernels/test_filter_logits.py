@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from specjax.kernels.filter_logits import logit_thresholds
+from specjax.kernels.filter_logits import kept_logits, logit_thresholds
 
 from ..speculative.reference import kept_by_sorting
 from .lowering import lower_for_cuda
@@ -21,10 +21,9 @@ def kept_rows(logits, top_ks, top_ps, min_ps, run, temperature=1.0):
     limits = np.asarray(top_ks, np.int32), *(np.asarray(x, np.float32) for x in (top_ps, min_ps))
     temperatures = np.full(len(logits), temperature, np.float32)
     thresholds = run_jitted(logit_thresholds, run, logits, temperatures, *limits)
-    scaled = logits / np.float32(temperature)
     return [
         set(np.flatnonzero((row >= limit) & (row > -INF)).tolist())
-        for row, limit in zip(scaled, thresholds, strict=True)
+        for row, limit in zip(logits, thresholds, strict=True)
     ]
 
 
@@ -99,16 +98,48 @@ def test_cases(run, logits, top_k, top_p, min_p, expected):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("size", [40, 9000])
-def test_rows_are_filtered_on_their_own(run, size):
+@pytest.mark.parametrize("size", [40, 20000])
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
+def test_rows_are_filtered_on_their_own(run, size, temperature):
     """Also over several blocks of the vocabulary, and divided by a temperature."""
     logits = np.random.default_rng(0).normal(size=(6, size)).astype(np.float32)
     top_ks = [1, size, 3, size, 7, size + 9]
     top_ps, min_ps = [1.0, 1.0, 1e-6, 0.5, 0.8, 1.0], [0.0, 0.0, 0.0, 0.0, 0.5, 0.1]
-    found = kept_rows(logits, top_ks, top_ps, min_ps, run, temperature=0.5)
+    found = kept_rows(logits, top_ks, top_ps, min_ps, run, temperature)
     for row, *limits, rows in zip(logits, top_ks, top_ps, min_ps, found, strict=True):
-        assert rows == kept_by_sorting(row / np.float32(0.5), *limits)[0]
+        assert rows == kept_by_sorting(row / np.float64(temperature), *limits)[0]
     assert len(found[1]) == size
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("temperature", [0.7, 1.1, 1e-30, 1e30])
+def test_the_best_token_is_kept_at_any_temperature(run, temperature):
+    """Whatever division rounds to, where the best token alone is kept."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(50, 70)).astype(np.float32)
+    logits[:, 17] = 30 * temperature + rng.random(50)
+    limits = [1] * 25 + [70] * 25, [1.0] * 25 + [0.9] * 25, [0.0] * 25 + [1.0] * 25
+    found = kept_rows(logits, *limits, run, temperature)
+    assert all(np.argmax(row) in rows for row, rows in zip(logits, found, strict=True))
+    temperatures = np.full(50, temperature, np.float32)
+    thresholds = np.max(logits, axis=1)
+    kept = jax.jit(kept_logits)(logits, temperatures[:, None], thresholds[:, None])
+    assert np.isfinite(kept).any(axis=1).all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("lowest", "spread"), [(-10, 2.5), (-1e9, 0.0), (-INF, 0.0), (0.0, 0.0), (1e37, 1e37)]
+)
+def test_logits_of_any_scale(run, lowest, spread):
+    """Twenty likely ones above others that are far below, forbidden, equal or of another sign."""
+    rng = np.random.default_rng(4)
+    logits = np.float32(lowest) + np.float32(spread) * rng.normal(size=(3, 500)).astype(np.float32)
+    logits[:, ::25] = rng.permutation(np.linspace(-3, 3, 20)).astype(np.float32)
+    top_ks, top_ps = [7, 500, 50], [1.0, 0.8, 0.9]
+    found = kept_rows(logits, top_ks, top_ps, [0.0] * 3, run)
+    for row, *limits, rows in zip(logits, top_ks, top_ps, found, strict=True):
+        assert rows == kept_by_sorting(row.astype(np.float64), *limits)[0]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -139,7 +170,7 @@ def test_nothing_is_sorted():
     assert "top_k" not in text
 
 
-@pytest.mark.parametrize("size", [49152, 128256])
+@pytest.mark.parametrize("size", [32000, 49152, 128256])
 def test_lowers_for_cuda(size):
     floats, ints = (jax.ShapeDtypeStruct((4,), dtype) for dtype in (jnp.float32, jnp.int32))
     logits = jax.ShapeDtypeStruct((4, size), jnp.float32)

@@ -22,7 +22,7 @@ def test_values_and_best_tokens(run, size, limit):
     asked = np.array([limit, 0, -1, 1, limit, limit], np.int32)
     temperatures = np.array([1, 1, 1, 0, 0.5, 1], np.float32)
     thresholds = np.full(6, -np.inf, np.float32)
-    thresholds[4] = np.sort(logits[4])[size // 2] / 0.5
+    thresholds[4] = np.sort(logits[4])[size // 2]
     tokens[4] = np.argmax(logits[4])
     chosen, ids, values = run_jitted(
         token_logprobs, run | {"limit": limit}, logits, tokens, temperatures, thresholds, asked
@@ -32,7 +32,7 @@ def test_values_and_best_tokens(run, size, limit):
         if count < 0:
             assert not chosen[i]
         scaled = logits[i].astype(np.float64) / (temperatures[i] or 1.0)
-        scaled[scaled < thresholds[i]] = -np.inf
+        scaled[logits[i] < thresholds[i]] = -np.inf
         truth = log_softmax(scaled)
         if count >= 0:
             np.testing.assert_allclose(chosen[i], truth[tokens[i]], atol=1e-4)
