@@ -253,7 +253,7 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_live_engine_goes_up_down_and_up_again():
-    """SmolLM2-135M on prompts of high, low and high acceptance."""
+    """SmolLM2-135M with trees on prompts of high, low and high acceptance."""
     config = {
         "policy": "ema",
         "candidate_steps": [3, 7],
@@ -267,7 +267,7 @@ def test_a_live_engine_goes_up_down_and_up_again():
         "dtype": "float32",
         "context_length": 512,
         "max_running_requests": 1,
-        "chunked_prefill_size": 64,
+        "chunked_prefill_size": 32,
     }
     high = "Count from 1 to 100. Write one number on each line and nothing else."
     low = "Describe what a passenger sees from a slow night train across Siberia."
@@ -276,6 +276,8 @@ def test_a_live_engine_goes_up_down_and_up_again():
             "smollm2-135m",
             speculative_algorithm="EAGLE3",
             speculative_num_steps=3,
+            speculative_eagle_topk=2,
+            speculative_num_draft_tokens=8,
             speculative_adaptive=True,
             speculative_adaptive_config=config,
             **sizes,

@@ -657,6 +657,7 @@ def test_embedded_model_answers(tmp_path) -> None:
             "smollm2-135m",
             max_running_requests=2,
             context_length=256,
+            chunked_prefill_size=32,
             compile_cache_dir=tmp_path / "cache",
         ) as made,
     ):
