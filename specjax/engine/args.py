@@ -133,8 +133,6 @@ class EngineArgs:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
         self.algorithm.validate(self)
-        if self.overlap and not self.algorithm.supports_overlap:
-            raise ValueError(f"overlap=True, which {self.algorithm.name} does not support")
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
@@ -194,7 +192,8 @@ class EngineArgs:
     @cached_property
     def algorithm(self) -> SpeculativeAlgorithm:
         """How tokens are drafted."""
-        return SpeculativeAlgorithm.from_string(self.speculative_algorithm)
+        found = SpeculativeAlgorithm.from_string(self.speculative_algorithm)
+        return found.create_worker(self)
 
     @cached_property
     def shape(self) -> DraftShape:

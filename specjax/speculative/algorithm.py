@@ -5,7 +5,7 @@ compiled rounds are shared; they ask the algorithm and never which one it is.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,10 @@ from specjax.models.layers import Attend
 from specjax.models.networks import Networks
 from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
+from specjax.speculative.custom import CustomSpecAlgo, source_facts
 from specjax.speculative.future_map import FutureMap
+from specjax.speculative.registry import find
+from specjax.speculative.registry import register_algorithm as register_algorithm
 from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
 
 # An algorithm's own pytrees. State is read and written as a whole (KV pools, tables); rows are what
@@ -84,9 +87,11 @@ class SpeculativeAlgorithm(ABC):
 
     Attributes:
         name: under which the registry has it.
+        supports_overlap: whether a round may be dispatched before the one before it is read.
     """
 
     name: str
+    supports_overlap: bool = field(default=True, kw_only=True)
 
     # traced, pure
 
@@ -121,6 +126,15 @@ class SpeculativeAlgorithm(ABC):
         """
 
     # host side
+
+    def create_worker(self, args: Any) -> "SpeculativeAlgorithm":
+        """This algorithm, which needs no engine arguments to be made.
+
+        ValueError for ``overlap=True`` where it is not supported.
+        """
+        if args.overlap and not self.supports_overlap:
+            raise ValueError(f"overlap=True, which {self.name} does not support; leave it None")
+        return self
 
     def validate(self, args: Any) -> None:
         """Refuse engine arguments that do not fit together; also those that nothing would read.
@@ -187,11 +201,6 @@ class SpeculativeAlgorithm(ABC):
         return False
 
     @property
-    def supports_overlap(self) -> bool:
-        """Whether a round may be dispatched before the one before it is read."""
-        return True
-
-    @property
     def supports_rejection_sampling(self) -> bool:
         """Whether drafted chains come with the probabilities that they were drawn from."""
         return False
@@ -201,8 +210,8 @@ class SpeculativeAlgorithm(ABC):
         return None
 
     def cache_facts(self) -> tuple[str, ...]:
-        """What a compiled function depends on beside the package's own sources."""
-        return ()
+        """What a compiled function depends on beside the sources of specjax: those of the class."""
+        return source_facts(type(self))
 
     # which one it is: for authors; the engine does not ask
 
@@ -232,14 +241,14 @@ class SpeculativeAlgorithm(ABC):
         return self.is_dflash()
 
     @staticmethod
-    def from_string(name: str | None) -> "SpeculativeAlgorithm":
+    def from_string(name: str | None) -> "SpeculativeAlgorithm | CustomSpecAlgo":
         """The algorithm of a name in any case; plain decoding for ``None``.
 
+        One of another package is a :class:`CustomSpecAlgo` until ``create_worker`` makes it.
         ValueError for a name that is not registered.
         """
-        from specjax.speculative.registry import find
-
-        return find(name)
+        found: SpeculativeAlgorithm | CustomSpecAlgo = find(name)
+        return found
 
 
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:

@@ -1,12 +1,17 @@
-"""Algorithms by name."""
+"""Algorithms by name: those that are built in, and those of other packages."""
 
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
 
-from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.speculative.custom import CustomSpecAlgo
 
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
 ALIASES = {"NEXTN": "EAGLE"}
+# of installed packages: a name, and the module that registers it
+GROUP = "specjax.algorithms"
 
 # name: where the instance is; imported when it is asked for
 _FACTORIES = {
@@ -14,21 +19,101 @@ _FACTORIES = {
     "EAGLE": "specjax.speculative.eagle:EAGLE",
     "EAGLE3": "specjax.speculative.eagle:EAGLE3",
 }
+# names that mean something in SGLang, which no package may take
+RESERVED = (*_FACTORIES, *ALIASES, "STANDALONE", "NGRAM", "MULTI_LAYER_EAGLE", "DFLASH", "DSPARK")
+_custom: dict[str, Any] = {}
+# what a class in the place of CustomSpecAlgo must have
+_METHODS = [
+    name for name, value in vars(CustomSpecAlgo).items() if callable(value) and name[0] != "_"
+]
+Factory = TypeVar("Factory", bound=Callable[[Any], Any])
 
 
 def names() -> tuple[str, ...]:
-    return tuple(_FACTORIES)
+    """Every name that can be asked for; packages are not imported."""
+    installed = (point.name.upper() for point in entry_points(group=GROUP))
+    return tuple(dict.fromkeys((*_FACTORIES, *_custom, *sorted(installed))))
 
 
-def find(name: str | None) -> SpeculativeAlgorithm:
+def find(name: str | None) -> Any:
     """The algorithm of a name in any case; plain decoding for ``None``.
 
-    ValueError for a name that is not registered.
+    A ``SpeculativeAlgorithm``, or what :func:`register_algorithm` made. ValueError for a name that
+    is not registered, or whose package cannot be loaded.
     """
     key = PLAIN if name is None else name.upper() if isinstance(name, str) else ""
     place = _FACTORIES.get(ALIASES.get(key, key))
-    if place is None:
-        raise ValueError(f"speculative_algorithm={name!r} is not one of {list(names())} or None")
-    module, attribute = place.split(":")
-    found: SpeculativeAlgorithm = getattr(import_module(module), attribute)
-    return found
+    if place is not None:
+        module, attribute = place.split(":")
+        return getattr(import_module(module), attribute)
+    if key not in _custom:
+        points = [point for point in entry_points(group=GROUP) if point.name.upper() == key]
+        if not points:
+            raise ValueError(
+                f"speculative_algorithm={name!r} is not one of {list(names())} or None"
+            )
+        _load(name, key, points)
+    return _custom[key]
+
+
+def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
+    """Import the module that is to register a name."""
+    owners = [f"{point.value} of {point.dist and point.dist.name}" for point in points]
+    if len(set(owners)) > 1:
+        raise ValueError(f"speculative_algorithm={name!r} is in {owners}; uninstall all but one")
+    try:
+        points[0].load()
+    except Exception as error:
+        raise ValueError(
+            f"speculative_algorithm={name!r}: {owners[0]} cannot be loaded: {error!r}"
+        ) from error
+    if key not in _custom:
+        raise ValueError(
+            f"speculative_algorithm={name!r}: {owners[0]} registers no such name; decorate its "
+            f"factory with register_algorithm({name!r})"
+        )
+
+
+def register_algorithm(
+    name: str,
+    *,
+    supports_overlap: bool = False,
+    validate_server_args: Callable[[Any], object] | None = None,
+    spec_class: Any = CustomSpecAlgo,
+) -> Callable[[Factory], Factory]:
+    """A decorator that registers ``factory(args)``, which makes a ``SpeculativeAlgorithm``.
+
+    The factory is returned unchanged, and called with the arguments of each engine that names the
+    algorithm. A package that is installed needs no import: it names the module that registers as
+    an entry point of the group ``specjax.algorithms``.
+
+    Args:
+        name: in any case.
+        supports_overlap: whether a round may be dispatched before the one before it is read, which
+            ``overlap=None`` follows.
+        validate_server_args: called with an engine's arguments first; refuses by a ValueError.
+        spec_class: takes name, factory and both options in the place of :class:`CustomSpecAlgo`.
+
+    Raises:
+        ValueError: the name is reserved or taken, or ``spec_class`` lacks a method.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name={name!r} of an algorithm must be letters, digits and underscores")
+    key = name.upper()
+    if key in RESERVED:
+        raise ValueError(f"name={name!r} is reserved, as are {list(RESERVED)}")
+    if missing := [
+        method for method in _METHODS if not callable(getattr(spec_class, method, None))
+    ]:
+        raise ValueError(f"spec_class={spec_class!r} of {name!r} lacks {missing}")
+
+    def register(factory: Factory) -> Factory:
+        if not callable(factory):
+            raise ValueError(f"the factory {factory!r} of {name!r} must be callable")
+        if (taken := _custom.get(key)) is not None:
+            owner = getattr(taken.factory, "__module__", "another module")
+            raise ValueError(f"name={name!r} is taken by {owner}")
+        _custom[key] = spec_class(key, factory, supports_overlap, validate_server_args)
+        return factory
+
+    return register

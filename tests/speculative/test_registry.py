@@ -1,0 +1,247 @@
+"""Algorithms of other packages: what registers them, and what is refused."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax import Engine
+from specjax.engine.args import EngineArgs
+from specjax.speculative import registry
+from specjax.speculative.algorithm import (
+    CustomSpecAlgo,
+    SpeculativeAlgorithm,
+    register_algorithm,
+)
+from specjax.speculative.custom import source_facts
+from specjax.types import DraftShape
+
+from ..tiny_engines import Files
+
+ECHO = '''
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from specjax.speculative.algorithm import SpeculativeAlgorithm, register_algorithm
+from specjax.speculative.tree import chain_input
+from specjax.types import DraftShape
+
+
+@dataclass(frozen=True)
+class Echo(SpeculativeAlgorithm):
+    """Proposes the newest token again and again."""
+
+    def draft_shape(self, args, steps=None):
+        return DraftShape.chain(args.speculative_num_steps or 3 if steps is None else steps)
+
+    def prefill(self, batch, state, rows, chunks, features):
+        return state, rows
+
+    def propose(self, batch, state, rows, shape):
+        tokens = jnp.repeat(batch.bonus_tokens[:, None], shape.nodes, axis=1)
+        return chain_input(tokens, batch.seq_lens), state
+
+    def extend(self, batch, state, rows, verified, shape):
+        return state, rows
+
+
+@register_algorithm("echo", supports_overlap=True)
+def make(args):
+    return Echo("any")
+'''
+
+
+@dataclass(frozen=True)
+class Silent(SpeculativeAlgorithm):
+    """Never drafts."""
+
+    size: int = 1
+
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        return DraftShape.chain(0)
+
+    def prefill(self, batch, state, rows, chunks, features):
+        return state, rows
+
+    propose = extend = prefill  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_custom", {})
+
+
+def install(folder: Path, package: str, source: str, *points: str) -> None:
+    """Write a package as an installer would, with entry points ``name = module``."""
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").write_text(source)
+    info = folder / f"{package}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
+    (info / "top_level.txt").write_text(f"{package}\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *points, ""]))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages, forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("echo_plugin", "other_plugin"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_a_registered_algorithm_is_found_by_its_name_in_any_case() -> None:
+    seen: list[Any] = []
+
+    @register_algorithm("My_Own", supports_overlap=True, validate_server_args=seen.append)
+    def make(args: Any) -> Silent:
+        return Silent("another name", size=args.page_size)
+
+    assert callable(make)
+    assert make(EngineArgs(page_size=2)) == Silent("another name", size=2)
+    assert "MY_OWN" in registry.names()
+    for name in ("my_own", "MY_OWN"):
+        found = SpeculativeAlgorithm.from_string(name)
+        assert isinstance(found, CustomSpecAlgo)
+        kinds = ("none", "eagle", "eagle3", "standalone", "ngram", "dflash")
+        assert not any(getattr(found, f"is_{kind}")() for kind in kinds)
+        assert found.is_speculative()
+        assert not found.supports_target_verify_for_draft()
+    args = EngineArgs(speculative_algorithm="my_own", page_size=8, overlap=True)
+    assert args.algorithm == Silent("MY_OWN", size=8)
+    assert seen == [args]
+    assert registry.find("eagle").name == "EAGLE"
+
+
+def test_running_ahead_is_off_unless_it_is_registered() -> None:
+    register_algorithm("silent")(lambda args: Silent("silent"))
+    assert not EngineArgs(speculative_algorithm="silent").algorithm.supports_overlap
+    with pytest.raises(ValueError, match="overlap=True, which SILENT does not support"):
+        EngineArgs(speculative_algorithm="silent", overlap=True)
+
+
+def test_a_validator_refuses_arguments() -> None:
+    def refuse(args: EngineArgs) -> None:
+        raise ValueError(f"page_size={args.page_size} must be 1")
+
+    register_algorithm("silent", validate_server_args=refuse)(lambda args: Silent("silent"))
+    with pytest.raises(ValueError, match="page_size=4 must be 1"):
+        EngineArgs(speculative_algorithm="silent", page_size=4)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "NextN", "none", "ngram", "standalone", "dflash"])
+def test_reserved_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"name='{name}' is reserved"):
+        register_algorithm(name)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a-b", None, 3])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="of an algorithm must be letters"):
+        register_algorithm(name)
+
+
+def test_a_name_is_taken_once() -> None:
+    register_algorithm("silent")(lambda args: Silent("silent"))
+    with pytest.raises(ValueError, match=f"name='Silent' is taken by {__name__}"):
+        register_algorithm("Silent")(lambda args: Silent("silent"))
+
+
+def test_a_class_that_lacks_a_method_is_refused() -> None:
+    class Poor(CustomSpecAlgo):
+        is_ngram = None  # type: ignore[assignment]
+        supports_target_verify_for_draft = None  # type: ignore[assignment]
+
+    lacks = r"Poor.* lacks \['is_ngram', 'supports_target_verify_for_draft'\]"
+    with pytest.raises(ValueError, match=lacks):
+        register_algorithm("silent", spec_class=Poor)
+    with pytest.raises(ValueError, match=r"lacks .*'create_worker'"):
+        register_algorithm("silent", spec_class=object)
+
+
+def test_a_class_of_its_own_is_used() -> None:
+    class Drafting(CustomSpecAlgo):
+        def is_ngram(self) -> bool:
+            return True
+
+    register_algorithm("silent", spec_class=Drafting)(lambda args: Silent("silent"))
+    assert SpeculativeAlgorithm.from_string("silent").is_ngram()
+
+
+@pytest.mark.parametrize("factory", [lambda args: None, lambda args: Silent])
+def test_a_factory_that_makes_something_else_is_refused(factory: Any) -> None:
+    register_algorithm("silent")(factory)
+    with pytest.raises(ValueError, match=r"of speculative_algorithm='SILENT' made .*, which is no"):
+        EngineArgs(speculative_algorithm="silent")
+    with pytest.raises(ValueError, match="factory 3 of 'other' must be callable"):
+        register_algorithm("other")(3)  # type: ignore[type-var]
+
+
+def test_an_installed_package_is_imported_where_it_is_named(site: Path) -> None:
+    install(site, "echo_plugin", ECHO, "Echo = echo_plugin")
+    install(site, "other_plugin", "raise RuntimeError('broken')", "broken = other_plugin")
+    assert {"ECHO", "BROKEN"} < set(registry.names())
+    registry.find("eagle3")
+    assert "echo_plugin" not in sys.modules
+    args = EngineArgs(speculative_algorithm="echo", speculative_num_steps=2, overlap=True)
+    assert args.shape == DraftShape.chain(2)
+    assert "other_plugin" not in sys.modules
+    with pytest.raises(ValueError, match=r"other_plugin cannot be loaded: .*broken"):
+        EngineArgs(speculative_algorithm="BROKEN")
+    EngineArgs(speculative_algorithm="Echo")
+
+
+def test_entry_points_that_register_nothing_or_clash_are_refused(site: Path) -> None:
+    install(site, "echo_plugin", ECHO, "other = echo_plugin", "twice = echo_plugin")
+    install(site, "other_plugin", "", "twice = other_plugin")
+    with pytest.raises(ValueError, match=r"registers no such name; .*register_algorithm"):
+        registry.find("other")
+    with pytest.raises(ValueError, match=r"'twice' is in .*echo_plugin.*uninstall all but one"):
+        registry.find("twice")
+
+
+def test_compiled_functions_depend_on_a_package_as_a_whole(site: Path) -> None:
+    install(site, "echo_plugin", ECHO, "echo = echo_plugin")
+    (site / "echo_plugin" / "helper.py").write_text("SIZE = 1\n")
+    algorithm = EngineArgs(speculative_algorithm="echo").algorithm
+    (facts,) = algorithm.cache_facts()
+    assert facts.startswith("echo_plugin echo_plugin==1.5 ")
+    assert algorithm.cache_facts() == (facts,)
+    (site / "echo_plugin" / "helper.py").write_text("SIZE = 2\n")
+    assert algorithm.cache_facts() != (facts,)
+    for name in ("NONE", "EAGLE3"):
+        assert registry.find(name).cache_facts() == ()
+
+
+def test_sources_that_nobody_can_read_are_of_this_process_alone() -> None:
+    made = type("Made", (Silent,), {"__module__": "made_here"})
+    sys.modules["made_here"] = type(sys)("made_here")
+    try:
+        assert source_facts(made) != source_facts(made)
+    finally:
+        del sys.modules["made_here"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_installed_algorithm_changes_no_token(
+    files: Files, site: Path, temperature: float
+) -> None:
+    install(site, "echo_plugin", ECHO, "echo = echo_plugin")
+    importlib.invalidate_caches()
+    prompts = [[7, 9, 9, 9, 12], [30], [41] * 9]
+    params = {"temperature": temperature, "sampling_seed": 3, "max_new_tokens": 12}
+    echo = {"draft": None, "speculative_algorithm": "echo", "speculative_num_steps": 2}
+    with files.engine(**echo) as engine, files.engine(speculative=False) as plain:
+        made: list[Engine] = [engine, plain]
+        ours, theirs = (
+            one.generate(input_ids=prompts, sampling_params=params | {"ignore_eos": True})
+            for one in made
+        )
+    assert [out["output_ids"] for out in ours] == [out["output_ids"] for out in theirs]
+    assert all(out["meta_info"]["spec_num_proposed_drafts"] for out in ours)
