@@ -65,6 +65,7 @@ def draw_mix(result: Mapping[str, Any], traces: Sequence[Any], path: Path) -> No
 
 def draw_grid(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], path: Path) -> None:
     """Tokens a second over plain decoding: shapes of drafts against requests at once."""
+    from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
     def shape_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -78,11 +79,11 @@ def draw_grid(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], pa
     figure = Figure(figsize=size, layout="constrained")
     axis = figure.subplots()
     # no change is white, whatever the range
-    most = max(abs(value - 1) for line in cells for value in line) or 1.0
-    image = axis.imshow(cells, aspect="auto", cmap="RdBu", vmin=1 - most, vmax=1 + most)
+    norm = TwoSlopeNorm(1.0, min(*map(min, cells), 0.9), max(*map(max, cells), 1.1))
+    image = axis.imshow(cells, aspect="auto", cmap="RdBu", norm=norm)
     for y, line in enumerate(cells):
         for x, value in enumerate(line):
-            color = "white" if abs(value - 1) > 0.6 * most else "black"
+            color = "white" if abs(norm(value) - 0.5) > 0.3 else "black"
             axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=color)
     labels = ["plain" if not s else f"{s} steps, top {k}, {t} rows" for s, k, t in shapes]
     axis.set_yticks(range(len(shapes)), labels)
