@@ -47,6 +47,11 @@ def _weights(logits: jax.Array, best: jax.Array, temperatures: jax.Array) -> jax
     return jnp.exp((jnp.minimum(logits, FLOAT32_MAX) - best) * rate)
 
 
+def _share(best: jax.Array, temperatures: jax.Array, min_ps: jax.Array) -> jax.Array:
+    """The logit of a token that is ``min_ps`` times as likely as the best; -inf where that is 0."""
+    return jnp.where(min_ps > 0, best + temperatures * jnp.log(min_ps), -jnp.inf)
+
+
 def _value(keys: jax.Array) -> jax.Array:
     """The float of each place u32 in the ascending order of floats; NaN outside the infinities.
 
@@ -112,7 +117,8 @@ def _reference(
             return _largest(reached, rows)
 
         nucleus = jax.lax.cond(jnp.any(top_ps < 1.0), last, lambda: everything)
-        return jnp.maximum(jnp.maximum(kth, nucleus), best + temperatures * jnp.log(min_ps))
+        share = _share(best, temperatures, min_ps)
+        return jnp.maximum(jnp.maximum(kth, nucleus), share)
 
     filters = _is_filtering(temperatures, top_ks, top_ps, min_ps, vocab_size)
     return jnp.where(filters, jax.lax.cond(jnp.any(filters), search, lambda: everything), -jnp.inf)
@@ -234,7 +240,7 @@ def specjax_logit_thresholds(
         _, (total,) = measure([_value(kth)], weighted=True, num_blocks=some)
         goal = jnp.maximum(top_p * total, FLOAT32_TINY)
         nucleus, _ = search(kth, jnp.where(has_top_p, num_kept, 0.0), goal, True)
-        out_ref[row] = jnp.maximum(_value(nucleus), best + temperature * jnp.log(min_p))
+        out_ref[row] = jnp.maximum(_value(nucleus), _share(best, temperature, min_p))
 
 
 def logit_thresholds(

@@ -11,7 +11,7 @@ from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import check_integer, check_number, is_integer
 from specjax.config import MAX_STEPS
 from specjax.sampling.accept_draws import Acceptance
-from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.types import DraftShape
 
 # measured: docs/adaptive_decoding.md
@@ -37,7 +37,8 @@ class EngineArgs:
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
-        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, or ``None`` to decode plainly.
+        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, one of an installed package, or ``None``
+            to decode plainly.
         speculative_num_steps: tokens drafted one behind the other in a round; 5 by default.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
         speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
@@ -192,8 +193,16 @@ class EngineArgs:
     @cached_property
     def algorithm(self) -> SpeculativeAlgorithm:
         """How tokens are drafted."""
-        found = SpeculativeAlgorithm.from_string(self.speculative_algorithm)
-        return found.create_worker(self)
+        return self._registered.create_worker(self)
+
+    @cached_property
+    def _registered(self) -> SpeculativeAlgorithm | CustomSpecAlgo:
+        return SpeculativeAlgorithm.from_string(self.speculative_algorithm)
+
+    @property
+    def supports_overlap(self) -> bool:
+        """Whether a round may be dispatched before the one before it is read."""
+        return self._registered.supports_overlap and self.algorithm.supports_overlap
 
     @cached_property
     def shape(self) -> DraftShape:

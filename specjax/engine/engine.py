@@ -88,7 +88,7 @@ class Engine:
         self.context_length = plan.context_length
         overlap = args.overlap
         if overlap is None:
-            overlap = args.algorithm.supports_overlap and not runner.networks.placement.on_cpu
+            overlap = args.supports_overlap and not runner.networks.placement.on_cpu
         allocator = PageAllocator(runner.config.num_pages, args.page_size)
         cache = None
         if not args.disable_radix_cache:

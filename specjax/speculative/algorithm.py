@@ -5,7 +5,7 @@ compiled rounds are shared; they ask the algorithm and never which one it is.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,11 +87,9 @@ class SpeculativeAlgorithm(ABC):
 
     Attributes:
         name: under which the registry has it.
-        supports_overlap: whether a round may be dispatched before the one before it is read.
     """
 
     name: str
-    supports_overlap: bool = field(default=True, kw_only=True)
 
     # traced, pure
 
@@ -201,6 +199,11 @@ class SpeculativeAlgorithm(ABC):
         return False
 
     @property
+    def supports_overlap(self) -> bool:
+        """Whether a round may be dispatched before the one before it is read."""
+        return True
+
+    @property
     def supports_rejection_sampling(self) -> bool:
         """Whether drafted chains come with the probabilities that they were drawn from."""
         return False
@@ -210,7 +213,11 @@ class SpeculativeAlgorithm(ABC):
         return None
 
     def cache_facts(self) -> tuple[str, ...]:
-        """What a compiled function depends on beside the sources of specjax: those of the class."""
+        """What a compiled function depends on beside the sources of specjax and this object's repr.
+
+        These are the sources of the packages that the class comes from. Extend them by what else is
+        traced: code of other packages, and arrays, which a repr shortens.
+        """
         return source_facts(type(self))
 
     # which one it is: for authors; the engine does not ask

@@ -1,13 +1,17 @@
 """Algorithms that other packages bring, and what compiled functions depend on there."""
 
+import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+# digests of packages when they were first looked at: what this process runs
+_first_digests: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,19 @@ class CustomSpecAlgo:
         """
         from specjax.speculative.algorithm import SpeculativeAlgorithm
 
+        if args.overlap and not self.supports_overlap:
+            raise ValueError(f"overlap=True, which {self.name} does not support; leave it None")
         if self.validate_server_args is not None:
             self.validate_server_args(args)
-        worker = self.factory(args)
+        knob = f"speculative_algorithm={self.name!r}"
+        try:
+            worker = self.factory(args)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"the factory of {knob} failed: {error!r}") from error
         if not isinstance(worker, SpeculativeAlgorithm):
-            raise ValueError(
-                f"the factory of speculative_algorithm={self.name!r} made {worker!r}, which is no "
-                "SpeculativeAlgorithm"
-            )
-        worker = replace(worker, name=self.name, supports_overlap=self.supports_overlap)
+            raise ValueError(f"the factory of {knob} made {worker!r}, no SpeculativeAlgorithm")
         return worker.create_worker(args)
 
     def is_none(self) -> bool:
@@ -72,28 +80,67 @@ class CustomSpecAlgo:
 
 
 def source_facts(kind: type) -> tuple[str, ...]:
-    """Distributions, versions and a digest of the sources that a class outside specjax comes from.
+    """What a class outside specjax is made of: names, distributions, versions, sources.
 
-    A package counts as a whole, since any of its files may take part in what is traced. Where there
-    is no file nothing is known, and the facts are those of no other process.
+    A package counts as a whole, as it was when this process first looked at it. Where its sources
+    cannot be read, or have changed since, the facts are those of no other process.
     """
-    tops = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    return tuple(
-        _facts_of(top) for top in sorted(tops - {"specjax"} - set(sys.stdlib_module_names))
-    )
+    foreign = [base for base in kind.__mro__ if _top_of(base) not in _OWN]
+    if _top_of(kind) in sys.stdlib_module_names:  # made by exec or make_dataclass
+        return (uuid4().hex,)
+    names = (f"{base.__module__}.{base.__qualname__}" for base in foreign)
+    return (*names, *(_facts_of(top) for top in sorted({_top_of(base) for base in foreign})))
+
+
+def note_sources(module: str) -> None:
+    """Remember a module's package as it is now, since what it imports is what will run."""
+    _facts_of(module.partition(".")[0])
+
+
+_OWN = {"specjax", *sys.stdlib_module_names} - {"__main__"}
+
+
+def _top_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _facts_of(top: str) -> str:
-    module = sys.modules[top]
-    folders = [Path(path) for path in getattr(module, "__path__", ())]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    if not folders and getattr(module, "__file__", None):
-        files = [Path(str(module.__file__))]
-    if not files:
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    if top == "__main__" and spec is not None and spec.parent:  # python -m package.module
+        top = spec.parent.partition(".")[0]
+    try:
+        digest = _digest(top)
+        names = {str(name) for name in packages_distributions().get(top, ()) if name}
+        versions = [f"{name}=={version(name)}" for name in sorted(names)]
+    except Exception:  # a zip file, a broken link, metadata that are damaged
         return f"{top} {uuid4().hex}"
+    if _first_digests.setdefault(top, digest) != digest:
+        return f"{top} {uuid4().hex}"
+    return " ".join([top, *versions, digest])
+
+
+def _digest(top: str) -> str:
+    """SHA-256 of all files of a package, or of the one of a module. OSError where there is none."""
+    module = sys.modules[top]
+    roots = [Path(path) for path in getattr(module, "__path__", ())]
     digest = sha256()
-    for path in files:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    names = sorted(set(packages_distributions().get(top, ())))
-    return " ".join([top, *(f"{name}=={version(name)}" for name in names), digest.hexdigest()])
+    for root in roots or [Path(module.__file__ or "")]:
+        for path in _files(root):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Files below a folder by name, through links too; the root itself where it is a file."""
+    if not root.is_dir():
+        yield root
+    seen = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder, name) for name in sorted(files))

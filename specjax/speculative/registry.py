@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from threading import RLock
 from typing import Any, TypeVar
 
-from specjax.speculative.custom import CustomSpecAlgo
+from specjax.speculative.custom import CustomSpecAlgo, note_sources
 
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
@@ -22,6 +23,7 @@ _FACTORIES = {
 # names that mean something in SGLang, which no package may take
 RESERVED = (*_FACTORIES, *ALIASES, "STANDALONE", "NGRAM", "MULTI_LAYER_EAGLE", "DFLASH", "DSPARK")
 _custom: dict[str, Any] = {}
+_loading = RLock()  # held while a package is imported, whose names are there before it is done
 # what a class in the place of CustomSpecAlgo must have
 _METHODS = [
     name for name, value in vars(CustomSpecAlgo).items() if callable(value) and name[0] != "_"
@@ -46,14 +48,14 @@ def find(name: str | None) -> Any:
     if place is not None:
         module, attribute = place.split(":")
         return getattr(import_module(module), attribute)
-    if key not in _custom:
-        points = [point for point in entry_points(group=GROUP) if point.name.upper() == key]
-        if not points:
-            raise ValueError(
-                f"speculative_algorithm={name!r} is not one of {list(names())} or None"
-            )
-        _load(name, key, points)
-    return _custom[key]
+    with _loading:
+        if key not in _custom:
+            points = [point for point in entry_points(group=GROUP) if point.name.upper() == key]
+            if not points:
+                known = f"{list(names())} or None"
+                raise ValueError(f"speculative_algorithm={name!r} is not one of {known}")
+            _load(name, key, points)
+        return _custom[key]
 
 
 def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
@@ -61,9 +63,12 @@ def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
     owners = [f"{point.value} of {point.dist and point.dist.name}" for point in points]
     if len(set(owners)) > 1:
         raise ValueError(f"speculative_algorithm={name!r} is in {owners}; uninstall all but one")
+    before = dict(_custom)
     try:
         points[0].load()
     except Exception as error:
+        _custom.clear()
+        _custom.update(before)
         raise ValueError(
             f"speculative_algorithm={name!r}: {owners[0]} cannot be loaded: {error!r}"
         ) from error
@@ -97,8 +102,8 @@ def register_algorithm(
     Raises:
         ValueError: the name is reserved or taken, or ``spec_class`` lacks a method.
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"name={name!r} of an algorithm must be letters, digits and underscores")
+    if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+        raise ValueError(f"name={name!r} of an algorithm must be letters, digits, _ and -")
     key = name.upper()
     if key in RESERVED:
         raise ValueError(f"name={name!r} is reserved, as are {list(RESERVED)}")
@@ -110,10 +115,19 @@ def register_algorithm(
     def register(factory: Factory) -> Factory:
         if not callable(factory):
             raise ValueError(f"the factory {factory!r} of {name!r} must be callable")
-        if (taken := _custom.get(key)) is not None:
-            owner = getattr(taken.factory, "__module__", "another module")
-            raise ValueError(f"name={name!r} is taken by {owner}")
-        _custom[key] = spec_class(key, factory, supports_overlap, validate_server_args)
+        taken = getattr(_custom.get(key), "factory", None)
+        if key in _custom and _origin(taken) != _origin(factory):  # a module may be reloaded
+            raise ValueError(f"name={name!r} is taken by {_origin(taken)}")
+        try:
+            made = spec_class(key, factory, supports_overlap, validate_server_args)
+        except TypeError as error:
+            raise ValueError(f"spec_class={spec_class!r} of {name!r}: {error}") from error
+        _custom[key] = made
+        note_sources(getattr(factory, "__module__", ""))
         return factory
 
     return register
+
+
+def _origin(factory: Any) -> str:
+    return f"{getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', '')}"

@@ -19,7 +19,7 @@ from specjax.engine.build import plan_parts
 from specjax.engine.diagnostics import next_logits
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
-from specjax.speculative import eagle
+from specjax.speculative.algorithm import SpeculativeAlgorithm
 
 from ..settings import counted_compilations, kept_cache_settings
 from ..tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
@@ -422,7 +422,7 @@ def test_missing_tensors_are_named_before_anything_compiles(files, tmp_path, mon
 
 
 def test_running_ahead_needs_an_algorithm_that_can(files, monkeypatch) -> None:
-    monkeypatch.setattr(eagle, "EAGLE3", replace(eagle.EAGLE3, supports_overlap=False))
+    monkeypatch.setattr(SpeculativeAlgorithm, "supports_overlap", False)
     with pytest.raises(ValueError, match="overlap=True, which EAGLE3 does not support"):
         files.small(overlap=True)
 

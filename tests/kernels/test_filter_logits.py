@@ -143,6 +143,16 @@ def test_logits_of_any_scale(run, lowest, spread):
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (4, 0.9, 0.0), (4, 1.0, 0.5), (2, 0.9, 0.1)]
+)
+def test_an_infinite_logit_is_the_best(run, top_k, top_p, min_p):
+    found = kept([0, 1, INF, 2], top_k, top_p, min_p, run)
+    assert 2 in found
+    assert len(found) <= top_k
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_greedy_rows_are_not_filtered(run):
     row = np.array([[1.0, 2.0]], np.float32)
     limits = np.array([1], np.int32), np.array([0.1], np.float32), np.array([1.0], np.float32)

@@ -1,6 +1,9 @@
 """Algorithms of other packages: what registers them, and what is refused."""
 
+import ast
 import importlib
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +116,24 @@ def test_a_registered_algorithm_is_found_by_its_name_in_any_case() -> None:
         assert found.is_speculative()
         assert not found.supports_target_verify_for_draft()
     args = EngineArgs(speculative_algorithm="my_own", page_size=8, overlap=True)
-    assert args.algorithm == Silent("MY_OWN", size=8)
+    assert args.algorithm == Silent("another name", size=8)
     assert seen == [args]
+    assert args.supports_overlap
     assert registry.find("eagle").name == "EAGLE"
 
 
 def test_running_ahead_is_off_unless_it_is_registered() -> None:
     register_algorithm("silent")(lambda args: Silent("silent"))
-    assert not EngineArgs(speculative_algorithm="silent").algorithm.supports_overlap
+    assert not EngineArgs(speculative_algorithm="silent").supports_overlap
     with pytest.raises(ValueError, match="overlap=True, which SILENT does not support"):
         EngineArgs(speculative_algorithm="silent", overlap=True)
+
+    class Late(Silent):
+        supports_overlap = False
+
+    register_algorithm("late", supports_overlap=True)(lambda args: Late("late"))
+    with pytest.raises(ValueError, match="overlap=True, which late does not support"):
+        EngineArgs(speculative_algorithm="late", overlap=True)
 
 
 def test_a_validator_refuses_arguments() -> None:
@@ -140,15 +151,19 @@ def test_reserved_names_are_refused(name: str) -> None:
         register_algorithm(name)
 
 
-@pytest.mark.parametrize("name", ["", "two words", "a-b", None, 3])
+@pytest.mark.parametrize("name", ["", "two words", "a/b", None, 3])
 def test_what_is_no_name_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="of an algorithm must be letters"):
         register_algorithm(name)
 
 
 def test_a_name_is_taken_once() -> None:
-    register_algorithm("silent")(lambda args: Silent("silent"))
-    with pytest.raises(ValueError, match=f"name='Silent' is taken by {__name__}"):
+    def make(args: Any) -> Silent:
+        return Silent("silent")
+
+    register_algorithm("silent")(make)
+    register_algorithm("silent")(make)  # its module was loaded again
+    with pytest.raises(ValueError, match=r"name='Silent' is taken by .*\.make"):
         register_algorithm("Silent")(lambda args: Silent("silent"))
 
 
@@ -176,23 +191,37 @@ def test_a_class_of_its_own_is_used() -> None:
 @pytest.mark.parametrize("factory", [lambda args: None, lambda args: Silent])
 def test_a_factory_that_makes_something_else_is_refused(factory: Any) -> None:
     register_algorithm("silent")(factory)
-    with pytest.raises(ValueError, match=r"of speculative_algorithm='SILENT' made .*, which is no"):
+    with pytest.raises(ValueError, match=r"of speculative_algorithm='SILENT' made .*, no Spec"):
         EngineArgs(speculative_algorithm="silent")
     with pytest.raises(ValueError, match="factory 3 of 'other' must be callable"):
         register_algorithm("other")(3)  # type: ignore[type-var]
 
 
+def test_a_factory_that_fails_is_named() -> None:
+    class Half(SpeculativeAlgorithm):
+        pass
+
+    register_algorithm("half")(lambda args: Half("half"))  # type: ignore[abstract]
+    with pytest.raises(ValueError, match=r"factory of .*'HALF' failed: .*abstract"):
+        EngineArgs(speculative_algorithm="half")
+    register_algorithm("own")(lambda args: args.shapes)
+    with pytest.raises(ValueError, match=r"factory of .*'OWN' failed: RecursionError"):
+        EngineArgs(speculative_algorithm="own")
+
+
 def test_an_installed_package_is_imported_where_it_is_named(site: Path) -> None:
     install(site, "echo_plugin", ECHO, "Echo = echo_plugin")
-    install(site, "other_plugin", "raise RuntimeError('broken')", "broken = other_plugin")
+    broken = ECHO.replace('"echo"', '"broken"') + "raise RuntimeError('broken')"
+    install(site, "other_plugin", broken, "broken = other_plugin")
     assert {"ECHO", "BROKEN"} < set(registry.names())
     registry.find("eagle3")
     assert "echo_plugin" not in sys.modules
     args = EngineArgs(speculative_algorithm="echo", speculative_num_steps=2, overlap=True)
     assert args.shape == DraftShape.chain(2)
     assert "other_plugin" not in sys.modules
-    with pytest.raises(ValueError, match=r"other_plugin cannot be loaded: .*broken"):
-        EngineArgs(speculative_algorithm="BROKEN")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"other_plugin cannot be loaded: .*broken"):
+            EngineArgs(speculative_algorithm="BROKEN")
     EngineArgs(speculative_algorithm="Echo")
 
 
@@ -205,15 +234,35 @@ def test_entry_points_that_register_nothing_or_clash_are_refused(site: Path) -> 
         registry.find("twice")
 
 
+def facts_in_a_process(site: Path, *, edit: str = "") -> tuple[str, ...]:
+    """Facts of the installed algorithm in a process of its own, edited there once it is loaded."""
+    table = site / "echo_plugin" / "sub" / "table.txt"
+    code = (
+        "from pathlib import Path\n"
+        "from specjax.engine.args import EngineArgs\n"
+        "algorithm = EngineArgs(speculative_algorithm='echo').algorithm\n"
+        f"if {edit!r}: Path({str(table)!r}).write_text({edit!r})\n"
+        "print(repr(algorithm.cache_facts()))\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    facts: tuple[str, ...] = ast.literal_eval(done.stdout)
+    return facts
+
+
 def test_compiled_functions_depend_on_a_package_as_a_whole(site: Path) -> None:
+    """Also on files that are no Python; not on what was edited after it was imported."""
     install(site, "echo_plugin", ECHO, "echo = echo_plugin")
-    (site / "echo_plugin" / "helper.py").write_text("SIZE = 1\n")
-    algorithm = EngineArgs(speculative_algorithm="echo").algorithm
-    (facts,) = algorithm.cache_facts()
-    assert facts.startswith("echo_plugin echo_plugin==1.5 ")
-    assert algorithm.cache_facts() == (facts,)
-    (site / "echo_plugin" / "helper.py").write_text("SIZE = 2\n")
-    assert algorithm.cache_facts() != (facts,)
+    (site / "echo_plugin" / "sub").mkdir()
+    (site / "echo_plugin" / "sub" / "table.txt").write_text("1")
+    first = facts_in_a_process(site)
+    assert first[0] == "echo_plugin.Echo"
+    assert first[1].startswith("echo_plugin echo_plugin==1.5 ")
+    assert facts_in_a_process(site) == first
+    edited = facts_in_a_process(site, edit="2")
+    after = facts_in_a_process(site)
+    assert len({first, edited, after}) == 3
     for name in ("NONE", "EAGLE3"):
         assert registry.find(name).cache_facts() == ()
 
