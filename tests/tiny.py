@@ -105,15 +105,15 @@ def chains(*steps: int) -> tuple[DraftShape, ...]:
 
 
 @cache
-def _made_runner(head: DraftConfig | None, config: RunnerConfig) -> ModelRunner:
+def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
     runner = ModelRunner(config.algorithm.networks(TARGET, head), config)
     runner.compile(show_progress=False)
-    runner.load(target_model()[1], () if head is None else head_weights(head))
+    runner.load(target_model()[1], head_weights(head) if isinstance(head, DraftConfig) else ())
     return runner
 
 
 def make_runner(
-    head: DraftConfig | None = None,
+    head: Any = None,
     num_steps: int = 0,
     *,
     rounds: int = 1,
@@ -125,7 +125,7 @@ def make_runner(
     Rounds and prefill have one bucket each, since every function takes seconds to compile.
     """
     config: dict[str, Any] = {
-        "algorithm": algorithm_of(head),
+        "algorithm": changes.get("algorithm") or algorithm_of(head),
         "shapes": chains(num_steps),
         "page_size": page_size,
         "num_pages": 1 + 600 // page_size,

@@ -27,7 +27,11 @@ LIMITS: dict[str, Any] = {
     "speculative_accept_threshold_single": {"above": 0, "at_most": 1},
     "speculative_accept_threshold_acc": {"above": 0, "at_most": 1},
 }
-CHOICES = {"load_format": ("auto", "dummy"), "logprobs_mode": ("raw", "processed")}
+CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "logprobs_mode": ("raw", "processed"),
+    "speculative_ngram_match_type": ("BFS", "PROB"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +41,8 @@ class EngineArgs:
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
-        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, one of an installed package, or ``None``
-            to decode plainly.
+        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, one of an installed package,
+            or ``None`` to decode plainly.
         speculative_num_steps: tokens drafted one behind the other in a round; 5 by default.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
         speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
@@ -57,6 +61,15 @@ class EngineArgs:
         speculative_accept_threshold_acc: divides the probability with which drafts above
             temperature 0 are accepted, up to 1 at most. Below 1 it is lossy as well. 1 turns it
             off.
+        speculative_ngram_min_match_window_size: last tokens that have to be found again, at least.
+        speculative_ngram_max_match_window_size: those that are looked for, up to 16.
+        speculative_ngram_max_bfs_breadth: places that a tree is made of, up to 16; with 1 it is a
+            chain.
+        speculative_ngram_match_type: ``"BFS"`` prefers what followed last, ``"PROB"`` what followed
+            often.
+        speculative_ngram_external_corpus_path: JSON lines, each a text or a list of token ids, that
+            are looked through beside the request's own text.
+        speculative_ngram_external_corpus_max_tokens: a corpus of more is refused.
         draft_rope_theta: overrides the rotary base of the draft head.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
         context_length: prompt and completion together; the model's own limit by default.
@@ -104,6 +117,12 @@ class EngineArgs:
     speculative_use_rejection_sampling: bool = False
     speculative_accept_threshold_single: float = 1.0
     speculative_accept_threshold_acc: float = 1.0
+    speculative_ngram_min_match_window_size: int = 1
+    speculative_ngram_max_match_window_size: int = 12
+    speculative_ngram_max_bfs_breadth: int = 10
+    speculative_ngram_match_type: str = "BFS"
+    speculative_ngram_external_corpus_path: str | PathLike[str] | None = None
+    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     draft_rope_theta: float | None = None
     dtype: str = "auto"
     context_length: int | None = None

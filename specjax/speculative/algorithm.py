@@ -5,7 +5,7 @@ compiled rounds are shared; they ask the algorithm and never which one it is.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
 # a request brings from one round to the next. Both are donated through every call.
 State = Any
 Rows = Any
+# how the names of engine arguments begin that only drafting reads
+DRAFTING = ("speculative_", "draft", "simulate_")
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,18 @@ class SpeculativeAlgorithm(ABC):
 
         ValueError with value, limit and knob.
         """
+        options = [option for option in fields(args) if option.name.startswith(DRAFTING)]
+        given = [option.name for option in options if getattr(args, option.name) != option.default]
+        if unread := [name for name in given if not self.reads(name)]:
+            raise ValueError(
+                f"{unread} are given, but nothing reads them with speculative_algorithm="
+                f"{args.speculative_algorithm!r}; leave them out, or set another"
+            )
         self.draft_shape(args)
+
+    def reads(self, option: str) -> bool:
+        """Whether an engine argument of drafting means anything here; else it keeps its default."""
+        return not option.startswith("speculative_ngram_")
 
     @abstractmethod
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:

@@ -40,7 +40,8 @@ def test_what_it_is(name) -> None:
     assert found.is_none() == (name == "NONE")
     assert found.is_eagle() == name.startswith("EAGLE")
     assert found.is_eagle3() == (name == "EAGLE3")
-    assert not any((found.is_ngram(), found.is_standalone(), found.is_dflash()))
+    assert found.is_ngram() == (name == "NGRAM")
+    assert not any((found.is_standalone(), found.is_dflash()))
     assert not found.supports_target_verify_for_draft()
     assert found.lookahead == found.is_eagle()
     assert eval(repr(found), {type(found).__name__: type(found)}) == found  # a key of the cache

@@ -1,0 +1,249 @@
+"""Where a text ended like this before, and what followed: continuations, and the tree of them.
+
+Axes: B batch, C history, W window, M continuations, S their length, T tree rows.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from specjax.speculative.tree import DraftTree
+
+NO_TOKEN = -1
+# no token of any text: what stands before the beginning of the text that is looked for
+OUTSIDE = -2
+# pivots of one step of the search in a corpus: 10 million tokens take four steps
+PIVOTS = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Continuations:
+    """What followed earlier occurrences of a text's end, best first.
+
+    The longer the match the better, and the more recent among equals.
+    """
+
+    tokens: jax.Array  # i32 [B, M, S], -1 behind the last one
+    matched: jax.Array  # i32 [B, M], tokens before it that agree with the text's end; 0 for none
+
+
+def from_history(
+    history: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    window: tuple[int, int],
+    most: int,
+    length: int,
+) -> Continuations:
+    """The ``most`` best continuations out of the text itself.
+
+    A continuation that reaches the text's end goes on from its own beginning, as a text does that
+    repeats itself.
+
+    Args:
+        history: i32 ``[B, C]``, garbage behind the text; W * C is at most 2**24, since float32
+            ranks the occurrences.
+        num_tokens: i32 ``[B]`` of the text.
+        window: least and most tokens that have to agree.
+        most: M.
+        length: S.
+    """
+    context, (least, widest) = history.shape[1], window
+    most = min(most, context)
+    last = num_tokens[:, None] - 1
+    place = jnp.arange(context, dtype=jnp.int32)
+    padded = jnp.pad(history, ((0, 0), (widest - 1, 0)), constant_values=NO_TOKEN)
+    ends = last_tokens(history, num_tokens, widest)
+    agrees, matched = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
+    for back in range(widest):
+        begin = widest - 1 - back
+        agrees &= padded[:, begin : begin + context] == ends[:, back, None]
+        matched += agrees.astype(jnp.int32)
+    matched = jnp.where((place < last) & (matched >= least), matched, 0)
+    # top_k of floats is a kernel of its own, that of integers a sort
+    rank = jnp.where(matched > 0, (matched - 1) * context + place, -1).astype(jnp.float32)
+    found = jax.lax.top_k(rank, most)[1]
+    matched = jnp.take_along_axis(matched, found, axis=1)
+    period = jnp.maximum(last - found, 1)[:, :, None]
+    steps = jnp.arange(length, dtype=jnp.int32)
+    index = found[:, :, None] + 1 + steps % period
+    flat = jnp.minimum(index, context - 1).reshape(len(history), -1)
+    tokens = jnp.take_along_axis(history, flat, axis=1).reshape(index.shape)
+    return Continuations(jnp.where(matched[:, :, None] > 0, tokens, NO_TOKEN), matched)
+
+
+def from_corpus(
+    tokens: jax.Array,
+    order: jax.Array,
+    ends: jax.Array,
+    *,
+    window: tuple[int, int],
+    most: int,
+    length: int,
+) -> Continuations:
+    """The ``most`` best continuations that stand beside the text's end in a sorted corpus.
+
+    Args:
+        tokens: i32 ``[N]``, documents with -1 before, between and behind them.
+        order: i32 ``[P]``, places of all tokens, sorted by the W tokens that end there, the last
+            one first; the more recent last.
+        ends: i32 ``[B, W]`` of :func:`last_tokens`.
+        window: least and most tokens that have to agree.
+        most: M.
+        length: S.
+    """
+    least, widest = window
+    back = jnp.arange(widest, dtype=jnp.int32)
+
+    def ending_at(index: jax.Array) -> jax.Array:
+        places = order[jnp.clip(index, 0, order.shape[0] - 1)]
+        return tokens[jnp.maximum(places[..., None] - back, 0)]
+
+    def is_before(index: jax.Array) -> jax.Array:
+        """Whether entries ``[B, n]`` are not behind where the text's end would stand."""
+        found = ending_at(index)
+        differs = found != ends[:, None, :]
+        first = jnp.argmax(differs, axis=2)[:, :, None]
+        smaller = jnp.take_along_axis(found, first, axis=2) <= jnp.take_along_axis(
+            jnp.broadcast_to(ends[:, None, :], found.shape), first, axis=2
+        )
+        return smaller[:, :, 0] & (index < order.shape[0])
+
+    above = jnp.zeros((len(ends), 1), jnp.int32)
+    size = order.shape[0]
+    while size > 0:
+        step = -(-size // PIVOTS)
+        pivots = above + step * jnp.arange(1, PIVOTS + 1, dtype=jnp.int32) - 1
+        above += step * jnp.sum(is_before(pivots), axis=1, dtype=jnp.int32, keepdims=True)
+        size = step - 1
+    near = above + jnp.arange(-most, most, dtype=jnp.int32)
+    inside = (near >= 0) & (near < order.shape[0])
+    agrees = jnp.cumprod((ending_at(near) == ends[:, None, :]).astype(jnp.int32), axis=2)
+    matched = jnp.where(inside, jnp.sum(agrees, axis=2, dtype=jnp.int32), 0)
+    matched = jnp.where(matched >= least, matched, 0)
+    places = order[jnp.clip(near, 0, order.shape[0] - 1)]
+    behind = places[:, :, None] + 1 + jnp.arange(length, dtype=jnp.int32)
+    found = tokens[jnp.minimum(behind, tokens.shape[0] - 1)]
+    is_real = jnp.cumprod((found >= 0).astype(jnp.int32), axis=2) > 0
+    # an end of a document is no continuation
+    matched = jnp.where(is_real[:, :, 0], matched, 0)
+    found = jnp.where(is_real & (matched[:, :, None] > 0), found, NO_TOKEN)
+    return best_of(Continuations(found, matched), places, most)
+
+
+def best_of(some: Continuations, recency: jax.Array, most: int) -> Continuations:
+    """The best M of some continuations ``[B, N]``; ``recency`` i32 ``[B, N]`` is higher later."""
+    matched, count = some.matched, some.matched.shape[1]
+    index = jnp.arange(count, dtype=jnp.int32)
+    longer = matched[:, None, :] > matched[:, :, None]
+    equal = matched[:, None, :] == matched[:, :, None]
+    later = recency[:, None, :] > recency[:, :, None]
+    same = recency[:, None, :] == recency[:, :, None]
+    before = longer | equal & (later | same & (index < index[:, None]))
+    rank = jnp.sum(before, axis=2, dtype=jnp.int32)
+    wanted = jnp.arange(most, dtype=jnp.int32)
+    chosen = jnp.argmax(rank[:, None, :] == wanted[:, None], axis=2)
+    return Continuations(
+        jnp.take_along_axis(some.tokens, chosen[:, :, None], axis=1),
+        jnp.take_along_axis(matched, chosen, axis=1),
+    )
+
+
+def joined(own: Continuations, others: Continuations) -> Continuations:
+    """The best of a text's own continuations and others; its own among equals."""
+    both: Continuations = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, others)
+    most, total = own.matched.shape[1], both.matched.shape[1]
+    recency = jnp.broadcast_to(-jnp.arange(total, dtype=jnp.int32), both.matched.shape)
+    return best_of(both, recency, most)
+
+
+def last_tokens(history: jax.Array, num_tokens: jax.Array, widest: int) -> jax.Array:
+    """The last W tokens of texts i32 ``[B, C]``, the last one first; -2 before the first one."""
+    index = num_tokens[:, None] - 1 - jnp.arange(widest, dtype=jnp.int32)
+    found = jnp.take_along_axis(history, jnp.maximum(index, 0), axis=1)
+    return jnp.where(index >= 0, found, OUTSIDE)
+
+
+def confidence(matched: jax.Array) -> jax.Array:
+    """How likely the token behind a match of so many tokens comes again, f32."""
+    return 1.0 - 0.6 * 0.7 ** matched.astype(jnp.float32)
+
+
+def ngram_tree(
+    bonus_tokens: jax.Array, some: Continuations, *, num_draft_tokens: int, by_frequency: bool
+) -> tuple[DraftTree, jax.Array]:
+    """The tree of the T - 1 likeliest nodes of continuations, and how many it has i32 ``[B]``.
+
+    Equal beginnings are one node. A node is as likely as its match is sure, once for each level;
+    ``by_frequency`` times the share of the continuations that it is the beginning of. That never
+    grows along a path, and among equals the lower level wins: parents are chosen with their
+    children, and come before them. Nodes that are missing are children of the root, token 0.
+    """
+    batch, most, steps = some.tokens.shape
+    rows = num_draft_tokens
+    index = jnp.arange(most, dtype=jnp.int32)
+    is_real = some.tokens >= 0  # [B, M, S]
+    equal = some.tokens[:, :, None] == some.tokens[:, None]
+    # whether two begin with the same level + 1 tokens, [B, M, M, S]
+    same = jnp.cumprod((equal & is_real[:, None]).astype(jnp.int32), axis=3) > 0
+    leader = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best one with this beginning
+    is_node = is_real & (leader == index[:, None])
+    sure = confidence(some.matched)[:, :, None]
+    score = jnp.cumprod(jnp.broadcast_to(sure, is_real.shape), axis=2)
+    if by_frequency:
+        total = jnp.sum(some.matched > 0, axis=1, dtype=jnp.float32)[:, None, None]
+        score = score * jnp.sum(same, axis=2, dtype=jnp.float32) / jnp.maximum(total, 1.0)
+    # Candidates in the order of rows: by level, and the preferred one of equals last, which is the
+    # recent one by recency and the early one by frequency.
+    turn = slice(None) if by_frequency else slice(None, None, -1)
+
+    def flat(grid: jax.Array) -> jax.Array:
+        return jnp.swapaxes(grid[:, turn], 1, 2).reshape(batch, steps * most)
+
+    score, nodes, depth = (
+        flat(score),
+        flat(is_node),
+        jnp.repeat(jnp.arange(steps, dtype=jnp.int32), most),
+    )
+    place = jnp.arange(steps * most, dtype=jnp.int32)
+    higher = score[:, None, :] > score[:, :, None]
+    ties = score[:, None, :] == score[:, :, None]
+    first = (depth < depth[:, None]) | ((depth == depth[:, None]) & (place > place[:, None]))
+    rank = jnp.sum((higher | ties & first) & nodes[:, None, :], axis=2, dtype=jnp.int32)
+    chosen = nodes & (rank < rows - 1)
+    row = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)  # of a chosen candidate, from 1 on
+    wanted = jnp.arange(1, rows, dtype=jnp.int32)
+    picks = chosen[:, None, :] & (row[:, None, :] == wanted[:, None])  # [B, T - 1, P]
+    source = jnp.argmax(picks, axis=2)
+    count = row[:, -1]
+    is_filled = wanted <= count[:, None]
+
+    def of_rows(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jnp.broadcast_to(values, nodes.shape), source, axis=1)
+
+    drafts = jnp.where(is_filled, of_rows(flat(some.tokens)), 0)
+    # the row of the node above: that of the leader one level up
+    by_grid = jnp.swapaxes(row.reshape(batch, steps, most), 1, 2)[:, turn]
+    above = jnp.take_along_axis(by_grid, leader, axis=1)[:, :, :-1]
+    above = flat(jnp.pad(above, ((0, 0), (0, 0), (1, 0))))
+    root = jnp.full((batch, 1), -1, jnp.int32)
+    parents = jnp.concatenate([root, jnp.where(is_filled, of_rows(above), 0)], axis=1)
+    depths = jnp.where(is_filled, of_rows(depth) + 1, 1)
+    depths = jnp.pad(depths, ((0, 0), (1, 0)))
+    branch = of_rows(flat(jnp.broadcast_to(index[:, None], is_real.shape)))
+    # a row sees those that its own continuation begins with, itself, and the root
+    owners = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    sees = same[owners, branch[:, :, None], branch[:, None, :], depths[:, None, 1:] - 1]
+    sees &= is_filled[:, None] & is_filled[:, :, None]
+    sees &= depths[:, None, 1:] <= depths[:, 1:, None]
+    sees |= wanted[:, None] == wanted
+    mask = jnp.pad(sees, ((0, 0), (1, 0), (1, 0))).at[:, :, 0].set(True)
+    tree = DraftTree(
+        draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
+        parents=parents,
+        depths=depths,
+        tree_mask=mask,
+    )
+    return tree, count

@@ -1,0 +1,214 @@
+"""Matches, corpora and their trees, against the same written out in Python."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.checkpoints.corpus import open_corpus, sort_corpus
+from specjax.speculative.ngram_match import (
+    NO_TOKEN,
+    Continuations,
+    from_corpus,
+    from_history,
+    joined,
+    last_tokens,
+    ngram_tree,
+)
+
+WINDOW = (1, 12)
+DOCUMENTS = [list(range(1, 11)), [1, 2, 3, 44, 55, 66, 77, 88, 99, 100]]
+CONTEXT = 24
+
+
+@partial(jax.jit, static_argnames=("nodes", "by_frequency"))
+def draft(history, num_tokens, tokens, order, *, nodes, by_frequency):
+    sizes = {"window": WINDOW, "most": 10, "length": nodes - 1}
+    ends = last_tokens(history, num_tokens, WINDOW[1])
+    found = joined(
+        from_history(history, num_tokens, **sizes), from_corpus(tokens, order, ends, **sizes)
+    )
+    roots = jnp.take_along_axis(history, num_tokens[:, None] - 1, axis=1)[:, 0]
+    return ngram_tree(roots, found, num_draft_tokens=nodes, by_frequency=by_frequency)
+
+
+@pytest.mark.parametrize(
+    ("query", "by_frequency", "expected", "count"),
+    [
+        ([1, 2, 3], False, [3, 4, 44, 5, 55, 6, 66, 77], 7),
+        ([1, 2, 3], True, [3, 44, 4, 55, 5, 66, 6, 7], 7),
+        ([3, 44], False, [44, 55, 66, 77, 88, 99, 100, 0], 6),
+        ([3, 44], True, [44, 55, 66, 77, 88, 99, 100, 0], 6),
+        ([10], False, [10, 0, 0, 0, 0, 0, 0, 0], 0),  # documents are not joined
+        ([3, 6, 999], False, [999, 0, 0, 0, 0, 0, 0, 0], 0),
+        ([7, 9, 7], False, [7, 8, 9, 9, 7, 10, 9, 7], 7),  # the text's own end, over and over
+    ],
+)
+def test_drafts_of_a_corpus(query, by_frequency, expected, count):
+    """SGLang's golden cases of its n-gram corpus, and the limits of a document."""
+    history = np.full((1, CONTEXT), 4, np.int32)  # garbage behind the text, which is in the corpus
+    history[0, : len(query)] = query
+    tree, found = draft(
+        history,
+        np.array([len(query)], np.int32),
+        *sort_corpus(DOCUMENTS, WINDOW[1]),
+        nodes=8,
+        by_frequency=by_frequency,
+    )
+    assert found.tolist() == [count]
+    assert tree.draft_tokens.tolist() == [expected]
+
+
+def agreeing(text, place, ends):
+    """Tokens up to a place that agree with the end of another text."""
+    both = zip(reversed(text[: place + 1]), reversed(ends), strict=False)
+    count = 0
+    for ours, theirs in list(both)[: WINDOW[1]]:
+        if ours != theirs:
+            break
+        count += 1
+    return count
+
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=CONTEXT)
+
+
+@settings(max_examples=60)
+@given(text=TEXTS, garbage=st.integers(0, 3), least=st.integers(1, 3))
+def test_matches_of_a_history(text, garbage, least):
+    history = np.full((1, CONTEXT), garbage, np.int32)
+    history[0, : len(text)] = text
+    found = from_history(
+        history, np.array([len(text)], np.int32), window=(least, 12), most=4, length=5
+    )
+    places = sorted(
+        ((agreeing(text, place, text), place) for place in range(len(text) - 1)), reverse=True
+    )
+    best = [(count, place) for count, place in places if count >= least][:4]
+    matched = [count for count, _ in best]
+    assert found.matched.tolist() == [matched + [0] * (4 - len(best))]
+    for i, (_, place) in enumerate(best):
+        longer = list(text)
+        for _ in range(5):  # a text that repeats itself
+            longer.append(longer[place + 1 - len(text)])
+        assert found.tokens[0, i].tolist() == longer[place + 1 :][:5], (text, place)
+
+
+@settings(max_examples=60)
+@given(
+    documents=st.lists(TEXTS, min_size=1, max_size=6),
+    text=TEXTS,
+    copies=st.integers(1, 30),
+)
+def test_the_longest_matches_of_a_corpus_are_found(documents, text, copies):
+    """More than one step of the search, the latest of whole windows, ends of documents left out."""
+    documents = documents * copies
+    tokens, order = sort_corpus(documents, WINDOW[1])
+    assert sorted(order.tolist()) == [i for i, token in enumerate(tokens) if token >= 0]
+    history = np.array([text + [0] * (CONTEXT - len(text))], np.int32)
+    ends = last_tokens(history, np.array([len(text)]), WINDOW[1])
+    found = from_corpus(tokens, order, ends, window=WINDOW, most=3, length=4)
+    every = [(agreeing(d, i, text), d[i + 1 : i + 5]) for d in documents for i in range(len(d))]
+    lengths = sorted((count for count, rest in every if rest and count), reverse=True)
+    ends_inside = any(count >= lengths[0] and not rest for count, rest in every) if lengths else 1
+    matched = [count for count in found.matched[0].tolist() if count]
+    if not ends_inside:  # an end of a document may stand nearer
+        assert matched[:1] == lengths[:1]
+    for count, tokens_behind in zip(matched, found.tokens[0].tolist(), strict=False):
+        kept = [token for token in tokens_behind if token >= 0]
+        assert (count, kept) in every
+
+
+def paths(tree, count):
+    """Tokens from the root to every real node."""
+    tokens, parents = tree.draft_tokens[0].tolist(), tree.parents[0].tolist()
+    found = {0: ()}
+    for row in range(1, count + 1):
+        found[row] = (*found[parents[row]], tokens[row])
+    return found
+
+
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=4), min_size=5, max_size=5),
+    matched=st.lists(st.integers(1, 12), min_size=5, max_size=5),
+    nodes=st.sampled_from([2, 6, 16]),
+    by_frequency=st.booleans(),
+)
+def test_trees_of_continuations(texts, matched, nodes, by_frequency):
+    """Nodes are the beginnings of continuations, each once, parents first; the mask is ancestry."""
+    matched = sorted(matched, reverse=True)
+    grid = np.array([text + [NO_TOKEN] * (4 - len(text)) for text in texts], np.int32)[None]
+    counts = np.array([[m if text else 0 for m, text in zip(matched, texts, strict=True)]])
+    tree, count = ngram_tree(
+        jnp.array([9]),
+        Continuations(jnp.asarray(grid), jnp.asarray(counts)),
+        num_draft_tokens=nodes,
+        by_frequency=by_frequency,
+    )
+    beginnings = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
+    count = int(count[0])
+    assert count == min(len(beginnings), nodes - 1)
+    found = paths(tree, count)
+    assert len(set(found.values())) == count + 1
+    assert set(found.values()) <= beginnings | {()}
+    depths, mask = tree.depths[0].tolist(), np.asarray(tree.tree_mask[0])
+    for row in range(nodes):
+        is_real = row <= count
+        path = found[row] if is_real else (None,)
+        assert depths[row] == len(path)
+        sees = {other for other in found if is_real and found[other] == path[: len(found[other])]}
+        assert set(np.flatnonzero(mask[row]).tolist()) == (sees if is_real else {0, row})
+        assert tree.parents[0, row] < row
+
+
+def test_the_likelier_is_drafted_deeper():
+    """A long match goes deep; what followed often goes before what followed last."""
+    texts = [[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3]]
+    grid = jnp.asarray([texts], jnp.int32)
+
+    def drafted(matched, by_frequency):
+        some = Continuations(grid, jnp.asarray([matched]))
+        tree, count = ngram_tree(
+            jnp.array([9]), some, num_draft_tokens=5, by_frequency=by_frequency
+        )
+        return sorted(paths(tree, int(count[0])).values(), key=lambda path: (len(path), path))[1:]
+
+    assert drafted([12, 1, 1, 1], False) == [(1,) * n for n in (1, 2, 3, 4)]
+    assert drafted([12, 12, 12, 12], False) == [(1,), (2,), (3,), (1, 1)]
+    assert drafted([12, 12, 12, 12], True) == [(3,), (3, 3), (3, 3, 3), (3, 3, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("[1, 2]\n[3, 4, 5]\n", "max_tokens=4 tokens from line 2 on"),
+        ("[1, 61]\n", "line 1 has token ids from 1 to 61, but the target has vocab_size=61"),
+        ("[-1]\n", "line 1 has token ids from -1"),
+        ("\n{}\n", "line 2 is neither a string nor a list"),
+        ("[1, true]\n", "line 1 is neither"),
+        ("[1\n", "line 1 is no JSON"),
+        ('"a text"\n', "line 1 is a text, but there is no tokenizer"),
+        ("[]\n", "has no tokens"),
+        (None, "cannot be read"),
+    ],
+)
+def test_bad_corpora_are_refused(tmp_path, lines, message):
+    path = tmp_path / "corpus.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    with pytest.raises(ValueError, match=f"external_corpus_path=.*{message}|{message}"):
+        open_corpus(path, None, vocab_size=61, max_tokens=4, window=12)
+
+
+def test_a_corpus_is_read(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("[7, 8, 7]\n\n[8]\n")
+    corpus = open_corpus(path, None, vocab_size=61, max_tokens=4, window=2)
+    assert corpus.tokens.tolist() == [-1, -1, 7, 8, 7, -1, -1, 8, -1, -1]
+    assert corpus.order.tolist() == [2, 4, 7, 3]
+    assert corpus.config.num_places == 4
