@@ -18,9 +18,6 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DraftConfig, ModelConfig
 
-# format of a head to the algorithm that drafts with it
-_ALGORITHMS = {"eagle-3": "EAGLE3", "eagle-1": "EAGLE"}
-
 
 @dataclass(frozen=True)
 class DraftCheckpoint(Checkpoint[DraftConfig]):
@@ -114,7 +111,7 @@ def open_draft(
     draft: str | os.PathLike[str] | None,
     target: TargetCheckpoint,
     *,
-    algorithm: str | None = None,
+    checkpoint_format: str | None = None,
     rope_theta: float | None = None,
 ) -> DraftCheckpoint:
     """Find a draft head and read its configuration.
@@ -122,15 +119,14 @@ def open_draft(
     Args:
         draft: a directory (published format, or written by :func:`save_orbax`), a Hugging Face
             repository id, or None for the head that ships with an embedded target.
-        algorithm: ``"EAGLE3"``, ``"EAGLE"`` (versions 1 and 2), or None for what the head is.
+        checkpoint_format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or None for what the
+            head is.
         rope_theta: replaces the head's rotary base; some published heads accept more with another
             base than the configured one.
 
     Raises:
         ValueError: if there is no such head, or it cannot serve the target.
     """
-    if algorithm not in (None, *_ALGORITHMS.values()):
-        raise ValueError(f"algorithm={algorithm!r} is not 'EAGLE3' or 'EAGLE'")
     if draft is None:
         path = embedded_head(target.name)
     else:
@@ -145,8 +141,10 @@ def open_draft(
     else:
         source = canonical_source(open_directory(path))
         config = draft_config(path, source, target.config)
-    if algorithm not in (None, found := _ALGORITHMS[config.checkpoint_format]):
-        raise ValueError(f"{path} is an {found} head, not speculative_algorithm={algorithm!r}")
+    if checkpoint_format not in (None, found := config.checkpoint_format):
+        raise ValueError(
+            f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format}"
+        )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
     return DraftCheckpoint(config, path, None if source is None else lambda: source)

@@ -51,12 +51,18 @@ class ModelRunner:
     @property
     def abstract_state(self) -> DeviceState:
         """Shapes of KV pools and rows between rounds."""
-        nets, sizes = self.networks, self.config.sizes
-        algorithm = self.config.algorithm
+        nets, config, sizes = self.networks, self.config, self.config.sizes
+        algorithm = config.algorithm
         target: Any = kv_pool(nets.target_config, sizes.num_kv)
         pools = KVPools(target=target, draft=algorithm.abstract_state(nets, sizes))
-        state = DeviceState(pools, algorithm.create_future_map(nets, sizes))
-        placed: DeviceState = nets.placement.abstract(state)
+        future = algorithm.create_future_map(
+            config.num_slots - 1,
+            config.mixed_prefill_tokens,
+            config.context,
+            nets.placement.device,
+            rows=algorithm.abstract_rows(nets, sizes),
+        )
+        placed: DeviceState = nets.placement.abstract(DeviceState(pools, future))
         return placed
 
     @property

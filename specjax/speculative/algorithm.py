@@ -125,6 +125,29 @@ class SpeculativeAlgorithm(ABC):
         acceptance. With 0 steps the next round is not expected to draft.
         """
 
+    def build_disagg_draft_input(
+        self,
+        rows: Rows | None,
+        bonus_tokens: jax.Array,
+        seq_lens: jax.Array,
+        slots: jax.Array,
+        future: FutureMap,
+    ) -> Rows | None:
+        """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
+
+        Args:
+            rows: what prefill left there, ``None`` where they did not come along.
+            bonus_tokens: i32 ``[B]``.
+            seq_lens: i32 ``[B]``, tokens in the KV pools.
+            slots: i32 ``[B]``, request slots here.
+            future: of this side, which has lengths, bonus tokens and history of the slots already.
+
+        Returns:
+            What the first round here starts from. ``None`` stands for zeros: that round drafts
+            nothing, the later ones as usual.
+        """
+        return rows
+
     # host side
 
     def create_worker(self, args: Any) -> "SpeculativeAlgorithm":
@@ -189,13 +212,31 @@ class SpeculativeAlgorithm(ABC):
         return ()
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> Rows:
-        """Shapes and dtypes of the rows by request slot, ``[R, ...]``; they begin as zeros."""
+        """Shapes and dtypes of the rows by request slot, ``[R, ...]``.
+
+        They begin as zeros, from which nothing is to be drafted.
+        """
         return ()
 
-    def create_future_map(self, networks: Networks, sizes: StateSizes) -> FutureMap:
-        """Shapes and dtypes of all that waits for the next round, by request slot."""
-        rows = self.abstract_rows(networks, sizes)
-        return FutureMap.abstract(sizes.num_slots, sizes.context, rows)
+    def create_future_map(
+        self,
+        max_running_requests: int,
+        chunked_prefill_size: int,
+        context_len: int,
+        device: jax.Device,
+        *,
+        rows: Rows = (),
+    ) -> FutureMap:
+        """Shapes and dtypes of all that waits for the next round, by request slot.
+
+        Args:
+            max_running_requests: requests decoded at once; slot 0, the padding, is one more.
+            chunked_prefill_size: prompt tokens that are computed beside a round.
+            context_len: C, tokens of a request.
+            device: that it will lie on.
+            rows: what :meth:`abstract_rows` gave.
+        """
+        return FutureMap.abstract(max_running_requests + 1, context_len, rows)
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
         """Target layers whose outputs are the features; empty for the last hidden state."""

@@ -50,7 +50,12 @@ class Eagle(SpeculativeAlgorithm):
     """Chains and trees of drafts, one pass of the draft for each level but the first.
 
     State is the draft's KV pool ``[L, num_kv, 2, KV, H]``; rows are a :class:`DraftInput`.
+
+    Attributes:
+        checkpoint_format: of the drafts that it opens, ``"eagle-1"`` or ``"eagle-3"``.
     """
+
+    checkpoint_format: str
 
     # host side
 
@@ -86,7 +91,9 @@ class Eagle(SpeculativeAlgorithm):
     def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[DraftCheckpoint, ...]:
         """The checkpoint that ``draft`` names, or the one that comes with the target."""
         theta, topk = args.draft_rope_theta, args.speculative_eagle_topk
-        draft = open_draft(args.draft, target, algorithm=self.name, rope_theta=theta)
+        draft = open_draft(
+            args.draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
+        )
         if topk > draft.config.draft_vocab_size:
             raise ValueError(
                 f"speculative_eagle_topk={topk} exceeds the draft vocabulary of "
@@ -127,7 +134,7 @@ class Eagle(SpeculativeAlgorithm):
         return True
 
     def is_eagle3(self) -> bool:
-        return self.name == "EAGLE3"
+        return self.checkpoint_format == "eagle-3"
 
     # traced
 
@@ -305,5 +312,5 @@ def first_level(
     return DraftInput(probs[:, 0], ids[:, 0], hidden)
 
 
-EAGLE = Eagle("EAGLE")
-EAGLE3 = Eagle("EAGLE3")
+EAGLE = Eagle("EAGLE", "eagle-1")
+EAGLE3 = Eagle("EAGLE3", "eagle-3")

@@ -62,7 +62,9 @@ def resolve(future: FutureMap, slots: jax.Array) -> Any:
 
 
 def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
-    """Record the algorithm's rows ``[B, ...]``."""
+    """Record the algorithm's rows ``[B, ...]``; zeros for ``None``."""
+    if rows is None:
+        rows = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[slots]), future.rows)
     kept = jax.tree.map(lambda a, b: a.at[slots].set(b.astype(a.dtype)), future.rows, rows)
     return replace(future, rows=kept)
 

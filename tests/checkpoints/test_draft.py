@@ -324,7 +324,9 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
     tensors = eagle_tensors(bias=bias is not False)
     changes = {} if bias is None else {"bias": bias}
     copies = {"lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32)}
-    head = open_head(tmp_path, EAGLE_CONFIG | changes, tensors | copies, algorithm="EAGLE")
+    head = open_head(
+        tmp_path, EAGLE_CONFIG | changes, tensors | copies, checkpoint_format="eagle-1"
+    )
     config, weights = head.config, head.load_weights()
     assert config.checkpoint_format == "eagle-1"
     assert config.fc_bias is (bias is not False)
@@ -400,13 +402,11 @@ def test_missing_heads_and_embeddings(tmp_path: Path) -> None:
         open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), target_changes=changes)
 
 
-def test_algorithm_must_be_the_heads(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is an EAGLE3 head.*=.EAGLE."):
-        open_head(tmp_path, HEAD_CONFIG, head_tensors(), algorithm="EAGLE")
-    with pytest.raises(ValueError, match=r"is an EAGLE head.*='EAGLE3'"):
-        open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), algorithm="EAGLE3")
-    with pytest.raises(ValueError, match="algorithm='MEDUSA'"):
-        open_head(tmp_path, HEAD_CONFIG, head_tensors(), algorithm="MEDUSA")
+def test_the_format_must_be_the_heads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is an eagle-3 head.*_algorithm drafts with eagle-1"):
+        open_head(tmp_path, HEAD_CONFIG, head_tensors(), checkpoint_format="eagle-1")
+    with pytest.raises(ValueError, match=r"is an eagle-1 head.*_algorithm drafts with eagle-3"):
+        open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), checkpoint_format="eagle-3")
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_export_round_trip(
     )
     weights = random_weights(config, 0)
     export_draft(path / "head", config, weights, max_shard_bytes=max_shard_bytes)
-    head = open_draft(path / "head", target(path, torch_dtype=dtype), algorithm="EAGLE3")
+    head = open_draft(path / "head", target(path, torch_dtype=dtype), checkpoint_format="eagle-3")
     restored = head.load_weights()
     if scaling is not None and scaling.rope_type == "linear":
         config = dataclasses.replace(config, rope_scaling=head.config.rope_scaling)
@@ -597,7 +597,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     config = dataclasses.replace(HEAD, rope_scaling=LLAMA3)
     weights = random_weights(config, 3)
     save_orbax(tmp_path / "saved", config, weights)
-    head = open_draft(tmp_path / "saved", target(tmp_path), algorithm="EAGLE3")
+    head = open_draft(tmp_path / "saved", target(tmp_path), checkpoint_format="eagle-3")
     assert head.config == config
     restored = head.load_weights()
     for name, value in weights.items():
@@ -631,7 +631,8 @@ def test_orbax_reads_what_older_versions_wrote(
     body = {"specjax_config": "DraftConfig", **dataclasses.asdict(config), "algorithm": algorithm}
     del body["checkpoint_format"]
     (tmp_path / "config.json").write_text(json.dumps(body))
-    assert open_draft(tmp_path, target(tmp_path), algorithm=algorithm).config == config
+    found = open_draft(tmp_path, target(tmp_path), checkpoint_format=config.checkpoint_format)
+    assert found.config == config
 
 
 def test_orbax_pairs(tmp_path: Path) -> None:
@@ -643,7 +644,7 @@ def test_orbax_pairs(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             open_draft(tmp_path / "saved", target(tmp_path, **changes))
-    with pytest.raises(ValueError, match="not speculative_algorithm='EAGLE'"):
-        open_draft(tmp_path / "saved", target(tmp_path), algorithm="EAGLE")
+    with pytest.raises(ValueError, match="but speculative_algorithm drafts with eagle-1"):
+        open_draft(tmp_path / "saved", target(tmp_path), checkpoint_format="eagle-1")
     with pytest.raises(ValueError, match="holds a DraftConfig, expected a ModelConfig"):
         open_target(tmp_path / "saved")

@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 
 from specjax.engine.args import EngineArgs
+from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative import registry
 from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.speculative.eagle import DraftInput, Eagle
 from specjax.types import DraftShape
+
+from ..tiny import EAGLE3, TARGET, chains
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,37 @@ def test_what_it_is(name) -> None:
     assert not found.supports_target_verify_for_draft()
     assert found.lookahead == found.is_eagle()
     assert eval(repr(found), {type(found).__name__: type(found)}) == found  # a key of the cache
+
+
+class Recorded(Eagle):
+    """Keeps the arguments that its map is made with."""
+
+    def create_future_map(self, *sizes: Any, rows: Any = ()) -> Any:
+        made = super().create_future_map(*sizes, rows=rows)
+        return dataclasses.replace(made, rows={"sizes": sizes, "own": rows})
+
+
+def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = Recorded("RECORDED", "eagle-3")
+    networks = algorithm.networks(TARGET, EAGLE3)
+    monkeypatch.setattr(type(networks.placement), "abstract", lambda self, values: values)
+    config = RunnerConfig(
+        algorithm=algorithm,
+        shapes=chains(2),
+        page_size=4,
+        num_pages=9,
+        pages_per_request=8,
+        num_slots=5,
+        batch_buckets=(4,),
+        prefill_buckets=(16,),
+        attention="reference",
+        mixed_prefill_tokens=16,
+    )
+    future = ModelRunner(networks, config).abstract_state.future
+    assert future.rows["sizes"] == (4, 16, 32, networks.placement.device)
+    assert future.tokens.shape == (5, 32)
+    assert isinstance(future.rows["own"], DraftInput)
+    assert future.rows["own"].hidden.shape == (5, TARGET.hidden_size)
 
 
 def test_shapes() -> None:

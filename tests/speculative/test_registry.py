@@ -20,6 +20,7 @@ from specjax.speculative.algorithm import (
     register_algorithm,
 )
 from specjax.speculative.custom import source_facts
+from specjax.speculative.eagle import Eagle
 from specjax.types import DraftShape
 
 from ..tiny_engines import Files
@@ -274,6 +275,28 @@ def test_sources_that_nobody_can_read_are_of_this_process_alone() -> None:
         assert source_facts(made) != source_facts(made)
     finally:
         del sys.modules["made_here"]
+
+
+@pytest.mark.slow
+def test_a_subclass_of_a_built_in_one_runs_under_another_name(files: Files) -> None:
+    """It opens the same drafts: their format is not its name."""
+
+    class Own(Eagle):
+        pass
+
+    register_algorithm("own", supports_overlap=True)(lambda args: Own("OWN", "eagle-3"))
+    register_algorithm("other")(lambda args: Own("OTHER", "eagle-1"))
+    params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+    outs = []
+    for changes in ({"speculative_algorithm": "own"}, {}):
+        with files.small(**changes) as engine:
+            outs.append(engine.generate(input_ids=[7, 9, 12], sampling_params=params))
+    own, eagle = outs
+    assert own["output_ids"] == eagle["output_ids"]
+    name = "spec_num_correct_drafts"
+    assert own["meta_info"][name] == eagle["meta_info"][name] > 0
+    with pytest.raises(ValueError, match="eagle-3 head, but speculative_algorithm drafts with"):
+        files.small(speculative_algorithm="other")
 
 
 @pytest.mark.slow
