@@ -7,7 +7,8 @@ from specjax.runtime.runner_config import RunnerConfig
 
 # Arrays of logits in float32 that live at once. In a round those of the target, and as they are
 # after penalties and temperature, which the kernels of sampling read; without these kernels noise
-# and what filters keep too. A drafted level has its logits, their noise and their probabilities.
+# and what filters keep too. What is drafted in one pass has its logits, their noise and their
+# probabilities.
 # A prefill has few rows of logits, but its output head adds up partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
 # where drafts are judged by probabilities: both models', the residual and its logarithm
@@ -22,8 +23,10 @@ def temporary_bytes(model: ModelConfig, config: RunnerConfig, num_features: int)
     ``num_features`` of the target's layers are read. XLA takes 0.93 to 1.25 GB of 1.18 to 1.31
     planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). On a CPU attention comes on top.
     """
+    in_one_pass = config.algorithm.supports_target_verify_for_draft()
+    drafted = {shape: shape.nodes if in_one_pass else shape.topk for shape in config.shapes}
     rounds = (
-        _round_bytes(model, config, shape.nodes * batch, shape.topk * batch, num_features)
+        _round_bytes(model, config, shape.nodes * batch, drafted[shape] * batch, num_features)
         for shape in config.shapes
         for batch in config.batch_buckets
     )

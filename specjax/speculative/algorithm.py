@@ -298,7 +298,11 @@ class SpeculativeAlgorithm(ABC):
         return False
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether drafting runs a verify-shaped pass of its network."""
+        """Whether drafting is one pass of its network over all T rows, as a verify is one.
+
+        Such a pass is compiled with the round of each batch bucket, or as its draft stage. It has
+        the logits of all rows at once, which the memory plan counts.
+        """
         return self.is_dflash()
 
     @staticmethod

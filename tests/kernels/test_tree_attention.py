@@ -148,6 +148,19 @@ def test_levels_on_gpu(case, level, dtype):
     check(PALLAS, case, dtype, True, level)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [REFERENCE, CHUNKED, INTERPRET],
+    ids=["reference", "chunked", "interpret"],
+)
+def test_rows_of_a_block_see_each_other(function):
+    q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
+    mask = jnp.ones_like(mask)
+    expected = brute_force(q, pool, table, lens, mask, page_size)
+    out = function(q, pool, 1, table, lens, mask, page_size=page_size)
+    assert relative_error(out, expected) < BOUNDS["float32"]
+
+
 def test_causal_rows_beyond_a_mask_word():
     check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
 
