@@ -1,0 +1,94 @@
+"""Drafts from a Markov table that learns from what an engine reads and writes.
+
+The table has, for two tokens in a row, the one that came behind them last: what was served before,
+prompt or answer, drafts itself. All requests share it. Their tokens do not depend on it, but how
+many drafts are accepted, and with it their time, tells what other requests were served.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from specjax.speculative.algorithm import SpeculativeAlgorithm, register_algorithm
+from specjax.speculative.tree import chain_input
+from specjax.types import DraftShape
+
+# engine arguments that nothing here reads, where they differ from these
+UNUSED = {"draft": None, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": None}
+
+
+@dataclass(frozen=True)
+class Markov(SpeculativeAlgorithm):
+    """Chains from a table i32 ``[size]`` of the tokens behind two others, plus 1; 0 is unknown.
+
+    Rows i32 ``[B]`` are the tokens before the bonus tokens, plus 1; 0 is unknown.
+    """
+
+    size: int = 2**20
+
+    def draft_shape(self, args, steps=None):
+        given = args.speculative_num_steps if steps is None else steps
+        return DraftShape.chain(4 if given is None else given)
+
+    def abstract_state(self, networks, sizes):
+        return jax.ShapeDtypeStruct((self.size,), jnp.int32)
+
+    def create_future_map(self, max_running_requests, *sizes, rows=()):
+        rows = jax.ShapeDtypeStruct((max_running_requests + 1,), jnp.int32)
+        return super().create_future_map(max_running_requests, *sizes, rows=rows)
+
+    def build_disagg_draft_input(self, rows, bonus_tokens, seq_lens, slots, future):
+        return future.tokens[slots, seq_lens - 1] + 1  # as prefill has it, whatever came along
+
+    def prefill(self, batch, state, rows, chunks, features):
+        tokens, positions = chunks.tokens[0], chunks.positions[0]
+        # the first token of a chunk teaches nothing, and padding neither
+        follows = jnp.diff(positions, prepend=positions[:1]) == 1
+        before = jnp.where(follows, jnp.roll(tokens, 1) + 1, 0)
+        state = self.learn(state, before, tokens, chunks.next_tokens[0])
+        return state, tokens[chunks.last] + 1
+
+    def propose(self, batch, state, rows, shape):
+        chain, before, is_known = [batch.bonus_tokens], rows, rows > 0
+        count = jnp.zeros_like(rows)
+        for _ in range(shape.steps):
+            found = state[self.places(before, chain[-1])]
+            is_known &= found > 0
+            count += is_known.astype(jnp.int32)
+            before = chain[-1] + 1
+            chain.append(jnp.maximum(found - 1, 0))
+        return chain_input(jnp.stack(chain, axis=1), batch.seq_lens, count), state
+
+    def extend(self, batch, state, rows, verified, shape):
+        tokens, counts = verified.accept_tokens, verified.num_accepted_tokens[:, None]
+        text = jnp.concatenate([batch.bonus_tokens[:, None], tokens], axis=1)
+        before = jnp.concatenate([rows[:, None], text[:, :-1] + 1], axis=1)
+        is_real = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts
+        known = jnp.where(is_real, before[:, :-1], 0)
+        state = self.learn(state, known, text[:, :-1], tokens)
+        return state, jnp.take_along_axis(before, counts, axis=1)[:, 0]
+
+    def learn(self, table, before, tokens, following):
+        """Write what came behind two tokens; nothing where the first one is unknown."""
+        places = jnp.where(before > 0, self.places(before, tokens), self.size)
+        return table.at[places].set(following + 1, mode="drop")
+
+    def places(self, before, tokens):
+        """Entries i32 of two tokens in a row; where two pairs meet, the later one stays."""
+        mixed = before.astype(jnp.uint32) * jnp.uint32(2654435761) + tokens.astype(jnp.uint32)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)
+        return ((mixed ^ (mixed >> 13)) % self.size).astype(jnp.int32)
+
+
+def refuse_unused(args):
+    """ValueError for engine arguments that would have no effect."""
+    for name, default in UNUSED.items():
+        if (value := getattr(args, name)) != default:
+            raise ValueError(f"{name}={value!r} is not read by a Markov table; leave it {default}")
+
+
+@register_algorithm("markov", supports_overlap=True, validate_server_args=refuse_unused)
+def make_markov(args):
+    """The algorithm of an engine's arguments."""
+    return Markov("MARKOV")
