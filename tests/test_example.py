@@ -1,0 +1,104 @@
+"""The plugin under examples/, built, installed and named, in processes of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .tiny_engines import Files
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "specjax-markov"
+PROMPTS = [[7, 9, 11], [30, 2, 8, 41], [7, 9, 11]]
+SIZES = {"page_size": 4, "max_running_requests": 1, "chunked_prefill_size": 16}
+QUESTIONS = [
+    {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 5} | how,
+    }
+    for how in ({"temperature": 0.0}, {"temperature": 0.8})
+    for prompt in PROMPTS
+]
+ADAPTIVE = {
+    "speculative_algorithm": "markov",
+    "overlap": True,
+    "speculative_adaptive": True,
+    "speculative_num_steps": 3,
+    "speculative_adaptive_config": {"candidate_steps": [1, 3]},
+}
+SERVE = """
+import json, sys
+from specjax import Engine
+arguments, questions = json.load(sys.stdin)
+with Engine(**arguments) as engine:
+    outs = [engine.generate(**question) for question in questions]
+names = ("spec_num_correct_drafts", "spec_num_proposed_drafts")
+drafts = [[out["meta_info"][name] for name in names] for out in outs]
+print(json.dumps([[out["output_ids"] for out in outs], drafts]))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as pip installs it."""
+    folder = tmp_path_factory.mktemp("example")
+    # a copy, since setuptools leaves files beside the sources
+    source = shutil.copytree(EXAMPLE, folder / "source")
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source]
+    subprocess.run(build, check=True, timeout=600)
+    (wheel,) = folder.glob("specjax_markov-*.whl")
+    target = [*pip, "install", "--quiet", "--no-deps", "--target", folder / "site", wheel]
+    subprocess.run(target, check=True, timeout=600)
+    return folder / "site"
+
+
+def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Tokens, and accepted and proposed drafts, of one engine that starts anew."""
+    arguments = SIZES | ADAPTIVE | {"model": str(files.target), "compile_cache_dir": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE],
+        input=json.dumps([arguments, QUESTIONS]),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, drafts = json.loads(done.stdout)
+    return tokens, drafts
+
+
+@pytest.mark.slow
+def test_it_is_installed_named_and_read_anew_after_an_edit(
+    files: Files, site: Path, tmp_path: Path
+) -> None:
+    with files.small(speculative=False, chunked_prefill_size=16) as plain:
+        expected: Any = [plain.generate(**question)["output_ids"] for question in QUESTIONS]
+    cache = tmp_path / "cache"
+    tokens, drafts = serve(site, files, cache)
+    assert tokens == expected
+    for again in (2, 5):  # the first prompt, served again
+        accepted, proposed = drafts[again]
+        assert 0 < accepted <= proposed
+        assert accepted >= 8
+    kept = set(cache.glob("specjax-executables/*.xla"))
+    assert kept
+
+    module = site / "specjax_markov" / "__init__.py"
+    source = module.read_text()
+    edited = source.replace("rows, rows > 0", "rows, rows < 0")
+    assert edited != source
+    module.write_text(edited)
+    tokens, drafts = serve(site, files, cache)
+    assert tokens == expected
+    assert not any(map(any, drafts))
+    compiled = set(cache.glob("specjax-executables/*.xla"))
+    assert len(compiled) == 2 * len(kept)
+    module.write_text(source)
+    assert serve(site, files, cache)[1][2][0] > 0
+    assert set(cache.glob("specjax-executables/*.xla")) == compiled
