@@ -9,6 +9,7 @@ SCRIPTS = str(Path(__file__).resolve().parents[1])
 # the module of each door
 DOORS = {
     "bench_adaptive_speculative": "throughput",
+    "bench_algorithms": "algorithms",
     "bench_attention": "kernels",
     "bench_kernels": "kernels",
     "bench_offline_throughput": "throughput",

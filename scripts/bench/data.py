@@ -90,10 +90,15 @@ def load_phases(args: argparse.Namespace, engine: Any) -> dict[str, list[BenchRe
 
 
 def answers(
-    engine: Any, requests: Sequence[BenchRequest], temperature: float, seed: int
+    engine: Any,
+    requests: Sequence[BenchRequest],
+    temperature: float,
+    seed: int,
+    *,
+    ignore_eos: bool = True,
 ) -> list[dict[str, Any]]:
     """What an engine answers to requests that come at once; the i-th has the seed ``seed + i``."""
-    shared = {"temperature": temperature, "ignore_eos": True}
+    shared = {"temperature": temperature, "ignore_eos": ignore_eos}
     sampling = [
         shared | {"max_new_tokens": request.output_len, "sampling_seed": seed + index}
         for index, request in enumerate(requests)

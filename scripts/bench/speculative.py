@@ -86,14 +86,20 @@ def make_engine(args: argparse.Namespace, shape: DraftShape, lender: Any) -> Any
 
 
 def answer(
-    engine: Any, requests: Sequence[BenchRequest], batch: int, args: argparse.Namespace
+    engine: Any,
+    requests: Sequence[BenchRequest],
+    batch: int,
+    *,
+    temperature: float,
+    seed: int,
+    ignore_eos: bool = True,
 ) -> dict[str, Any]:
     """Figures of requests that run ``batch`` at once, and their tokens."""
     started = time.perf_counter()
     outputs: list[dict[str, Any]] = []
     for first in range(0, len(requests), batch):
         group = requests[first : first + batch]
-        outputs += answers(engine, group, args.temperature, args.seed + first)
+        outputs += answers(engine, group, temperature, seed + first, ignore_eos=ignore_eos)
     seconds = time.perf_counter() - started
     metas = [output["meta_info"] for output in outputs]
     # a plain round is a token; the first one is that of the prompt
@@ -115,6 +121,7 @@ def main(door: str, argv: Sequence[str]) -> int:
     truths: dict[int, dict[str, Any]] = {}
     counts = {batch: max(args.num_prompts // batch, 1) * batch for batch in args.batch}
     requests: list[BenchRequest] = []
+    how = {"temperature": args.temperature, "seed": args.seed}
     with ExitStack() as kept, tqdm(total=len(shapes), unit="shape", file=sys.stderr) as bar:
         lender = None
         for shape in shapes:
@@ -128,9 +135,9 @@ def main(door: str, argv: Sequence[str]) -> int:
                 )
                 for batch in args.batch:
                     count = counts[batch]
-                    answer(engine, requests[:batch], batch, args)  # what is made on first use
+                    answer(engine, requests[:batch], batch, **how)  # what is made on first use
                     engine.flush_cache()
-                    row = answer(engine, requests[:count], batch, args)
+                    row = answer(engine, requests[:count], batch, **how)
                     truth = truths.setdefault(batch, row)
                     equal = map(list.__eq__, row["output_ids"], truth["output_ids"])
                     row |= shape._asdict() | {

@@ -1,0 +1,126 @@
+"""Compares algorithms on prompts: tokens a second and accept length beside plain decoding.
+
+    python scripts/bench_algorithms.py --case EAGLE3 --case "EAGLE3 topk=4 draft_tokens=16" \\
+        --case NGRAM --prompts scripts/data/editing_prompts.jsonl --batch 1,8,32
+
+A case is an algorithm and options of it: ``steps``, ``topk``, ``draft_tokens`` or the name of any
+engine argument. Plain decoding comes first; every text is compared with its.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench import common
+from bench.data import PROMPTS, jsonl_requests
+from bench.speculative import answer
+from specjax.cli.options import engine_arguments
+
+PLAIN = "plain"
+SHORT = {
+    "steps": "speculative_num_steps",
+    "topk": "speculative_eagle_topk",
+    "draft_tokens": "speculative_num_draft_tokens",
+}
+COLUMNS = (
+    ("algorithm", "case", ""),
+    ("prompts", "prompts", ""),
+    ("temperature", "temperature", ".1f"),
+    ("batch", "batch", "d"),
+    ("tokens/s", "output_throughput", ".0f"),
+    ("/ plain", "speedup", ".2f"),
+    ("accept", "accept_length", ".2f"),
+    ("round ms", "round_ms", ".2f"),
+    ("equal", "equal_share", ".3f"),
+)
+
+
+def floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(door, __doc__)
+    add = parser.add_argument
+    add("--case", action="append", required=True, help="an algorithm and its options; repeatable")
+    add("--batch", type=common.numbers, default=[1, 8, 32], help="requests at once")
+    add("--prompts", type=Path, action="append", help="JSON lines; repeatable")
+    add("--num-prompts", type=int, default=32, help="of each batch size, at least one batch")
+    add("--output-len", type=int, default=128)
+    add("--temperatures", type=floats, default=[0.0])
+    add("--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
+    args = parser.parse_args(argv)
+    args.prompts = getattr(args, "prompts", [PROMPTS])
+    common.check_at_least(parser, args, 1, "num_prompts", "output_len")
+    return args
+
+
+def options_of(case: str) -> dict[str, Any]:
+    """Engine arguments of a case. ValueError for an option without a value."""
+    if case == PLAIN:
+        return {}
+    name, *pairs = case.split()
+    options: dict[str, Any] = {"speculative_algorithm": name}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found:
+            raise ValueError(f"--case {case!r}: {pair!r} must be option=value")
+        options[SHORT.get(key, key)] = int(value) if value.isdigit() else value
+    return options
+
+
+def main(door: str, argv: Sequence[str]) -> int:
+    args = parse_arguments(door, argv)
+    common_options = engine_arguments(args)
+    for name in [name for name in common_options if name.startswith(("speculative", "draft"))]:
+        del common_options[name]
+    sizes = {"max_running_requests": max(args.batch), "batch_buckets": sorted(set(args.batch))}
+    rows: list[dict[str, Any]] = []
+    truths: dict[Any, dict[str, Any]] = {}
+    with ExitStack() as kept:
+        lender: Any = None
+        for case in tqdm([PLAIN, *args.case], unit="engine", file=sys.stderr):
+            with ExitStack() as stack:
+                from specjax import Engine
+
+                options = sizes | common_options | options_of(case)
+                engine = Engine(**options, share_weights_with=lender)
+                (stack if lender else kept).enter_context(engine)
+                lender = lender or engine
+                for row, truth in measured(args, engine, truths):
+                    equal = map(list.__eq__, row["output_ids"], truth["output_ids"])
+                    row |= {
+                        "case": case,
+                        "speedup": row["output_throughput"] / truth["output_throughput"],
+                        "equal_share": sum(equal) / len(truth["output_ids"]),
+                    }
+                    rows.append(row)
+        settings = common.engine_settings(lender)
+    for row in rows:
+        del row["output_ids"]
+        common.append_json(args.json, row | settings)
+    print(common.table_of(COLUMNS, rows))
+    print(f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}")
+    is_equal = all(row["equal_share"] == 1 for row in rows)
+    return int(not is_equal and settings["dtype"] == "float32")
+
+
+def measured(args: argparse.Namespace, engine: Any, truths: dict[Any, Any]) -> Any:
+    """Figures of one engine, and those of plain decoding of the same requests."""
+    for path in args.prompts:
+        most = max(max(args.num_prompts // batch, 1) * batch for batch in args.batch)
+        requests = jsonl_requests(path, most, engine.tokenizer, args.output_len)
+        for temperature in args.temperatures:
+            for batch in args.batch:
+                count = max(args.num_prompts // batch, 1) * batch
+                how: Any = {"temperature": temperature, "seed": 1, "ignore_eos": False}
+                answer(engine, requests[:batch], batch, **how)  # what is made on first use
+                engine.flush_cache()
+                row = answer(engine, requests[:count], batch, **how)
+                row |= {"prompts": path.stem, "temperature": temperature}
+                yield row, truths.setdefault((path, temperature, batch), row)

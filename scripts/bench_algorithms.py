@@ -1,0 +1,6 @@
+"""Compares algorithms on prompts: see bench/algorithms.py."""
+
+import runpy
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).with_name("bench")), {"DOOR": Path(__file__).stem}, "__main__")
