@@ -1,0 +1,49 @@
+"""The algorithm that docs/extending.md writes, taken from the page and run."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax.speculative import registry
+
+from .tiny_engines import Files
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+PROMPTS = ["abcabcab", "Hello, Hello, H", "z"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_it_is_as_short_as_the_page_says() -> None:
+    module = blocks("python")[0]
+    assert len(module.splitlines()) <= 60
+
+
+@pytest.mark.slow
+def test_the_page_runs(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed as its entry point says, and checked by its own test."""
+    module, test = blocks("python")
+    (points,) = blocks("toml")
+    section, line = points.splitlines()
+    assert section == f'[project.entry-points."{registry.GROUP}"]'
+    package = line.partition(" = ")[2].strip('"')
+    (tmp_path / f"{package}.py").write_text(module)
+    info = tmp_path / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{line}\n".replace('"', ""))
+    monkeypatch.setattr(registry, "_custom", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {}
+    exec(test, names)
+    sizes = {"page_size": 4, "max_running_requests": 4, "batch_buckets": (4,)}
+    sizes |= {"chunked_prefill_size": 16, "compile_cache_dir": files.cache}
+    try:
+        names["check"](files.target, PROMPTS, "Lookup", **sizes)
+    finally:
+        sys.modules.pop(package, None)
