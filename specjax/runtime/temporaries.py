@@ -8,8 +8,7 @@ from specjax.runtime.runner_config import RunnerConfig
 # Arrays of logits in float32 that live at once. In a round those of the target, and as they are
 # after penalties and temperature, which the kernels of sampling read; without these kernels noise
 # and what filters keep too. What is drafted in one pass has its logits, their noise and their
-# probabilities.
-# A prefill has few rows of logits, but its output head adds up partial sums.
+# probabilities. A prefill has few rows of logits, but its output head adds up partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
 # where drafts are judged by probabilities: both models', the residual and its logarithm
 ACCEPT_LOGITS = 4

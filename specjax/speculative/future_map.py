@@ -62,11 +62,16 @@ def resolve(future: FutureMap, slots: jax.Array) -> Any:
 
 
 def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
-    """Record the algorithm's rows ``[B, ...]``; zeros for ``None``."""
-    if rows is None:
-        rows = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[slots]), future.rows)
+    """Record the algorithm's rows ``[B, ...]``."""
     kept = jax.tree.map(lambda a, b: a.at[slots].set(b.astype(a.dtype)), future.rows, rows)
     return replace(future, rows=kept)
+
+
+def take_over(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
+    """Record the rows that ``build_disagg_draft_input`` gave; zeros for ``None``."""
+    if rows is None:
+        rows = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[slots]), future.rows)
+    return stash(future, slots, rows)
 
 
 def publish(

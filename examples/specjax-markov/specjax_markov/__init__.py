@@ -75,7 +75,7 @@ class Markov(SpeculativeAlgorithm):
         return table.at[places].set(following + 1, mode="drop")
 
     def places(self, before, tokens):
-        """Entries i32 of two tokens in a row; where two pairs meet, the later one stays."""
+        """Entries i32 of two tokens in a row; pairs that meet in one replace each other."""
         mixed = before.astype(jnp.uint32) * jnp.uint32(2654435761) + tokens.astype(jnp.uint32)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)
         return ((mixed ^ (mixed >> 13)) % self.size).astype(jnp.int32)
