@@ -35,7 +35,14 @@ from specjax.speculative.algorithm import (
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
-from ..tiny import TARGET, make_runner, random_weights, target_model
+from ..tiny import (
+    TARGET,
+    make_request,
+    make_runner,
+    random_weights,
+    run_requests,
+    target_model,
+)
 from .driver import Job, dense_decode, serve, start
 
 pytestmark = pytest.mark.slow
@@ -154,6 +161,16 @@ def test_tokens_equal_dense_decoding(runner: ModelRunner) -> None:
     for job, output in zip(JOBS, outputs, strict=True):
         assert output.tokens == dense_decode(runner.weights[0], job).tokens
     assert outputs[1].num_rounds < COUNT - 4
+
+
+def test_a_scheduler_that_runs_ahead_changes_nothing(runner: ModelRunner) -> None:
+    requests = [
+        make_request(list(job.prompt), replace(job.params, ignore_eos=True), seed=job.seed)
+        for job in JOBS
+    ]
+    run_requests(runner, requests, run_ahead=1)
+    for job, request in zip(JOBS, requests, strict=True):
+        assert request.output_ids == dense_decode(runner.weights[0], job).tokens
 
 
 def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
