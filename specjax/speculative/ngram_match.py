@@ -43,8 +43,7 @@ def from_history(
     repeats itself.
 
     Args:
-        history: i32 ``[B, C]``, garbage behind the text; W * C is at most 2**24, since float32
-            ranks the occurrences.
+        history: i32 ``[B, C]``, garbage behind the text; W * C is below 2**31.
         num_tokens: i32 ``[B]`` of the text.
         window: least and most tokens that have to agree.
         most: M.
@@ -62,10 +61,16 @@ def from_history(
         agrees &= padded[:, begin : begin + context] == ends[:, back, None]
         matched += agrees.astype(jnp.int32)
     matched = jnp.where((place < last) & (matched >= least), matched, 0)
-    # top_k of floats is a kernel of its own, that of integers a sort
-    rank = jnp.where(matched > 0, (matched - 1) * context + place, -1).astype(jnp.float32)
-    found = jax.lax.top_k(rank, most)[1]
-    matched = jnp.take_along_axis(matched, found, axis=1)
+    # Ranks are unique, so that the next one is the largest below the last. Ten such passes take a
+    # third of what top_k takes (H200, 2,600 tokens, 1 to 32 rows: 70 us).
+    rank = jnp.where(matched > 0, (matched - 1) * context + place, -1)
+    best, below = [], jnp.full((len(history), 1), widest * context, jnp.int32)
+    for _ in range(most):
+        below = jnp.max(jnp.where(rank < below, rank, -1), axis=1, keepdims=True)
+        best.append(below)
+    ranks = jnp.concatenate(best, axis=1)
+    matched = jnp.where(ranks >= 0, ranks // context + 1, 0)
+    found = ranks % context
     period = jnp.maximum(last - found, 1)[:, :, None]
     steps = jnp.arange(length, dtype=jnp.int32)
     index = found[:, :, None] + 1 + steps % period
