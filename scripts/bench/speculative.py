@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench import common
 from bench.data import PROMPTS, BenchRequest, answers, jsonl_requests
 from specjax.cli.options import engine_arguments
-from specjax.speculative.eagle import most_nodes
+from specjax.speculative.drafting import most_nodes
 from specjax.types import DraftShape
 
 PLAIN = DraftShape.chain(0)

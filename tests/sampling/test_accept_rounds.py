@@ -13,7 +13,7 @@ from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.sampling.draw import SamplingConfig
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.eagle import first_level
+from specjax.speculative.drafting import first_level
 from specjax.speculative.prefill import Chunk
 from specjax.types import DraftShape
 
@@ -74,7 +74,7 @@ def _drafted(runner: ModelRunner):
         target, draft = nets.target.rebuild(weights[0]), nets.draft.rebuild(weights[1])
         batch = SimpleNamespace(target=target, draft=draft, sampling=table, draw=draw)
         lens = jnp.full(1 + ROWS, len(TEXT), jnp.int32)
-        return first_level(batch, rows.hidden, lens, rows)
+        return first_level(batch, rows.hidden, lens, rows.topk)
 
     return function
 

@@ -1,0 +1,210 @@
+"""Drafting with a network, one level after the other: chains, trees, and the sizes they may have.
+
+What network it is stays with the algorithm, which brings a :data:`Step`. Of ``batch.draft`` only
+``logits``, ``vocabulary`` and ``target_ids`` are used. Positions are those of the text: with
+``seq_lens`` n the bonus token stands at n, the first drafted level at n + 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import MAX_NODES, MAX_STEPS
+from specjax.kernels.tree_attention import MAX_MASKED
+from specjax.models.layers import Attend
+from specjax.sampling.draw import draft_probs, draft_tokens
+from specjax.speculative.algorithm import Batch, State
+from specjax.speculative.tree import DraftTree, chain_input, select_tree
+from specjax.types import DraftShape, VerifyInput
+
+DEFAULT_STEPS = 5
+# step(level, tokens i32 [B, N], hidden [B, N, D], positions i32 [B, N], state, attend) -> (hidden
+# [B, N, D], state): a pass over drafted tokens of level 0, 1, 2 and so on, each with the recurrent
+# state that predicted it. The new states predict the tokens of the level behind it.
+Step = Callable[[int, jax.Array, jax.Array, jax.Array, State, Attend], tuple[jax.Array, State]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftInput:
+    """What the draft of a row starts from, beside its bonus token and its length."""
+
+    # f32 [B, K], scores; 1 in a chain, where a softmax would change nothing; 0 where a round left
+    # nothing to draft from, whose tokens are no proposals then
+    topk_probs: jax.Array
+    topk_ids: jax.Array  # i32 [B, K], target token ids of the first drafted level
+    hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids
+
+    @property
+    def topk(self) -> int:
+        """K."""
+        return self.topk_ids.shape[1]
+
+
+# sizes
+
+
+def draft_shape(args: Any, steps: int | None = None) -> DraftShape:
+    """The tier of so many steps; of the engine arguments' own or default ones for ``None``.
+
+    ValueError for sizes that cannot be drafted.
+    """
+    topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
+    if steps is not None:  # a tier, which may have fewer candidates than the largest
+        if topk == 1 or steps == 0:
+            return DraftShape.chain(steps)
+        return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
+    steps = args.speculative_num_steps
+    steps = DEFAULT_STEPS if steps is None else steps
+    least = 0 if args.speculative_adaptive else 1
+    if type(steps) is not int or not least <= steps <= MAX_STEPS:
+        raise ValueError(
+            f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
+            "set speculative_algorithm=None to decode without speculation"
+        )
+    if args.speculative_adaptive and topk > 1:  # any tier may be the first
+        if nodes is not None and not 2 <= nodes <= MAX_NODES:
+            raise ValueError(f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}")
+        return draft_shape(args, steps)
+    if topk == 1:
+        if nodes not in (None, steps + 1):
+            raise ValueError(
+                f"speculative_num_draft_tokens={nodes} must equal speculative_num_steps + 1 = "
+                f"{steps + 1} for a chain (speculative_eagle_topk=1)"
+            )
+        return DraftShape.chain(steps)
+    return tree_shape(steps, topk, nodes)
+
+
+def most_nodes(steps: int, topk: int) -> int:
+    """Rows of a verify, at most, that a tree can fill."""
+    return min(DraftShape(steps, topk, 0).num_candidates + 1, MAX_NODES)
+
+
+def tree_shape(steps: int, topk: int, nodes: int | None) -> DraftShape:
+    """The shape of a tree; by default one node a branch and level. ValueError with the limits."""
+    most = most_nodes(steps, topk)
+    nodes = min(steps * topk + 1, most) if nodes is None else nodes
+    shape = DraftShape(steps, topk, nodes)
+    if shape.draft_rows > MAX_MASKED:
+        raise ValueError(
+            f"speculative_eagle_topk={topk} times speculative_num_steps - 1 = {steps - 1} must be "
+            f"at most {MAX_MASKED}, the rows that drafting attends over"
+        )
+    if not 2 <= nodes <= most:
+        raise ValueError(
+            f"speculative_num_draft_tokens={nodes} must be from 2 to {most}: a tree of "
+            f"{steps} steps and topk {topk} has {shape.num_candidates} candidates beside its root, "
+            f"and at most {MAX_NODES} rows are verified"
+        )
+    return shape
+
+
+def check_topk(topk: int, vocab_size: int) -> None:
+    """Refuse more branches than the draft has tokens."""
+    if topk > vocab_size:
+        raise ValueError(
+            f"speculative_eagle_topk={topk} exceeds the draft vocabulary of {vocab_size} tokens"
+        )
+
+
+# traced
+
+
+def draft_levels(
+    batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int = 0
+) -> tuple[VerifyInput, State]:
+    """Draft a chain or a tree behind each bonus token, whose first level is there already.
+
+    Each level but the last takes one pass, of which the first sits ``start`` behind ``seq_lens``.
+    """
+    num_proposed = jnp.where(first.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
+    if shape.topk > 1:
+        tree, state = draft_tree(batch, state, first, shape, step, start)
+        return tree.verify_input(batch.seq_lens, num_proposed), state
+    tokens = [batch.bonus_tokens]
+    hidden, ids = first.hidden[:, None], first.topk_ids[:, 0]
+    states = [hidden]
+    for level in range(shape.steps):
+        tokens.append(ids)
+        if level == shape.steps - 1:
+            break
+        lens = batch.seq_lens + (start + level)
+        attend = batch.pages.attend(lens, 1)
+        hidden, state = step(level, ids[:, None], hidden, lens[:, None], state, attend)
+        ids = best_tokens(batch, hidden, lens[:, None] + (2 - start), 1)[1][:, 0, 0]
+        states.append(hidden)
+    chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
+    if batch.draw.acceptance.uses_rejection and shape.steps:
+        chain = replace(chain, draft_probs=chain_probs(batch, jnp.concatenate(states, axis=1)))
+    return chain, state
+
+
+def draft_tree(
+    batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int
+) -> tuple[DraftTree, State]:
+    """A pass of the draft for each level but the last, over the K best candidates of the level.
+
+    Their keys and values lie behind the text, K rows a level, and each sees its own ancestors.
+    """
+    topk, begin = shape.topk, batch.seq_lens + start
+    own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
+    roots = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
+    # a larger tier has more branches
+    best, ids, mask = first.topk_probs[:, :topk], first.topk_ids[:, :topk], own
+    scores, tokens, parents = [best], [ids], [roots]
+    hidden = jnp.repeat(first.hidden[:, None], topk, axis=1)
+    for level in range(shape.steps - 1):
+        positions = jnp.broadcast_to(begin[:, None] + level, ids.shape)
+        attend = batch.pages.attend(begin, topk, tree_mask=mask, first=level * topk)
+        hidden, state = step(level, ids, hidden, positions, state, attend)
+        probs, found = best_tokens(batch, hidden, positions + (2 - start), topk)
+        scores.append((best[:, :, None] * probs).reshape(own.shape[0], -1))
+        tokens.append(found.reshape(own.shape[0], -1))
+        if level == shape.steps - 2:
+            break
+        best, chosen = jax.lax.top_k(scores[-1], topk)
+        parents.append(chosen + topk + level * topk**2)
+        ids, origin = jnp.take_along_axis(tokens[-1], chosen, axis=1), (chosen // topk)[:, :, None]
+        hidden = jnp.take_along_axis(hidden, origin, axis=1)
+        mask = jnp.concatenate([jnp.take_along_axis(mask, origin, axis=1), own], axis=2)
+    joined = (jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents))
+    tree = select_tree(batch.bonus_tokens, *joined, topk=topk, num_draft_tokens=shape.nodes)
+    return tree, state
+
+
+def best_tokens(
+    batch: Batch, hidden: jax.Array, positions: jax.Array, topk: int
+) -> tuple[jax.Array, jax.Array]:
+    """The draft's K tokens for positions i32 ``[B, N]``, behind recurrent states ``[B, N, D]``.
+
+    Scores f32 ``[B, N, K]`` and target token ids i32 ``[B, N, K]``.
+    """
+    draft, logits = batch.draft, batch.draft.logits(hidden, batch.target)
+    probs, best = draft_tokens(
+        logits, draft.vocabulary, positions, batch.sampling, batch.draw, topk
+    )
+    return probs, draft.target_ids(best)
+
+
+def chain_probs(batch: Batch, hidden: jax.Array) -> jax.Array:
+    """What the drafts of a chain were drawn from, f32 ``[B, S, V]`` over the target's vocabulary.
+
+    The logits are computed again from the recurrent states ``[B, S, D]``: those of the first level
+    would have to be kept from the round before, and all levels are one product.
+    """
+    draft, size = batch.draft, batch.target.config.vocab_size
+    logits = draft.logits(hidden, batch.target)
+    return draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, size)
+
+
+def first_level(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, topk: int) -> DraftInput:
+    """What a round drafts from, behind recurrent states ``[B, D]``.
+
+    ``seq_lens`` i32 ``[B]`` are those of that round, whose bonus token stands there.
+    """
+    probs, ids = best_tokens(batch, hidden[:, None], seq_lens[:, None] + 1, topk)
+    return DraftInput(probs[:, 0], ids[:, 0], hidden)
