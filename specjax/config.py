@@ -88,6 +88,13 @@ class ModelConfig(TransformerConfig):
     bos_token_id: int | None = None
 
     @property
+    def context_limit(self) -> int:
+        """Most tokens of a text: beyond its sliding window attention is not supported."""
+        return min(
+            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+        )
+
+    @property
     def default_feature_layers(self) -> tuple[int, int, int]:
         """Layers whose outputs EAGLE-3 reads when the draft config names none.
 

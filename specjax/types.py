@@ -43,13 +43,13 @@ class DraftShape(NamedTuple):
 
     @property
     def draft_rows(self) -> int:
-        """KV indices behind a text that drafting writes: the last level is not drafted from."""
+        """KV indices behind the root that drafting writes: the last level is not drafted from."""
         return max(0, self.steps - 1) * self.topk
 
     @property
     def rows(self) -> int:
         """KV indices behind a text that a round writes."""
-        return max(self.nodes, self.draft_rows)
+        return max(self.nodes, self.draft_rows + 1)
 
     @property
     def overhang(self) -> int:
@@ -77,6 +77,8 @@ class VerifyInput:
     tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
     # f32 [B, T - 1, V] of a chain, what each draft was drawn from; where sampling asks for them
     draft_probs: jax.Array | None = None
+    # i32 [B, T] of a tree, where behind seq_lens drafting has left a row's KV; -1 for nowhere
+    draft_rows: jax.Array | None = None
 
     @property
     def is_child(self) -> jax.Array:
@@ -112,6 +114,7 @@ class NodeOutputs:
     features: jax.Array  # [B, T, F], what the algorithm reads of the target
     logprobs: Logprobs | None = None  # [B, T] of tokens; zeros where no row asks for them
     hidden_states: jax.Array | None = None  # [B, T, D], that the logits of tokens come from
+    draft_rows: jax.Array | None = None  # i32 [B, T], those of the verified tree
 
 
 @jax.tree_util.register_dataclass

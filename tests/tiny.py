@@ -12,7 +12,6 @@ from specjax.config import DraftConfig, ModelConfig
 from specjax.engine.diagnostics import dense_attend
 from specjax.kv.pages import PageAllocator
 from specjax.models.decoder import CausalLM
-from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
@@ -80,9 +79,9 @@ def target_model() -> tuple[FlatModel[CausalLM], Weights]:
 
 
 @cache
-def head_weights(config: DraftConfig) -> Weights:
-    """Random weights of a draft head."""
-    flat = FlatModel.of(partial(build_head, config))
+def head_weights(config: DraftConfig | ModelConfig) -> Weights:
+    """Random weights of a draft head or a draft model."""
+    flat = algorithm_of(config).draft_model(config, "xla")
     weights = list(random_weights(flat, 1))
     if "d2t" in flat.names:
         rng = np.random.default_rng(2)
@@ -92,11 +91,16 @@ def head_weights(config: DraftConfig) -> Weights:
     return tuple(weights)
 
 
-def algorithm_of(head: DraftConfig | None) -> SpeculativeAlgorithm:
-    """What drafts with a head of this configuration."""
-    if head is None:
-        return SpeculativeAlgorithm.from_string(None)
-    return SpeculativeAlgorithm.from_string("EAGLE3" if head.fuses_features else "EAGLE")
+def algorithm_of(head: DraftConfig | ModelConfig | None) -> SpeculativeAlgorithm:
+    """What drafts with a head, or a model, of this configuration."""
+    name = None
+    if isinstance(head, ModelConfig):
+        name = "STANDALONE"
+    elif head is not None:
+        name = "EAGLE3" if head.fuses_features else "EAGLE"
+    found = SpeculativeAlgorithm.from_string(name)
+    assert isinstance(found, SpeculativeAlgorithm)
+    return found
 
 
 def chains(*steps: int) -> tuple[DraftShape, ...]:
@@ -108,7 +112,7 @@ def chains(*steps: int) -> tuple[DraftShape, ...]:
 def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
     runner = ModelRunner(config.algorithm.networks(TARGET, head), config)
     runner.compile(show_progress=False)
-    runner.load(target_model()[1], head_weights(head) if isinstance(head, DraftConfig) else ())
+    runner.load(target_model()[1], head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else ())
     return runner
 
 

@@ -34,6 +34,14 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         """The tokenizer; a ValueError if there is none, or its kind is not supported."""
         return self._open_tokenizer()
 
+    def describe(self) -> str:
+        """One line with family, place and sizes."""
+        config = self.config
+        return (
+            f"{config.model_type} model {self.path}: {config.num_layers} layers of "
+            f"{config.hidden_size}, vocabulary {config.vocab_size}, dtype {config.dtype}"
+        )
+
     def _recipes(self) -> Recipes:
         return target_recipes(self.config)
 
@@ -41,7 +49,9 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         return self.config.tie_word_embeddings and name == "lm_head.weight"
 
 
-def open_target(model: str | os.PathLike[str], *, dtype: str = "auto") -> TargetCheckpoint:
+def open_target(
+    model: str | os.PathLike[str], *, dtype: str = "auto", knob: str = "model"
+) -> TargetCheckpoint:
     """Find a target model and read its configuration.
 
     Args:
@@ -49,6 +59,7 @@ def open_target(model: str | os.PathLike[str], *, dtype: str = "auto") -> Target
             :func:`save_orbax`), or a Hugging Face repository id.
         dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's own (float16 and
             quantised weights become bfloat16).
+        knob: the argument that ``model`` came from, for errors.
 
     Raises:
         ValueError: if the model is not found or not supported.
@@ -61,11 +72,11 @@ def open_target(model: str | os.PathLike[str], *, dtype: str = "auto") -> Target
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not os.path.isfile(path):
-            raise ValueError(f"model={name!r}: there is no such file")
+            raise ValueError(f"{knob}={name!r}: there is no such file")
         return _open_gguf(name, path, dtype)
     if os.path.isfile(path):
-        raise ValueError(f"model={name!r} is a file; expected a directory or a .gguf file")
-    return _open_directory(name, path if os.path.isdir(path) else download(name, "model"), dtype)
+        raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
+    return _open_directory(name, path if os.path.isdir(path) else download(name, knob), dtype)
 
 
 def _open_gguf(name: str, path: Path, dtype: str) -> TargetCheckpoint:

@@ -189,11 +189,11 @@ class PageBudget:
         chunk of the text, of which each layer stores all keys and values before it reads any, or
         later. Where another request has brought the same pages, those of the holding go: not before
         that chunk ``is_dispatched``, which writes to them. The page of the last token stays out: a
-        match leaves that token over, so no lock could cover it.
+        match leaves that token over, so no lock could cover it, and so do those of a lookahead.
         """
         if not self._is_sharing or holding.node is None:
             return True
-        count = (len(holding.prefill_ids) - 1) // self._allocator.page_size
+        count = self._cache.num_matched_pages(len(holding.prefill_ids))
         if count == holding.num_shared:
             return True
         if (

@@ -3,7 +3,8 @@
 A page can be reused where everything that its KV depends on is equal: all tokens before it, its own
 tokens, and the ``lookahead`` tokens behind it. A draft head reads token i + 1 for its KV slot i, so
 with one the key of page p is ``tokens[p * page_size : (p + 1) * page_size + 1]`` and neighbouring
-keys overlap by one token; without a draft head the key is the page's own tokens.
+keys overlap by one token; without a draft head the key is the page's own tokens. Where KV is final
+only once more tokens are known, they count as lookahead too.
 
 Every node is a page behind the page of its parent, and a lock counts on all pages of its path.
 Unlocked pages stand in one queue, least recently used first, in which a page always comes behind
@@ -47,7 +48,7 @@ class PrefixCache:
     """Owns the pages of finished prefixes and lends them to requests with an equal start.
 
     One thread uses it. Every call takes time linear in the pages that it names. ``lookahead`` is
-    how many tokens behind a page its KV depends on: 1 with a draft head, else 0.
+    how many tokens behind a page its KV depends on, or waits for.
     """
 
     def __init__(self, allocator: PageAllocator, *, lookahead: int) -> None:
@@ -73,6 +74,10 @@ class PrefixCache:
         """Pages that a text of ``num_tokens`` can offer: their lookahead is known too."""
         return max(0, num_tokens - self._lookahead) // self._page_size
 
+    def num_matched_pages(self, num_tokens: int) -> int:
+        """Pages, at most, that :meth:`match` finds for a text of ``num_tokens``."""
+        return max(0, num_tokens - max(1, self._lookahead)) // self._page_size
+
     def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
         """The longest cached prefix in whole pages, marked as used now; nothing is locked.
 
@@ -80,8 +85,9 @@ class PrefixCache:
 
         At least the last token is left over, because prefill needs one to sample the next from.
         """
-        most = max(0, len(tokens) - max(1, self._lookahead))
-        num_pages = (most if limit is None else min(most, limit)) // self._page_size
+        num_pages = self.num_matched_pages(len(tokens))
+        if limit is not None:
+            num_pages = min(num_pages, limit // self._page_size)
         node, pages = self._walk(tokens, num_pages)
         self._mark_used(node)
         return Match(pages, len(pages) * self._page_size, node)

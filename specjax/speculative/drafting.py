@@ -123,8 +123,9 @@ def draft_levels(
     """
     num_proposed = jnp.where(first.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
     if shape.topk > 1:
-        tree, state = draft_tree(batch, state, first, shape, step, start)
-        return tree.verify_input(batch.seq_lens, num_proposed), state
+        tree, rows, state = draft_tree(batch, state, first, shape, step, start)
+        verified = tree.verify_input(batch.seq_lens, num_proposed)
+        return replace(verified, draft_rows=rows), state
     tokens = [batch.bonus_tokens]
     hidden, ids = first.hidden[:, None], first.topk_ids[:, 0]
     states = [hidden]
@@ -145,10 +146,11 @@ def draft_levels(
 
 def draft_tree(
     batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int
-) -> tuple[DraftTree, State]:
+) -> tuple[DraftTree, jax.Array, State]:
     """A pass of the draft for each level but the last, over the K best candidates of the level.
 
-    Their keys and values lie behind the text, K rows a level, and each sees its own ancestors.
+    Their keys and values lie behind the text, K rows a level, and each sees its own ancestors. Also
+    returned is where those of the tree's rows lie, i32 ``[B, T]`` as :class:`VerifyInput` has it.
     """
     topk, begin = shape.topk, batch.seq_lens + start
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
@@ -171,9 +173,13 @@ def draft_tree(
         ids, origin = jnp.take_along_axis(tokens[-1], chosen, axis=1), (chosen // topk)[:, :, None]
         hidden = jnp.take_along_axis(hidden, origin, axis=1)
         mask = jnp.concatenate([jnp.take_along_axis(mask, origin, axis=1), own], axis=2)
-    joined = (jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents))
+    joined = [jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents)]
     tree = select_tree(batch.bonus_tokens, *joined, topk=topk, num_draft_tokens=shape.nodes)
-    return tree, state
+    # the candidates that were drafted from, in the order of their rows
+    passed = joined[2][:, None, 1 : 1 + shape.draft_rows] == tree.candidates[:, :, None]
+    places = jnp.arange(start, start + shape.draft_rows, dtype=jnp.int32)
+    rows = jnp.max(jnp.where(passed, places, -1), axis=2, initial=-1)
+    return tree, jnp.pad(rows, ((0, 0), (1, 0)), constant_values=start - 1), state
 
 
 def best_tokens(

@@ -88,7 +88,7 @@ def verify(
     )
     # nobody asks for more of a greedy batch than its tokens
     states = None if batch.draw.greedy else hidden
-    outputs = NodeOutputs(tokens, features, logprobs, states)
+    outputs = NodeOutputs(tokens, features, logprobs, states, tree.draft_rows)
     verified, future = accept(
         tree,
         outputs,

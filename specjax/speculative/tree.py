@@ -44,6 +44,7 @@ class DraftTree:
     parents: jax.Array  # i32 [B, T], rows; -1 for the root
     depths: jax.Array  # i32 [B, T], 0 for the root
     tree_mask: jax.Array  # bool [B, T, T], whether a row sees another: itself and its ancestors
+    candidates: jax.Array  # i32 [B, T - 1], which of the P the rows behind the root are
 
     def verify_input(self, seq_lens: jax.Array, num_proposed: jax.Array) -> VerifyInput:
         """The tree behind texts of i32 ``[B]`` tokens, of whose nodes ``[B]`` are real."""
@@ -110,6 +111,7 @@ def select_tree(
         # counted, so that rotary positions agree with what a row sees, whatever was chosen
         depths=jnp.sum(mask, axis=2, dtype=jnp.int32) - 1,
         tree_mask=mask,
+        candidates=chosen,
     )
 
 

@@ -46,9 +46,10 @@ def test_what_it_is(name) -> None:
     assert found.is_eagle() == name.startswith("EAGLE")
     assert found.is_eagle3() == (name == "EAGLE3")
     assert found.is_ngram() == (name == "NGRAM")
-    assert not any((found.is_standalone(), found.is_dflash()))
+    assert found.is_standalone() == (name == "STANDALONE")
+    assert not found.is_dflash()
     assert not found.supports_target_verify_for_draft()
-    assert found.lookahead == found.is_eagle()
+    assert found.lookahead == found.is_eagle() + 2 * found.is_standalone()
     assert eval(repr(found), {type(found).__name__: type(found)}) == found  # a key of the cache
 
 
@@ -91,7 +92,7 @@ def test_shapes() -> None:
     tree = DraftShape(3, 4, 20)
     assert (tree.num_candidates, tree.draft_rows, tree.rows, tree.overhang) == (36, 8, 20, 19)
     deep = DraftShape(6, 16, 8)
-    assert (deep.draft_rows, deep.rows, deep.overhang) == (80, 80, 79)
+    assert (deep.draft_rows, deep.rows, deep.overhang) == (80, 81, 80)
     assert (DraftShape.chain(0).num_candidates, DraftShape.chain(0).rows) == (0, 1)
 
 

@@ -1,0 +1,152 @@
+"""STANDALONE: another language model drafts, and reads the text alone.
+
+Positions and alignment: the draft's KV index ``i`` holds token ``i``. With ``seq_lens`` n, a round
+begins with the KV of all tokens before n - 1. Its first pass reads the last two tokens, at n - 1
+and n (the bonus token), and gives the first drafted level; each further level but the last is one
+pass behind n. So S levels take S passes, and what was drafted and accepted has its KV already, all
+but the last draft, which the first pass of the next round reads. In a tree it is moved into place.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoints.draft_model import open_draft_model
+from specjax.checkpoints.target import TargetCheckpoint
+from specjax.config import ModelConfig
+from specjax.models.draft_lm import DraftLM
+from specjax.models.flat import FlatModel
+from specjax.models.networks import Networks
+from specjax.speculative.algorithm import (
+    Batch,
+    PromptChunks,
+    Rows,
+    SpeculativeAlgorithm,
+    StateSizes,
+    kv_pool,
+)
+from specjax.speculative.drafting import check_topk, draft_levels, draft_shape, first_level
+from specjax.speculative.tree import chain_input
+from specjax.types import DraftShape, VerifyInput, VerifyOutput
+
+
+@dataclass(frozen=True)
+class Standalone(SpeculativeAlgorithm):
+    """Chains and trees of a draft model's own, one pass for each level.
+
+    State is its KV pool ``[L, num_kv, 2, KV, H]``; nothing else waits between rounds.
+    """
+
+    # host side
+
+    def validate(self, args: Any) -> None:
+        super().validate(args)
+        if args.draft is None:
+            raise ValueError(
+                f"draft=None, but speculative_algorithm={self.name} drafts with another model; "
+                "pass a directory, a GGUF file or a repo id"
+            )
+        if args.draft_rope_theta is not None:
+            raise ValueError(
+                f"draft_rope_theta={args.draft_rope_theta}, which speculative_algorithm="
+                f"{self.name} does not read: the draft model has its own; leave it None"
+            )
+
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        return draft_shape(args, steps)
+
+    def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[TargetCheckpoint, ...]:
+        """The model that ``draft`` names, over the same tokens and for texts as long."""
+        draft = open_draft_model(
+            args.draft,
+            target,
+            context_length=args.context_length,
+            with_tokenizer=not args.skip_tokenizer_init,
+        )
+        check_topk(args.speculative_eagle_topk, draft.config.vocab_size)
+        return (draft,)
+
+    def draft_model(self, config: ModelConfig, kernels: str) -> FlatModel[DraftLM]:
+        return FlatModel.of(partial(DraftLM, config, kernels=kernels))
+
+    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
+        return kv_pool(networks.draft_config, sizes.num_kv)
+
+    @property
+    def supports_rejection_sampling(self) -> bool:
+        return True
+
+    @property
+    def lookahead(self) -> int:
+        """The KV of a token is there for sure once two more are known."""
+        return 2
+
+    def is_standalone(self) -> bool:
+        return True
+
+    # traced
+
+    def prefill(
+        self,
+        batch: Batch,
+        state: jax.Array,
+        rows: Rows,
+        chunks: PromptChunks,
+        features: jax.Array,
+    ) -> tuple[jax.Array, Rows]:
+        """One pass over the same tokens, which leaves their KV."""
+        _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
+        return state, rows
+
+    def propose(
+        self, batch: Batch, state: jax.Array, rows: Rows, shape: DraftShape
+    ) -> tuple[VerifyInput, jax.Array]:
+        """A pass over the last two tokens, then one for each level but the last."""
+        if shape.steps == 0:
+            return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
+        hidden, state = _read(batch, state, 2)
+        first = first_level(batch, hidden, batch.seq_lens, shape.topk)
+        return draft_levels(
+            batch,
+            state,
+            first,
+            shape,
+            lambda _, tokens, __, *where: batch.draft(tokens, *where)[::2],
+            start=1,
+        )
+
+    def extend(
+        self,
+        batch: Batch,
+        state: jax.Array,
+        rows: Rows,
+        verified: VerifyOutput,
+        shape: DraftShape,
+    ) -> tuple[jax.Array, Rows]:
+        """Bring the KV of an accepted path of a tree into the order of the text.
+
+        A round without drafts reads the token before its bonus token, so that drafting can begin
+        again in any round.
+        """
+        if shape.steps == 0:
+            return _read(batch, state, 1)[1], rows
+        if verified.outputs.draft_rows is None:
+            return state, rows
+        path = jnp.where(verified.accept_index >= 0, verified.outputs.draft_rows, -1)
+        return batch.pages.move(state, batch.seq_lens, path), rows
+
+
+def _read(batch: Batch, state: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """A pass over the ``count`` tokens, 1 or 2, from n - 1 on: hidden ``[B, D]`` of the last."""
+    begin = jnp.maximum(batch.seq_lens - 1, 0)  # rows of no request have no token
+    tokens = jnp.stack([batch.tokens[batch.slots, begin], batch.bonus_tokens], axis=1)[:, :count]
+    positions = begin[:, None] + jnp.arange(count, dtype=jnp.int32)
+    attend = batch.pages.attend(begin, count)
+    hidden, _, state = batch.draft(tokens, positions, state, attend)
+    return hidden[:, -1], state
+
+
+STANDALONE = Standalone("STANDALONE")

@@ -1,0 +1,237 @@
+"""Another model as the draft: the tokens of plain decoding, and KV of every token in its place.
+
+A draft with the target's own weights is never wrong, if it reads what the target reads: so each
+round accepts all that it drafts, and the KV of both models is the same.
+"""
+
+import copy
+import random
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling.accept_draws import Acceptance
+from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import HostTables
+from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.speculative.standalone import STANDALONE
+from specjax.types import DraftShape
+
+from ..scheduling.serving import Serving
+from ..tiny import TARGET, make_request, make_runner, run_requests, target_model
+from .driver import Job, start
+from .test_identity import JOBS, check, expected
+
+# another family, of other sizes
+SMALL = replace(
+    TARGET,
+    model_type="qwen3",
+    qk_norm=True,
+    tie_word_embeddings=True,
+    num_layers=1,
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    rope_theta=1000.0,
+)
+TREE = DraftShape(steps=3, topk=3, nodes=9)
+TIERS = (DraftShape.chain(0), DraftShape.chain(2), TREE)
+RNG = np.random.default_rng(14)
+PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 1, 17, 40, 2, 16)]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=21, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9)
+
+
+@cache
+def sharp_weights():
+    """Of a target so sure of itself that its best path is in every tree."""
+    flat, weights = target_model()
+    head = flat.names.index("lm_head.kernel")
+    return (*weights[:head], 20 * weights[head], *weights[head + 1 :])
+
+
+def with_weights(made: ModelRunner, target: Any, draft: Any) -> ModelRunner:
+    """A runner of its own over the compiled functions of another."""
+    runner, config = copy.copy(made), made.config
+    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
+    runner._slots_on_device = {}
+    runner.load(target, draft)
+    return runner
+
+
+@cache
+def own_runner() -> ModelRunner:
+    """The target drafts for itself."""
+    made = make_runner(TARGET, TREE.steps, shapes=TIERS)
+    return with_weights(made, sharp_weights(), sharp_weights())
+
+
+@cache
+def plain_runner() -> ModelRunner:
+    return with_weights(make_runner(), sharp_weights(), ())
+
+
+def plain(prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]:
+    request = make_request(prompt, params, seed=seed)
+    run_requests(plain_runner(), [request])
+    return request.output_ids
+
+
+def in_tier(runner: ModelRunner, shape: DraftShape) -> ModelRunner:
+    runner.apply_runtime_state(runner.state_of(shape.steps))
+    return runner
+
+
+def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """KV ``[L, length, 2, KV, H]`` of a slot's text, of target and draft."""
+    size = runner.config.page_size
+    positions = np.arange(length)
+    places = runner.tables.page_table[slot][positions // size] * size + positions % size
+    pools = runner.on_device.pools
+    return np.asarray(pools.target)[:, places], np.asarray(pools.draft)[:, places]
+
+
+@pytest.mark.parametrize("shape", TIERS[1:], ids=["chain", "tree"])
+def test_a_random_draft_changes_no_token(shape) -> None:
+    """Penalties, bias, log-probabilities and end tokens beside the drafts of another family."""
+    runner = make_runner(SMALL, TREE.steps, shapes=TIERS[1:])
+    check(in_tier(runner, shape), JOBS, expected(False))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_target_as_its_own_draft_is_always_right(params) -> None:
+    """In chains, trees and rounds without drafts, in any order; two texts, of 9 and 40 tokens."""
+    runner, rng = own_runner(), random.Random(3)
+    many = replace(params, max_new_tokens=70)
+    texts = {}
+    for slot, at in ((1, 0), (2, 3)):
+        job = Job(prompt=tuple(PROMPTS[at]), params=many, seed=slot)
+        texts[slot] = [*PROMPTS[at], int(start(runner, slot, job).read()[0])]
+    # every pair of tiers one behind the other
+    order = [*TIERS, *TIERS[::-1], TIERS[0], TREE, TIERS[1], TREE, TREE, TIERS[1], TIERS[1]]
+    order += rng.sample(TIERS, 3)
+    for shape in order:
+        packed = in_tier(runner, shape).round([1, 2]).read()[0]
+        for row, slot in enumerate((1, 2)):
+            *tokens, proposed, accepted, count = packed[row].tolist()
+            assert (proposed, accepted, count) == (shape.nodes - 1, shape.steps, shape.steps + 1)
+            texts[slot] += tokens
+            target, draft = kv_of(runner, slot, len(texts[slot]) - 2)
+            np.testing.assert_allclose(draft, target, atol=1e-4)
+    for slot, at in ((1, 0), (2, 3)):
+        runner.clear_slot(slot)
+        prompt = PROMPTS[at]
+        output = texts[slot][len(prompt) :]
+        assert output == plain(prompt, many, slot)[: len(output)]
+
+
+def rounds_of(request: Any) -> tuple[int, int]:
+    """Rounds that accepted all their drafts, and all rounds, of a finished request."""
+    histogram = request.result()["meta_info"]["spec_correct_drafts_histogram"]
+    return histogram[-1], sum(histogram)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("shape", TIERS[1:], ids=["chain", "tree"])
+def test_prefixes_keep_the_kv_of_the_draft(shape, run_ahead) -> None:
+    """Conversations that go on behind cached pages: all drafts are right, but for the end's."""
+    runner = in_tier(own_runner(), shape)
+    serving = Serving(runner=runner, is_cached=True, run_ahead=run_ahead)
+    text = PROMPTS[2]
+    for turn in range(6):
+        params = replace((GREEDY, SEEDED)[turn % 2], max_new_tokens=8 + turn)
+        request = make_request(text, params, seed=turn, width=shape.steps)
+        serving.add_all([request])
+        serving.finish()
+        assert request.output_ids == plain(text, params, turn)
+        assert request.cached_tokens >= (len(text) - 12) // 4 * 4 or not turn
+        full, rounds = rounds_of(request)
+        assert rounds == -(-(params.max_new_tokens - 1) // (shape.steps + 1))
+        assert full >= rounds - 1
+        text = text + request.output_ids + PROMPTS[3][turn : turn + 2]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("shape", TIERS[1:], ids=["chain", "tree"])
+def test_pages_that_run_out_cost_no_draft(shape, params) -> None:
+    """Requests are retracted and come again; a prompt is read in chunks beside rounds."""
+    runner = in_tier(own_runner(), shape)
+    serving = Serving(runner=runner, run_ahead=1, num_pages=22, is_cached=True)
+    requests = [
+        make_request(prompt, params, seed=i, width=shape.steps)
+        for i, prompt in enumerate(PROMPTS * 2)
+    ]
+    serving.add_all(requests)
+    serving.finish()
+    assert sum(request.num_retractions for request in requests) > 0
+    for request in requests:
+        assert request.output_ids == plain(request.input_ids, params, request.seed)
+        full, rounds = rounds_of(request)
+        assert full >= rounds - 1 - request.num_retractions
+
+
+@pytest.mark.slow
+def test_a_small_tree_moves_only_what_was_drafted_from() -> None:
+    """Fewer nodes than candidates: rows behind those of the verify hold KV of the path."""
+    shape = DraftShape(4, 4, 6)
+    assert shape.rows == 13
+    made = make_runner(TARGET, 4, shapes=(shape,))
+    runner = with_weights(made, sharp_weights(), sharp_weights())
+    serving = Serving(runner=runner, is_cached=True)
+    requests = serving.add(PROMPTS, GREEDY)
+    serving.finish()
+    for request in requests:
+        assert request.output_ids == plain(request.input_ids, GREEDY, request.seed)
+        full, rounds = rounds_of(request)
+        assert full >= rounds - 1
+
+
+def test_drafts_that_are_drawn_apart_come_with_their_probabilities() -> None:
+    """Rejection sampling accepts all that the target itself would draft: p is q."""
+    made = make_runner(TARGET, 2, shapes=(TIERS[1],), acceptance=Acceptance(uses_rejection=True))
+    weights = target_model()[1]
+    runner = with_weights(made, weights, weights)
+    requests = [
+        make_request(prompt, SEEDED, seed=i, width=2) for i, prompt in enumerate(PROMPTS[:4])
+    ]
+    run_requests(runner, requests)
+    for request in requests:
+        full, rounds = rounds_of(request)
+        assert full >= rounds - 1
+
+
+def arguments(**changes: Any) -> Any:
+    good = {"draft": "some", "draft_rope_theta": None, "speculative_adaptive": False}
+    good |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": None}
+    return SimpleNamespace(**(good | {"speculative_num_steps": 3} | changes))
+
+
+def test_what_it_is() -> None:
+    assert SpeculativeAlgorithm.from_string("Standalone") is STANDALONE
+    STANDALONE.validate(arguments())
+    assert STANDALONE.draft_shape(arguments()) == DraftShape.chain(3)
+    assert STANDALONE.draft_shape(arguments(speculative_eagle_topk=2)) == (3, 2, 7)
+    with pytest.raises(ValueError, match="draft=None, but speculative_algorithm=STANDALONE"):
+        STANDALONE.validate(arguments(draft=None))
+    with pytest.raises(ValueError, match=r"draft_rope_theta=10\.0, which"):
+        STANDALONE.validate(arguments(draft_rope_theta=10.0))
+
+
+def test_nothing_but_its_kv_waits_between_rounds() -> None:
+    """Its bytes are planned by token; the rows of a request are none."""
+    networks = STANDALONE.networks(TARGET, SMALL)
+    runner = make_runner(SMALL, TREE.steps, shapes=TIERS[1:])
+    sizes = runner.config.sizes
+    state = STANDALONE.abstract_state(networks, sizes)
+    assert state.shape == (1, sizes.num_kv, 2, 1, 16)
+    assert state.dtype == jnp.float32
+    assert jax.tree.leaves(STANDALONE.abstract_rows(networks, sizes)) == []
+    assert networks.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.weights))
