@@ -35,6 +35,10 @@ class Checkpoint(Generic[C]):
     path: Path
     _open_source: Callable[[], TensorSource] | None  # None: saved with orbax
 
+    def describe(self) -> str:
+        """One line with what was resolved."""
+        raise NotImplementedError
+
     def check_weights(self) -> None:
         """Compare names, shapes and dtypes on disk with the configuration; reads no weight.
 
@@ -56,7 +60,7 @@ class Checkpoint(Generic[C]):
             return load_orbax(self.path, self._abstract())
         source = self._open_source()
         self._check_source(source)
-        recipes, abstract = self._recipes(), self._abstract()
+        recipes, abstract = self.recipes(), self._abstract()
 
         def make(name: str) -> np.ndarray:
             return make_weight(recipes[name], source, np.dtype(abstract[name].dtype))
@@ -69,8 +73,16 @@ class Checkpoint(Generic[C]):
                     progress(len(weights), len(recipes))
         return weights
 
-    def _recipes(self) -> Recipes:
+    def recipes(self) -> Recipes:
+        """How each weight is made, by flat name; tensors have canonical names."""
         raise NotImplementedError
+
+    def canonical_name(self, name: str) -> str:
+        """The name in :meth:`recipes` of a tensor as it is published."""
+        return name
+
+    def check_values(self, source: TensorSource) -> None:
+        """Check tensors of a source whose values have to fit: ValueError naming them."""
 
     def _is_ignored(self, name: str) -> bool:
         raise NotImplementedError
@@ -79,12 +91,12 @@ class Checkpoint(Generic[C]):
         dtype = self.config.jnp_dtype
         return {
             name: jax.ShapeDtypeStruct(recipe.shape, np.int32 if recipe.is_integer else dtype)
-            for name, recipe in self._recipes().items()
+            for name, recipe in self.recipes().items()
         }
 
     def _check_source(self, source: TensorSource) -> None:
         infos = source.infos
-        parts = {p.name: (p, r) for r in self._recipes().values() for p in r.parts}
+        parts = {p.name: (p, r) for r in self.recipes().values() for p in r.parts}
         if missing := [part for part, _ in parts.values() if part.name not in infos]:
             shown = [f"{part.name!r} {part.shape}" for part in missing]
             raise ValueError(
@@ -107,6 +119,7 @@ class Checkpoint(Generic[C]):
         if unknown := {n for n in unknown if not self._is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
             raise ValueError(f"the model has no place for {len(unknown)} tensors: {_listed(shown)}")
+        self.check_values(source)
 
 
 def _listed(shown: list[str]) -> str:

@@ -39,18 +39,20 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
             f"embedding {embedding}, output head {output}, dtype {config.dtype}"
         )
 
-    def _recipes(self) -> Recipes:
+    def recipes(self) -> Recipes:
         return draft_recipes(self.config)
+
+    def canonical_name(self, name: str) -> str:
+        return canonical_name(name, is_eagle3=self.config.fuses_features)
+
+    def check_values(self, source: TensorSource) -> None:
+        check_vocabulary(source, self.config)
 
     def _is_ignored(self, name: str) -> bool:
         """Vocabulary maps, and copies of the target's tensors."""
         shared = () if self.config.fuses_features else ("embed_tokens.weight", "lm_head.weight")
         copies = ("verifier_norm.", "verifier_lm_head.")
         return name in ("d2t", "t2d", *shared) or name.startswith(copies)
-
-    def _check_source(self, source: TensorSource) -> None:
-        super()._check_source(source)
-        check_vocabulary(source, self.config)
 
 
 def canonical_name(name: str, *, is_eagle3: bool) -> str:

@@ -42,7 +42,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
             f"{config.hidden_size}, vocabulary {config.vocab_size}, dtype {config.dtype}"
         )
 
-    def _recipes(self) -> Recipes:
+    def recipes(self) -> Recipes:
         return target_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:

@@ -41,8 +41,9 @@ class EngineArgs:
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
-        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, one of an installed package,
-            or ``None`` to decode plainly.
+            Of ``"STANDALONE"`` another model with the same vocabulary, named as ``model`` is.
+        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``, one of an
+            installed package, or ``None`` to decode plainly.
         speculative_num_steps: tokens drafted one behind the other in a round; 5 by default.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
         speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain

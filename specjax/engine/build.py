@@ -4,10 +4,12 @@ import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
-from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_target
+from specjax.checkpoints import TargetCheckpoint, open_target
+from specjax.checkpoints.assemble import Checkpoint
 from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.config import ModelConfig
 from specjax.engine.args import EngineArgs
@@ -45,7 +47,7 @@ class EnginePlan:
     """What an engine is made of: checkpoints, structures and sizes, no weights."""
 
     target: TargetCheckpoint
-    drafts: tuple[DraftCheckpoint, ...]  # one, or none where the draft has no network
+    drafts: tuple[Checkpoint[Any], ...]  # one, or none where the draft has no network
     networks: Networks
     pools: PoolPlan
     config: RunnerConfig
@@ -118,9 +120,9 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     on_cpu, algorithm, largest = placement.on_cpu, args.algorithm, args.shapes[-1]
     dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
     target = open_target(args.model, dtype=dtype)
-    drafts = algorithm.open_draft(args, target)
+    drafts = algorithm.open_draft(args, target, args.draft)
     for draft in drafts:
-        _announce(args, f"draft head: {draft.describe()}")
+        _announce(args, f"draft: {draft.describe()}")
     if largest.steps > 0:
         sizes = f"topk {largest.topk}, {largest.nodes} rows a verify"
         _announce(args, f"speculative decoding: {_describe_tiers(args)}, {sizes}")
@@ -179,13 +181,12 @@ def _describe_tiers(args: EngineArgs) -> str:
 
 def _context_length(asked: int | None, config: ModelConfig) -> int:
     """The context length asked for, or the model's own: its limit or its sliding window."""
-    limit, window = config.max_position_embeddings, config.sliding_window
+    limit, longest = config.context_limit, config.max_position_embeddings
     what = f"limit of {limit} (max_position_embeddings)"
-    if window is not None and window < limit:
-        what = f"sliding window of {window}, beyond which attention is not supported"
+    if limit < longest:
+        what = f"sliding window of {limit}, beyond which attention is not supported"
         if asked is None:
-            logger.warning("context_length=%d of %d: the %s", window, limit, what)
-        limit = window
+            logger.warning("context_length=%d of %d: the %s", limit, longest, what)
     if asked is not None and asked > limit:
         raise ValueError(f"context_length={asked} exceeds the model's {what}; lower context_length")
     return asked or limit

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint
+from specjax.checkpoints import TargetCheckpoint
+from specjax.checkpoints.assemble import Checkpoint
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import EnginePlan, build_engine, shows_progress
@@ -125,8 +126,8 @@ class Engine:
         return self._plan.target
 
     @property
-    def draft(self) -> DraftCheckpoint | None:
-        """Where the draft head's weights come from; ``None`` in plain decoding."""
+    def draft(self) -> Checkpoint[Any] | None:
+        """Where the draft's weights come from; ``None`` where nothing drafts with a network."""
         return next(iter(self._plan.drafts), None)
 
     def get_server_info(self) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class Engine:
             self._plan.drafts,
             model_path,
             draft_path,
-            draft_rope_theta=self.args.draft_rope_theta,
+            partial(self.args.algorithm.open_draft, self.args),
         )
         self._replace_weights(weights, allow_nonfinite)
         self._plan = replace(self._plan, target=target, drafts=drafts)
@@ -295,7 +296,9 @@ class Engine:
             ValueError: naming the tensor that does not fit, was donated or is not finite.
         """
         self._need_open()
-        new = weights_from_tensors(self.runner.networks, named_tensors, draft=draft)
+        new = weights_from_tensors(
+            self.runner.networks, self.target, self._plan.drafts, named_tensors, draft=draft
+        )
         self._replace_weights(new, allow_nonfinite)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:

@@ -1,6 +1,6 @@
 """Weights of an engine: those of its start, and others for a running one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import DraftCheckpoint, TargetCheckpoint, open_draft, open_target
+from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.assemble import Checkpoint, make_weight
-from specjax.checkpoints.draft import canonical_name, check_vocabulary
-from specjax.checkpoints.recipes import Recipe, draft_recipes, target_recipes
+from specjax.checkpoints.recipes import Recipe
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.runner import ModelRunner
 
+# as an engine has them: one, or none where the draft has no network
+Drafts = tuple[Checkpoint[Any], ...]
 # weights of target and draft by flat name, which fit the running ones; those not named stay
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
@@ -31,10 +32,10 @@ def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
 def load_weights(
     networks: Networks,
     target: TargetCheckpoint,
-    drafts: tuple[DraftCheckpoint, ...],
+    drafts: Drafts,
     *,
     is_dummy: bool = False,
-    lender: tuple[tuple[DraftCheckpoint, ...], tuple[Weights, Weights]] | None = None,
+    lender: tuple[Drafts, tuple[Weights, Weights]] | None = None,
 ) -> tuple[Weights, Weights]:
     """Flat weights of target and draft on the device, random ones with ``is_dummy``.
 
@@ -57,12 +58,11 @@ def load_weights(
 
 def weights_from_disk(
     target: TargetCheckpoint,
-    drafts: tuple[DraftCheckpoint, ...],
+    drafts: Drafts,
     model_path: str | PathLike[str] | None,
     draft_path: str | PathLike[str] | None,
-    *,
-    draft_rope_theta: float | None,
-) -> tuple[TargetCheckpoint, tuple[DraftCheckpoint, ...], NewWeights]:
+    open_draft: Callable[[TargetCheckpoint, Any], Drafts],
+) -> tuple[TargetCheckpoint, Drafts, NewWeights]:
     """Checkpoints to go on with, and the weights of those that a path is given for."""
     given = [path for path in (model_path, draft_path) if path is not None]
     if not given or not all(isinstance(path, str | PathLike) for path in given):
@@ -74,9 +74,9 @@ def weights_from_disk(
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        draft = open_draft(draft_path, opened, rope_theta=draft_rope_theta)
-        _check_same_config(draft, drafts[0])
-        drafts, new_draft = (draft,), draft.load_weights()
+        old, drafts = drafts[0], open_draft(opened, draft_path)
+        _check_same_config(drafts[0], old)
+        new_draft = drafts[0].load_weights()
     if model_path is not None:
         new_target = opened.load_weights()
     return opened, drafts, (new_target, new_draft)
@@ -89,7 +89,12 @@ def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
 
 
 def weights_from_tensors(
-    networks: Networks, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, draft: bool
+    networks: Networks,
+    target: TargetCheckpoint,
+    drafts: Drafts,
+    named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    *,
+    draft: bool,
 ) -> NewWeights:
     """Weights by flat name from tensors of target or ``draft`` under flat or Hugging Face names.
 
@@ -97,9 +102,9 @@ def weights_from_tensors(
     those of the checkpoint, with matrices as ``[out, in]``. Of a weight that is made of several
     checkpoint tensors all have to be given.
     """
-    flat = networks.draft if draft else networks.target
-    if not flat.names:
+    if draft and not drafts:
         raise ValueError("draft=True, but the engine has no draft network")
+    flat, owner = (networks.draft, drafts[0]) if draft else (networks.target, target)
     try:
         given = dict(named_tensors)
     except TypeError as error:
@@ -109,13 +114,8 @@ def weights_from_tensors(
         raise ValueError("named_tensors are empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
-    if draft:
-        is_eagle3 = networks.draft_config.fuses_features
-        tensors = {canonical_name(name, is_eagle3=is_eagle3): tensors[name] for name in tensors}
-        recipes = draft_recipes(networks.draft_config)
-    else:
-        recipes = target_recipes(networks.target_config)
-    for name, recipe in recipes.items():
+    tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
+    for name, recipe in owner.recipes().items():
         if any(part.name in tensors for part in recipe.parts):
             if name in weights:
                 raise ValueError(f"named_tensors give {name!r} twice, under two kinds of names")
@@ -124,8 +124,8 @@ def weights_from_tensors(
         raise ValueError(f"named_tensors {sorted(tensors)[:5]} are not weights of the model")
     for name, weight in weights.items():
         _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
-    if "d2t" in weights:
-        check_vocabulary(_in_memory({"d2t": np.asarray(weights["d2t"])}), networks.draft_config)
+    integers = {name: x for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    owner.check_values(_in_memory({name: np.asarray(x) for name, x in integers.items()}))
     return ({}, weights) if draft else (weights, {})
 
 
@@ -166,9 +166,7 @@ def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
                 runner.replace_weight(i, weight, draft=flat is nets.draft)
 
 
-def _check_same_config(
-    new: TargetCheckpoint | DraftCheckpoint, old: TargetCheckpoint | DraftCheckpoint
-) -> None:
+def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:
     names = [field.name for field in fields(old.config)]
     values = [(name, getattr(new.config, name), getattr(old.config, name)) for name in names]
     differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]

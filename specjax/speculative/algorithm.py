@@ -184,10 +184,11 @@ class SpeculativeAlgorithm(ABC):
         ValueError for sizes that the algorithm cannot draft.
         """
 
-    def open_draft(self, args: Any, target: Any) -> tuple[Any, ...]:
+    def open_draft(self, args: Any, target: Any, draft: Any) -> tuple[Any, ...]:
         """Checkpoints of the draft network: none, or one.
 
-        ValueError if there is none for the opened target, or it does not fit.
+        ``draft`` is that of the engine arguments, or what comes in its place when weights are
+        replaced. ValueError if there is none for the opened target, or it does not fit.
         """
         return ()
 

@@ -52,14 +52,16 @@ class Eagle(SpeculativeAlgorithm):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return draft_shape(args, steps)
 
-    def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[DraftCheckpoint, ...]:
+    def open_draft(
+        self, args: Any, target: TargetCheckpoint, draft: Any
+    ) -> tuple[DraftCheckpoint, ...]:
         """The checkpoint that ``draft`` names, or the one that comes with the target."""
         theta = args.draft_rope_theta
-        draft = open_draft(
-            args.draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
+        opened = open_draft(
+            draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
         )
-        check_topk(args.speculative_eagle_topk, draft.config.draft_vocab_size)
-        return (draft,)
+        check_topk(args.speculative_eagle_topk, opened.config.draft_vocab_size)
+        return (opened,)
 
     def draft_model(self, config: DraftConfig, kernels: str) -> FlatModel[Eagle3Head | EagleHead]:
         return FlatModel.of(partial(build_head, config, kernels=kernels))

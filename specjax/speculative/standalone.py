@@ -58,16 +58,18 @@ class Standalone(SpeculativeAlgorithm):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return draft_shape(args, steps)
 
-    def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[TargetCheckpoint, ...]:
+    def open_draft(
+        self, args: Any, target: TargetCheckpoint, draft: Any
+    ) -> tuple[TargetCheckpoint, ...]:
         """The model that ``draft`` names, over the same tokens and for texts as long."""
-        draft = open_draft_model(
-            args.draft,
+        opened = open_draft_model(
+            draft,
             target,
             context_length=args.context_length,
             with_tokenizer=not args.skip_tokenizer_init,
         )
-        check_topk(args.speculative_eagle_topk, draft.config.vocab_size)
-        return (draft,)
+        check_topk(args.speculative_eagle_topk, opened.config.vocab_size)
+        return (opened,)
 
     def draft_model(self, config: ModelConfig, kernels: str) -> FlatModel[DraftLM]:
         return FlatModel.of(partial(DraftLM, config, kernels=kernels))

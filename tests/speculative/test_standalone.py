@@ -156,6 +156,12 @@ def test_prefixes_keep_the_kv_of_the_draft(shape, run_ahead) -> None:
         full, rounds = rounds_of(request)
         assert rounds == -(-(params.max_new_tokens - 1) // (shape.steps + 1))
         assert full >= rounds - 1
+        assert serving.cache is not None
+        pages = np.array(sorted(serving.cache._held))
+        places = (pages[:, None] * 4 + np.arange(4)).ravel()
+        pools = runner.on_device.pools
+        target, draft = (np.asarray(pool)[:, places] for pool in (pools.target, pools.draft))
+        np.testing.assert_allclose(draft, target, atol=1e-4)
         text = text + request.output_ids + PROMPTS[3][turn : turn + 2]
 
 
