@@ -1,0 +1,38 @@
+"""Models with fewer layers than the one that they come from."""
+
+import runpy
+
+import numpy as np
+import pytest
+
+from specjax.checkpoints import open_target
+from specjax.checkpoints.prune import save_layers
+
+from ..loading import SCRIPTS
+from ..tiny_checkpoints import CONFIG, write_target
+
+
+def test_layers_move_together(tmp_path) -> None:
+    target = open_target(write_target(tmp_path / "target"), dtype="float32")
+    main = runpy.run_path(str(SCRIPTS / "prune_layers.py"))["main"]
+    arguments = ["--model", str(target.path), "--keep", "1", "--dtype", "float32", "--output"]
+    assert main([*arguments, str(tmp_path / "pruned")]) == 0
+    pruned = open_target(tmp_path / "pruned", dtype="float32")
+    assert (pruned.config.num_layers, CONFIG.num_layers) == (1, 2)
+    whole, found = target.load_weights(), pruned.load_weights()
+    moved = {name: name.replace("layers.0.", "layers.1.") for name in found}
+    assert sorted(moved.values()) == sorted(n for n in whole if not n.startswith("layers.0."))
+    for name, source in moved.items():
+        np.testing.assert_array_equal(found[name], whole[source])
+    assert not np.array_equal(*(whole[f"layers.{i}.mlp.down.kernel"] for i in (0, 1)))
+    assert pruned.load_tokenizer().encode("abc") == target.load_tokenizer().encode("abc")
+
+
+@pytest.mark.parametrize("layers", [[], [2], [-1, 0], [1, 0], [0, 0], [0.0]])
+def test_layers_that_there_are_not(layers, tmp_path, capsys) -> None:
+    target = open_target(write_target(tmp_path / "target"))
+    with pytest.raises(ValueError, match=r"layers=\[.*\] must ascend, from 0 to 1 at most"):
+        save_layers(tmp_path / "pruned", target, layers)
+    main = runpy.run_path(str(SCRIPTS / "prune_layers.py"))["main"]
+    assert main(["--model", str(target.path), "--keep", "0-2", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("prune_layers: error: layers=[0, 1, 2] must ascend")
