@@ -66,8 +66,7 @@ def test_shipped_head_is_lossless_and_useful():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
-def test_a_model_of_fewer_layers_drafts_for_the_whole_one(topk, tmp_path):
+def test_a_model_of_fewer_layers_drafts_for_the_whole_one(tmp_path):
     """Greedy and seeded, in one batch: plain texts, and drafts that are accepted."""
     draft = tmp_path / "draft"
     target = open_target("smollm2-135m", dtype="float32")
@@ -87,7 +86,6 @@ def test_a_model_of_fewer_layers_drafts_for_the_whole_one(topk, tmp_path):
             draft=draft,
             speculative_algorithm="STANDALONE",
             speculative_num_steps=2,
-            speculative_eagle_topk=topk,
             **sizes,
         ) as engine,
         Engine("smollm2-135m", share_weights_with=engine, **sizes) as plain,
@@ -98,4 +96,4 @@ def test_a_model_of_fewer_layers_drafts_for_the_whole_one(topk, tmp_path):
             assert [out["output_ids"] for out in outputs] == [out["output_ids"] for out in expected]
             tokens = sum(out["meta_info"]["completion_tokens"] for out in outputs)
             verifies = sum(out["meta_info"]["spec_verify_ct"] for out in outputs)
-            assert tokens / verifies > 1.3
+            assert tokens / verifies > 1.3  # 1.9 greedy, 1.8 seeded
