@@ -112,7 +112,10 @@ def chains(*steps: int) -> tuple[DraftShape, ...]:
 def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
     runner = ModelRunner(config.algorithm.networks(TARGET, head), config)
     runner.compile(show_progress=False)
-    runner.load(target_model()[1], head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else ())
+    runner.load(
+        target_model()[1],
+        head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else (),
+    )
     return runner
 
 

@@ -116,9 +116,9 @@ class Ngram(SpeculativeAlgorithm):
             return DraftShape(steps, 1, nodes)
         return NgramShape(steps, self.breadth, nodes)
 
-    def open_draft(self, args: Any, target: TargetCheckpoint) -> tuple[Corpus, ...]:
-        """The corpus, if there is one."""
-        path = args.speculative_ngram_external_corpus_path
+    def open_draft(self, args: Any, target: TargetCheckpoint, draft: Any) -> tuple[Corpus, ...]:
+        """The corpus, if there is one; ``draft`` is another one as large, in a weight update."""
+        path = args.speculative_ngram_external_corpus_path if draft is None else draft
         if path is None:
             return ()
         corpus = open_corpus(

@@ -250,5 +250,6 @@ def ngram_tree(
         parents=parents,
         depths=depths,
         tree_mask=mask,
+        candidates=source,
     )
     return tree, count

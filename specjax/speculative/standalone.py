@@ -49,11 +49,9 @@ class Standalone(SpeculativeAlgorithm):
                 f"draft=None, but speculative_algorithm={self.name} drafts with another model; "
                 "pass a directory, a GGUF file or a repo id"
             )
-        if args.draft_rope_theta is not None:
-            raise ValueError(
-                f"draft_rope_theta={args.draft_rope_theta}, which speculative_algorithm="
-                f"{self.name} does not read: the draft model has its own; leave it None"
-            )
+
+    def reads(self, option: str) -> bool:
+        return option != "draft_rope_theta" and super().reads(option)
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return draft_shape(args, steps)
