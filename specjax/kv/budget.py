@@ -54,9 +54,10 @@ class Reach(NamedTuple):
 class PageHolding:
     """The pages of one running request, and the lengths that they are planned by.
 
-    ``kv_len`` counts tokens whose KV is final, in target and draft, once everything dispatched has
-    run: a prefill chunk counts from its dispatch, a round from when its tokens are read. Dispatches
-    write at ``kv_len`` or behind it, never before.
+    ``kv_len`` counts tokens whose KV is final in the target once everything dispatched has run: a
+    prefill chunk counts from its dispatch, a round from when its tokens are read. Dispatches write
+    at ``kv_len`` or behind it. A draft whose KV depends on more than one token behind a position
+    writes as many positions earlier as those are more than one, but no cached ones.
     """
 
     slot: int  # request slot
@@ -66,6 +67,7 @@ class PageHolding:
     pages: list[int] = field(default_factory=list)  # in the order of the text
     num_shared: int = 0  # first pages that the prefix cache owns and that are only read
     node: Node | None = None  # locked in the prefix cache for the shared pages
+    num_cached: int = 0  # first tokens whose KV came out of the prefix cache
     kv_len: int = 0
     unread_rounds: int = 0  # dispatched rounds that the host has not read
 
@@ -134,7 +136,8 @@ class PageBudget:
         match = self._cache.match(holding.prefill_ids, holding.num_cacheable)
         self._cache.lock(match.node)
         holding.node, holding.pages = match.node, match.pages
-        holding.num_shared, holding.kv_len = len(match.pages), match.num_tokens
+        holding.num_shared, holding.num_cached = len(match.pages), match.num_tokens
+        holding.kv_len = match.num_tokens
         count = self._needed(holding) - holding.num_shared
         may_grow = self._may_grow(holding)
         held_back = room.held_back + may_grow if running else 0
@@ -224,7 +227,9 @@ class PageBudget:
         owned = holding.pages[holding.num_shared :]
         if holding.node is not None:
             if self._is_sharing and known_ids is not None:
-                full = holding.kv_len // self._allocator.page_size
+                # one more token is known than stands in the pool
+                full = self._cache.num_matched_pages(holding.kv_len + 1)
+                full = max(full, holding.num_shared)
                 owned = self._cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
             self._cache.unlock(holding.node)
         holding.pages, holding.num_shared, holding.node = [], 0, None

@@ -285,7 +285,8 @@ class PromptPiece(NamedTuple):
 
     def chunk(self) -> Chunk:
         row = self.row
-        return Chunk.of(row.slot, row.prefill_ids, self.start, self.end, row.request.num_left)
+        span, left = (self.start, self.end), row.request.num_left
+        return Chunk.of(row.slot, row.prefill_ids, *span, left, row.num_cached)
 
 
 def _triples(values: list[float], ids: Sequence[int]) -> list[TokenLogprob]:

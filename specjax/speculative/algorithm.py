@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
-from specjax.kv.pages import PageView
+from specjax.kv.pages import PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.models.layers import Attend
@@ -72,6 +72,9 @@ class PromptChunks:
     last: jax.Array  # i32 [B], where in P the last token of each chunk stands
     is_final: jax.Array  # bool [B], whether the prompt ends with this chunk
     attend: Attend  # stores and attends at these positions, for a pool over the same pages
+    segments: Segments  # where each chunk stands in P, and in its own text
+    # i32 [B], first tokens of each text whose KV, the algorithm's too, came out of the prefix cache
+    num_cached: jax.Array
 
 
 class StateSizes(NamedTuple):

@@ -19,7 +19,7 @@ from specjax.speculative.tree import chain_input
 from specjax.types import KVPools, Logprobs, RoundOutput
 
 # numbers before the tokens of a packed chunk
-HEADER = 6
+HEADER = 7
 UNLIMITED = 2**31 - 1
 
 
@@ -31,14 +31,21 @@ class Chunk(NamedTuple):
     start: int = 0  # tokens of the prompt that are in the pool already
     following: int | None = None  # the prompt token behind them, ``None`` where the prompt ends
     budget: int = UNLIMITED  # tokens that the request may produce
+    num_cached: int = 0  # first tokens whose KV came out of the prefix cache
 
     @classmethod
     def of(
-        cls, slot: int, text: Sequence[int], start: int, end: int, budget: int = UNLIMITED
+        cls,
+        slot: int,
+        text: Sequence[int],
+        start: int,
+        end: int,
+        budget: int = UNLIMITED,
+        num_cached: int = 0,
     ) -> "Chunk":
         """The tokens of a text from ``start`` to ``end``, or to its own end."""
         following = text[end] if end < len(text) else None
-        return cls(slot, text[start:end], start, following, budget)
+        return cls(slot, text[start:end], start, following, budget, num_cached)
 
 
 def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
@@ -50,9 +57,9 @@ def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
     headers = np.zeros((limit, HEADER), np.int32)
     tokens = np.zeros(width, np.int32)
     used = 0
-    for i, (slot, ids, start, following, budget) in enumerate(chunks):
+    for i, (slot, ids, start, following, budget, num_cached) in enumerate(chunks):
         after = 0 if following is None else following
-        headers[i] = slot, start, len(ids), following is None, budget, after
+        headers[i] = slot, start, len(ids), following is None, budget, after, num_cached
         tokens[used : used + len(ids)] = ids
         used += len(ids)
     return np.concatenate([headers.reshape(-1), tokens])
@@ -76,7 +83,7 @@ def prefill_chunks(
     """
     pools, future = state.pools, state.future
     headers = packed[: limit * HEADER].reshape(limit, HEADER)
-    slots, starts, counts, is_final, budgets, following = headers.T
+    slots, starts, counts, is_final, budgets, following, num_cached = headers.T
     tokens = packed[limit * HEADER :]
     batch = replace(make_batch(resident, future, slots, config), seq_lens=starts)
     segments = Segments.of(starts, counts, tokens.shape[0])
@@ -118,6 +125,8 @@ def prefill_chunks(
         last=last,
         is_final=is_final > 0,
         attend=attend,
+        segments=segments,
+        num_cached=num_cached,
     )
     rows = resolve(future, slots)
     draft, rows = config.algorithm.prefill(batch, pools.draft, rows, chunks, features)

@@ -95,7 +95,7 @@ def start(
     width = config.prefill_buckets[-1]
     for at in range(num_cached, len(text), width):
         budget = job.params.max_new_tokens - len(job.done)
-        result = runner.prefill([Chunk.of(slot, text, at, at + width, budget)])
+        result = runner.prefill([Chunk.of(slot, text, at, at + width, budget, num_cached)])
     return result
 
 
