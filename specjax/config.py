@@ -159,6 +159,19 @@ class DraftConfig(TransformerConfig):
         return len(self.feature_layers) * self.target_hidden_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(TransformerConfig):
+    """``num_layers`` modules of multi-token prediction, each with a layer of the target's family.
+
+    Embeddings and output head are the target's.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
 # rows of a verify that attention tiles at once, less the root
 MAX_STEPS = 63
 # rows of a verified tree, the root included

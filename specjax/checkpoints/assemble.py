@@ -14,13 +14,13 @@ from ml_dtypes import bfloat16
 from specjax.checkpoints.orbax import check_orbax, load_orbax
 from specjax.checkpoints.recipes import Recipe, Recipes
 from specjax.checkpoints.tensors import TensorSource
-from specjax.config import DraftConfig, ModelConfig
+from specjax.config import DraftConfig, ModelConfig, MtpConfig
 
 # Transposing 4096 x 4096 float32: 0.027 s in blocks of 128, 0.13 s in one assignment (one core).
 _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-C = TypeVar("C", ModelConfig, DraftConfig)
+C = TypeVar("C", ModelConfig, DraftConfig, MtpConfig)
 Progress = Callable[[int, int], None]
 
 

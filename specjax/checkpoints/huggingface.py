@@ -18,6 +18,7 @@ _FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mimo": "MiMoForCausalLM",  # Qwen2, with modules of multi-token prediction
 }
 # stored dtype to the dtype of computation
 _DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "float32"}
@@ -41,7 +42,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
         "max_position_embeddings": config.integer("max_position_embeddings"),
         "dtype": _resolve_dtype(config, directory) if dtype == "auto" else dtype,
         "tie_word_embeddings": config.flag("tie_word_embeddings"),
-        "qkv_bias": attention_bias or model_type == "qwen2",
+        "qkv_bias": attention_bias or model_type in ("qwen2", "mimo"),
         "output_bias": attention_bias,
         "mlp_bias": config.flag("mlp_bias") and model_type == "llama",
         "qk_norm": model_type == "qwen3",
@@ -129,7 +130,7 @@ def _resolve_dtype(config: Fields, directory: Path) -> str:
 def _sliding_window(config: Fields, model_type: str) -> int | None:
     """The attention window of all layers, None if none applies within the context."""
     window = config.integer("sliding_window", 0)
-    is_off = model_type.startswith("qwen") and not config.flag("use_sliding_window")
+    is_off = model_type in ("qwen2", "qwen3", "mimo") and not config.flag("use_sliding_window")
     if model_type == "llama" or is_off or not window:
         return None
     num_layers = config.integer("num_hidden_layers")

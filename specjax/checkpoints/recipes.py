@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specjax.config import DraftConfig, ModelConfig
+from specjax.config import DraftConfig, ModelConfig, MtpConfig
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Recipe:
 
 
 Recipes = Mapping[str, Recipe]
+# what the tensors of modules of multi-token prediction begin with
+MTP_PREFIX = "model.mtp_layers."
 
 
 def target_recipes(config: ModelConfig) -> Recipes:
@@ -42,13 +44,19 @@ def target_recipes(config: ModelConfig) -> Recipes:
     if not config.tie_word_embeddings:
         recipes |= _linear("lm_head", {"lm_head": config.vocab_size}, size)
     for i in range(config.num_layers):
-        flat, prefix = f"layers.{i}.", f"model.layers.{i}."
-        recipes |= _vectors(size, {f"{flat}input_norm": f"{prefix}input_layernorm"})
-        biases = {"output_bias": config.output_bias, "mlp_bias": config.mlp_bias}
-        recipes |= _layer(config, flat, prefix, size, **biases)
-        if config.qk_norm:
-            norms = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm" for x in "qk"}
-            recipes |= _vectors(config.head_dim, norms)
+        recipes |= _decoder_layer(config, f"layers.{i}.", f"model.layers.{i}.")
+    return recipes
+
+
+def mtp_recipes(config: MtpConfig) -> Recipes:
+    """Recipes of modules of multi-token prediction, under the names of MiMo's checkpoints."""
+    size, recipes = config.hidden_size, dict[str, Recipe]()
+    for i in range(config.num_layers):
+        flat, prefix = f"modules.{i}.", f"{MTP_PREFIX}{i}."
+        names = {"hidden_norm": "hidden", "token_norm": "token", "norm": "final"}
+        recipes |= _vectors(size, {flat + a: f"{prefix}{b}_layernorm" for a, b in names.items()})
+        recipes |= _linear(f"{flat}fc", {f"{prefix}input_proj": size}, 2 * size)
+        recipes |= _decoder_layer(config, f"{flat}layer.", prefix)
     return recipes
 
 
@@ -101,8 +109,20 @@ def _linear(
     return recipes
 
 
+def _decoder_layer(config: ModelConfig | MtpConfig, flat: str, prefix: str) -> dict[str, Recipe]:
+    """A layer as targets have it, with its input norm."""
+    size = config.hidden_size
+    recipes = _vectors(size, {f"{flat}input_norm": f"{prefix}input_layernorm"})
+    biases = {"output_bias": config.output_bias, "mlp_bias": config.mlp_bias}
+    recipes |= _layer(config, flat, prefix, size, **biases)
+    if config.qk_norm:
+        norms = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm" for x in "qk"}
+        recipes |= _vectors(config.head_dim, norms)
+    return recipes
+
+
 def _layer(
-    config: ModelConfig | DraftConfig,
+    config: ModelConfig | MtpConfig | DraftConfig,
     flat: str,
     prefix: str,
     in_size: int,

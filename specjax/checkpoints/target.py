@@ -14,7 +14,7 @@ from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specjax.checkpoints.hub import download
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
-from specjax.checkpoints.recipes import Recipes, target_recipes
+from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, target_recipes
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.text.tokenizer import Tokenizer
@@ -46,7 +46,9 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         return target_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        return self.config.tie_word_embeddings and name == "lm_head.weight"
+        """A copy of tied embeddings, and modules of multi-token prediction."""
+        is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return is_copy or name.startswith(MTP_PREFIX)
 
 
 def open_target(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, MtpConfig
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -30,7 +30,7 @@ from specjax.models.layers import (
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward block with residual connections."""
 
-    def __init__(self, config: ModelConfig, kernels: str = "xla") -> None:
+    def __init__(self, config: ModelConfig | MtpConfig, kernels: str = "xla") -> None:
         norm = partial(
             RMSNorm,
             config.hidden_size,

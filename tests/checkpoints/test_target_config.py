@@ -145,7 +145,7 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, r"model_type='gemma2'.*'llama', 'mistral', 'qwen2', 'qwen3'"),
+        ({"model_type": "gemma2"}, r"model_type='gemma2'.*'llama', 'mimo', 'mistral', 'qwen2', "),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),

@@ -1,0 +1,109 @@
+"""Modules of multi-token prediction: where tensors end up, and refusals."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.checkpoints import open_target
+from specjax.checkpoints.mtp import MtpCheckpoint, open_mtp
+from specjax.models.flat import FlatModel
+from specjax.models.mtp import MtpHead
+
+from .files import CONFIG, HIDDEN, Tensors, add_biases, target_tensors, write_directory
+
+MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2}
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def module_tensors(count: int = 2) -> Tensors:
+    """Random modules: layers as the target's, with two norms and a projection before them."""
+    rng = np.random.default_rng(5)
+    layers = target_tensors(seed=7)
+    tensors: Tensors = {}
+    for i in range(count):
+        prefix = f"model.mtp_layers.{i}."
+        for name, value in layers.items():
+            if name.startswith(f"model.layers.{i}."):
+                tensors[name.replace(f"model.layers.{i}.", prefix)] = value
+        shapes = {"input_proj": (HIDDEN, 2 * HIDDEN)}
+        shapes |= {f"{name}_layernorm": (HIDDEN,) for name in ("token", "hidden", "final")}
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    return tensors
+
+
+def write_mimo(path: Path, count: int = 2, **changes: Any) -> Path:
+    tensors = add_biases(target_tensors() | module_tensors(count), QKV)
+    return write_directory(path, CONFIG | MIMO | changes, tensors)
+
+
+def opened(path: Path, num_modules: int = 2, draft: Path | None = None) -> MtpCheckpoint:
+    return open_mtp(draft, open_target(path), num_modules=num_modules)
+
+
+def test_modules_of_the_targets_own_checkpoint(tmp_path: Path) -> None:
+    """The target ignores them; fewer than there are may be taken."""
+    path = write_mimo(tmp_path / "mimo")
+    target = open_target(path)
+    assert target.config.qkv_bias
+    target.check_weights()
+    for count in (2, 1):
+        modules = opened(path, count)
+        flat = FlatModel.of(partial(MtpHead, modules.config))
+        weights = flat.order(modules.load_weights())
+        assert [x.shape for x in weights] == [leaf.shape for leaf in flat.abstract]
+    tensors = module_tensors() | add_biases(module_tensors(), QKV)
+    weights = opened(path).load_weights()
+    prefix = "model.mtp_layers.1."
+    for flat_name, name in {
+        "modules.1.token_norm.scale": "token_layernorm",
+        "modules.1.hidden_norm.scale": "hidden_layernorm",
+        "modules.1.norm.scale": "final_layernorm",
+        "modules.1.fc.kernel": "input_proj",
+        "modules.1.layer.input_norm.scale": "input_layernorm",
+        "modules.1.layer.attention.output.kernel": "self_attn.o_proj",
+    }.items():
+        np.testing.assert_array_equal(weights[flat_name], tensors[f"{prefix}{name}.weight"].T)
+
+
+def test_modules_of_another_checkpoint(tmp_path: Path) -> None:
+    """Its copies of the target's tensors are ignored, as is what stands in the target's own."""
+    target = write_mimo(tmp_path / "mimo")
+    tensors = add_biases(module_tensors(), QKV)
+    other = write_directory(tmp_path / "other", CONFIG | MIMO, tensors)
+    modules = opened(target, draft=other)
+    modules.check_weights()
+    assert modules.path == other
+    assert "2 modules of multi-token prediction" in modules.describe()
+    scaled = open_mtp(other, open_target(target), num_modules=1, rope_theta=7.0)
+    assert scaled.config.rope_theta == 7.0
+
+
+def test_refusals(tmp_path: Path) -> None:
+    path = write_mimo(tmp_path / "mimo")
+    with pytest.raises(ValueError, match=r"speculative_num_steps=3 exceeds the 2 module\(s\)"):
+        opened(path, 3)
+    plain = write_directory(tmp_path / "plain", CONFIG, target_tensors())
+    with pytest.raises(ValueError, match=r"of 0 modules .* pass draft=DIRECTORY"):
+        opened(plain, 1)
+    few = write_mimo(tmp_path / "few", count=1)
+    with pytest.raises(ValueError, match=r"of 1 modules .* num_nextn_predict_layers=2"):
+        opened(few, 1)
+    with pytest.raises(ValueError, match="vocab_size=50 of the head, but the target has 61"):
+        opened(path, 1, write_mimo(tmp_path / "small", vocab_size=50))
+    experts = target_tensors() | module_tensors()
+    experts["model.mtp_layers.0.mlp.experts.0.up_proj.weight"] = np.zeros((2, 2), np.float32)
+    mixed = write_directory(tmp_path / "experts", CONFIG | MIMO, experts)
+    with pytest.raises(ValueError, match="is of a mixture of experts"):
+        opened(path, 1, mixed)
+    extra = {"model.mtp_layers.0.extra.weight": np.zeros(3, np.float32)}
+    tensors = add_biases(target_tensors() | module_tensors(), QKV) | extra
+    more = write_directory(tmp_path / "more", CONFIG | MIMO, tensors)
+    with pytest.raises(ValueError, match="has no place for 1 tensors"):
+        opened(more).check_weights()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no Hugging Face directory"):
+        opened(path, 1, tmp_path / "empty")
