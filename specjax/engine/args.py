@@ -41,10 +41,12 @@ class EngineArgs:
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
-            Of ``"STANDALONE"`` another model with the same vocabulary, named as ``model`` is.
-        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``, one of an
-            installed package, or ``None`` to decode plainly.
-        speculative_num_steps: tokens drafted one behind the other in a round; 5 by default.
+            Of ``"STANDALONE"`` another model with the same vocabulary, named as ``model`` is;
+            of ``"MULTI_LAYER_EAGLE"`` a checkpoint with the modules, by default the model's own.
+        speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
+            ``"MULTI_LAYER_EAGLE"``, one of an installed package, or ``None`` to decode plainly.
+        speculative_num_steps: tokens drafted one behind the other in a round; 5 by default, 1 of
+            ``"MULTI_LAYER_EAGLE"``, which has a module for each, and 11 of ``"NGRAM"``.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
         speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
             has ``speculative_num_steps + 1``, a tree by default one a branch and level.

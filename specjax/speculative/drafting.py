@@ -47,8 +47,8 @@ class DraftInput:
 # sizes
 
 
-def draft_shape(args: Any, steps: int | None = None) -> DraftShape:
-    """The tier of so many steps; of the engine arguments' own or default ones for ``None``.
+def draft_shape(args: Any, steps: int | None = None, *, default: int = DEFAULT_STEPS) -> DraftShape:
+    """The tier of so many steps; of the engine arguments' own or ``default`` ones for ``None``.
 
     ValueError for sizes that cannot be drafted.
     """
@@ -58,7 +58,7 @@ def draft_shape(args: Any, steps: int | None = None) -> DraftShape:
             return DraftShape.chain(steps)
         return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
     steps = args.speculative_num_steps
-    steps = DEFAULT_STEPS if steps is None else steps
+    steps = default if steps is None else steps
     least = 0 if args.speculative_adaptive else 1
     if type(steps) is not int or not least <= steps <= MAX_STEPS:
         raise ValueError(

@@ -21,9 +21,10 @@ _FACTORIES = {
     "EAGLE3": "specjax.speculative.eagle:EAGLE3",
     "NGRAM": "specjax.speculative.ngram:NGRAM",
     "STANDALONE": "specjax.speculative.standalone:STANDALONE",
+    "MULTI_LAYER_EAGLE": "specjax.speculative.multi_layer_eagle:MULTI_LAYER_EAGLE",
 }
 # names that mean something in SGLang, which no package may take
-RESERVED = (*_FACTORIES, *ALIASES, "MULTI_LAYER_EAGLE", "DFLASH", "DSPARK")
+RESERVED = (*_FACTORIES, *ALIASES, "DFLASH", "DSPARK")
 _custom: dict[str, Any] = {}
 _loading = RLock()  # held while a package is imported, whose names are there before it is done
 # what a class in the place of CustomSpecAlgo must have

@@ -1,0 +1,110 @@
+"""Modules of multi-token prediction over the copying target, right often and wrong often."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import MtpConfig
+from specjax.engine.diagnostics import dense_attend, dense_attention
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel, Weights
+from specjax.models.layers import rotated
+from specjax.models.mtp import MtpHead
+from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
+from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
+
+from ..copying import copied_weights
+from ..tiny import TARGET, chains, random_weights
+
+SHARED = [field.name for field in dataclasses.fields(MtpConfig) if field.name != "num_layers"]
+MODULES = MtpConfig(num_layers=3, **{name: getattr(TARGET, name) for name in SHARED})
+WIDTH = 128
+# of what a module adds to the embedding: drafts depend on all that it attends to
+PERTURBATION = 0.3
+
+
+@cache
+def module_weights() -> Weights:
+    """Each module copies the newest embedding, as the target's last state nearly does."""
+    flat = FlatModel.of(partial(MtpHead, MODULES))
+    size = MODULES.hidden_size
+    weights = []
+    for name, weight in zip(flat.names, map(np.array, random_weights(flat, 3)), strict=True):
+        if name.endswith("fc.kernel"):
+            weight *= PERTURBATION / 2
+            weight[size:] += np.eye(size, dtype=np.float32)
+        elif name.endswith(("attention.output.kernel", "mlp.down.kernel")):
+            weight *= PERTURBATION
+        weights.append(weight)
+    return jax.device_put(tuple(weights))
+
+
+@cache
+def mtp_runner(steps: tuple[int, ...] = (3,), **changes: Any) -> Any:
+    """A compiled runner, one for equal arguments, whose rounds can be watched."""
+    algorithm = dataclasses.replace(MULTI_LAYER_EAGLE, num_modules=MODULES.num_layers)
+    config = RunnerConfig(
+        **{
+            "algorithm": algorithm,
+            "shapes": chains(*steps),
+            "page_size": 4,
+            "num_pages": 151,
+            "pages_per_request": 32,
+            "num_slots": 5,
+            "batch_buckets": (4,),
+            "prefill_buckets": (16,),
+            "attention": "reference",
+            **changes,
+        }
+    )
+    runner = ModelRunner(algorithm.networks(TARGET, MODULES), config)
+    runner.compile(show_progress=False, stages=True)
+    runner.load(copied_weights()[0], module_weights())
+    return runner
+
+
+@rotated
+def _recording_attend(
+    kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Causal attention over the tokens at hand, which keeps the keys and values of each layer."""
+    return {**kv, layer: jnp.stack([k[0], v[0]], axis=1)}, dense_attention(q, k, v, is_causal=True)
+
+
+@cache
+def _dense_function() -> Any:
+    target_flat = FlatModel.of(partial(CausalLM, TARGET))
+    head_flat = FlatModel.of(partial(MtpHead, MODULES))
+    positions = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(target_weights, head_weights, tokens, length):
+        target, head = target_flat.rebuild(target_weights), head_flat.rebuild(head_weights)
+        hidden, _, _ = target(tokens[None], positions, None, dense_attend)
+        drafts, kv = [], {}
+        for k in range(MODULES.num_layers):
+            embeds = head.embed(jnp.roll(tokens, -1 - k)[None], target)
+            hidden, kv = head(k, embeds, hidden, positions, kv, _recording_attend)
+            drafts.append(jnp.argmax(head.logits(hidden[0, length - 2], target)).astype(jnp.int32))
+            tokens = tokens.at[length + k].set(drafts[-1])
+        return jnp.stack(drafts), jnp.stack([kv[k] for k in range(MODULES.num_layers)])
+
+    return run
+
+
+def dense_modules(text: Sequence[int]) -> tuple[list[int], np.ndarray]:
+    """What the modules draft behind a text, and their keys and values ``[M, W, 2, KV, H]``.
+
+    No cache, no pages, no rounds.
+    """
+    padded = np.zeros(WIDTH, np.int32)
+    padded[: len(text)] = text
+    weights = copied_weights()[0], module_weights()
+    drafts, kv = _dense_function()(*weights, padded, np.int32(len(text)))
+    return np.asarray(drafts).tolist(), np.asarray(kv)

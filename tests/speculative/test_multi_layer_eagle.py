@@ -1,0 +1,188 @@
+"""Modules of multi-token prediction: the tokens of plain decoding, the drafts of dense modules."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.engine.args import EngineArgs
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling.params import SamplingParams
+from specjax.types import DraftShape
+
+from ..copying import plain_outputs
+from ..scheduling.serving import Serving
+from .mtp import MODULES, dense_modules, mtp_runner
+from .test_identity import JOBS, check, expected
+
+RNG = np.random.default_rng(8)
+# shorter than there are modules, of several chunks, and alike at their starts
+SHARED = RNG.integers(6, 61, size=23).tolist()
+PROMPTS = [
+    *(RNG.integers(6, 61, size=n).tolist() for n in (1, 2, 3, 9, 16, 17, 40)),
+    *(SHARED[:n] + RNG.integers(6, 61, size=m).tolist() for n, m in ((23, 1), (21, 5), (23, 9))),
+]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95)
+
+
+@contextmanager
+def watched(serving: Serving) -> Iterator[list]:
+    """Request, tokens in the pool and drafts of every row of every round."""
+    rounds: list = []
+    runner: ModelRunner = serving.runner
+
+    def watch(slots, tree, verified) -> None:
+        requests = {row.slot: row.request for row in serving.rows}
+        tokens, lengths = np.asarray(tree.draft_tokens), np.asarray(tree.positions)[:, 0]
+        counts = np.asarray(verified.num_accepted_tokens)
+        for i, slot in enumerate(np.asarray(slots).tolist()):
+            if counts[i]:
+                rounds.append((requests[slot], int(lengths[i]), tokens[i, 1:].tolist()))
+
+    runner.watch_rounds(watch)
+    yield rounds
+    runner.watch_rounds(None)
+
+
+def check_drafts(rounds: list) -> None:
+    assert rounds
+    for request, length, drafts in rounds:
+        text = [*request.input_ids, *request.output_ids][: length + 1]
+        assert drafts == dense_modules(text)[0][: len(drafts)], text
+
+
+def check_kv(serving: Serving) -> int:
+    """All that is final in the pool; returns how many rows have come to their first token."""
+    size = serving.runner.config.page_size
+    pool = np.asarray(serving.runner.on_device.pools.draft)
+    rows = [row for row in serving.rows if row.request.output_ids]
+    for row in rows:
+        text = row.request.known_ids
+        positions = np.arange(len(text) - 1)
+        slots = np.array(row.pages)[positions // size] * size + positions % size
+        truth = dense_modules(text)[1]
+        for k in range(MODULES.num_layers):
+            final = positions[: max(0, len(text) - 1 - k)]
+            found = pool[k, slots[final]]
+            np.testing.assert_allclose(found, truth[k, final], atol=1e-4, err_msg=f"{k} {text}")
+    return len(rows)
+
+
+def served(runner: ModelRunner, params: SamplingParams, **options) -> list:
+    serving = Serving(runner=runner, **options)
+    requests = serving.add(PROMPTS, params)
+    serving.finish()
+    return requests
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_modules_change_no_token(params, run_ahead):
+    """Pages that run out take requests back, and prefixes come out of the cache."""
+    requests = served(mtp_runner(), params, run_ahead=run_ahead, num_pages=40, is_cached=True)
+    assert sum(request.num_retractions for request in requests) > 0
+    assert sum(request.cached_tokens for request in requests) > 0
+    seeds = [request.seed for request in requests]
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, params, seeds)
+
+
+def test_any_sampling_equals_dense_decoding():
+    assert check(mtp_runner(), JOBS, expected(True)) > 1.5
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_drafts_and_kv_are_those_of_dense_modules(is_cached):
+    """Behind every number of accepted drafts, chunks of any size and cached prefixes."""
+    serving = Serving(runner=mtp_runner(), is_cached=is_cached)
+    requests, checked = [], 0
+    with watched(serving) as rounds:
+        for i in range(0, len(PROMPTS), 3):  # later ones find what earlier ones left
+            requests += serving.add(PROMPTS[i : i + 3], GREEDY)
+            while is_cached and serving.scheduler.has_work:
+                serving.step()
+                checked += check_kv(serving)
+        while serving.scheduler.has_work:
+            serving.step()
+            checked += check_kv(serving)
+    check_drafts(rounds)
+    assert checked > len(rounds) / 2
+    meta = [request.result()["meta_info"] for request in requests]
+    assert min(np.sum([one["spec_correct_drafts_histogram"] for one in meta], axis=0)) > 0
+    assert sum(request.cached_tokens > 0 for request in requests) == 2 * is_cached
+
+
+def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
+    """The last positions of a chunk wait for the next one, which an abort keeps away."""
+    serving = Serving(runner=mtp_runner(), is_cached=True)
+    (first,) = serving.add([PROMPTS[6]], GREEDY)
+    serving.step()
+    assert not first.output_ids
+    serving.scheduler.abort(first)
+    (second,) = serving.add([PROMPTS[6]], GREEDY)
+    checked = 0
+    while serving.scheduler.has_work:
+        serving.step()
+        checked += check_kv(serving)
+    assert checked
+    assert 0 < second.cached_tokens < 16  # of a chunk
+    # and one that has nothing of its own yet gives back what it was lent
+    (third,) = serving.add([PROMPTS[6]], GREEDY)
+    serving.add([PROMPTS[7]] * 4, GREEDY)
+    row = serving.scheduler._row_to_prefill(serving.scheduler._budget.room(serving.rows))
+    assert row.request is third
+    serving.scheduler.abort(third)
+    serving.check_pages()
+    serving.finish()
+
+
+@pytest.mark.slow
+def test_tiers_keep_all_modules_up_to_date():
+    """Rounds of no, one and three drafts in turn; what they draft is dense in each."""
+    runner = mtp_runner((0, 1, 3))
+    serving = Serving(runner=runner)
+    requests = serving.add(PROMPTS, GREEDY)
+    steps = 0
+    with watched(serving) as rounds:
+        while serving.scheduler.has_work:
+            runner.apply_runtime_state(runner.state_of((0, 1, 3)[steps // 2 % 3]))
+            serving.step()
+            check_kv(serving)
+            steps += 1
+        runner.apply_runtime_state(runner.state_of(3))
+    proposed = [one for one in rounds if one[2]]
+    assert {len(drafts) for _, _, drafts in proposed} == {1, 3}
+    seeds = [request.seed for request in requests]
+    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, GREEDY, seeds)
+
+
+def arguments(**changes: Any) -> EngineArgs:
+    good = {"speculative_algorithm": "Multi_Layer_Eagle", "speculative_num_steps": 2}
+    return EngineArgs(**(good | changes))
+
+
+def test_as_many_modules_as_the_largest_tier_has_steps():
+    assert arguments().shape == DraftShape.chain(2)
+    assert arguments().algorithm.num_modules == arguments().algorithm.lookahead == 2
+    assert arguments(speculative_num_steps=None).shape == DraftShape.chain(1)
+    adaptive = {"speculative_adaptive": True}
+    adaptive["speculative_adaptive_config"] = {"candidate_steps": [0, 1, 3]}
+    args = arguments(speculative_num_steps=1, **adaptive)
+    assert args.algorithm.num_modules == 3
+    assert [shape.steps for shape in args.shapes] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculative_eagle_topk": 2}, "speculative_eagle_topk=2 must be 1"),
+        ({"speculative_num_steps": 0}, "speculative_num_steps=0 must be"),
+        ({"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens=4 must equal"),
+    ],
+)
+def test_what_modules_cannot_draft_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(**changes)
