@@ -118,6 +118,7 @@ def engine_settings(engine: Any) -> dict[str, Any]:
     return {
         "model": Path(info["model_path"]).name,
         **{name: info[name] for name in SIZES},
+        "simulate_accept_length": info["simulate_accept_length"],
         "speculative_num_steps": info["internal_states"][0].get("speculative_num_steps", 0),
         **software(),
     }

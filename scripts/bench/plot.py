@@ -20,7 +20,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axis.set_xticks(range(len(groups)), list(groups))
     axis.set_ylabel("tokens / s")
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}")
+    figure.suptitle(about(settings))
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -58,8 +58,7 @@ def draw_mix(result: Mapping[str, Any], traces: Sequence[Any], path: Path) -> No
         gaps.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     gaps.set_ylabel("between chunks, ms")
     gaps.set_xlabel("s")
-    about = f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}"
-    figure.suptitle(f"{about}, {row['request_rate']:.2f} requests/s")
+    figure.suptitle(f"{about(settings)}, {row['request_rate']:.2f} requests/s")
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -90,7 +89,12 @@ def draw_grid(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], pa
     axis.set_xticks(range(len(batches)), batches)
     axis.set_xlabel("requests at once")
     figure.colorbar(image, label="tokens a second over plain decoding")
-    figure.suptitle(
-        f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}", fontsize="medium"
-    )
+    figure.suptitle(about(settings), fontsize="medium")
     figure.savefig(path, format="png", dpi=120)
+
+
+def about(settings: Mapping[str, Any]) -> str:
+    """What a picture is of, and whether acceptance was real."""
+    simulated = settings["simulate_accept_length"]
+    label = "" if simulated is None else f", SIMULATED: {simulated:g} tokens a verify"
+    return f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}{label}"

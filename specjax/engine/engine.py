@@ -99,6 +99,7 @@ class Engine:
             max_total_tokens=plan.pools.max_total_tokens,
             drafts=runner.config.largest.steps > 0,
             adapts=self._controller is not None,
+            simulate_accept_length=args.simulate_accept_length,
             tier=runner.state.shape,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)

@@ -56,7 +56,7 @@ def _state(
         for figure in FIGURES
         if figure.kind != "histogram"
         and not figure.mode
-        and figure.needs != "adapts"
+        and figure.needs in ("", "drafts")
         and (totals.drafts or not figure.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes

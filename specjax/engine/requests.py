@@ -164,6 +164,7 @@ class RequestFactory:
             decoder=None if self._tokenizer is None else IncrementalDecoder(self._tokenizer),
             spec_width=self._plan.config.largest.steps,
             spec_topk=self._plan.config.largest.topk,
+            spec_simulated=self._plan.config.simulate_accept_length,
             top_logprobs=top_logprobs,
             logprob_start_len=None if logprob_start_len < 0 else logprob_start_len,
             return_hidden_states=return_hidden_states,

@@ -17,6 +17,7 @@ _EMA = (
     "Accepted drafts a verify, moving average. It excludes the bonus token, which "
     "spec_accept_length includes."
 )
+_SIMULATED = "Tokens a verify that are accepted right or wrong, to measure speed alone."
 _COMPUTED = "Tokens computed or found in the cache, those of resumed requests included."
 _KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
@@ -62,6 +63,13 @@ FIGURES = (
     Figure("spec_num_draft_tokens", "gauge", "tier.nodes", "Rows of a verify now.", "drafts"),
     Figure("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
     Figure("spec_num_switches", "counter", "num_switches", "Changes of the tier.", "adapts"),
+    Figure(
+        "spec_simulate_accept_length",
+        "gauge",
+        "simulate_accept_length",
+        _SIMULATED,
+        "simulate_accept_length",
+    ),
     Figure("spec_wasted_drafts", "counter", "wasted_drafts", "Drafts not accepted.", "adapts"),
     Figure("realtime_tokens", "counter", "prefilled_tokens", _COMPUTED, mode="prefill_compute"),
     Figure("realtime_tokens", "counter", "reused_tokens", _COMPUTED, mode="prefill_cache"),

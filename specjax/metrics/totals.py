@@ -56,6 +56,8 @@ class Totals:
     max_total_tokens: int = 1
     drafts: bool = False  # rounds may draft, so that there is a tier
     adapts: bool = False  # the tier follows what is being accepted
+    # tokens a round that are accepted right or wrong, where speed alone is measured
+    simulate_accept_length: float | None = None
 
     tier: DraftShape = _PLAIN  # of the rounds to come
     ema_accept_len: float = 0.0

@@ -33,6 +33,7 @@ class Request:
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # steps of a round, at most; 0 for plain decoding
     spec_topk: InitVar[int] = 1  # branches of a level
+    spec_simulated: InitVar[float | None] = None  # accepted tokens a round, right or wrong
     top_logprobs: int | None = None  # best tokens to report, beside the chosen; ``None``: nothing
     # first prompt token whose log-probability is reported; ``None``: of none
     logprob_start_len: int | None = None
@@ -57,10 +58,14 @@ class Request:
     ended_time: float | None = field(default=None, init=False)
 
     def __post_init__(
-        self, decoder: IncrementalDecoder | None, spec_width: int, spec_topk: int
+        self,
+        decoder: IncrementalDecoder | None,
+        spec_width: int,
+        spec_topk: int,
+        spec_simulated: float | None,
     ) -> None:
         is_speculative = spec_width > 0 and self.params.speculative
-        self.spec = SpecCounts(spec_width, spec_topk) if is_speculative else None
+        self.spec = SpecCounts(spec_width, spec_topk, spec_simulated) if is_speculative else None
         self._text = CompletionText(decoder, self.params.stop_strings)
         self.arrive()
 

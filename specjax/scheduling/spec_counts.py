@@ -14,6 +14,7 @@ class SpecCounts:
 
     width: int  # steps of a round, at most
     topk: int = 1  # branches of a level; 1 is a chain
+    simulated: float | None = None  # tokens a round that were accepted right or wrong
     num_plain_tokens: int = 0  # from rounds with speculation off, which are no verifies
     num_switches: int = 0
     num_steps: int | None = None  # of the last round
@@ -64,4 +65,11 @@ class SpecCounts:
             "spec_num_steps": self.num_steps,
             "spec_num_switches": self.num_switches,
             "spec_rounds_by_steps": {str(k): n for k, n in sorted(self.rounds_by_steps.items())},
-        } | ({} if ema is None else {"spec_ema_accept_len": ema})
+        } | {
+            name: value
+            for name, value in (
+                ("spec_ema_accept_len", ema),
+                ("spec_simulate_accept_length", self.simulated),
+            )
+            if value is not None
+        }

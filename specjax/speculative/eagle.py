@@ -158,7 +158,7 @@ class Eagle(SpeculativeAlgorithm):
             positions,
             state,
             batch.pages.attend(batch.seq_lens, width),
-            row=jnp.maximum(verified.num_accepted_tokens - 1, 0),
+            row=verified.num_accepted_drafts,
         )
         if shape.steps == 0:
             return state, replace(rows, topk_probs=jnp.zeros_like(rows.topk_probs))

@@ -191,7 +191,7 @@ class MultiLayerEagle(SpeculativeAlgorithm):
             if module:
                 hidden = jnp.concatenate([rows.hidden[:, module - 1, None], hidden[:, :-1]], axis=1)
             hidden, state = run_module(batch, state, module, embeds, hidden)
-            newest.append(pick_row(hidden, jnp.maximum(counts - 1, 0))[:, 0])
+            newest.append(pick_row(hidden, verified.num_accepted_drafts)[:, 0])
         following = next_input(batch, jnp.stack(newest, axis=1), batch.seq_lens + counts)
         if shape.steps == 0:
             following = replace(following, is_drafted=jnp.zeros_like(rows.is_drafted))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
@@ -386,6 +387,13 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         )
         check_result(result, 5)
         assert result["meta_info"]["spec_accept_length"] == pytest.approx(2.5, abs=0.2)
+        # it says so wherever its figures are
+        assert result["meta_info"]["spec_simulate_accept_length"] == 2.5
+        assert made.get_server_info()["simulate_accept_length"] == 2.5
+        assert (
+            "specjax:spec_simulate_accept_length{"
+            in generate_latest(made.metrics.registry).decode()
+        )
     with pytest.raises(ValueError, match=r"model\.safetensors|no weights|\.safetensors"):
         files.small(target=target)
 
