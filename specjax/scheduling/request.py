@@ -285,8 +285,9 @@ class PromptPiece(NamedTuple):
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether it computes some that are missing, maybe behind those of unread pieces."""
         missing = self.row.request.missing_logprobs
-        return missing is not None and self.start <= missing < self.end
+        return missing is not None and missing < self.end
 
     def chunk(self) -> Chunk:
         row = self.row

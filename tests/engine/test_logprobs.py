@@ -144,6 +144,15 @@ def test_prompts_have_theirs(engine, plain, num_top) -> None:
         assert not any("input_token_logprobs" in out["meta_info"] for out in without)
 
 
+def test_prompts_have_theirs_where_chunks_run_ahead(files, engine) -> None:
+    """A chunk is dispatched before those in front of it are read."""
+    prompt = [6 + i % 50 for i in range(60)]
+    asked = {"sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 3}
+    with files.engine(overlap=True, share_weights_with=engine) as one:
+        result = one.generate(input_ids=prompt, **asked)
+        check_prompt(one, prompt, result["meta_info"], 3, 0)
+
+
 @pytest.mark.slow
 def test_what_new_weights_report_is_of_new_weights_alone(files) -> None:
     """A flush in the middle of a prompt, as a weight update makes, begins again."""
