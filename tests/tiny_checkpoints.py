@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from specjax.checkpoints import export_draft
 from specjax.text.tokenizer import Tokenizer
 
-from .copying import copying_head, copying_target
+from .copying import PERTURBATION, copying_head, copying_target
 from .tiny import EAGLE3, TARGET
 
 LETTERS = string.ascii_letters + string.digits + string.punctuation
@@ -103,4 +103,53 @@ def write_target(path: Path) -> Path:
 def write_head(path: Path) -> Path:
     """The head of :func:`write_target` in the published format."""
     export_draft(path, HEAD, copying_head(HEAD, copying_target(CONFIG, HEAD)))
+    return path
+
+
+def write_eagle_head(path: Path) -> Path:
+    """An EAGLE-1 head for :func:`write_target` that copies the newest token's embedding as well."""
+    path.mkdir(parents=True)
+    rng = np.random.default_rng(4)
+    size, inner, dim = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.head_dim
+    q_size, kv_size = CONFIG.num_heads * dim, CONFIG.num_kv_heads * dim
+    layer = "layers.0."
+    shapes = {
+        "self_attn.q_proj": (q_size, size),
+        "self_attn.k_proj": (kv_size, size),
+        "self_attn.v_proj": (kv_size, size),
+        "self_attn.o_proj": (size, q_size),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    tensors = {
+        f"{layer}{name}.weight": rng.normal(size=shape) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"{layer}{name}.weight"] *= PERTURBATION
+    tensors[f"{layer}post_attention_layernorm.weight"] = np.ones(size)
+    # embeddings as long as states behind the target's final norm
+    tensors["fc.weight"] = np.eye(size, 2 * size) * (size / 10) ** 0.5
+    save_file(
+        {name: tensor.astype(np.float32) for name, tensor in tensors.items()},
+        path / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": CONFIG.vocab_size,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": CONFIG.num_heads,
+        "num_key_value_heads": CONFIG.num_kv_heads,
+        "head_dim": dim,
+        "rms_norm_eps": CONFIG.rms_norm_eps,
+        "rope_theta": CONFIG.rope_theta,
+        "max_position_embeddings": CONFIG.max_position_embeddings,
+        "bias": False,
+    }
+    (path / "config.json").write_text(json.dumps(config))
     return path

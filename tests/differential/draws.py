@@ -1,0 +1,213 @@
+"""Random engines and random requests: the same of equal generators."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.sampling.params import SamplingParams
+
+from ..tiny_checkpoints import CONFIG, EOS_ID, LETTERS
+
+CONTEXT = CONFIG.max_position_embeddings
+CANDIDATES = ([0, 1, 3], [0, 2], [1, 4], [2, 3])
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Files that algorithms draft with."""
+
+    eagle3: Path
+    eagle: Path
+    corpus: Path
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request as it can be made of any engine, and how its caller behaves.
+
+    Attributes:
+        options: of ``generate``, what is to be reported.
+        is_stream: the caller reads a stream.
+        abort_at: tokens of a stream at which the caller aborts it.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    options: Options = field(default_factory=dict)
+    is_stream: bool = False
+    abort_at: int | None = None
+
+
+def one_of(rng: np.random.Generator, values: Any) -> Any:
+    return values[int(rng.integers(len(values)))]
+
+
+def chance(rng: np.random.Generator, share: float) -> bool:
+    return bool(rng.random() < share)
+
+
+# Algorithms
+
+
+def _adaptive(rng: np.random.Generator) -> Options:
+    config: Options = {"candidate_steps": one_of(rng, CANDIDATES), "policy": "cost"}
+    if chance(rng, 0.6):
+        config |= {"policy": "ema", "warmup_batches": 1, "update_interval": 2}
+    steps = one_of(rng, config["candidate_steps"])
+    return {
+        "speculative_adaptive": True,
+        "speculative_adaptive_config": config,
+        "speculative_num_steps": steps,
+    }
+
+
+def _head(rng: np.random.Generator, draft: Path) -> Options:
+    """Chains and trees of a head; trees with any number of rows that its branches can fill."""
+    topk = one_of(rng, (1, 1, 2, 3, 4))
+    options: Options = {"draft": draft, "speculative_eagle_topk": topk}
+    if chance(rng, 0.3):
+        return options | _adaptive(rng)
+    steps = int(rng.integers(1, 6))
+    if topk > 1:
+        candidates = topk + (steps - 1) * topk**2
+        options["speculative_num_draft_tokens"] = int(
+            rng.integers(min(topk, candidates) + 1, min(candidates, 15) + 2)
+        )
+    return options | {"speculative_num_steps": steps}
+
+
+def _ngram(rng: np.random.Generator, corpus: Path) -> Options:
+    least = int(rng.integers(1, 4))
+    options: Options = {
+        "speculative_ngram_min_match_window_size": least,
+        "speculative_ngram_max_match_window_size": int(rng.integers(least, 13)),
+        "speculative_ngram_max_bfs_breadth": one_of(rng, (1, 4, 10)),
+        "speculative_ngram_match_type": one_of(rng, ("BFS", "PROB")),
+    }
+    if chance(rng, 0.4):
+        options["speculative_ngram_external_corpus_path"] = corpus
+    if chance(rng, 0.3):
+        return options | _adaptive(rng)
+    nodes = int(rng.integers(2, 17))
+    return options | {
+        "speculative_num_draft_tokens": nodes,
+        "speculative_num_steps": int(rng.integers(1, nodes)),
+    }
+
+
+# options of an engine by the algorithm that it drafts with
+ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
+    "EAGLE3": lambda rng, drafts: _head(rng, drafts.eagle3),
+    "EAGLE": lambda rng, drafts: _head(rng, drafts.eagle),
+    "NGRAM": lambda rng, drafts: _ngram(rng, drafts.corpus),
+}
+
+
+def draw_engine(rng: np.random.Generator, algorithm: str, drafts: Drafts) -> Options:
+    """Options of an engine; three pools of four are too small for the requests that run at once."""
+    running = int(rng.integers(2, 7))
+    return {
+        "speculative_algorithm": algorithm,
+        "page_size": one_of(rng, (1, 4, 16)),
+        "max_running_requests": running,
+        "batch_buckets": one_of(rng, (*[(running,)] * 2, (running + 1,), (1, running + 1))),
+        "max_total_tokens": int(rng.integers(80, 160) if chance(rng, 0.75) else 170 * running),
+        "chunked_prefill_size": one_of(rng, (1, 5, 16, 24)),
+        "rounds_per_dispatch": one_of(rng, (1, 1, 4)),
+        "overlap": chance(rng, 0.6),
+        "disable_radix_cache": chance(rng, 0.3),
+    } | ALGORITHMS[algorithm](rng, drafts)
+
+
+# Requests
+
+
+def draw_phrases(rng: np.random.Generator) -> list[list[int]]:
+    """Beginnings that prompts share."""
+    return [rng.integers(len(LETTERS), size=n).tolist() for n in (3, 10, 40)]
+
+
+def draw_wish(rng: np.random.Generator, phrases: list[list[int]], room: int) -> Wish:
+    """A request that is never longer than the context, nor than ``room`` KV tokens."""
+    limit = min(CONTEXT - 1, room)
+    prompt = _prompt(rng, phrases, limit)
+    # beyond the context, where the pool has room for all of it
+    most = CONTEXT + 5 - len(prompt) if room >= CONTEXT - 1 else room + 1 - len(prompt)
+    count = min(one_of(rng, (1, 2, int(rng.integers(3, 20)), int(rng.integers(20, 100)))), most)
+    params = _params(rng, count)
+    options: Options = {}
+    if chance(rng, 0.25):
+        options |= {"return_logprob": True, "top_logprobs_num": int(rng.integers(3))}
+        if chance(rng, 0.4):
+            options["logprob_start_len"] = int(rng.integers(len(prompt)))
+    if chance(rng, 0.1):
+        options["return_hidden_states"] = True
+    is_stream = chance(rng, 0.6)
+    abort_at = int(rng.integers(1, 1 + count)) if is_stream and chance(rng, 0.3) else None
+    return Wish(prompt, params, options, is_stream, abort_at)
+
+
+def _prompt(rng: np.random.Generator, phrases: list[list[int]], limit: int) -> list[int]:
+    phrase = one_of(rng, phrases)
+    own = rng.integers(len(LETTERS), size=int(rng.integers(1, 20))).tolist()
+    if chance(rng, 0.1):
+        prompt = rng.integers(len(LETTERS), size=limit).tolist()
+    elif chance(rng, 0.3):  # repeats itself
+        prompt = phrase + own[:6] * 3 + own[: int(rng.integers(1, 6))]
+    elif chance(rng, 0.2):
+        prompt = phrase
+    else:
+        prompt = phrase[: int(rng.integers(len(phrase)))] + own
+    return prompt[:limit]
+
+
+def _params(rng: np.random.Generator, count: int) -> SamplingParams:
+    changes: Options = {"temperature": 0.0}
+    if chance(rng, 0.5):
+        changes = {
+            "temperature": one_of(rng, (0.3, 0.8, 1.0, 1.5)),
+            "top_k": one_of(rng, (-1, -1, 1, 5, 30)),
+            "top_p": one_of(rng, (1.0, 1.0, 0.95, 0.6)),
+            "min_p": one_of(rng, (0.0, 0.0, 0.05)),
+            "n": one_of(rng, (1, 1, 1, 2, 3)),
+        }
+    if chance(rng, 0.25):
+        changes |= {
+            "repetition_penalty": one_of(rng, (1.0, 0.8, 1.3)),
+            "frequency_penalty": one_of(rng, (0.0, -0.3, 0.4)),
+            "presence_penalty": one_of(rng, (0.0, 0.5)),
+        }
+    if chance(rng, 0.2):
+        tokens = rng.choice(EOS_ID + 1, size=3, replace=False).tolist()
+        changes["logit_bias"] = {t: float(rng.integers(-8, 9)) for t in tokens}
+    if chance(rng, 0.2):
+        changes["min_new_tokens"] = int(rng.integers(count + 1))
+    if chance(rng, 0.25):
+        changes["stop_token_ids"] = rng.integers(len(LETTERS), size=3).tolist()
+    if chance(rng, 0.2):
+        letters = [LETTERS[i] for i in rng.integers(len(LETTERS), size=6)]
+        changes["stop"] = [*letters[:2], "".join(letters[2:4]), "".join(letters[4:])]
+    return SamplingParams(
+        max_new_tokens=count,
+        ignore_eos=chance(rng, 0.4),
+        speculative=chance(rng, 0.9),
+        sampling_seed=int(rng.integers(2**63)),
+        **changes,
+    )
+
+
+def without_count(wish: Wish) -> Wish:
+    """The same where tokens depend on the text and the seed alone, not on where the prompt ends."""
+    params = replace(
+        wish.params,
+        repetition_penalty=1.0,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        min_new_tokens=0,
+        stop=None,
+    )
+    return replace(wish, params=params, options={})

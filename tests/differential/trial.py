@@ -1,0 +1,371 @@
+"""One random engine beside plain decoding, while its caller aborts, flushes and updates weights."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax import Engine
+from specjax.engine.requests import sample_seed
+
+from ..tiny_engines import Files, is_idle, num_held
+from .draws import (
+    ALGORITHMS,
+    Drafts,
+    Options,
+    Wish,
+    chance,
+    draw_engine,
+    draw_phrases,
+    draw_wish,
+    one_of,
+    without_count,
+)
+
+BATCH = 12  # requests that come together
+LOGPROB_ERROR = 1e-4
+STATE_ERROR = 1e-3
+MOST_SECONDS = 300.0  # for requests that run together; a request that never ends is found
+OTHER = "other weights"
+Result = dict[str, Any]
+
+
+def other_target(engine: Engine) -> dict[str, np.ndarray]:
+    """Weights of a target by flat name: it maps many tokens to others, and has other KV."""
+    rng = np.random.default_rng(6)
+    names = engine.runner.networks.target.names
+    tensors = dict(zip(names, map(np.asarray, engine.runner.weights[0]), strict=True))
+    columns = np.arange(tensors["lm_head.kernel"].shape[1])
+    moved = rng.choice(columns, len(columns) // 3, replace=False)
+    columns[moved] = np.roll(moved, 1)
+    changed = {"lm_head.kernel": tensors["lm_head.kernel"][:, columns]}
+    for name, tensor in tensors.items():
+        if name.endswith("qkv.kernel"):
+            changed[name] = np.roll(tensor, 3, axis=1)
+    return changed
+
+
+@dataclass
+class Reference:
+    """Plain decoding with each of two sets of weights.
+
+    Attributes:
+        engines: with the old ones, on disk, and the new ones, which are ``tensors`` beside them.
+    """
+
+    engines: tuple[Engine, Engine]
+    tensors: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, files: Files) -> "Reference":
+        sizes = {"max_running_requests": 8, "batch_buckets": (8,), "page_size": 16}
+        options: Options = sizes | {"dtype": "float32", "disable_radix_cache": True}
+        old = files.engine(speculative=False, **options)
+        new = files.engine(speculative=False, share_weights_with=old, **options)
+        tensors = other_target(old)
+        new.update_weights_from_tensor(tensors)
+        return cls((old, new), tensors)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def results(self, wishes: Sequence[Wish], *, has_new: bool) -> list[list[Result]]:
+        """What plain decoding gives: for each request its samples."""
+        still = [replace(wish, is_stream=False, abort_at=None) for wish in wishes]
+        return asyncio.run(_served(self.engines[has_new], still, _Progress()))
+
+    def continued(self, wish: Wish, sample: int, ids: list[int], *, has_new: bool) -> list[int]:
+        """What comes behind the first tokens of a sample."""
+        seed = sample_seed(wish.params.sampling_seed or 0, sample)
+        count = wish.params.max_new_tokens - len(ids)
+        params = replace(wish.params, max_new_tokens=count, n=1, sampling_seed=seed)
+        ((result,),) = self.results([Wish(wish.prompt + ids, params)], has_new=has_new)
+        return result["output_ids"]
+
+
+@dataclass
+class _Progress:
+    """Due once streams have brought so many tokens."""
+
+    after: int = 0
+    seen: int = 0
+    is_due: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, num_tokens: int) -> None:
+        self.seen += num_tokens
+        if self.seen >= self.after:
+            self.is_due.set()
+
+
+async def _answer(engine: Engine, wish: Wish, rid: str, progress: _Progress) -> list[Result]:
+    """The samples of one request."""
+    call: Options = {"input_ids": wish.prompt, "sampling_params": wish.params, "rid": rid}
+    call |= wish.options
+    if not wish.is_stream:
+        result = await engine.async_generate(**call)
+        return result if wish.params.n > 1 else [result]
+    last: dict[int, Result] = {}
+    async for output in await engine.async_generate(**call, stream=True):
+        index = output.get("index", 0)
+        ids, before = output["output_ids"], last.get(index, {"output_ids": [], "text": ""})
+        assert ids[: len(before["output_ids"])] == before["output_ids"]
+        assert output["text"].startswith(before["text"])
+        progress.add(len(ids) - len(before["output_ids"]))
+        last[index] = output
+        if wish.abort_at is not None and len(ids) >= wish.abort_at:
+            engine.abort(rid)
+    return [last[i] for i in range(wish.params.n)]
+
+
+async def _served(
+    engine: Engine,
+    wishes: Sequence[Wish],
+    progress: _Progress,
+    happen: Callable[[], None] | None = None,
+) -> list[list[Result]]:
+    """Samples of requests that run together, in the middle of which something may happen."""
+
+    async def disturb() -> None:
+        await progress.is_due.wait()
+        if happen is not None:
+            await asyncio.to_thread(happen)
+
+    disturbing = asyncio.create_task(disturb())
+    answers = (_answer(engine, wish, f"r{i}", progress) for i, wish in enumerate(wishes))
+    results = await asyncio.wait_for(asyncio.gather(*answers), MOST_SECONDS)
+    progress.is_due.set()
+    await disturbing
+    return results
+
+
+class Trial:
+    """Requests to one engine of random options, compared with plain decoding.
+
+    Attributes:
+        counts: what came about: tokens, retractions, aborts, updates and so on.
+    """
+
+    def __init__(self, files: Files, drafts: Drafts, plain: Reference, seed: int, index: int):
+        self.rng = np.random.default_rng((seed, index))
+        algorithm = list(ALGORITHMS)[index % len(ALGORITHMS)]
+        self.options = draw_engine(self.rng, algorithm, drafts)
+        self.files, self.plain = files, plain
+        self.counts: Counter[str] = Counter({f"engines with {algorithm}": 1})
+        self.has_new = False
+        self.results: list[Result] = []
+
+    def run(self, num_batches: int) -> Counter[str]:
+        """Serve so many batches; the engine ends as empty as it began."""
+        lender = self.plain.engines[0]
+        with self.files.engine(
+            speculative=False, dtype="float32", share_weights_with=lender, **self.options
+        ) as self.engine:
+            config = self.engine.runner.config
+            room = (config.num_pages - 1) * config.page_size - config.reach.overhang
+            events = self.draw_events(num_batches)
+            batches = [self.draw_batch(name, room) for name, _ in events]
+            has_new = np.cumsum([False] + [name == OTHER for name, _ in events]) % 2 == 1
+            plain: dict[int, list[list[Result]]] = {}
+            for kind in (False, True):  # all at once, which fills the batches
+                of_kind = [i for i in range(num_batches) if has_new[i] == kind]
+                wishes = [wish for i in of_kind for wish in batches[i]]
+                results = iter(self.plain.results(wishes, has_new=kind))
+                plain |= {i: list(islice(results, BATCH)) for i in of_kind}
+            for i, (name, after) in enumerate(events):
+                self.serve(batches[i], plain[i], name, after)
+            self.check_totals()
+            self.engine.flush_cache()
+            assert self.engine.debug_state()["pages_free"] == config.num_pages - 1
+        return self.counts
+
+    def draw_events(self, count: int) -> list[tuple[str, int]]:
+        """What happens in the middle of each batch, and behind how many tokens."""
+        names: list[str] = []
+        while len(names) < count:
+            flush = one_of(self.rng, ("flush", "same weights"))
+            draft = "new draft" if "draft" in self.options else "nothing"
+            names += self.rng.permutation(["nothing", OTHER, flush, draft]).tolist()
+        return [(name, int(self.rng.integers(1, 60))) for name in names[:count]]
+
+    def draw_batch(self, event: str, room: int) -> list[Wish]:
+        phrases = draw_phrases(self.rng)
+        wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
+        return [without_count(wish) for wish in wishes] if event == OTHER else wishes
+
+    def serve(self, wishes: list[Wish], plain: list[list[Result]], event: str, after: int) -> None:
+        """Serve a batch and compare it."""
+        was_new, happen = self.has_new, self.happenings().get(event)
+        self.engine._loop.run(self.admit_boldly)
+        results = asyncio.run(_served(self.engine, wishes, _Progress(after), happen))
+        self.counts[event] += 1
+        for wish, outputs, others in zip(wishes, results, plain, strict=True):
+            for sample, (output, other) in enumerate(zip(outputs, others, strict=True)):
+                try:
+                    self.note(output, is_undisturbed=happen is None)
+                    if was_new == self.has_new:
+                        self.compare(output, other, wish)
+                    else:
+                        self.compare_across(output, other, wish, sample)
+                except AssertionError as error:
+                    error.add_note(
+                        f"{event} after {after} tokens, new weights {was_new}, sample {sample} of "
+                        f"{wish}: {output} instead of {other}"
+                    )
+                    raise
+        assert is_idle(self.engine)
+        assert num_held(self.engine) == 0
+
+    def admit_boldly(self) -> None:
+        """Hold back no pages for those that run: some will be retracted."""
+        self.engine._scheduler._budget._held_back = 0.0
+
+    def happenings(self) -> dict[str, Callable[[], None]]:
+        return {
+            "flush": self.engine.flush_cache,
+            "same weights": self.update_to_same,
+            OTHER: self.update_to_other,
+            "new draft": self.update_draft,
+        }
+
+    def update_to_same(self) -> None:
+        networks = self.engine.runner.networks.target
+        self.engine.update_weights_from_tensor(
+            dict(zip(networks.names, self.engine.runner.weights[0], strict=True))
+        )
+
+    def update_to_other(self) -> None:
+        """The new ones from arrays, the old ones from disk."""
+        if self.has_new:
+            self.engine.update_weights_from_disk(self.files.target)
+        else:
+            self.engine.update_weights_from_tensor(self.plain.tensors)
+        self.has_new = not self.has_new
+
+    def update_draft(self) -> None:
+        """Kernels with noise, or those on disk again."""
+        if chance(self.rng, 0.5):
+            self.engine.update_weights_from_disk(draft_path=self.options["draft"])
+            return
+        names, weights = self.engine.runner.networks.draft.names, self.engine.runner.weights[1]
+        self.engine.update_weights_from_tensor(
+            {
+                name: weight + 0.3 * weight.std() * self.rng.normal(size=weight.shape).astype("f4")
+                for name, weight in zip(names, map(np.asarray, weights), strict=True)
+                if name.endswith("kernel")
+            },
+            draft=True,
+        )
+
+    def compare(self, output: Result, plain: Result, wish: Wish) -> None:
+        ids, meta = output["output_ids"], output["meta_info"]
+        if wish.abort_at is not None and meta["finish_reason"]["type"] == "abort":
+            self.counts["aborts"] += 1
+            assert ids == plain["output_ids"][: len(ids)]
+        else:
+            assert ids == plain["output_ids"]
+            assert output["text"] == plain["text"]
+            assert meta["finish_reason"] == plain["meta_info"]["finish_reason"]
+        compare_reports(meta, plain["meta_info"])
+
+    def compare_across(self, output: Result, plain: Result, wish: Wish, sample: int) -> None:
+        """Weights changed at some token: those up to it are of one, those from it of the other.
+
+        Where they agree it does not matter when, since a token depends on the text before alone.
+        """
+        ids, theirs = output["output_ids"], plain["output_ids"]
+        pairs = enumerate(zip(ids, theirs, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(theirs)))
+        was_aborted = (
+            wish.abort_at is not None and output["meta_info"]["finish_reason"]["type"] == "abort"
+        )
+        self.counts["aborts"] += was_aborted
+        if ids == theirs or (was_aborted and same == len(ids)):
+            return
+        self.counts["samples of two sets of weights"] += 1
+        rest = self.plain.continued(wish, sample, ids[:same], has_new=self.has_new)
+        assert ids[same:] == (rest[: len(ids) - same] if was_aborted else rest)
+
+    def note(self, output: Result, *, is_undisturbed: bool) -> None:
+        """Count a sample, whose figures have to agree with each other."""
+        meta = output["meta_info"]
+        self.results.append(output)
+        self.counts += Counter(
+            {
+                "tokens": len(output["output_ids"]),
+                "samples": 1,
+                # what happens retracts each request once
+                "retractions": max(0, meta["num_retractions"] - (not is_undisturbed)),
+                "cached tokens": meta["cached_tokens"],
+                "verifies": meta.get("spec_verify_ct", 0),
+                "accepted drafts": meta.get("spec_num_correct_drafts", 0),
+            }
+        )
+        check_figures(meta, is_undisturbed=is_undisturbed)
+
+    def check_totals(self) -> None:
+        """The engine's figures are the sums of those of its requests."""
+        (state,) = self.engine.get_server_info()["internal_states"]
+        metas = [result["meta_info"] for result in self.results]
+        sums = {
+            "cached_tokens": "cached_tokens",
+            "generation_tokens": "completion_tokens",
+            "num_retracted_requests": "num_retractions",
+            "spec_verify_ct": "spec_verify_ct",
+            "spec_num_proposed_drafts": "spec_num_proposed_drafts",
+            "spec_num_correct_drafts": "spec_num_correct_drafts",
+        }
+        for name, of_request in sums.items():
+            assert state[name] == sum(meta.get(of_request, 0) for meta in metas), name
+        assert state["num_requests"] == len(metas)
+        reasons = Counter(meta["finish_reason"]["type"] for meta in metas)
+        assert state["num_aborted_requests"] == reasons["abort"]
+
+
+def check_figures(meta: Result, *, is_undisturbed: bool) -> None:
+    """The identities of docs/metrics.md within one request."""
+    if "spec_verify_ct" not in meta:
+        return
+    verifies, correct = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
+    proposed, histogram = meta["spec_num_proposed_drafts"], meta["spec_correct_drafts_histogram"]
+    rounds = {int(steps): n for steps, n in meta["spec_rounds_by_steps"].items()}
+    assert sum(histogram) == verifies == sum(n for steps, n in rounds.items() if steps)
+    assert sum(i * n for i, n in enumerate(histogram)) == correct <= proposed
+    assert meta["spec_num_wasted_drafts"] == proposed - correct
+    assert meta["spec_accept_rate"] == pytest.approx(correct / proposed if proposed else 0)
+    speculated = meta["completion_tokens"] - rounds.get(0, 0)
+    assert meta["spec_accept_length"] == pytest.approx(speculated / verifies if verifies else 0)
+    # a verify brings its bonus token as well, unless the request ends before it; prefill brings one
+    # token, once for each time that it ran
+    prefilled = speculated - verifies - correct
+    assert prefilled >= -1
+    if is_undisturbed:
+        assert prefilled <= 1 + meta["num_retractions"]
+
+
+def compare_reports(meta: Result, plain: Result) -> None:
+    """Log-probabilities and hidden states of all tokens that there are."""
+    count = meta["completion_tokens"]
+    if not count:
+        return  # aborted, maybe before its prompt was read
+    for kind, last in (("input", None), ("output", count)):
+        ours, theirs = (m.get(f"{kind}_token_logprobs", [])[:last] for m in (meta, plain))
+        assert [token for _, token, _ in ours] == [token for _, token, _ in theirs]
+        compare_values(ours, theirs)
+        ours, theirs = (m.get(f"{kind}_top_logprobs", [])[:last] for m in (meta, plain))
+        for best, other in zip(ours, theirs, strict=True):
+            compare_values(best or [], other or [])
+    if "hidden_states" in plain:
+        np.testing.assert_allclose(
+            meta["hidden_states"], plain["hidden_states"][:count], atol=STATE_ERROR
+        )
+
+
+def compare_values(ours: list[Any], theirs: list[Any]) -> None:
+    values = [[np.nan if v is None else v for v, *_ in each] for each in (ours, theirs)]
+    np.testing.assert_allclose(*values, atol=LOGPROB_ERROR)
