@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import string
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
@@ -152,4 +154,45 @@ def write_eagle_head(path: Path) -> Path:
         "bias": False,
     }
     (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_draft_model(path: Path, target: Path) -> Path:
+    """The target without its last layer."""
+    return _write_like(path, target, range(CONFIG.num_layers - 1))
+
+
+def write_modules(path: Path, target: Path, count: int) -> Path:
+    """Modules of multi-token prediction: the target's layers over the newest token's embedding."""
+    tensors = load_file(target / "model.safetensors")
+    ones = np.ones(CONFIG.hidden_size, np.float32)
+    modules = {}
+    for i in range(count):
+        name, layer = f"model.mtp_layers.{i}.", f"model.layers.{i % CONFIG.num_layers}."
+        modules |= {
+            key.replace(layer, name): value for key, value in tensors.items() if layer in key
+        }
+        modules |= {f"{name}{kind}_layernorm.weight": ones for kind in ("token", "hidden")}
+        modules[f"{name}final_layernorm.weight"] = tensors["model.norm.weight"]
+        weight = np.eye(CONFIG.hidden_size, 2 * CONFIG.hidden_size, CONFIG.hidden_size)
+        modules[f"{name}input_proj.weight"] = weight.astype(np.float32)
+    return _write_like(path, target, (), modules, num_nextn_predict_layers=count)
+
+
+def _write_like(
+    path: Path, target: Path, layers: Iterable[int], more: Any = None, **changes: Any
+) -> Path:
+    """A directory with some layers of another, and what comes beside them."""
+    path.mkdir(parents=True)
+    kept = tuple(f"model.layers.{i}." for i in layers)
+    tensors = {
+        name: value
+        for name, value in load_file(target / "model.safetensors").items()
+        if name.startswith(kept) or ".layers." not in name
+    }
+    save_file(tensors | (more or {}), path / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    config |= {"num_hidden_layers": max(len(kept), 1)} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    letter_tokenizer().save(path)
     return path

@@ -13,6 +13,7 @@ from ..tiny_checkpoints import CONFIG, EOS_ID, LETTERS
 
 CONTEXT = CONFIG.max_position_embeddings
 CANDIDATES = ([0, 1, 3], [0, 2], [1, 4], [2, 3])
+MODULES = 4
 Options = dict[str, Any]
 
 
@@ -23,6 +24,8 @@ class Drafts:
     eagle3: Path
     eagle: Path
     corpus: Path
+    model: Path
+    modules: Path  # as many as candidates have steps
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,13 @@ def _head(rng: np.random.Generator, draft: Path) -> Options:
     return options | {"speculative_num_steps": steps}
 
 
+def _modules(rng: np.random.Generator, draft: Path) -> Options:
+    options: Options = {"draft": draft}
+    if chance(rng, 0.3):
+        return options | _adaptive(rng)
+    return options | {"speculative_num_steps": int(rng.integers(1, 1 + MODULES))}
+
+
 def _ngram(rng: np.random.Generator, corpus: Path) -> Options:
     least = int(rng.integers(1, 4))
     options: Options = {
@@ -104,6 +114,8 @@ ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
     "EAGLE3": lambda rng, drafts: _head(rng, drafts.eagle3),
     "EAGLE": lambda rng, drafts: _head(rng, drafts.eagle),
     "NGRAM": lambda rng, drafts: _ngram(rng, drafts.corpus),
+    "STANDALONE": lambda rng, drafts: _head(rng, drafts.model),
+    "MULTI_LAYER_EAGLE": lambda rng, drafts: _modules(rng, drafts.modules),
 }
 
 
