@@ -30,7 +30,7 @@ def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
                 values.append(read(json.loads(line)))
             except (ValueError, RecursionError) as error:
                 where = f"{path.name}, line {number}"
-                raise ValueError(f"{where}: {error}; expected a JSON object") from error
+                raise ValueError(f"{where}: {error}") from error
     return values
 
 

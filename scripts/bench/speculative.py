@@ -102,8 +102,11 @@ def answer(
         outputs += answers(engine, group, temperature, seed + first, ignore_eos=ignore_eos)
     seconds = time.perf_counter() - started
     metas = [output["meta_info"] for output in outputs]
-    # a plain round is a token; the first one is that of the prompt
-    rounds = [meta.get("spec_verify_ct") or meta["completion_tokens"] - 1 for meta in metas]
+    # without speculation a round is a token; the first one is that of the prompt
+    rounds = [
+        sum(meta.get("spec_rounds_by_steps", {}).values()) or meta["completion_tokens"] - 1
+        for meta in metas
+    ]
     decoding = [meta["e2e_latency"] - meta["time_to_first_token"] for meta in metas]
     return {
         "batch": batch,

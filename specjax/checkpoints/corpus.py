@@ -1,13 +1,14 @@
 """A corpus of texts that n-gram drafts are looked up in: read, made of tokens, sorted."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specjax.checkpoints.recipes import Recipes
 from specjax.checks import is_integer
+from specjax.json_file import read_json_lines
 
 SEPARATOR = -1
 
@@ -18,7 +19,7 @@ class CorpusConfig:
 
     Attributes:
         num_tokens: N, of documents and what separates them.
-        num_places: P, of documents alone.
+        num_places: P, tokens that others follow.
         window: tokens that places are sorted by.
     """
 
@@ -45,6 +46,15 @@ class Corpus:
     def load_weights(self) -> dict[str, np.ndarray]:
         return {"tokens": self.tokens, "order": self.order}
 
+    def canonical_name(self, name: str) -> str:
+        return name
+
+    def recipes(self) -> Recipes:
+        raise ValueError(
+            f"named_tensors of a draft that is the corpus {self.path}; write another file, and "
+            "pass draft_path"
+        )
+
 
 def open_corpus(
     path: str | Path, tokenizer: Any, *, vocab_size: int, max_tokens: int, window: int
@@ -53,43 +63,38 @@ def open_corpus(
 
     ValueError with the line for anything else, and for more than ``max_tokens``.
     """
-    knob = f"speculative_ngram_external_corpus_path={str(path)!r}"
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{knob} cannot be read: {error}") from error
-    documents, total = [], 0
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        document = _document(f"{knob}, line {number}", line, tokenizer, vocab_size)
-        total += len(document)
-        if total > max_tokens:
+    left = max_tokens
+
+    def read(document: Any) -> list[int]:
+        nonlocal left
+        ids = _token_ids(document, tokenizer, vocab_size)
+        left -= len(ids)
+        if left < 0:
             raise ValueError(
-                f"{knob} has more than speculative_ngram_external_corpus_max_tokens={max_tokens} "
-                f"tokens from line {number} on; shorten it, or raise the limit"
+                f"more than speculative_ngram_external_corpus_max_tokens={max_tokens} tokens up "
+                "to here; shorten the corpus, or raise the limit"
             )
-        documents.append(document)
-    if not total:
-        raise ValueError(f"{knob} has no tokens")
-    tokens, order = sort_corpus(documents, window)
+        return ids
+
+    try:
+        documents = [ids for ids in read_json_lines(Path(path).expanduser(), read) if ids]
+        tokens, order = sort_corpus(documents, window)
+    except ValueError as error:
+        knob = f"speculative_ngram_external_corpus_path={str(path)!r}"
+        raise ValueError(f"{knob}: {error}") from error
     return Corpus(Path(path), CorpusConfig(len(tokens), len(order), window), tokens, order)
 
 
-def _document(where: str, line: str, tokenizer: Any, vocab_size: int) -> list[int]:
-    try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from None
+def _token_ids(document: Any, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(document, str):
         if tokenizer is None:
-            raise ValueError(f"{where} is a text, but there is no tokenizer; give token ids")
-        document = tokenizer.encode(document)
+            raise ValueError("a text, but there is no tokenizer; give token ids")
+        document = tokenizer.encode(document, add_special_tokens=False)
     if not isinstance(document, list) or not all(map(is_integer, document)):
-        raise ValueError(f"{where} is neither a string nor a list of token ids")
+        raise ValueError("neither a string nor a list of token ids")
     if document and not 0 <= min(document) <= max(document) < vocab_size:
         raise ValueError(
-            f"{where} has token ids from {min(document)} to {max(document)}, but the target has "
+            f"token ids from {min(document)} to {max(document)}, but the target has "
             f"vocab_size={vocab_size}"
         )
     return document
@@ -98,23 +103,31 @@ def _document(where: str, line: str, tokenizer: Any, vocab_size: int) -> list[in
 def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np.ndarray]:
     """Documents as one array, and the places of their tokens in the order of what ends there.
 
-    Tokens i32 ``[N]`` have ``window`` separators before, between and behind documents. Places i32
-    ``[P]`` are sorted by the ``window`` tokens that end there, the last one first, then by place.
+    Tokens i32 ``[N]`` have a separator before, between and behind documents. Places i32 ``[P]`` are
+    those that a token follows, sorted by the ``window`` tokens of the document that end there, the
+    last one first, then by place. ValueError where there are none.
     """
-    gap = [SEPARATOR] * window
-    tokens = np.array(gap + [token for text in documents for token in (*text, *gap)], np.int32)
-    ranks = _context_ranks(tokens.astype(np.int64) + 1, window)
+    tokens = np.array([SEPARATOR, *(t for text in documents for t in (*text, SEPARATOR))], np.int32)
+    ranks, _ = _context_ranks(tokens.astype(np.int64) + 1, window)
     order = np.argsort(ranks, kind="stable").astype(np.int32)
-    return tokens, order[tokens[order] != SEPARATOR]
+    is_continued = np.append(tokens[1:] != SEPARATOR, False) & (tokens != SEPARATOR)
+    order = order[is_continued[order]]
+    if not order.size:
+        raise ValueError("no document has two tokens")
+    return tokens, order
 
 
-def _context_ranks(tokens: np.ndarray, width: int) -> np.ndarray:
-    """Ranks of the ``width`` tokens that end at each place: halves are ranked, then their pairs."""
+def _context_ranks(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks of the ``width`` tokens that end at each place, none of them before a separator.
+
+    Halves are ranked, then their pairs. Also whether there is a separator among the tokens.
+    """
     if width == 1:
-        return tokens
-    newer = _context_ranks(tokens, width - width // 2)
-    older = np.zeros_like(newer)
-    ranks = _context_ranks(tokens, width // 2)
-    older[width - width // 2 :] = ranks[: -(width - width // 2)]
-    pairs = newer * (ranks.max() + 1) + older
-    return np.unique(pairs, return_inverse=True)[1].reshape(-1)
+        return tokens, tokens == SEPARATOR + 1
+    later = width - width // 2
+    newer, has_ended = _context_ranks(tokens, later)
+    ranks, ends = (newer, has_ended) if width % 2 == 0 else _context_ranks(tokens, width // 2)
+    older, earlier = np.zeros_like(ranks), np.ones_like(ends)
+    older[later:], earlier[later:] = ranks[:-later], ends[:-later]
+    pairs = newer * (ranks.max() + 1) + np.where(has_ended, 0, older)
+    return np.unique(pairs, return_inverse=True)[1].reshape(-1), has_ended | earlier

@@ -10,6 +10,7 @@ from specjax.checkpoints.assemble import Checkpoint
 from specjax.checkpoints.draft_config import check_pair
 from specjax.checkpoints.hub import download
 from specjax.checkpoints.huggingface import huggingface_config
+from specjax.checkpoints.orbax import is_orbax_directory
 from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, mtp_recipes
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import open_directory
@@ -62,7 +63,7 @@ def open_mtp(
     path = target.path if draft is None else Path(draft).expanduser()
     if draft is not None and not os.path.isdir(path):
         path = download(os.fspath(draft), "draft")
-    if not (path / "config.json").is_file():
+    if not (path / "config.json").is_file() or is_orbax_directory(path):
         raise ValueError(
             f"draft={draft!r}: {path} is no Hugging Face directory, which modules of multi-token "
             "prediction are read from; pass draft=DIRECTORY"

@@ -78,7 +78,7 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
         raise ValueError(f"--preset={preset} excludes {', '.join(excluded)}")
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
-    has_head = engine_args["speculative_algorithm"] is not None
+    has_head = EngineArgs(**engine_args).algorithm.reads("draft")
     return engine_args | dummy | ({"draft": str(draft)} if has_head else {})
 
 

@@ -207,7 +207,8 @@ def _plan_pools(args: EngineArgs, networks: Networks, config: RunnerConfig) -> P
         on_cpu=place.on_cpu,
         # what does not grow with the tokens stands beside the weights
         weight_bytes=networks.weight_bytes + state_bytes(1) - token_bytes,
-        temporary_bytes=temporary_bytes(model, config, num_features),
+        # the draft may be the wider one
+        temporary_bytes=max(temporary_bytes(one, config, num_features) for one in networks.configs),
         token_bytes=token_bytes,
         page_size=args.page_size,
         context_length=config.context,

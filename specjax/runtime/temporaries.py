@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specjax.config import ModelConfig
+from specjax.config import TransformerConfig
 from specjax.runtime.runner_config import RunnerConfig
 
 # Arrays of logits in float32 that live at once. In a round those of the target, and as they are
@@ -16,7 +16,7 @@ ACCEPT_LOGITS = 4
 PARTIAL_SUMS = 2**27
 
 
-def temporary_bytes(model: ModelConfig, config: RunnerConfig, num_features: int) -> int:
+def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
     """The most that a round or a prefill takes beside weights and state, estimated from above.
 
     ``num_features`` of the target's layers are read. XLA takes 0.93 to 1.25 GB of 1.18 to 1.31
@@ -35,14 +35,14 @@ def temporary_bytes(model: ModelConfig, config: RunnerConfig, num_features: int)
     return PARTIAL_SUMS + max(*rounds, *prefills)
 
 
-def _activations(model: ModelConfig, rows: int, num_features: int) -> int:
+def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
     """Of one layer: gate and up, their product, the residual stream, and what is kept of layers."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
     return rows * width * np.dtype(model.jnp_dtype).itemsize
 
 
 def _round_bytes(
-    model: ModelConfig, config: RunnerConfig, rows: int, drafted: int, num_features: int
+    model: TransformerConfig, config: RunnerConfig, rows: int, drafted: int, num_features: int
 ) -> int:
     copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
     copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
@@ -50,7 +50,9 @@ def _round_bytes(
     return logits + _activations(model, rows, num_features)
 
 
-def _prefill_bytes(model: ModelConfig, config: RunnerConfig, width: int, num_features: int) -> int:
+def _prefill_bytes(
+    model: TransformerConfig, config: RunnerConfig, width: int, num_features: int
+) -> int:
     logits = PREFILL_LOGITS * config.max_chunks(width) * model.vocab_size * 4
     kept = width * (1 + num_features) * model.hidden_size * np.dtype(model.jnp_dtype).itemsize
     if width == config.logprob_bucket:  # every row has logits there

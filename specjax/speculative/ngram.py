@@ -24,6 +24,7 @@ from specjax.speculative.ngram_match import (
     last_tokens,
     ngram_tree,
 )
+from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 DEFAULT_NODES = 12
@@ -105,12 +106,19 @@ class Ngram(SpeculativeAlgorithm):
         if steps is None:
             steps = args.speculative_num_steps
             steps = (nodes or DEFAULT_NODES) - 1 if steps is None else steps
-        nodes = nodes or steps + 1
         least = 0 if args.speculative_adaptive else 1
-        if not least <= steps < nodes <= MAX_NODES:
+        if not least <= steps < MAX_NODES:
             raise ValueError(
-                f"speculative_num_steps={steps} must be from {least} to {nodes - 1}, below "
-                f"speculative_num_draft_tokens={nodes}, of which {MAX_NODES} are verified at most"
+                f"speculative_num_steps={steps} must be from {least} to {MAX_NODES - 1}; set "
+                "speculative_algorithm=None to decode without speculation"
+            )
+        nodes = nodes or steps + 1
+        most = min(MAX_NODES, 1 + steps * self.breadth)
+        if not steps < nodes <= most:
+            raise ValueError(
+                f"speculative_num_draft_tokens={nodes} must be from {steps + 1}, a row for each of "
+                f"speculative_num_steps={steps} and one, to {most}, which "
+                f"speculative_ngram_max_bfs_breadth={self.breadth} can fill"
             )
         if self.breadth == 1 or nodes <= 2:
             return DraftShape(steps, 1, nodes)
@@ -151,8 +159,10 @@ class Ngram(SpeculativeAlgorithm):
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
         """A row whose text's end is new proposes nothing."""
+        if shape.steps == 0:
+            return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         history, num_tokens = batch.history, batch.seq_lens + 1
-        sizes: Any = {"window": self.window, "most": self.breadth, "length": max(shape.steps, 1)}
+        sizes: Any = {"window": self.window, "most": self.breadth, "length": shape.steps}
         found = from_history(history, num_tokens, **sizes)
         if self.has_corpus:
             ends = last_tokens(history, num_tokens, self.window[1])

@@ -88,12 +88,15 @@ def from_corpus(
     most: int,
     length: int,
 ) -> Continuations:
-    """The ``most`` best continuations that stand beside the text's end in a sorted corpus.
+    """The ``most`` best continuations out of those that stand beside the text's end, sorted.
+
+    Of more places with as long a match those with more alike tokens before it stand nearer, and
+    where all W agree the latest.
 
     Args:
         tokens: i32 ``[N]``, documents with -1 before, between and behind them.
-        order: i32 ``[P]``, places of all tokens, sorted by the W tokens that end there, the last
-            one first; the more recent last.
+        order: i32 ``[P]``, places that a token follows, sorted by the W tokens that end there, the
+            last one first; of equal ones the more recent last.
         ends: i32 ``[B, W]`` of :func:`last_tokens`.
         window: least and most tokens that have to agree.
         most: M.
@@ -132,8 +135,6 @@ def from_corpus(
     behind = places[:, :, None] + 1 + jnp.arange(length, dtype=jnp.int32)
     found = tokens[jnp.minimum(behind, tokens.shape[0] - 1)]
     is_real = jnp.cumprod((found >= 0).astype(jnp.int32), axis=2) > 0
-    # an end of a document is no continuation
-    matched = jnp.where(is_real[:, :, 0], matched, 0)
     found = jnp.where(is_real & (matched[:, :, None] > 0), found, NO_TOKEN)
     return best_of(Continuations(found, matched), places, most)
 

@@ -1,6 +1,7 @@
 """The embedded model with its shipped head: identity, acceptance and figures on real text."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,36 @@ SEEDED = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 24}
 DROPPED = (12, 14, 16)
 
 
+# one function of each kind: compiling takes most of the time
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "context_length": 256,
+    "max_running_requests": 4,
+    "batch_buckets": (4,),
+    "chunked_prefill_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Engine]:
+    with Engine("smollm2-135m", **SIZES) as engine:
+        yield engine
+
+
 @pytest.mark.slow
-def test_shipped_head_is_lossless_and_useful():
+def test_shipped_head_is_lossless_and_useful(plain):
     """First turns of four categories, greedy and seeded, in one batch and one by one."""
     prompts = [json.loads(line) for line in PROMPTS.read_text("utf-8").split("\n") if line]
     first = {prompt["category"]: prompt["turns"][0] for prompt in reversed(prompts)}
     assert len(first) == 8
     messages = [[{"role": "user", "content": turn}] for turn in list(first.values())[::2]]
-    # one function of each kind: compiling takes most of the time
-    sizes: dict[str, Any] = {
-        "dtype": "float32",
-        "context_length": 512,
-        "max_running_requests": 4,
-        "batch_buckets": (4,),
-        "chunked_prefill_size": 32,
-    }
-    with (
-        Engine(
-            "smollm2-135m",
-            speculative_algorithm="EAGLE3",
-            speculative_num_steps=NUM_STEPS,
-            **sizes,
-        ) as engine,
-        Engine("smollm2-135m", share_weights_with=engine, **sizes) as plain,
-    ):
+    with Engine(
+        "smollm2-135m",
+        speculative_algorithm="EAGLE3",
+        speculative_num_steps=NUM_STEPS,
+        share_weights_with=plain,
+        **SIZES,
+    ) as engine:
         lengths = []
         for params in (GREEDY, SEEDED):
             expected = plain.generate(messages=messages, sampling_params=params)
@@ -66,30 +73,21 @@ def test_shipped_head_is_lossless_and_useful():
 
 
 @pytest.mark.slow
-def test_a_model_of_fewer_layers_drafts_for_the_whole_one(tmp_path):
+def test_a_model_of_fewer_layers_drafts_for_the_whole_one(plain, tmp_path):
     """Greedy and seeded, in one batch: plain texts, and drafts that are accepted."""
     draft = tmp_path / "draft"
     target = open_target("smollm2-135m", dtype="float32")
     save_layers(draft, target, [i for i in range(target.config.num_layers) if i not in DROPPED])
     prompts = [json.loads(line) for line in PROMPTS.read_text("utf-8").split("\n") if line]
     messages = [[{"role": "user", "content": prompt["turns"][0]}] for prompt in prompts[::20]][:4]
-    sizes: dict[str, Any] = {
-        "dtype": "float32",
-        "context_length": 256,
-        "max_running_requests": 4,
-        "batch_buckets": (4,),
-        "chunked_prefill_size": 32,
-    }
-    with (
-        Engine(
-            "smollm2-135m",
-            draft=draft,
-            speculative_algorithm="STANDALONE",
-            speculative_num_steps=2,
-            **sizes,
-        ) as engine,
-        Engine("smollm2-135m", share_weights_with=engine, **sizes) as plain,
-    ):
+    with Engine(
+        "smollm2-135m",
+        draft=draft,
+        speculative_algorithm="STANDALONE",
+        speculative_num_steps=2,
+        share_weights_with=plain,
+        **SIZES,
+    ) as engine:
         for params in (GREEDY, SEEDED):
             expected = plain.generate(messages=messages, sampling_params=params)
             outputs = engine.generate(messages=messages, sampling_params=params)

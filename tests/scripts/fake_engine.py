@@ -46,6 +46,7 @@ class FakeEngine:
             "model_path": "/some/where/tiny",
             "dtype": "float32",
             "context_length": self.context_length,
+            "simulate_accept_length": self.options.get("simulate_accept_length"),
             "max_running_requests": self.options["max_running_requests"] or 4,
             "internal_states": [state],
         }

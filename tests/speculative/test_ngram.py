@@ -144,8 +144,16 @@ def test_a_corpus_of_the_answer_is_accepted():
         ({"speculative_ngram_min_match_window_size": 13}, "min_match_window_size=13 to 16"),
         ({"speculative_ngram_max_bfs_breadth": 17}, "max_bfs_breadth=17 must be at most 16"),
         ({"speculative_ngram_match_type": "LRU"}, "match_type='LRU' is not 'BFS' or 'PROB'"),
-        ({"speculative_num_draft_tokens": 65}, "num_draft_tokens=65, of which 64 are verified"),
-        ({"speculative_num_draft_tokens": 3, "speculative_num_steps": 3}, "num_steps=3 must be"),
+        ({"speculative_num_draft_tokens": 65}, "num_steps=64 must be from 1 to 63"),
+        (
+            {"speculative_num_draft_tokens": 3, "speculative_num_steps": 3},
+            "tokens=3 must be from 4",
+        ),
+        (
+            {"speculative_num_draft_tokens": 32, "speculative_num_steps": 3},
+            "from 4, .* to 31, which",
+        ),
+        ({"speculative_num_steps": 0}, "num_steps=0 must be from 1 to 63"),
         ({"draft": "x"}, r"\['draft'\] are given, but nothing reads .*='ngram'"),
         ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
         ({"speculative_use_rejection_sampling": True}, "NGRAM has no draft probabilities"),
@@ -174,6 +182,7 @@ def test_shapes():
     assert shapes(speculative_num_steps=3) == (NgramShape(3, 10, 4),)
     assert shapes(speculative_num_steps=3, speculative_num_draft_tokens=16)[0].nodes == 16
     assert shapes(speculative_ngram_max_bfs_breadth=1) == (DraftShape.chain(11),)
+    assert [type(shape) for shape in shapes()] == [NgramShape]
     tiers = shapes(
         speculative_adaptive=True,
         speculative_adaptive_config={"candidate_steps": [0, 1, 7]},

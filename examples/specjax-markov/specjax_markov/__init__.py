@@ -14,9 +14,6 @@ from specjax.speculative.algorithm import SpeculativeAlgorithm, register_algorit
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape
 
-# engine arguments that nothing here reads, where they differ from these
-UNUSED = {"draft": None, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": None}
-
 
 @dataclass(frozen=True)
 class Markov(SpeculativeAlgorithm):
@@ -26,6 +23,11 @@ class Markov(SpeculativeAlgorithm):
     """
 
     size: int = 2**20
+
+    def reads(self, option):
+        """Nothing of networks and trees."""
+        trees = ("speculative_eagle_topk", "speculative_num_draft_tokens")
+        return option not in ("draft", "draft_rope_theta", *trees) and super().reads(option)
 
     def draft_shape(self, args, steps=None):
         given = args.speculative_num_steps if steps is None else steps
@@ -81,14 +83,7 @@ class Markov(SpeculativeAlgorithm):
         return ((mixed ^ (mixed >> 13)) % self.size).astype(jnp.int32)
 
 
-def refuse_unused(args):
-    """ValueError for engine arguments that would have no effect."""
-    for name, default in UNUSED.items():
-        if (value := getattr(args, name)) != default:
-            raise ValueError(f"{name}={value!r} is not read by a Markov table; leave it {default}")
-
-
-@register_algorithm("markov", supports_overlap=True, validate_server_args=refuse_unused)
+@register_algorithm("markov", supports_overlap=True)
 def make_markov(args):
     """The algorithm of an engine's arguments."""
     return Markov("MARKOV")
