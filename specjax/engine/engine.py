@@ -128,7 +128,7 @@ class Engine:
 
     @property
     def draft(self) -> Checkpoint[Any] | None:
-        """Where the draft's weights come from; ``None`` where nothing drafts with a network."""
+        """What the draft's weights are read from; ``None`` where it has none."""
         return next(iter(self._plan.drafts), None)
 
     def get_server_info(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Engine:
         *,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Replace the weights of the target, the draft head or both by those of checkpoints.
+        """Replace the weights of the target, the draft or both by those of checkpoints.
 
         Nothing compiles. Pools and prefix cache are emptied between two rounds; running requests
         keep their text, compute its KV anew and go on with the new weights.
@@ -280,7 +280,7 @@ class Engine:
         draft: bool = False,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Replace some or all weights of the target, or of the draft head with ``draft``.
+        """Replace some or all weights of the target, or of the draft with ``draft``.
 
         Goes on as :meth:`update_weights_from_disk`. The tensors are copied, JAX arrays on their
         device: where it has no room for a second copy of all, give them in several calls.
@@ -290,7 +290,7 @@ class Engine:
                 is stored in several tensors, such as ``q_proj``, ``k_proj`` and ``v_proj``), or the
                 engine's own (``engine.runner.networks.target.names``). Shapes and dtypes are those
                 of the running weights.
-            draft: they are of the draft head.
+            draft: they are of the draft.
             allow_nonfinite: take weights that are NaN or infinite too.
 
         Raises:
