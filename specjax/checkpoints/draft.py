@@ -145,7 +145,8 @@ def open_draft(
         config = draft_config(path, source, target.config)
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(
-            f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format}"
+            f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "
+            "heads; set another"
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)

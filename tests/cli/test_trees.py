@@ -15,6 +15,8 @@ from specjax.types import NodeOutputs, VerifyInput, VerifyOutput
 
 from ..tiny_engines import Files
 
+pytestmark = pytest.mark.slow
+
 TREE = RoundTree(
     tokens=[10, 11, 12, 13, 14, 15],
     parents=[-1, 0, 0, 1, 1, 3],

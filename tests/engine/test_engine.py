@@ -561,7 +561,10 @@ def test_a_request_larger_than_the_pool_is_refused(plain) -> None:
         ({"speculative_num_steps": 64}, "speculative_num_steps=64"),
         ({"speculative_num_steps": 2.5}, "speculative_num_steps=2.5"),
         ({"speculative_algorithm": "MEDUSA"}, "'MEDUSA'"),
-        ({"speculative_algorithm": "EAGLE"}, "EAGLE3"),
+        (
+            {"speculative_algorithm": "EAGLE"},
+            "is an eagle-3 head, but .* drafts with eagle-1 heads; set",
+        ),
         ({"speculative_algorithm": None, "speculative_num_steps": None}, r"\['draft'\] are given"),
         ({"draft": None}, "draft=None"),
         ({"context_length": 129}, "129 exceeds the model's limit of 128"),

@@ -13,6 +13,8 @@ from ..copying import copied_runner, plain_outputs
 from ..scheduling.serving import STEPS, Serving
 from ..tiny import make_request
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(6)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (3, 4, 2, 4)]
 SEEDS = range(len(PROMPTS))
@@ -93,7 +95,6 @@ def test_the_cache_gives_way_before_a_request_does() -> None:
     assert len(request.output_ids) == 120
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "page_size", "is_cached"),
     [(0, 1, False), (STEPS, 16, True)],

@@ -20,6 +20,8 @@ from ..scheduling.serving import Serving
 from ..settings import counted_compilations
 from ..tiny import EAGLE3, chains, make_request, make_runner
 
+pytestmark = pytest.mark.slow
+
 TIERS = (0, 1, 4)
 RNG = np.random.default_rng(21)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 5, 20, 3, 7, 30)]

@@ -26,6 +26,8 @@ from specjax.types import VerifyInput
 from ..kernels.lowering import lower_for_cuda
 from ..speculative.tables import equal_rows, sampling_rows
 
+pytestmark = pytest.mark.slow
+
 V, MANY = 6, 20_000
 RNG = np.random.default_rng(7)
 TARGET, DRAFT = (1.3 * RNG.normal(size=(rows, V)).astype(np.float32) for rows in (6, 2))

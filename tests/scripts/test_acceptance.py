@@ -70,7 +70,7 @@ def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
     good = '{"question_id": 1, "category": "c", "turns": ["t"]}'
     path = tmp_path / "p.jsonl"
     path.write_text(f"{good}\n\n{line}\n")
-    with pytest.raises(ValueError, match=r"p\.jsonl, line 3: .*expected"):
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 3: "):
         load_prompts(path)
 
 

@@ -252,6 +252,7 @@ def facts_in_a_process(site: Path, *, edit: str = "") -> tuple[str, ...]:
     return facts
 
 
+@pytest.mark.slow
 def test_compiled_functions_depend_on_a_package_as_a_whole(site: Path) -> None:
     """Also on files that are no Python; not on what was edited after it was imported."""
     install(site, "echo_plugin", ECHO, "echo = echo_plugin")

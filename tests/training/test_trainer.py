@@ -108,6 +108,7 @@ def test_resumed_training_continues_exactly(trainer, greedy, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_tables_are_not_trained_and_the_output_head_starts_as_the_targets(tiny, trainer, greedy):
     rows = pack(greedy, 32, 0)
     state = trainer.init()
