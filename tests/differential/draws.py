@@ -103,9 +103,11 @@ def _ngram(rng: np.random.Generator, corpus: Path) -> Options:
     if chance(rng, 0.3):
         return options | _adaptive(rng)
     nodes = int(rng.integers(2, 17))
+    # as deep as its branches can fill
+    least = -(-(nodes - 1) // options["speculative_ngram_max_bfs_breadth"])
     return options | {
         "speculative_num_draft_tokens": nodes,
-        "speculative_num_steps": int(rng.integers(1, nodes)),
+        "speculative_num_steps": int(rng.integers(least, nodes)),
     }
 
 

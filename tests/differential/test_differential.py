@@ -6,16 +6,13 @@ three times as long to compile and a third of the time to run. What fails names 
 ``DIFFERENTIAL_FIRST``, the engine to begin with.
 """
 
-import json
 import os
 from collections import Counter
-from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ..tiny_checkpoints import write_draft_model, write_eagle_head, write_modules
-from ..tiny_engines import Files
-from .draws import ALGORITHMS, MODULES, Drafts
+from .draws import ALGORITHMS, draw_engine
 from .trial import Reference, Trial
 
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", "2"))
@@ -34,20 +31,6 @@ LEAST = {
 }
 
 
-@pytest.fixture(scope="module")
-def drafts(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
-    root = tmp_path_factory.mktemp("drafts")
-    corpus: Path = root / "corpus.jsonl"
-    corpus.write_text("\n".join(json.dumps(list(range(i, 94, i))) for i in range(1, 9)))
-    return Drafts(
-        files.head,
-        write_eagle_head(root / "eagle"),
-        corpus,
-        write_draft_model(root / "model", files.target),
-        write_modules(root / "modules", files.target, MODULES),
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_random_engines_write_what_plain_decoding_writes(files, drafts, device) -> None:
@@ -56,7 +39,9 @@ def test_random_engines_write_what_plain_decoding_writes(files, drafts, device) 
     index = FIRST
     try:
         while counts["tokens"] < TOKENS or index - FIRST < len(ALGORITHMS):
-            trial = Trial(files, drafts, plain, SEED, index)
+            rng = np.random.default_rng((SEED, index))
+            algorithm = list(ALGORITHMS)[index % len(ALGORITHMS)]
+            trial = Trial(files, plain, rng, draw_engine(rng, algorithm, drafts))
             try:
                 counts += trial.run(max(4, TOKENS // 2000))
             except BaseException as error:

@@ -1,4 +1,4 @@
-"""One random engine beside plain decoding, while its caller aborts, flushes and updates weights."""
+"""One engine beside plain decoding, while its caller aborts, flushes and updates weights."""
 
 import asyncio
 from collections import Counter
@@ -15,12 +15,9 @@ from specjax.engine.requests import sample_seed
 
 from ..tiny_engines import Files, is_idle, num_held
 from .draws import (
-    ALGORITHMS,
-    Drafts,
     Options,
     Wish,
     chance,
-    draw_engine,
     draw_phrases,
     draw_wish,
     one_of,
@@ -145,18 +142,16 @@ async def _served(
 
 
 class Trial:
-    """Requests to one engine of random options, compared with plain decoding.
+    """Requests to one engine, compared with plain decoding.
 
     Attributes:
+        options: of the engine.
         counts: what came about: tokens, retractions, aborts, updates and so on.
     """
 
-    def __init__(self, files: Files, drafts: Drafts, plain: Reference, seed: int, index: int):
-        self.rng = np.random.default_rng((seed, index))
-        algorithm = list(ALGORITHMS)[index % len(ALGORITHMS)]
-        self.options = draw_engine(self.rng, algorithm, drafts)
-        self.files, self.plain = files, plain
-        self.counts: Counter[str] = Counter({f"engines with {algorithm}": 1})
+    def __init__(self, files: Files, plain: Reference, rng: np.random.Generator, options: Options):
+        self.files, self.plain, self.rng, self.options = files, plain, rng, options
+        self.counts: Counter[str] = Counter()
         self.has_new = False
         self.results: list[Result] = []
 
