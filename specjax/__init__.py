@@ -2,10 +2,18 @@
 
 from importlib.metadata import version as _version
 
+from specjax.engine import DisaggregatedEngine as DisaggregatedEngine
 from specjax.engine import Engine as Engine
 from specjax.sampling.params import SamplingParams as SamplingParams
 from specjax.scheduling.loop import EngineFault as EngineFault
 from specjax.scheduling.scheduler import QueueFullError as QueueFullError
 
 __version__ = _version("specjax")
-__all__ = ["Engine", "EngineFault", "QueueFullError", "SamplingParams", "__version__"]
+__all__ = [
+    "DisaggregatedEngine",
+    "Engine",
+    "EngineFault",
+    "QueueFullError",
+    "SamplingParams",
+    "__version__",
+]

@@ -41,7 +41,10 @@ CACHE = {
 }
 READ: dict[str, Any] = {}  # executables that engines share, by key
 # folders whose tests share compiled runners and engines: each is the work of one process
-SHARING = (("speculative", "runtime", "scheduling", "kv"), ("engine", "cli", "scripts", "metrics"))
+SHARING = (
+    ("speculative", "runtime", "scheduling", "kv"),
+    ("engine", "cli", "scripts", "metrics", "disaggregation"),
+)
 # of the 65,530 that Linux grants a process
 MANY_MAPPINGS = 30_000
 # bytes of compiled functions, from which on they are thrown away

@@ -23,6 +23,7 @@ FLOORS = (
     ("runtime",),
     ("adaptive", "metrics"),
     ("scheduling",),
+    ("disaggregation",),
     ("engine",),
     ("training",),
     ("cli",),

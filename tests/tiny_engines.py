@@ -20,7 +20,9 @@ class Files:
     head: Path
     cache: Path
 
-    def engine(self, *, speculative: bool = True, **changes: Any) -> Engine:
+    def engine(
+        self, *, speculative: bool = True, kind: type[Engine] = Engine, **changes: Any
+    ) -> Engine:
         arguments: dict[str, Any] = {
             "page_size": 4,
             "max_running_requests": 2,
@@ -35,7 +37,7 @@ class Files:
                 "speculative_num_steps": STEPS,
             }
         arguments |= changes
-        return Engine(arguments.pop("target", self.target), **arguments)
+        return kind(arguments.pop("target", self.target), **arguments)
 
     def small(self, **changes: Any) -> Engine:
         """An engine with as little to compile as can be."""

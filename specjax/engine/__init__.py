@@ -1,5 +1,6 @@
 """The engine: text or tokens in, text and figures out."""
 
+from specjax.engine.disaggregated import DisaggregatedEngine as DisaggregatedEngine
 from specjax.engine.engine import Engine as Engine
 
-__all__ = ["Engine"]
+__all__ = ["DisaggregatedEngine", "Engine"]

@@ -31,9 +31,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController | None:
-    """The controller of a compiled and loaded runner; ``None`` where nothing adapts."""
+    """What adapts a compiled and loaded runner; ``None`` where nothing does."""
     config, first = args.adaptive, args.shape.steps
-    if config is None:
+    if config is None or not runner.config.batch_buckets:
         return None
     policy: AdaptiveSpecPolicy
     if config.policy == "ema":

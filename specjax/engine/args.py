@@ -1,7 +1,7 @@
 """Arguments of an engine, checked as far as they can be without model and device."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from types import NoneType
@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import check_integer, check_number, is_integer
 from specjax.config import MAX_STEPS
+from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.types import DraftShape
@@ -27,7 +28,8 @@ LIMITS: dict[str, Any] = {
     "speculative_accept_threshold_single": {"above": 0, "at_most": 1},
     "speculative_accept_threshold_acc": {"above": 0, "at_most": 1},
 }
-CHOICES = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "disaggregation_mode": (None, "prefill", "decode"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
     "speculative_ngram_match_type": ("BFS", "PROB"),
@@ -104,6 +106,12 @@ class EngineArgs:
             ``None`` to leave JAX's own setting alone.
         show_progress: sizes and a progress bar on standard error; by default on a terminal.
         base_gpu_id: which of the process's devices (``jax.devices()``) the engine is put on.
+        disaggregation_mode: ``"prefill"`` computes prompts for other engines and nothing else,
+            ``"decode"`` has prompts computed by such a one where it can: docs/disaggregation.md.
+        disaggregation_address: ``host:port`` that a prefill side listens at and a decode side
+            connects to; ``None`` where both are in one process.
+        disaggregation_secret: what both sides know, and needed where they are on different hosts.
+            It is neither sent nor shown; what is sent is not encrypted.
         simulate_accept_length: accept this many tokens a round on average, right or wrong, to
             measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree along its
             deepest path, which may be shorter.
@@ -147,6 +155,9 @@ class EngineArgs:
     compile_cache_dir: str | PathLike[str] | None = "auto"
     show_progress: bool | None = None
     base_gpu_id: int = 0
+    disaggregation_mode: str | None = None
+    disaggregation_address: str | None = None
+    disaggregation_secret: str = field(default="", repr=False)
     simulate_accept_length: float | None = None
 
     def __post_init__(self) -> None:
@@ -161,6 +172,13 @@ class EngineArgs:
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
                 "speculative_adaptive is False; set it"
             )
+        if self.disaggregation_address is not None:
+            if self.disaggregation_mode is None:
+                raise ValueError(
+                    f"disaggregation_address={self.disaggregation_address!r}, but "
+                    "disaggregation_mode is None; set it"
+                )
+            check_secret(self.disaggregation_address, self.disaggregation_secret)
         self._check_acceptance()
         most = self.shapes[-1].steps
         if most > MAX_STEPS:

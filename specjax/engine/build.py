@@ -12,6 +12,11 @@ from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.assemble import Checkpoint
 from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.config import ModelConfig
+from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.prefill import PrefillScheduler
+from specjax.disaggregation.remote import PrefillServer, RemotePeer
+from specjax.disaggregation.rows import RowPort
 from specjax.engine.args import EngineArgs
 from specjax.engine.weights import is_same, load_weights
 from specjax.kernels.tree_attention import attention_implementation
@@ -28,6 +33,8 @@ from specjax.runtime.buckets import (
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.runtime.temporaries import temporary_bytes
+from specjax.scheduling.loop import EngineLoop
+from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.algorithm import kv_pool
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
@@ -40,6 +47,7 @@ logger = logging.getLogger(__name__)
 MEMORY_GRANULE = 2**28
 # where none decodes, or many start: 42,500 tokens/s of that shape against 39,400 in chunks of 2,048
 IDLE_CHUNK = 8192
+Peer = PrefillServer | RemotePeer | LocalPeer
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,36 @@ def build_engine(
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
-        runner.compile(show_progress=shows_progress(args))
+        compile_runner(args, runner)
         runner.load(*loading.result())
     return plan, runner, tokenizer
+
+
+def compile_runner(args: EngineArgs, runner: ModelRunner, *, stages: bool = False) -> None:
+    """Compile everything that serving with these arguments dispatches."""
+    runner.compile(show_progress=shows_progress(args), stages=stages)
+    if args.disaggregation_mode is not None:
+        gives = args.disaggregation_mode == "prefill"
+        RowPort(runner).compile(gives=gives, show_progress=shows_progress(args))
+
+
+def make_scheduler(
+    args: EngineArgs, runner: ModelRunner, *inputs: Any, **options: Any
+) -> Scheduler:
+    """The scheduler of a compiled and loaded runner."""
+    if args.disaggregation_mode is None:
+        return Scheduler(runner, *inputs, **options)
+    gives = args.disaggregation_mode == "prefill"
+    kind = PrefillScheduler if gives else DecodeScheduler
+    return kind(runner, *inputs, port=RowPort(runner), **options)
+
+
+def open_peer(args: EngineArgs, side: tuple[EngineLoop, Any]) -> Peer | None:
+    """What connects an engine to the other side, where that is in another process."""
+    if args.disaggregation_address is None:
+        return None
+    kind = PrefillServer if args.disaggregation_mode == "prefill" else RemotePeer
+    return kind(args.disaggregation_address, args.disaggregation_secret, side)
 
 
 def shows_progress(args: EngineArgs) -> bool:
@@ -144,6 +179,8 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     drafts_any, weight_bytes = largest.steps > 0, networks.weight_bytes
     smallest = smallest_bucket(on_gpu=not on_cpu, drafts=drafts_any, weight_bytes=weight_bytes)
     buckets = checked_buckets(args.batch_buckets, slots, smallest)
+    if args.disaggregation_mode == "prefill":
+        buckets = ()  # no rounds
     sizes = f"{slots} requests at once in batches of {list(buckets)}"
     _announce(args, f"context of {context_length} tokens, {sizes}")
     config = RunnerConfig(

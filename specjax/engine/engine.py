@@ -15,7 +15,14 @@ from specjax.checkpoints import TargetCheckpoint
 from specjax.checkpoints.assemble import Checkpoint
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import EnginePlan, build_engine, shows_progress
+from specjax.engine.build import (
+    EnginePlan,
+    Peer,
+    build_engine,
+    make_scheduler,
+    open_peer,
+    shows_progress,
+)
 from specjax.engine.diagnostics import next_logits
 from specjax.engine.info import server_info
 from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
@@ -34,7 +41,6 @@ from specjax.runtime.runner import ModelRunner
 from specjax.runtime.staged import Watch
 from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
-from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +109,8 @@ class Engine:
             tier=runner.state.shape,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
-        self._scheduler = Scheduler(
+        self._scheduler = make_scheduler(
+            args,
             runner,
             allocator,
             run_ahead=int(overlap),
@@ -115,11 +122,22 @@ class Engine:
         self._factory = RequestFactory(args, plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
+        self._peer = open_peer(args, self._side)
         # behind JAX's own hook and so before it: the thread needs a device until it ends
         self._at_exit = partial(_close_at_exit, weakref.ref(self._loop))
         atexit.register(self._at_exit)
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._at_exit)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._peer, self._at_exit)
         self._finalizer.atexit = False
+
+    @property
+    def _side(self) -> tuple[EngineLoop, Any]:
+        """What another engine is joined to."""
+        return self._loop, self._scheduler
+
+    @property
+    def disaggregation_address(self) -> str | None:
+        """Where a prefill side listens, with the port that was chosen for port 0."""
+        return getattr(self._peer, "address", None)
 
     @property
     def target(self) -> TargetCheckpoint:
@@ -332,6 +350,8 @@ class Engine:
         """End what is running with finish reason ``abort`` and let the device memory go."""
         self._loop.check_process()
         self._is_closed = True
+        if self._peer is not None:
+            self._peer.close()
         if not self._loop.close(CLOSE_SECONDS):
             logger.warning("the engine's thread still runs after %.0f s", CLOSE_SECONDS)
         elif self._finalizer.detach() is not None:  # the first to get here
@@ -351,6 +371,11 @@ class Engine:
 
     def _make_call(self, *inputs: Any, **options: Any) -> Call:
         self._need_open()
+        if not self.runner.config.batch_buckets:
+            raise ValueError(
+                "disaggregation_mode='prefill' computes prompts for engines with 'decode'; ask one "
+                "of those"
+            )
         return self._factory.make(*inputs, **options)
 
     def _replace_weights(self, new: NewWeights, allow_nonfinite: bool) -> None:
@@ -361,12 +386,15 @@ class Engine:
             self._scheduler.flush_cache()
             replace_weights(self.runner, new)
             self.runner.reset()
+            self._scheduler.weights_replaced()
 
         self._loop.run(replace_between_steps, is_vital=True)
 
 
-def _stop(loop: EngineLoop, at_exit: Any) -> None:
+def _stop(loop: EngineLoop, peer: Peer | None, at_exit: Any) -> None:
     atexit.unregister(at_exit)
+    if peer is not None:
+        peer.close()
     loop.stop()
 
 

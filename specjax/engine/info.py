@@ -33,7 +33,7 @@ def server_info(
         "speculative_num_draft_tokens": totals.tier.nodes,
     }
     return {
-        **{f.name: _plain(getattr(args, f.name)) for f in fields(args)},
+        **{f.name: _plain(getattr(args, f.name)) for f in fields(args) if f.repr},
         **(tier if totals.drafts else {}),
         "model_path": plan.target.name,
         "dtype": plan.target.config.dtype,

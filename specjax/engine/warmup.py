@@ -9,7 +9,7 @@ import jax
 from specjax.compiling.cache import open_compile_cache
 from specjax.compiling.pool import CompiledFunction
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import plan_parts, shows_progress
+from specjax.engine.build import compile_runner, plan_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
         )
     plan = plan_parts(args)
     runner = plan.make_runner(cache)
-    runner.compile(show_progress=shows_progress(args), stages=stages)
+    compile_runner(args, runner, stages=stages)
     return WarmUp(
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),

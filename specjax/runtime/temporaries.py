@@ -32,7 +32,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
     prefills = (
         _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
     )
-    return PARTIAL_SUMS + max(*rounds, *prefills)
+    return PARTIAL_SUMS + max((*rounds, *prefills))
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:

@@ -26,6 +26,11 @@ class Deadlines:
             heapq.heapify(self._queue)
             self._limit = 2 * len(self._queue) + 16
 
+    @property
+    def next(self) -> float | None:
+        """When the next one is, in seconds of the requests' clock; ``None`` without any."""
+        return self._queue[0][0] if self._queue else None
+
     def expired(self, now: float) -> list[Request]:
         """Requests that should have ended and have not; each is named once."""
         late = []

@@ -82,16 +82,17 @@ class InFlight:
                         row.request.take_prompt_logprobs(piece.start, part)
                     if piece.is_last:
                         first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], beside)
-                        self._take_first(row, values[i], first, now)
+                        self.take_first(row, values[i], first, now)
             except Exception as error:
                 yield row, error
             else:
                 if row.request.is_finished:
                     yield row, None
 
-    def _take_first(
+    def take_first(
         self, row: RunningRequest, token: int, beside: tuple[Any, ...], now: float
     ) -> None:
+        """Give a request the token that prefill sampled, with what is reported beside it."""
         request = row.request
         row.awaits_first = False
         request.append_first(token, *beside)

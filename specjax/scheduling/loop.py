@@ -151,6 +151,15 @@ class EngineLoop:
         self._put(answer)
         return reply.result()
 
+    def post(self, function: Callable[[], None]) -> None:
+        """Call ``function`` in the loop's thread, unless that has ended or failed by then."""
+
+        def command() -> None:
+            if self._refusal() is None:
+                function()
+
+        self._put(command)
+
     def debug_state(self) -> dict[str, int]:
         """What the scheduler and this loop hold, once every command before has been done."""
         return self.run(lambda: self._scheduler.debug_state() | {"calls": len(self._calls)})
@@ -186,7 +195,8 @@ class EngineLoop:
             try:
                 if not self._has_work:
                     # a variable would keep the objects of a caller alive while the thread sleeps
-                    self._commands.get()()
+                    with suppress(Empty):
+                        self._commands.get(timeout=self._scheduler.idle_seconds)()
                 self._drain()
                 if self._has_work and not self._is_stopping:
                     self._scheduler.step()

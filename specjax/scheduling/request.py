@@ -250,12 +250,13 @@ class RunningRequest(PageHolding):
 
     request: Request
     awaits_first: bool = False  # the token that prefill sampled is not read
+    is_awaited: bool = False  # computed elsewhere, and not here yet
     is_released: bool = False  # slot and pages are given back; what is in flight is ignored
 
     @property
     def is_prefilled(self) -> bool:
         """Whether the last chunk of its text has been dispatched."""
-        return self.kv_len >= len(self.prefill_ids)
+        return self.kv_len >= len(self.prefill_ids) and not self.is_awaited
 
     def can_advance(self) -> bool:
         """Whether a further round may be of use.

@@ -99,6 +99,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long nothing has to be done without a command, where there is no work."""
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.networks.target_config.vocab_size
+
+    def weights_replaced(self) -> None:
+        """Told when the runner has other weights, and no KV of the old ones."""
+
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served; any thread may call this."""
         self._runner.check(request.params, request.end_token_ids, request.top_logprobs)
@@ -177,8 +189,9 @@ class Scheduler:
             self._dispatch_round(rows)
         # with nothing new to compute the device would idle while the host waits to read
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
-        if self._running and not (has_dispatched or rows or has_unread):
-            raise RuntimeError(f"request {self._running[0].request.rid!r} waits for lost results")
+        here = [row for row in self._running if not row.is_awaited]
+        if here and not (has_dispatched or rows or has_unread):
+            raise RuntimeError(f"request {here[0].request.rid!r} waits for lost results")
         self._report_queue()
 
     def flush_cache(self) -> None:
@@ -204,8 +217,9 @@ class Scheduler:
 
     @property
     def _is_prefilling(self) -> bool:
-        """Whether the prompt of the newest running request, the only one, is not done."""
-        return bool(self._running) and not self._running[-1].is_prefilled
+        """Whether the prompt of the newest running request, the only one here, is not done."""
+        newest = self._running[-1] if self._running else None
+        return newest is not None and not (newest.is_prefilled or newest.is_awaited)
 
     def _num_starting(self) -> int:
         """Requests whose prompts could be computed now, if there are pages for them."""
@@ -390,11 +404,14 @@ class Scheduler:
         the request's seed and the token's position, so it goes on as if nothing had happened.
         """
         row.request.num_retractions += 1
+        self._metrics.num_retracted += 1
+        self._requeue(row, is_cached=is_cached)
+
+    def _requeue(self, row: RunningRequest, *, is_cached: bool) -> None:
         self._release(row, is_cached=is_cached)
         if not is_cached:
             row.request.forget_prompt_logprobs()
         self._waiting.appendleft(row.request)
-        self._metrics.num_retracted += 1
 
     def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
         row.is_released = True

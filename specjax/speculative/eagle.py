@@ -32,6 +32,7 @@ from specjax.speculative.drafting import (
     draft_shape,
     first_level,
 )
+from specjax.speculative.future_map import FutureMap
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 
@@ -99,6 +100,20 @@ class Eagle(SpeculativeAlgorithm):
         return self.checkpoint_format == "eagle-3"
 
     # traced
+
+    def build_disagg_draft_input(
+        self,
+        rows: DraftInput | None,
+        bonus_tokens: jax.Array,
+        seq_lens: jax.Array,
+        slots: jax.Array,
+        future: FutureMap,
+    ) -> DraftInput | None:
+        """The first K branches, where prefill drafted more of them."""
+        if rows is None:
+            return None
+        topk = future.rows.topk
+        return replace(rows, topk_probs=rows.topk_probs[:, :topk], topk_ids=rows.topk_ids[:, :topk])
 
     def prefill(
         self,

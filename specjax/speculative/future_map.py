@@ -68,9 +68,18 @@ def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
 
 
 def take_over(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
-    """Record the rows that ``build_disagg_draft_input`` gave; zeros for ``None``."""
+    """Record the rows that ``build_disagg_draft_input`` gave; zeros for ``None``.
+
+    ValueError where they are not as wide as those here.
+    """
     if rows is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[slots]), future.rows)
+    for own, given in zip(jax.tree.leaves(future.rows), jax.tree.leaves(rows), strict=True):
+        if own.shape[1:] != given.shape[1:]:
+            raise ValueError(
+                f"rows of width {given.shape[1:]} come to an engine whose rows have width "
+                f"{own.shape[1:]}; give both the same speculative arguments"
+            )
     return stash(future, slots, rows)
 
 

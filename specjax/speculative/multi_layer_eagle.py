@@ -43,6 +43,7 @@ from specjax.speculative.algorithm import (
     kv_pool,
 )
 from specjax.speculative.drafting import best_tokens, chain_probs, draft_shape
+from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
@@ -121,6 +122,19 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         return True
 
     # traced
+
+    def build_disagg_draft_input(
+        self,
+        rows: ModuleInput | None,
+        bonus_tokens: jax.Array,
+        seq_lens: jax.Array,
+        slots: jax.Array,
+        future: FutureMap,
+    ) -> ModuleInput | None:
+        """States of the first M modules, where prefill ran more of them."""
+        if rows is None:
+            return None
+        return replace(rows, hidden=rows.hidden[:, : future.rows.hidden.shape[1]])
 
     def prefill(
         self,

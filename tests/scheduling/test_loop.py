@@ -65,6 +65,8 @@ class CountingScheduler:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
+    idle_seconds = None
+
     @property
     def has_work(self) -> bool:
         return bool(self.running)

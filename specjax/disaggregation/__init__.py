@@ -1,0 +1,1 @@
+"""Prefill split from decode: prompts computed by one engine, decoded by another."""

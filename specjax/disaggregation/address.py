@@ -1,0 +1,38 @@
+"""Addresses: ``host:port``, an IPv6 host in brackets."""
+
+import ipaddress
+
+from specjax.checks import check_integer
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port; port 0 lets a listener choose."""
+    host, separator, digits = str(address).rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    is_host = host.isprintable() and not set(host) & set(" []/") and is_bracketed == (":" in host)
+    if not separator or not host or not is_host or not (digits.isascii() and digits.isdigit()):
+        raise ValueError(f"{address!r} is no address like 127.0.0.1:8998, host:8998 or [::1]:8998")
+    return host, check_integer(f"the port of {address!r}", int(digits[:6]), 0, 2**16 - 1)
+
+
+def format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host can be reached from this machine only."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_secret(address: str, secret: str) -> bytes:
+    """The secret as a key; an empty one is refused where others than this machine reach it."""
+    host, _ = parse_address(address)
+    if not secret and not is_loopback(host):
+        raise ValueError(
+            f"{address} is not on this machine: set disaggregation_secret, the same on both sides"
+        )
+    return secret.encode()

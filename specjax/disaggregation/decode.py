@@ -1,0 +1,223 @@
+"""The decode side: has prompts computed elsewhere, and decodes them as if it had done so itself.
+
+A request is asked for once it has a slot and the pages of its prompt here, so that what is in
+transit always has a place: the decode side holds the KV, and while it is full, requests wait in its
+queue. Whatever goes wrong, the prompt is computed here instead.
+"""
+
+import itertools
+import logging
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from specjax.disaggregation.messages import Cancel, Job, Message, Piece, Prefilled, Refused
+from specjax.disaggregation.rows import RowPort, check_facts
+from specjax.kv.budget import Room
+from specjax.scheduling.request import Request, RunningRequest
+from specjax.scheduling.scheduler import Scheduler
+from specjax.types import Logprobs
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillPeer(Protocol):
+    """A prefill side, as the decode side sees it."""
+
+    @property
+    def weights(self) -> str:
+        """Fingerprint of its weights."""
+
+    def send(self, message: Message) -> None:
+        """Does not block; ``ConnectionError`` where it has gone."""
+
+
+class DecodeScheduler(Scheduler):
+    """A scheduler whose prompts are computed by a peer, where there is one with equal weights.
+
+    Requests that were retracted, and all while no peer is there, are prefilled here.
+    """
+
+    def __init__(self, *inputs: Any, port: RowPort, **options: Any) -> None:
+        super().__init__(*inputs, **options)
+        self._port = port
+        self._peer: PrefillPeer | None = None
+        self._ids = itertools.count()
+        self._awaited: dict[int, RunningRequest] = {}
+        self._here: WeakSet[Request] = WeakSet()  # not to be asked for again
+        self.weights = port.weights()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a prefill side has to know, as JSON values."""
+        return self._port.facts
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the arrays of one message from a prefill side."""
+        return self._port.most_bytes
+
+    def expect(self, facts: dict[str, Any]) -> None:
+        """Make ready for a peer of these; ValueError where it does not fit. In any thread."""
+        check_facts(self._port.facts["both"], facts.get("both") or {})
+        self._port.expect(facts.get("rows"))
+
+    def placed(self, message: Message) -> Message:
+        """A message with its KV on the device. In any thread."""
+        if not isinstance(message, Piece):
+            return message
+        return replace(message, kv=self._port.placed(message.kv))
+
+    # the peer; in the loop's thread, as all of this
+
+    def join(self, peer: PrefillPeer) -> None:
+        """Ask this peer from now on."""
+        if self._peer is not None:
+            self.leave(self._peer)
+        self._peer = peer
+
+    def leave(self, peer: PrefillPeer) -> None:
+        """Compute here what this peer has been asked for."""
+        if peer is self._peer:
+            self._peer = None
+            for row in reversed(self._running):
+                if row.is_awaited:
+                    self._compute_here(row)
+
+    def weights_replaced(self) -> None:
+        self.weights = self._port.weights()
+
+    def take(self, message: Message) -> None:
+        """A message of the peer; those of requests that do not wait any more are ignored."""
+        assert isinstance(message, Piece | Prefilled | Refused)
+        row = self._awaited.get(message.id)
+        if row is None:
+            return
+        try:
+            if isinstance(message, Piece):
+                self._take_piece(row, message)
+            elif isinstance(message, Prefilled):
+                self._begin(row, message)
+            else:
+                raise ValueError(message.reason)
+        except ValueError as error:
+            logger.warning("request %r is prefilled here: %s", row.request.rid, error)
+            self._compute_here(row)
+        self._report_queue()
+
+    # scheduling
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is of use: nothing is done for requests that wait for the peer alone."""
+        if len(self._awaited) < len(self._running) or self.idle_seconds == 0:
+            return True
+        return bool(self._waiting and self._free_slots) and not self._blocked_steps
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """Seconds to the next timeout."""
+        moment = self._deadlines.next
+        return None if moment is None else max(0.0, moment - self._clock())
+
+    def _row_to_prefill(self, room: Room) -> RunningRequest | None:
+        while (row := super()._row_to_prefill(room)) is not None:
+            if row.kv_len > row.num_cached or not self._ask(row):
+                return row
+        return None
+
+    def _ask(self, row: RunningRequest) -> bool:
+        """Ask the peer for a row; false where that has to be computed here."""
+        request, peer = row.request, self._peer
+        if peer is None or peer.weights != self.weights:
+            return False
+        if request.output_ids or request in self._here:
+            return False
+        left = request.timeout
+        if left is not None:
+            left = max(1e-3, left - request.latency)
+        job = Job(
+            id=next(self._ids),
+            rid=request.rid,
+            input_ids=np.array(request.input_ids, np.int32),
+            start=row.kv_len,
+            params=asdict(request.params),
+            seed=request.seed,
+            end_token_ids=sorted(request.end_token_ids),
+            top_logprobs=request.top_logprobs,
+            logprob_start_len=request.logprob_start_len,
+            return_hidden_states=request.return_hidden_states,
+            timeout=left,
+        )
+        row.is_awaited = True
+        self._awaited[job.id] = row
+        try:
+            peer.send(job)
+        except ConnectionError as error:
+            logger.warning("request %r is prefilled here: %s", request.rid, error)
+            row.is_awaited = False
+            del self._awaited[job.id]
+            return False
+        return True
+
+    def _take_piece(self, row: RunningRequest, piece: Piece) -> None:
+        end = piece.start + piece.count
+        if not row.num_cached <= piece.start <= row.kv_len or piece.count < 1:
+            raise ValueError(f"tokens {piece.start} to {end} came where {row.kv_len} were there")
+        if end > len(row.prefill_ids):
+            raise ValueError(f"tokens up to {end} came of a prompt of {len(row.prefill_ids)}")
+        self._port.check_kv(piece.kv, piece.count)
+        self._port.put(row.pages, piece.start, piece.count, piece.kv)
+        row.kv_len = end
+
+    def _begin(self, row: RunningRequest, done: Prefilled) -> None:
+        """Go on as if the last chunk of the prompt had been computed and read here."""
+        request, text = row.request, row.prefill_ids
+        if done.weights != self.weights:
+            raise ValueError(f"weights {done.weights} instead of {self.weights}")
+        if row.kv_len != len(text):
+            raise ValueError(f"KV of {row.kv_len} tokens came instead of {len(text)}")
+        if not 0 <= done.token < self.vocab_size:
+            raise ValueError(f"token {done.token} is none of {self.vocab_size}")
+        logprobs = None if done.logprobs is None else Logprobs(*done.logprobs)
+        if request.logprob_start_len is not None and done.prompt_logprobs is not None:
+            request.take_prompt_logprobs(request.logprob_start_len, Logprobs(*done.prompt_logprobs))
+        self._port.begin(row.slot, [*text, done.token], request.num_left - 1, done.rows)
+        self._forget(row)
+        self._budget.share(row, is_dispatched=True)
+        if done.cached_tokens > request.cached_tokens:
+            self._metrics.cached_tokens += done.cached_tokens - request.cached_tokens
+            request.cached_tokens = done.cached_tokens
+        try:
+            self._in_flight.take_first(row, done.token, (logprobs, done.hidden), self._clock())
+        except Exception as error:
+            self.fail(request, error)
+            return
+        if request.is_finished:
+            self._report_end(request)
+            self._release(row)
+
+    def _compute_here(self, row: RunningRequest) -> None:
+        self._here.add(row.request)
+        self._requeue(row, is_cached=False)
+
+    def _forget(self, row: RunningRequest) -> int:
+        """Wait for a row no longer; returns its job."""
+        job = next(job for job, other in self._awaited.items() if other is row)
+        del self._awaited[job]
+        row.is_awaited = False
+        return job
+
+    def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
+        if row.is_awaited:
+            # what has come of its KV is not kept: the rest may be of other weights
+            is_cached = False
+            job = self._forget(row)
+            if self._peer is not None:
+                try:
+                    self._peer.send(Cancel(id=job))
+                except ConnectionError as error:
+                    logger.info("job %d is not cancelled: %s", job, error)
+        super()._release(row, is_cached=is_cached)

@@ -1,0 +1,39 @@
+"""A prefill and a decode side in one process: arrays go from device to device."""
+
+from functools import partial
+
+from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.messages import Message, Weights
+from specjax.disaggregation.prefill import Asker, PrefillScheduler
+from specjax.scheduling.loop import EngineLoop
+
+
+class LocalPeer:
+    """The prefill side of the same process."""
+
+    def __init__(
+        self,
+        prefill: tuple[EngineLoop, PrefillScheduler],
+        decode: tuple[EngineLoop, DecodeScheduler],
+    ) -> None:
+        """Join both sides; ValueError where they do not fit."""
+        self._loop, self._scheduler = decode
+        self._scheduler.expect(prefill[1].facts)
+        self._asker = Asker(*prefill, self._deliver)
+        self._loop.post(partial(self._scheduler.join, self))
+
+    @property
+    def weights(self) -> str:
+        return self._asker.weights
+
+    def send(self, message: Message) -> None:
+        self._asker.take(message)
+
+    def close(self) -> None:
+        """Part the sides: what is asked for is computed by the decode side."""
+        self._loop.post(partial(self._scheduler.leave, self))
+        self._asker.lost()
+
+    def _deliver(self, message: Message) -> None:
+        if not isinstance(message, Weights):  # they are looked at where they are
+            self._loop.post(partial(self._scheduler.take, message))

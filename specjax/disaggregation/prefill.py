@@ -1,0 +1,195 @@
+"""The prefill side: computes the prompts that decode sides ask for, and sends their rows."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from specjax.disaggregation.messages import Cancel, Job, Message, Piece, Prefilled, Refused, Weights
+from specjax.disaggregation.rows import RowPort
+from specjax.sampling.params import SamplingParams
+from specjax.scheduling.call import Call
+from specjax.scheduling.loop import EngineLoop
+from specjax.scheduling.request import Request, RunningRequest
+from specjax.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[Message], None]  # to a decode side, from the loop's thread; it does not block
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class PrefillRequest(Request):
+    """A job, which ends with its first token."""
+
+    job: Job
+    reply: Reply
+    rows: tuple[Any, ...] | None = field(default=None, init=False)  # for its first round
+
+
+class PrefillScheduler(Scheduler):
+    """Runs jobs: what a step has computed of them is sent at its end.
+
+    KV of the last ``lookahead`` tokens of a chunk may still change with the next one; it is sent
+    with that.
+    """
+
+    def __init__(self, *inputs: Any, port: RowPort, **options: Any) -> None:
+        super().__init__(*inputs, **options)
+        self._port = port
+        # tokens whose KV has been sent; a job that begins anew sends all again
+        self._sent: dict[RunningRequest, int] = {}
+        self._askers: set[Asker] = set()
+        self.weights = port.weights()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a decode side has to know, as JSON values."""
+        return self._port.facts
+
+    def join(self, asker: "Asker") -> None:
+        self._askers.add(asker)
+
+    def leave(self, asker: "Asker") -> None:
+        self._askers.discard(asker)
+
+    def weights_replaced(self) -> None:
+        self.weights = self._port.weights()
+        for asker in self._askers:
+            asker.reply(Weights(weights=self.weights))
+
+    def _prefill(self, is_first: bool) -> bool:
+        has_dispatched = super()._prefill(is_first)
+        for row in self._running:
+            self._send(row)
+        return has_dispatched
+
+    def _send(self, row: RunningRequest) -> None:
+        request = row.request
+        assert isinstance(request, PrefillRequest)
+        job, total = request.job, len(row.prefill_ids)
+        sent = self._sent.setdefault(row, job.start)
+        if sent >= total:
+            return
+        lookahead = self._runner.config.algorithm.lookahead
+        end = total if row.is_prefilled else row.kv_len - lookahead
+        for start, count, kv in self._port.take(row.pages, sent, end):
+            request.reply(Piece(id=job.id, start=start, count=count, kv=kv))
+        self._sent[row] = max(sent, end)
+        if row.is_prefilled:
+            request.rows = self._port.take_first(row.slot)
+
+    def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
+        self._sent.pop(row, None)
+        super()._release(row, is_cached=is_cached)
+
+
+class Asker:
+    """One decode side, as the prefill side sees it; for any thread."""
+
+    def __init__(self, loop: EngineLoop, scheduler: PrefillScheduler, reply: Reply) -> None:
+        self._loop = loop
+        self._scheduler = scheduler
+        self._calls: dict[int, Call] = {}
+        self.reply = reply
+        loop.post(partial(scheduler.join, self))
+
+    @property
+    def weights(self) -> str:
+        """Fingerprint of the weights that jobs are computed with."""
+        return self._scheduler.weights
+
+    def take(self, message: Message) -> None:
+        """Begin a job, or end it."""
+        if isinstance(message, Cancel):
+            call = self._calls.get(message.id)
+            if call is not None:
+                self._loop.abort(call)
+        elif isinstance(message, Job):
+            self._begin(message)
+        else:
+            raise ValueError(f"a decode side sent a {type(message).__name__}")
+
+    def lost(self) -> None:
+        """End all jobs: nobody waits for them."""
+        self._loop.post(partial(self._scheduler.leave, self))
+        for call in list(self._calls.values()):
+            self._loop.abort(call)
+
+    def _begin(self, job: Job) -> None:
+        try:
+            request = self._request(job)
+            self._scheduler.check(request)
+        except ValueError as error:
+            self.reply(Refused(id=job.id, reason=str(error)))
+            return
+        call = Call([request])
+        call.deliver = partial(self._end, request)
+        self._calls[job.id] = call
+        self._loop.submit(call)
+
+    def _request(self, job: Job) -> PrefillRequest:
+        ids = np.asarray(job.input_ids)
+        size = self._scheduler.vocab_size
+        if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= size:
+            raise ValueError(f"input_ids of shape {ids.shape} are no tokens of {size}")
+        if not 0 <= job.start < len(ids):
+            raise ValueError(f"start={job.start} is not in a prompt of {len(ids)} tokens")
+        return PrefillRequest(
+            uuid4().hex,
+            ids.tolist(),
+            SamplingParams.of(job.params),
+            seed=job.seed,
+            max_new_tokens=1,
+            end_token_ids=frozenset(job.end_token_ids),
+            decoder=None,
+            spec_width=0,
+            top_logprobs=job.top_logprobs,
+            logprob_start_len=job.logprob_start_len,
+            return_hidden_states=job.return_hidden_states,
+            timeout=job.timeout,
+            job=job,
+            reply=self.reply,
+        )
+
+    def _end(self, request: PrefillRequest, error: Any) -> None:
+        """Told by the loop when a job has ended, with what failed before it could begin."""
+        job, reason = request.job, request.finish_reason or {}
+        del self._calls[job.id]
+        if error is not None or reason.get("type") == "abort":
+            why = str(error) if error is not None else reason.get("message", "aborted")
+            self.reply(Refused(id=job.id, reason=why))
+            return
+        of_prompt = None
+        if request.logprob_start_len is not None:
+            of_prompt = _arrays(request.input_token_logprobs, request.input_top_logprobs)
+        of_first = None
+        if request.top_logprobs is not None:
+            of_first = _arrays(request.output_token_logprobs, request.output_top_logprobs)
+        states = request.output_hidden_states
+        self.reply(
+            Prefilled(
+                id=job.id,
+                weights=self.weights,
+                token=request.output_ids[0],
+                logprobs=of_first,
+                hidden=states[0] if states else None,
+                rows=request.rows,
+                prompt_logprobs=of_prompt,
+                cached_tokens=request.cached_tokens,
+                seconds=request.latency,
+            )
+        )
+
+
+def _arrays(values: Sequence[Any], top: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    """Log-probabilities f32 ``[P]``, and the best tokens i32 ``[P, N]`` with theirs."""
+    count, width = len(values), len(top[0]) if top else 0
+    best = np.array([[one[:2] for one in tokens] for tokens in top], object)
+    best = best.reshape(count, width, 2)
+    chosen = np.array([value for value, _, _ in values], np.float32)
+    return chosen, best[:, :, 1].astype(np.int32), best[:, :, 0].astype(np.float32)

@@ -1,0 +1,144 @@
+"""A prefill and a decode side in different processes, over sockets."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import jax
+
+from specjax.disaggregation.channel import Channel
+from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.listener import Listener
+from specjax.disaggregation.messages import Hello, Message, Piece, Prefilled, Refused, Weights
+from specjax.disaggregation.prefill import Asker, PrefillScheduler
+from specjax.disaggregation.reconnect import Reconnecting
+from specjax.disaggregation.rows import check_facts
+from specjax.scheduling.loop import EngineLoop
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Message], None]
+Lost = Callable[[Exception], None]
+
+# bytes that wait for the network, beyond which the prefill side computes nothing more
+MOST_QUEUED = 2**30
+# of the arrays of a job: prompts of four million tokens
+MOST_JOB = 2**24
+
+
+class PrefillServer:
+    """Takes decode sides that connect to a prefill side.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(
+        self, address: str, secret: str, side: tuple[EngineLoop, PrefillScheduler]
+    ) -> None:
+        self._side = side
+        self._channels: set[Channel] = set()
+        self._lock = Lock()
+        self._listener = Listener(
+            address, hello=self._hello, secret=secret, max_bytes=MOST_JOB, accept=self._accept
+        )
+        self.address = self._listener.address
+
+    def close(self) -> None:
+        """Hang up on everyone."""
+        self._listener.close()
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
+
+    def _hello(self) -> Hello:
+        return _hello(self._side[1])
+
+    def _accept(self, channel: Channel) -> tuple[Deliver, Lost]:
+        check_facts(self._side[1].facts["both"], channel.hello.facts.get("both") or {})
+        asker = Asker(*self._side, partial(_send, channel))
+        with self._lock:
+            self._channels.add(channel)
+
+        def lost(error: Exception) -> None:
+            logger.info("a decode side has gone: %s", error)
+            with self._lock:
+                self._channels.discard(channel)
+            asker.lost()
+
+        return asker.take, lost
+
+
+class RemotePeer:
+    """The prefill side of another process, whenever it can be reached."""
+
+    def __init__(self, address: str, secret: str, side: tuple[EngineLoop, DecodeScheduler]) -> None:
+        self._side = side
+        self._connecting = Reconnecting(
+            address,
+            hello=lambda: _hello(side[1]),
+            secret=secret,
+            max_bytes=side[1].most_bytes,
+            check_hello=self._check,
+            opened=self._opened,
+        )
+
+    def close(self) -> None:
+        self._connecting.close()
+
+    def _check(self, hello: Hello) -> None:
+        facts = hello.facts
+        if not isinstance(facts.get("weights"), str):
+            raise ValueError(f"the prefill side says of its weights {facts.get('weights')!r}")
+        self._side[1].expect(facts)
+
+    def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
+        link = _Link(channel, self._side)
+        return link.deliver, link.lost
+
+
+class _Link:
+    """A prefill side for as long as one channel to it is open."""
+
+    def __init__(self, channel: Channel, side: tuple[EngineLoop, DecodeScheduler]) -> None:
+        self._channel = channel
+        self._loop, self._scheduler = side
+        self.weights: str = channel.hello.facts["weights"]
+        self._loop.post(partial(self._scheduler.join, self))
+
+    def send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def deliver(self, message: Message) -> None:
+        if isinstance(message, Weights):
+            self.weights = message.weights
+        elif isinstance(message, Piece | Prefilled | Refused):
+            # copied to the device beside the rounds, which the loop's thread dispatches
+            placed = self._scheduler.placed(message)
+            self._loop.post(partial(self._scheduler.take, placed))
+        else:
+            raise ValueError(f"a prefill side sent a {type(message).__name__}")
+
+    def lost(self, error: Exception) -> None:
+        logger.warning("prompts are computed here, the prefill side has gone: %s", error)
+        self._loop.post(partial(self._scheduler.leave, self))
+
+
+def _hello(scheduler: PrefillScheduler | DecodeScheduler) -> Hello:
+    return Hello(facts=scheduler.facts | {"weights": scheduler.weights})
+
+
+def _send(channel: Channel, message: Message) -> None:
+    """Queue a message, once there is room for it, unless the channel has ended."""
+    arrays: list[Any] = [x for x in jax.tree.leaves(vars(message)) if isinstance(x, jax.Array)]
+    for array in arrays:
+        array.copy_to_host_async()
+    while channel.is_open and channel.num_queued_bytes > MOST_QUEUED:
+        time.sleep(1e-3)
+    with suppress(ConnectionError):
+        channel.send(message)

@@ -1,0 +1,329 @@
+"""Token rows of the KV pools, and what a first round starts from: out of a runner, or into one.
+
+Rows are by token, not by page, so that page sizes may differ on the two sides. Which arrays of an
+algorithm's state have KV by token shows in their shapes: they grow with the pool. Tables that do
+not grow stay where they are.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checks import check_integer
+from specjax.models.flat import Weights
+from specjax.runtime.buckets import pick_bucket
+from specjax.runtime.runner import ModelRunner
+from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
+from specjax.speculative.future_map import (
+    DeviceState,
+    publish,
+    record_cached,
+    resolve,
+    take_over,
+)
+from specjax.types import KVPools
+
+# tokens of a piece: 67 MB of the Llama-3.1-8B shape, of which a round takes no notice
+MOST_TOKENS, FEW_TOKENS = 512, 64
+KV = tuple[Any, ...]
+
+
+def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
+    """For each array of the KV pools its axis of KV indices; ``None`` where it has none."""
+    config, nets = runner.config, runner.networks
+
+    def leaves(num_kv: int) -> list[Any]:
+        sizes = config.sizes._replace(num_kv=num_kv)
+        draft = config.algorithm.abstract_state(nets, sizes)
+        target: Any = kv_pool(nets.target_config, num_kv)
+        return jax.tree.leaves(KVPools(target=target, draft=draft))
+
+    num_kv = config.sizes.num_kv
+    pairs = zip(leaves(num_kv), leaves(num_kv + 1), strict=True)
+    return tuple(
+        next((i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
+        for one, two in pairs
+    )
+
+
+def check_facts(here: dict[str, Any], there: dict[str, Any]) -> None:
+    """ValueError where two sides do not agree, naming both values."""
+    names = sorted({*here, *there})
+    differing = [
+        f"{name}: {here.get(name)} here, {there.get(name)} there"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
+    if differing:
+        raise ValueError(f"prefill and decode side differ in {'; '.join(differing)}")
+
+
+def _flat_index(shape: tuple[int, ...], axis: int, index: jax.Array) -> jax.Array:
+    """Where KV indices i32 ``[W]`` lie once all axes up to their own are one, i32 ``[L * W]``.
+
+    As one leading axis XLA gathers and scatters whole rows; otherwise it transposes the pool.
+    """
+    lead, size = math.prod(shape[:axis]), shape[axis]
+    outer = jnp.arange(lead, dtype=jnp.int32)[:, None]
+    beyond = lead * size + outer * index.shape[0] + jnp.arange(index.shape[0], dtype=jnp.int32)
+    return jnp.where(index < size, outer * size + index, beyond).reshape(-1)
+
+
+def take_rows(pools: KVPools, index: jax.Array, *, axes: Sequence[int | None]) -> KV:
+    """KV of the indices i32 ``[W]``, an array for each that has an axis of them."""
+    taken = []
+    for leaf, axis in zip(jax.tree.leaves(pools), axes, strict=True):
+        if axis is not None:
+            rows = leaf.reshape(-1, *leaf.shape[axis + 1 :])
+            rows = rows[_flat_index(leaf.shape, axis, index)]
+            taken.append(rows.reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 1 :]))
+    return tuple(taken)
+
+
+def put_rows(
+    state: DeviceState, index: jax.Array, kv: KV, *, axes: Sequence[int | None]
+) -> DeviceState:
+    """Write what :func:`take_rows` gave to the indices i32 ``[W]``; those beyond a pool are none.
+
+    No index may stand twice.
+    """
+    leaves, structure = jax.tree.flatten(state.pools)
+    given = iter(kv)
+    for i, axis in enumerate(axes):
+        if axis is not None:
+            leaf, inner = leaves[i], leaves[i].shape[axis + 1 :]
+            places = _flat_index(leaf.shape, axis, index)
+            rows = leaf.reshape(-1, *inner).at[places]
+            rows = rows.set(next(given).reshape(-1, *inner), mode="drop", unique_indices=True)
+            leaves[i] = rows.reshape(leaf.shape)
+    return replace(state, pools=jax.tree.unflatten(structure, leaves))
+
+
+def take_first(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
+    """The algorithm's rows ``[1, ...]`` of request slot i32 ``[]``."""
+    return tuple(jax.tree.leaves(resolve(state.future, slot[None])))
+
+
+def begin(
+    state: DeviceState,
+    slot: jax.Array,
+    numbers: jax.Array,
+    history: jax.Array,
+    rows: tuple[jax.Array, ...] | None,
+    *,
+    algorithm: SpeculativeAlgorithm,
+) -> DeviceState:
+    """Make a request slot i32 ``[]`` as its prefill would have left it, but for the KV pools.
+
+    Args:
+        state: which it has to become.
+        slot: of the request.
+        numbers: i32 ``[2]``, tokens in the pool and tokens that it may still produce.
+        history: i32 ``[C]``, the text with its bonus token.
+        rows: what :func:`take_first` gave elsewhere; ``None`` where nothing came along.
+        algorithm: decides what the first round here starts from.
+    """
+    seq_lens, remaining, slots = numbers[:1], numbers[1:], slot[None]
+    bonus_tokens = history[seq_lens]
+    future = record_cached(state.future, slot, history)
+    future = replace(future, remaining=future.remaining.at[slots].set(remaining))
+    future = publish(future, slots, seq_lens, bonus_tokens)
+    if rows is not None:
+        rows = jax.tree.unflatten(jax.tree.structure(future.rows), rows)
+    given = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
+    return replace(state, future=take_over(future, slots, given))
+
+
+def fingerprint(target: Weights, draft: Weights) -> jax.Array:
+    """u32 ``[2]`` that differs, nearly always, where a bit of any weight does."""
+    sums = jnp.zeros(2, jnp.uint32)
+    for number, weight in enumerate((*target, *draft)):
+        kind = jnp.dtype(f"uint{8 * weight.dtype.itemsize}")
+        bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
+        place = jnp.uint32(2 * number + 1)
+        for axis, size in enumerate(weight.shape):
+            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(
+                jnp.uint32, weight.shape, axis
+            )
+        mixed = (bits ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
+        mixed = mixed ^ (mixed >> 15)
+        both = jnp.stack([jnp.sum(mixed), jnp.sum(mixed * (place | 1))])
+        sums = sums * jnp.uint32(31) + both
+    return sums
+
+
+class RowPort:
+    """Takes rows out of a runner and puts rows into it; everything is compiled at the start.
+
+    Used by the thread that dispatches the runner's rounds, but for :meth:`placed`.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._axes = token_axes(runner)
+        self._axis = next(axis for axis in self._axes if axis is not None)
+        self._place = runner.networks.placement
+        config = runner.config
+        widths = [w for w in (FEW_TOKENS, MOST_TOKENS) if w < config.context]
+        self.widths = (*widths, config.context)[:2]
+        state = runner.abstract_state
+        self._rows = jax.eval_shape(take_first, state, self._ints())
+        self._kv = {
+            width: jax.eval_shape(
+                partial(take_rows, axes=self._axes), state.pools, self._ints(width)
+            )
+            for width in self.widths
+        }
+
+    def _ints(self, *shape: int) -> Any:
+        return self._place.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As JSON values, what ``both`` sides have to agree on, and the shapes of ``rows``."""
+        nets, config = self._runner.networks, self._runner.config
+        axes = [axis for axis in self._axes if axis is not None]
+        kv = [
+            [[size for i, size in enumerate(leaf.shape) if i != axis], str(leaf.dtype)]
+            for leaf, axis in zip(self._kv[self.widths[0]], axes, strict=True)
+        ]
+        both = {
+            "target": repr(nets.target_config),
+            "draft": repr(nets.draft_config),
+            "algorithm": config.algorithm.name,
+            "lookahead": config.algorithm.lookahead,
+            "processed_logprobs": config.processed_logprobs,
+            "kv": kv,
+        }
+        rows = [[list(row.shape), str(row.dtype)] for row in self._rows]
+        return {"both": both, "rows": rows}
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the arrays of one message: a piece, or all else that a prefill side sends."""
+        config = self._runner.config
+        leaves = *self._kv[self.widths[-1]], *self._rows
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        # log-probabilities: a value, and ids and values of the best; hidden states
+        size += 4 * config.context * (1 + 2 * config.max_top_logprobs)
+        return size + 2**20
+
+    def compile(self, *, gives: bool, show_progress: bool) -> None:
+        """Compile what a prefill side dispatches, or what a decode side does."""
+        runner, state = self._runner, self._runner.abstract_state
+        add = runner.compiled.add
+        weights = self._place.abstract(
+            (runner.networks.target.abstract, runner.networks.draft.abstract)
+        )
+        add(("fingerprint",), jax.jit(fingerprint), weights)
+        for width in self.widths:
+            index = self._ints(width)
+            if gives:
+                take = jax.jit(partial(take_rows, axes=self._axes))
+                add(("take_rows", width), take, (state.pools, index))
+            else:
+                put = jax.jit(partial(put_rows, axes=self._axes), donate_argnums=0)
+                kv = self._place.abstract(self._kv[width])
+                add(("put_rows", width), put, (state, index, kv))
+        if gives:
+            add(("take_first",), jax.jit(take_first), (state, self._ints()))
+        else:
+            self._add_begin(None)
+            self._add_begin(self._rows)
+        runner.compiled.compile(show_progress=show_progress)
+
+    def _add_begin(self, rows: tuple[Any, ...] | None) -> None:
+        runner = self._runner
+        start = jax.jit(partial(begin, algorithm=runner.config.algorithm), donate_argnums=0)
+        ints = (self._ints(), self._ints(2), self._ints(runner.config.context))
+        arguments = (runner.abstract_state, *ints, self._place.abstract(rows))
+        runner.compiled.add(_begin_key(rows), start, arguments)
+
+    def expect(self, rows: Any) -> None:
+        """Compile for rows as a prefill side has them, ``facts["rows"]``; ValueError if unfit."""
+        try:
+            given = tuple(
+                jax.ShapeDtypeStruct([check_integer("width", n, 1) for n in shape], jnp.dtype(kind))
+                for shape, kind in rows
+            )
+            wide = [len(row.shape) for row in given]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rows={rows!r} are no shapes and dtypes: {error}") from error
+        if wide != [len(row.shape) for row in self._rows]:
+            raise ValueError(f"rows={rows!r} come where rows are {self.facts['rows']}")
+        if _begin_key(given) not in self._runner.compiled:
+            self._add_begin(given)
+            self._runner.compiled.compile(show_progress=False)
+
+    def weights(self) -> str:
+        """Fingerprint of the weights as they are now."""
+        found = self._runner.compiled["fingerprint",](*self._runner.weights)
+        return "".join(f"{int(word):08x}" for word in np.asarray(found))
+
+    def _index(self, pages: Sequence[int], start: int, index: np.ndarray, count: int) -> jax.Array:
+        """KV indices i32 ``[W]``, those of ``count`` tokens from ``start`` on before the others."""
+        size = self._runner.config.page_size
+        places = np.arange(start, start + count)
+        index[:count] = np.asarray(pages, np.int32)[places // size] * size + places % size
+        placed: jax.Array = self.placed(index)
+        return placed
+
+    def take(self, pages: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, KV]]:
+        """KV of tokens on these pages, in pieces of their first token, their number and arrays."""
+        runner = self._runner
+        while start < end:
+            count = min(end - start, self.widths[-1])
+            width = pick_bucket(count, self.widths)
+            index = self._index(pages, start, np.zeros(width, np.int32), count)
+            yield start, count, runner.compiled["take_rows", width](runner.on_device.pools, index)
+            start += count
+
+    def take_first(self, slot: int) -> tuple[jax.Array, ...]:
+        """The algorithm's rows of a slot."""
+        state, place = self._runner.on_device, self._place
+        found: tuple[jax.Array, ...] = self._runner.compiled["take_first",](
+            state, place.put(np.int32(slot))
+        )
+        return found
+
+    def placed(self, arrays: Any) -> Any:
+        """Arrays of the other side on this side's device."""
+        return self._place.put(arrays)
+
+    def check_kv(self, kv: KV, count: int) -> None:
+        """ValueError for arrays that are not ``count`` rows of these pools."""
+        width = kv[0].shape[self._axis] if kv and len(kv[0].shape) > self._axis else 0
+        wanted = [(leaf.shape, str(leaf.dtype)) for leaf in self._kv.get(width, ())]
+        given = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in kv]
+        if given != wanted or count > width:
+            raise ValueError(f"{count} rows of {given} do not fit pools of {wanted}")
+
+    def put(self, pages: Sequence[int], start: int, count: int, kv: KV) -> None:
+        """Write KV that passed :meth:`check_kv` to tokens on these pages."""
+        width, runner = kv[0].shape[self._axis], self._runner
+        none = np.arange(width, dtype=np.int32) + runner.config.sizes.num_kv
+        index = self._index(pages, start, none, count)
+        put = runner.compiled["put_rows", width]
+        runner.on_device = put(runner.on_device, index, self.placed(kv))
+
+    def begin(
+        self, slot: int, text: Sequence[int], remaining: int, rows: tuple[Any, ...] | None
+    ) -> None:
+        """Let decoding of a text start whose last token is the bonus token."""
+        history = np.zeros(self._runner.config.context, np.int32)
+        history[: len(text)] = text
+        numbers = np.array([len(text) - 1, remaining], np.int32)
+        arguments = self.placed((np.int32(slot), numbers, history, rows))
+        runner = self._runner
+        runner.on_device = runner.compiled[_begin_key(rows)](runner.on_device, *arguments)
+
+
+def _begin_key(rows: tuple[Any, ...] | None) -> tuple[str, str]:
+    shapes = None if rows is None else [(tuple(row.shape), str(row.dtype)) for row in rows]
+    return "begin", str(shapes)

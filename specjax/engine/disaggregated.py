@@ -1,0 +1,88 @@
+"""Two engines of one process that serve as one: prompts on one device, decoding on another."""
+
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+from specjax.disaggregation.local import LocalPeer
+from specjax.engine.engine import Engine
+
+
+class DisaggregatedEngine(Engine):
+    """An :class:`Engine` whose prompts are computed on another device of the process.
+
+    Long prompts then do not hold up what decodes. Should the other side fail, prompts are computed
+    here.
+
+    Args:
+        model: as for :class:`Engine`.
+        prefill: options of the prefill side that differ: ``base_gpu_id``, 1 by default, sizes.
+        **options: of this side, which decodes, and of the other.
+
+    Attributes:
+        prefill: the engine that computes prompts.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] = "smollm2-135m",
+        *,
+        prefill: Mapping[str, Any] | None = None,
+        share_weights_with: Engine | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            share_weights_with=share_weights_with,
+            disaggregation_mode="decode",
+            **options,
+        )
+        try:
+            there = options | {"base_gpu_id": 1} | dict(prefill or {})
+            self.prefill = Engine(
+                model, share_weights_with=self, disaggregation_mode="prefill", **there
+            )
+            self._peer = LocalPeer(self.prefill._side, self._side)
+        except BaseException:
+            self.close()
+            raise
+
+    def flush_cache(self) -> None:
+        """Forget all KV on both sides; running requests compute theirs again."""
+        self.prefill.flush_cache()
+        super().flush_cache()
+
+    def update_weights_from_disk(
+        self,
+        model_path: str | PathLike[str] | None = None,
+        draft_path: str | PathLike[str] | None = None,
+        *,
+        allow_nonfinite: bool = False,
+    ) -> None:
+        """As :meth:`Engine.update_weights_from_disk`, on both sides."""
+        paths = model_path, draft_path
+        self.prefill.update_weights_from_disk(*paths, allow_nonfinite=allow_nonfinite)
+        super().update_weights_from_disk(*paths, allow_nonfinite=allow_nonfinite)
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        *,
+        draft: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> None:
+        """As :meth:`Engine.update_weights_from_tensor`, on both sides."""
+        tensors = dict(named_tensors)
+        options = {"draft": draft, "allow_nonfinite": allow_nonfinite}
+        self.prefill.update_weights_from_tensor(tensors, **options)
+        super().update_weights_from_tensor(tensors, **options)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """That of this side, and under ``prefill`` that of the other."""
+        return super().get_server_info() | {"prefill": self.prefill.get_server_info()}
+
+    def close(self) -> None:
+        """End what is running and let the memory of both devices go."""
+        super().close()
+        if (other := self.__dict__.get("prefill")) is not None:
+            other.close()

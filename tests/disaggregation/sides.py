@@ -1,0 +1,113 @@
+"""A prefill and a decode side of one process, and a peer that holds back what crosses."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from specjax import DisaggregatedEngine, Engine
+from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.messages import Message, Prefilled
+
+from ..tiny_engines import num_held
+
+SECONDS = 30.0  # nothing here takes longer unless it hangs
+# of a request's time, and what its predecessors left
+OWN = ("id", "e2e_latency", "queue_time", "time_to_first_token", "ema_accept_len", "cached_tokens")
+
+
+class HeldPeer(LocalPeer):
+    """Holds back what the prefill side sends, and lets it go as it is or changed.
+
+    Attributes:
+        change: makes of each message what is delivered in its place.
+    """
+
+    def __init__(self, engine: DisaggregatedEngine, change: Any = None) -> None:
+        self.held: SimpleQueue[Message] = SimpleQueue()
+        self.is_holding = True
+        self.change: Callable[[Message], Message] = change or (lambda message: message)
+        super().__init__(engine.prefill._side, engine._side)
+
+    def _deliver(self, message: Message) -> None:
+        if self.is_holding:
+            self.held.put(message)
+        else:
+            super()._deliver(self.change(message))
+
+    def wait(self, kind: type, count: int = 1) -> list[Message]:
+        """So many messages of a kind, and all before the last; they are taken out."""
+        taken: list[Message] = []
+        while sum(isinstance(message, kind) for message in taken) < count:
+            taken.append(self.held.get(timeout=SECONDS))
+        return taken
+
+    def let_go(self, *messages: Message) -> None:
+        """Deliver messages, then all that are held and all to come."""
+        for message in messages:
+            super()._deliver(self.change(message))
+        self.is_holding = False
+        while not self.held.empty():
+            super()._deliver(self.change(self.held.get()))
+
+
+@contextmanager
+def held(engine: DisaggregatedEngine, change: Any = None) -> Iterator[HeldPeer]:
+    """In the place of the engine's own peer; both sides are empty afterwards."""
+    ours = engine._peer
+    assert ours is not None
+    ours.close()
+    peer = HeldPeer(engine, change)
+    try:
+        yield peer
+    finally:
+        peer.close()
+        wait_until_empty(engine)
+        engine._peer = LocalPeer(engine.prefill._side, engine._side)
+
+
+def wait_until_empty(*engines: Engine) -> None:
+    """Nothing runs or waits any more on either side, and no page is held."""
+    deadline = time.monotonic() + SECONDS
+    for engine in engines:
+        for side in (engine, getattr(engine, "prefill", engine)):
+            while any(side.debug_state()[name] for name in ("running", "waiting", "calls")):
+                assert time.monotonic() < deadline, side.debug_state()
+                time.sleep(0.01)
+            assert num_held(side) == 0
+
+
+def without_rows(message: Message) -> Message:
+    return replace(message, rows=None) if isinstance(message, Prefilled) else message
+
+
+def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *leave: str) -> None:
+    """Results are equal but for times; floats to what float32 gives in another order."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert one["text"] == other["text"]
+        meta, expected = one["meta_info"], other["meta_info"]
+        assert meta.keys() == expected.keys()
+        for name in meta.keys() - {*OWN, *leave}:
+            if name == "hidden_states":
+                np.testing.assert_allclose(meta[name], expected[name], atol=1e-3)
+            elif "logprobs" in name:
+                _assert_close(meta[name], expected[name])
+            else:
+                assert meta[name] == expected[name], name
+
+
+def _assert_close(ours: Any, theirs: Any) -> None:
+    """Nested lists of log-probabilities and ids, of which ties may swap the ids."""
+    if isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            _assert_close(one, other)
+    elif theirs is None or theirs[0] is None:
+        assert ours == theirs
+    else:
+        assert abs(ours[0] - theirs[0]) < 1e-4

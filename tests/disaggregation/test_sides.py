@@ -1,0 +1,287 @@
+"""A decode side and the one that prefills for it: what crosses, and whatever can go wrong."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import DisaggregatedEngine, Engine
+from specjax.disaggregation.messages import Message, Piece, Prefilled
+from specjax.disaggregation.remote import PrefillServer, RemotePeer
+
+from ..settings import counted_compilations
+from ..tiny_checkpoints import EOS_ID
+from .sides import assert_same, held, wait_until_empty, without_rows
+
+LENGTHS = (1, 2, 3, 17, 40, 64, 70, 90)
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(90, size=length).tolist() for length in LENGTHS]
+PARAMS = {"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 3}
+GREEDY, DRAWN = PARAMS | {"temperature": 0.0}, PARAMS | {"temperature": 0.9, "top_p": 0.95}
+REPORTS = {
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+    "logprob_start_len": 0,
+    "return_hidden_states": True,
+}
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "batch_buckets": (4,),
+    "max_total_tokens": 420,
+    "disable_radix_cache": True,
+}
+
+
+@pytest.fixture(scope="module")
+def alone(files) -> Iterator[Engine]:
+    with files.engine(**SIZES) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def pair(files, alone) -> Iterator[DisaggregatedEngine]:
+    """Pages of 4 tokens here, of 16 there."""
+    with files.engine(
+        kind=DisaggregatedEngine,
+        share_weights_with=alone,
+        prefill={"page_size": 16, "max_running_requests": 3},
+        **SIZES,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def texts(alone) -> list[dict[str, Any]]:
+    return alone.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+
+
+def ask(engine: Engine, prompts: Any = PROMPTS, params: Any = GREEDY, **options: Any) -> Any:
+    return engine.generate(input_ids=prompts, sampling_params=params, **options)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, DRAWN | {"n": 2, "speculative": False}])
+def test_results_are_those_of_one_engine(alone, pair, params):
+    before = pair.prefill.get_server_info()["internal_states"][0]
+    assert_same(ask(pair, params=params, **REPORTS), ask(alone, params=params, **REPORTS))
+    wait_until_empty(pair)
+    after = pair.prefill.get_server_info()["internal_states"][0]
+    computed = after["prompt_tokens"] - before["prompt_tokens"]
+    assert computed == sum(LENGTHS) * params.get("n", 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2, "min_new_tokens": 2, "ignore_eos": False},
+        {"logit_bias": {EOS_ID: 100.0}, "ignore_eos": False},
+        {"stop_token_ids": list(range(0, 90, 2))},
+        {"stop": ["a", "B", "c", "0", "("], "temperature": 0.9},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.7},
+    ],
+)
+def test_requests_that_end_early_and_those_with_penalties(alone, pair, changes):
+    params = GREEDY | changes
+    assert_same(ask(pair, params=params, **REPORTS), ask(alone, params=params, **REPORTS))
+
+
+def test_no_requests(alone, pair):
+    assert pair.generate([]) == alone.generate([]) == []
+
+
+def test_streams_and_counts(alone, pair, texts):
+    """Each request is counted once, by the decode side, and each prompt token by the other."""
+    before = [side.metrics.snapshot() for side in (pair, pair.prefill)]
+    *_, last = pair.generate(input_ids=PROMPTS[4], sampling_params=GREEDY, stream=True)
+    assert last["output_ids"] == texts[4]["output_ids"]
+    wait_until_empty(pair)
+    after = [side.metrics.snapshot() for side in (pair, pair.prefill)]
+    new = [
+        [getattr(b, name) - getattr(a, name) for name in ("num_finished", "prefilled_tokens")]
+        for a, b in zip(before, after, strict=True)
+    ]
+    assert new == [[1, 0], [1, LENGTHS[4]]]
+    assert after[0].generated_tokens - before[0].generated_tokens == 16
+    assert after[0].time_to_first_token.total > before[0].time_to_first_token.total
+
+
+def test_nothing_compiles_and_nothing_is_copied_unasked(pair):
+    ask(pair)
+    with counted_compilations() as compiled, jax.transfer_guard("disallow"):
+        ask(pair, params=DRAWN, **REPORTS)
+    assert not compiled
+
+
+def test_while_the_decode_side_is_full_requests_wait_there(pair, texts):
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair)
+        messages = peer.wait(Prefilled, 3)  # 420 tokens are not enough for a fourth
+        time.sleep(0.1)
+        state = pair.debug_state()
+        assert state["running"] + state["waiting"] == len(PROMPTS)
+        assert 3 <= state["running"] <= 4
+        peer.let_go(*messages)
+        assert_same(asked.result(), texts)
+
+
+def test_requests_without_rows_begin_without_drafts(pair, texts):
+    """The others are as before."""
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[:4])
+        messages = peer.wait(Prefilled, 4)
+        odd = sorted({message.id for message in messages})[1::2]  # type: ignore[union-attr]
+        peer.let_go(*(without_rows(one) if one.id in odd else one for one in messages))
+        results = asked.result()
+    assert_same(results[::2], texts[:4:2])
+    for one, other in zip(results[1::2], texts[1:4:2], strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        ours, theirs = (x["meta_info"]["spec_rounds_by_steps"] for x in (one, other))
+        assert ours["0"] == 1
+        assert ours["3"] > 0
+        assert theirs.keys() == {"3"}
+
+
+def test_an_abort_in_transit(pair, texts):
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[:2], rid=["left", "kept"])
+        messages = peer.wait(Prefilled, 2)
+        pair.abort("left")
+        peer.let_go(*messages)
+        left, kept = asked.result()
+    assert left["meta_info"]["finish_reason"]["type"] == "abort"
+    assert left["output_ids"] == []
+    assert kept["output_ids"] == texts[1]["output_ids"]
+
+
+def test_a_timeout_in_transit(pair):
+    with held(pair), ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[4], timeout=0.2)
+        reason = asked.result(timeout=10)["meta_info"]["finish_reason"]
+    assert "timeout of 0.2 s" in reason["message"]
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill", "both"])
+def test_a_flush_in_transit(pair, texts, side):
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[:4])
+        messages = peer.wait(Piece, 3)
+        if side != "decode":
+            pair.prefill.flush_cache()
+        if side != "prefill":
+            Engine.flush_cache(pair)
+        peer.let_go(*messages)
+        assert_same(asked.result(), texts[:4], "num_retractions")
+
+
+def test_the_peer_goes_in_transit(pair, texts):
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair)
+        messages = peer.wait(Piece, 3)
+        peer.let_go(*messages[:2])
+        peer.close()
+        assert_same(asked.result(), texts)
+
+
+def short(message: Message) -> Message:
+    return replace(message, count=message.count - 1) if isinstance(message, Piece) else message
+
+
+def moved(message: Message) -> Message:
+    return replace(message, start=message.start + 1) if isinstance(message, Piece) else message
+
+
+def narrow(message: Message) -> Message:
+    kv = tuple(rows[:1] for rows in message.kv) if isinstance(message, Piece) else ()
+    return replace(message, kv=kv) if isinstance(message, Piece) else message
+
+
+def foreign(message: Message) -> Message:
+    return replace(message, id=message.id + 1000)  # type: ignore[union-attr, call-arg]
+
+
+def stale(message: Message) -> Message:
+    return replace(message, weights="0" * 16) if isinstance(message, Prefilled) else message
+
+
+def no_token(message: Message) -> Message:
+    return replace(message, token=99_999) if isinstance(message, Prefilled) else message
+
+
+@pytest.mark.parametrize("change", [short, moved, narrow, stale, no_token])
+def test_what_does_not_fit_is_prefilled_here(pair, texts, change, caplog):
+    with held(pair, change) as peer:
+        peer.let_go()
+        assert_same(ask(pair), texts)
+    assert "is prefilled here" in caplog.text
+
+
+def test_messages_of_nobody_are_ignored(pair, texts):
+    with held(pair, foreign) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[:2])
+        messages = peer.wait(Prefilled, 2)
+        for message in messages:
+            pair._scheduler.take(foreign(message))
+        peer.change = lambda message: message
+        peer.let_go(*messages)
+        assert_same(asked.result(), texts[:2])
+
+
+def test_other_weights_on_one_side_only(pair, texts):
+    """What was computed with others is not taken, and nothing is asked until both are equal."""
+    names, weights = pair.runner.networks.target.names, pair.runner.weights[0]
+    named = dict(zip(names, map(np.asarray, weights), strict=True))
+    other = {"lm_head.kernel": np.roll(named["lm_head.kernel"], 1, axis=1)}
+    prefill = pair.prefill
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[:3])
+        messages = peer.wait(Piece, 2)
+        prefill.update_weights_from_tensor(other)
+        peer.let_go(*messages)
+        assert_same(asked.result(), texts[:3])
+        before = prefill.metrics.snapshot().prefilled_tokens
+        assert_same(ask(pair), texts)
+        assert prefill.metrics.snapshot().prefilled_tokens == before
+        prefill.update_weights_from_tensor(named)
+        assert_same(ask(pair), texts)
+        assert prefill.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
+
+
+def test_sockets_between_the_sides(pair, texts):
+    """Also where the server goes in the middle, and comes again."""
+    assert pair._peer is not None
+    pair._peer.close()
+    prefill = pair.prefill
+    server = PrefillServer("127.0.0.1:0", "", prefill._side)
+    peer = RemotePeer(server.address, "", pair._side)
+    try:
+        wait_for_peer(pair)
+        before = prefill.metrics.snapshot().prefilled_tokens
+        assert_same(ask(pair), texts)
+        assert prefill.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
+        with ThreadPoolExecutor(1) as executor:
+            asked = executor.submit(ask, pair, PROMPTS * 4)
+            time.sleep(0.05)
+            server.close()
+            assert_same(asked.result(), texts * 4)
+        server = PrefillServer(server.address, "", prefill._side)
+        wait_for_peer(pair)
+        before = prefill.metrics.snapshot().prefilled_tokens
+        assert_same(ask(pair, params=GREEDY), texts)
+        assert prefill.metrics.snapshot().prefilled_tokens > before
+    finally:
+        peer.close()
+        server.close()
+        wait_until_empty(pair)
+
+
+def wait_for_peer(engine: DisaggregatedEngine) -> None:
+    deadline = time.monotonic() + 20
+    while engine._loop.run(lambda: engine._scheduler._peer) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
