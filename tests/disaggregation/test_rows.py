@@ -1,0 +1,140 @@
+"""Rows of tokens that leave one runner and come into another, with other pages."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, token_axes
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling.params import SamplingParams
+from specjax.speculative.future_map import take_over
+from specjax.types import DraftShape
+
+from ..copying import copied_runner
+from ..speculative.driver import Job, start
+from ..tiny import make_runner
+
+PROMPT = tuple(range(20, 61))
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
+
+
+def port_of(runner: ModelRunner, *, gives: bool) -> RowPort:
+    port = RowPort(runner)
+    port.compile(gives=gives, show_progress=False)
+    return port
+
+
+def decoded(runner: ModelRunner, slot: int, count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        for row in runner.round([slot]).read():
+            *found, _, _, number = row[0].tolist()
+            tokens += found[:number]
+    return tokens[:count]
+
+
+def test_a_prompt_goes_on_in_other_pages():
+    here, there = copied_runner(3), copied_runner(3, page_size=16, num_pages=40)
+    first = int(start(here, 1, Job(prompt=PROMPT, params=GREEDY, seed=0)).read()[0])
+    source, target = port_of(here, gives=True), port_of(there, gives=False)
+    pieces = list(source.take(here.tables.page_table[1], 0, len(PROMPT)))
+    assert sum(count for _, count, _ in pieces) == len(PROMPT)
+    rows = source.take_first(1)
+    pages = [7, 3, 9, 5]
+    there.set_slot(2, GREEDY, seed=0, prompt_len=len(PROMPT))
+    there.set_pages(2, pages)
+    for begin, count, kv in pieces:
+        kv = jax.tree.map(np.asarray, kv)
+        target.check_kv(kv, count)
+        target.put(pages, begin, count, kv)
+    target.begin(2, [*PROMPT, first], GREEDY.max_new_tokens - 1, rows)
+    assert decoded(there, 2, 12) == decoded(here, 1, 12)
+    for runner, slot in ((here, 1), (there, 2)):
+        runner.clear_slot(slot)
+
+
+def test_what_is_put_goes_nowhere_else():
+    runner = copied_runner(3)
+    port = port_of(runner, gives=False)
+    kv = tuple(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), port._kv[port.widths[0]]))
+    before = jax.tree.map(np.asarray, runner.on_device.pools)
+    page = runner.config.page_size
+    port.put([5, 2], page - 1, 3, kv)
+    after = jax.tree.map(np.asarray, runner.on_device.pools)
+    written = [5 * page + page - 1, 2 * page, 2 * page + 1]
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert (new[:, written] == 1).all()
+        rest = np.delete(np.arange(old.shape[1]), written)
+        np.testing.assert_array_equal(new[:, rest], old[:, rest])
+
+
+def test_pools_are_written_in_place():
+    runner = copied_runner(3)
+    port = port_of(runner, gives=False)
+    for report in runner.compiled.report:
+        if report.key.startswith(("put_rows", "begin")):
+            state = jax.tree.leaves(runner.abstract_state)
+            assert report.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in state)
+    assert port.widths
+
+
+@pytest.mark.parametrize("make", [lambda: copied_runner(3), lambda: make_runner(None, 0)])
+def test_which_arrays_have_an_axis_of_tokens(make):
+    runner = make()
+    axes = token_axes(runner)
+    pools = jax.tree.leaves(runner.abstract_state.pools)
+    assert axes == (1,) * len(pools)
+
+
+def test_a_wrong_width_names_both():
+    runner = copied_runner(3)
+    future = runner.on_device.future
+    rows = jax.tree.map(lambda leaf: leaf[:1], future.rows)
+    slots = np.array([1], np.int32)
+    size = rows.hidden.shape[1]
+    wide = replace(rows, hidden=np.zeros((1, 2 * size), np.float32))
+    with pytest.raises(ValueError, match=rf"width \({2 * size},\) .* width \({size},\)"):
+        take_over(future, slots, wide)
+
+
+def test_the_first_branches_of_more():
+    """A tree's rows serve a chain."""
+    chain = copied_runner(3)
+    tree = copied_runner(3, shapes=(DraftShape(3, 4, 9),))
+    build = chain.config.algorithm.build_disagg_draft_input
+    rows = jax.tree.map(lambda leaf: leaf[:2], tree.on_device.future.rows)
+    ints = np.zeros(2, np.int32)
+    given = build(rows, ints, ints, ints, chain.on_device.future)
+    assert given.topk_probs.shape == given.topk_ids.shape == (2, 1)
+    np.testing.assert_array_equal(given.topk_ids, rows.topk_ids[:, :1])
+    assert build(None, ints, ints, ints, chain.on_device.future) is None
+
+
+@pytest.mark.parametrize("rows", [None, [], [[[1], "float32"]], [[["a"], "x"]] * 3, 5])
+def test_rows_of_another_algorithm_are_refused(rows):
+    with pytest.raises(ValueError, match="rows="):
+        RowPort(copied_runner(3)).expect(rows)
+
+
+def test_sides_that_differ_are_named():
+    facts = RowPort(copied_runner(3)).facts["both"]
+    check_facts(facts, dict(facts))
+    with pytest.raises(ValueError, match="algorithm: EAGLE3 here, None there"):
+        check_facts(facts, {name: facts[name] for name in facts if name != "algorithm"})
+
+
+def test_a_fingerprint_sees_every_bit():
+    rng = np.random.default_rng(0)
+    weights = tuple(rng.normal(size=shape).astype("f4") for shape in ((3, 5), (7,), (5, 3)))
+    whole = np.asarray(fingerprint(weights, ()))
+    seen = {tuple(whole)}
+    for i, weight in enumerate(weights):
+        for place in np.ndindex(weight.shape):
+            changed = weight.copy()
+            changed[place] = np.nextafter(changed[place], np.inf)
+            seen.add(tuple(np.asarray(fingerprint((*weights[:i], changed, *weights[i + 1 :]), ()))))
+    assert len(seen) == 1 + sum(weight.size for weight in weights)
+    swapped = np.asarray(fingerprint((weights[0], weights[1], weights[0].reshape(5, 3)), ()))
+    assert tuple(swapped) not in seen
