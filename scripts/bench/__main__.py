@@ -11,6 +11,7 @@ DOORS = {
     "bench_adaptive_speculative": "throughput",
     "bench_algorithms": "algorithms",
     "bench_attention": "kernels",
+    "bench_disaggregation": "disaggregation",
     "bench_kernels": "kernels",
     "bench_offline_throughput": "throughput",
     "bench_requests": "requests",

@@ -1,0 +1,183 @@
+"""Measures what long prompts cost the requests that decode beside them, with and without a split.
+
+    python scripts/bench_disaggregation.py --preset llama3.1-8b --dtype bfloat16 \\
+        --speculative-algorithm none
+
+A few requests decode greedily while prompts of random tokens arrive at even intervals, each of
+which ends with its first token. One engine does both, or one device computes the prompts for
+another, which decodes (``--base-gpu-id``, and the next one). Times are those that asyncio tasks
+see: between two chunks of a decoding request, and from when a prompt should have arrived to its
+first token. Then KV of a prompt is moved from device to device by itself.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench import common
+from bench.serving_mix import MixRequest, Trace, ask, summary
+from specjax.cli.options import add_options, add_start_options, engine_arguments, with_preset
+from specjax.engine.args import EngineArgs
+
+COLUMNS = (
+    ("engine", "engine", ""),
+    ("prompts", "prompts", "d"),
+    ("gap p50 ms", "p50", ".2f"),
+    ("p99", "p99", ".2f"),
+    ("max", "max", ".2f"),
+    ("p99 / quiet p50", "ratio", ".2f"),
+    ("TTFT p50 ms", "ttft", ".1f"),
+    ("p99", "ttft_p99", ".1f"),
+)
+REPEATS = 10
+MS_A_ROUND = 3  # at least
+
+
+def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(door, __doc__)
+    more = parser.add_argument_group("more of the engine")
+    add_start_options(more)
+    add_options(more, EngineArgs, ["load_format", "skip_tokenizer_init", "simulate_accept_length"])
+    add = parser.add_argument_group("run", argument_default=None).add_argument
+    add("--running", type=int, default=16, help="requests that decode")
+    add("--running-len", type=int, default=512, help="tokens of their prompts")
+    add("--num-prompts", type=int, default=40, help="long prompts of a run")
+    add("--prompt-len", type=int, default=4096)
+    add("--interval", type=float, default=0.3, help="seconds between two of them")
+    add("--output", type=Path, metavar="FILE", help="append one JSON line")
+    args = parser.parse_args(argv)
+    common.check_at_least(parser, args, 1, "running", "running_len", "num_prompts", "prompt_len")
+    return args
+
+
+def random_ids(engine: Any, rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(engine.target.config.vocab_size, size=count).tolist()
+
+
+def run(
+    args: argparse.Namespace, engine: Any, num_prompts: int, seconds: float, seed: int
+) -> tuple[list[Trace], list[Trace]]:
+    """Traces of what decoded, for as long as prompts came, and of the prompts."""
+    rng = np.random.default_rng(seed)
+    own = {"temperature": 0.0, "ignore_eos": True}
+    most = engine.context_length - args.running_len - 1
+    running = [
+        MixRequest(random_ids(engine, rng, args.running_len), own | {"max_new_tokens": most}, False)
+        for _ in range(args.running)
+    ]
+    prompts = [
+        MixRequest(random_ids(engine, rng, args.prompt_len), own | {"max_new_tokens": 1}, True)
+        for _ in range(num_prompts)
+    ]
+
+    async def serve() -> tuple[list[Trace], list[Trace]]:
+        start = time.perf_counter()
+        decoding = [asyncio.create_task(ask(engine, one, 0.0, start)) for one in running]
+        await asyncio.sleep(1.0)  # until all decode
+        begun = time.perf_counter() - start
+        arrivals = [begun + i * args.interval for i in range(num_prompts)]
+        traces = await asyncio.gather(
+            *(ask(engine, one, at, start) for one, at in zip(prompts, arrivals, strict=True))
+        )
+        await asyncio.sleep(max(0.0, begun + seconds - (time.perf_counter() - start)))
+        ended = time.perf_counter() - start
+        engine.abort_request(abort_all=True)
+        decoded = await asyncio.gather(*decoding)
+        for trace in decoded:
+            trace.chunks = [(at, n) for at, n in trace.chunks if begun <= at <= ended]
+        return decoded, traces
+
+    engine.flush_cache()
+    return asyncio.run(serve())
+
+
+def rows_of(args: argparse.Namespace, name: str, engine: Any) -> list[dict[str, Any]]:
+    """A row without prompts and one with them."""
+    seconds = args.num_prompts * args.interval
+    run(args, engine, 4, 0.0, 9)  # what is loaded or captured once
+    rows = []
+    for seed, count in enumerate((0, args.num_prompts)):
+        decoded, prompts = run(args, engine, count, seconds, seed)
+        failed = [one.error for one in prompts if one.error is not None]
+        if failed:
+            raise ValueError(f"{len(failed)} prompts failed: {failed[0]}")
+        gaps = summary([gap for trace in decoded for _, gap, _ in trace.gaps])
+        times = summary([trace.chunks[0][0] - trace.arrival for trace in prompts])
+        quiet = rows[0]["p50"] if rows else gaps["p50"]
+        assert gaps["p99"] is not None
+        row = {"engine": name, "prompts": count, **gaps, "ratio": gaps["p99"] / quiet}
+        rows.append(row | {"ttft": times["p50"], "ttft_p99": times["p99"]})
+    return rows
+
+
+def transfer(engine: Any, num_tokens: int) -> dict[str, float]:
+    """Seconds and bytes of the KV of a prompt, from the prefill side's pool to the other's.
+
+    ``copy`` are those of one array of as many bytes.
+    """
+    here, there = engine.prefill._scheduler._port, engine._scheduler._port
+    source, target = engine.prefill.runner, engine.runner
+    pages = [
+        list(range(1, 1 - (-num_tokens // side.config.page_size))) for side in (source, target)
+    ]
+
+    def move() -> int:
+        moved = 0
+        for start, count, kv in here.take(pages[0], 0, num_tokens):
+            there.put(pages[1], start, count, kv)
+            moved += sum(leaf.nbytes for leaf in kv)
+        jax.block_until_ready(target.on_device)
+        return moved
+
+    num_bytes = move()
+    whole = np.random.default_rng(0).integers(256, size=num_bytes, dtype=np.uint8)
+    array = source.networks.placement.put(whole)
+    copied = _median(lambda: target.networks.placement.put(array).block_until_ready())
+    return {"bytes": num_bytes, "seconds": _median(move), "copy": copied}
+
+
+def _median(function: Any) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def main(door: str, argv: Sequence[str]) -> int:
+    from specjax import DisaggregatedEngine, Engine
+
+    args = parse_arguments(door, argv)
+    with tempfile.TemporaryDirectory() as folder:
+        options = with_preset(engine_arguments(args), args.preset, Path(folder))
+        # what decodes shall not end before the prompts do
+        seconds = 2 + args.num_prompts * args.interval
+        tokens = int(1000 * seconds * (1 + getattr(args, "speculative_num_steps", 0)))
+        longest = args.running_len + tokens // MS_A_ROUND
+        options.setdefault("context_length", max(longest, args.prompt_len + 1))
+        options.setdefault("max_running_requests", 2 * args.running)
+        with Engine(**options) as engine:
+            rows = rows_of(args, "one", engine)
+            settings = common.engine_settings(engine)
+        with DisaggregatedEngine(**options) as engine:
+            rows += rows_of(args, "split", engine)
+            moved = transfer(engine, args.prompt_len)
+    common.append_json(args.output, {"rows": rows, "transfer": moved, "settings": settings})
+    print("{model}, {dtype}, {num_devices} x {device_kind}\n".format(**settings))
+    print(common.table_of(COLUMNS, rows))
+    share = moved["seconds"] * 1e3 / rows[-1]["ttft"]
+    print(
+        f"\nKV of {args.prompt_len} tokens: {moved['bytes'] / 1e6:.0f} MB in "
+        f"{1e3 * moved['seconds']:.2f} ms, {moved['bytes'] / moved['seconds'] / 1e9:.0f} GB/s "
+        f"(one array {moved['bytes'] / moved['copy'] / 1e9:.0f}), {100 * share:.1f} % of the TTFT"
+    )
+    return 0
