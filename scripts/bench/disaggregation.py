@@ -25,6 +25,7 @@ import numpy as np
 from bench import common
 from bench.serving_mix import MixRequest, Trace, ask, summary
 from specjax.cli.options import add_options, add_start_options, engine_arguments, with_preset
+from specjax.disaggregation.rows import RowPort
 from specjax.engine.args import EngineArgs
 
 COLUMNS = (
@@ -123,11 +124,10 @@ def transfer(engine: Any, num_tokens: int) -> dict[str, float]:
 
     ``copy`` are those of one array of as many bytes.
     """
-    here, there = engine.prefill._scheduler._port, engine._scheduler._port
     source, target = engine.prefill.runner, engine.runner
-    pages = [
-        list(range(1, 1 - (-num_tokens // side.config.page_size))) for side in (source, target)
-    ]
+    here, there = RowPort(source), RowPort(target)
+    counts = (-(-num_tokens // runner.config.page_size) for runner in (source, target))
+    pages = [range(1, 1 + count) for count in counts]
 
     def move() -> int:
         moved = 0
