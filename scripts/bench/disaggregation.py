@@ -12,6 +12,7 @@ first token. Then KV of a prompt is moved from device to device by itself.
 
 import argparse
 import asyncio
+import gc
 import statistics
 import tempfile
 import time
@@ -104,6 +105,8 @@ def rows_of(args: argparse.Namespace, name: str, engine: Any) -> list[dict[str, 
     """A row without prompts and one with them."""
     seconds = args.num_prompts * args.interval
     run(args, engine, 4, 0.0, 9)  # what is loaded or captured once
+    gc.collect()
+    gc.freeze()  # as servers do, so that no collection looks at all that was made at the start
     rows = []
     for seed, count in enumerate((0, args.num_prompts)):
         decoded, prompts = run(args, engine, count, seconds, seed)

@@ -121,3 +121,4 @@ class Weights:
 
 
 Message = Hello | Job | Cancel | Piece | Prefilled | Refused | Weights
+Arrival = Piece | Prefilled | Refused  # what a prefill side says of one job

@@ -13,7 +13,7 @@ import jax
 from specjax.disaggregation.channel import Channel
 from specjax.disaggregation.decode import DecodeScheduler
 from specjax.disaggregation.listener import Listener
-from specjax.disaggregation.messages import Hello, Message, Piece, Prefilled, Refused, Weights
+from specjax.disaggregation.messages import Arrival, Hello, Message, Weights
 from specjax.disaggregation.prefill import Asker, PrefillScheduler
 from specjax.disaggregation.reconnect import Reconnecting
 from specjax.disaggregation.rows import check_facts
@@ -117,7 +117,7 @@ class _Link:
     def deliver(self, message: Message) -> None:
         if isinstance(message, Weights):
             self.weights = message.weights
-        elif isinstance(message, Piece | Prefilled | Refused):
+        elif isinstance(message, Arrival):
             # copied to the device beside the rounds, which the loop's thread dispatches
             placed = self._scheduler.placed(message)
             self._loop.post(partial(self._scheduler.take, placed))
