@@ -114,8 +114,7 @@ class DecodeScheduler(Scheduler):
             row = self._awaited.get(message.id)
             if row is None:
                 continue  # it does not wait any more
-            if isinstance(message, Piece):
-                room -= message.count
+            room -= message.count if isinstance(message, Piece) else TOKENS_A_STEP
             self._take(row, message)
         super().step()
 
@@ -209,7 +208,6 @@ class DecodeScheduler(Scheduler):
         logprobs = None if done.logprobs is None else Logprobs(*done.logprobs)
         if request.logprob_start_len is not None and done.prompt_logprobs is not None:
             request.take_prompt_logprobs(request.logprob_start_len, Logprobs(*done.prompt_logprobs))
-        self._port.begin(row.slot, [*text, done.token], request.num_left - 1, done.rows)
         self._forget(row)
         self._budget.share(row, is_dispatched=True)
         if done.cached_tokens > request.cached_tokens:
@@ -223,6 +221,8 @@ class DecodeScheduler(Scheduler):
         if request.is_finished:
             self._report_end(request)
             self._release(row)
+        else:
+            self._port.begin(row.slot, request.known_ids, request.num_left, done.rows)
 
     def _compute_here(self, row: RunningRequest) -> None:
         self._here.add(row.request)

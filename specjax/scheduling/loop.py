@@ -4,12 +4,14 @@ import asyncio
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from specjax.scheduling.call import Call, Item, Outputs
 from specjax.scheduling.request import Request
@@ -22,6 +24,38 @@ T = TypeVar("T")
 
 class EngineFault(RuntimeError):
     """The engine loop failed, and every request with it; ``__cause__`` is what happened."""
+
+
+class Courier:
+    """Carries items from other threads to mailboxes of one event loop, all of a step at once.
+
+    To wake an event loop is a call of the system, during which its thread takes the interpreter.
+    """
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._event_loop = ref(event_loop)
+        self._items: deque[tuple[asyncio.Queue[Item], Item]] = deque()
+        self._is_awake = False
+
+    def carry(self, mailbox: "asyncio.Queue[Item]", item: Item) -> bool:
+        """Whether somebody may still be there to look into the mailbox."""
+        event_loop = self._event_loop()
+        if event_loop is None or event_loop.is_closed():
+            return False
+        self._items.append((mailbox, item))
+        if not self._is_awake:
+            self._is_awake = True
+            try:
+                event_loop.call_soon_threadsafe(self._put_all)
+            except RuntimeError:  # closed meanwhile
+                return False
+        return True
+
+    def _put_all(self) -> None:
+        self._is_awake = False  # before it looks: what comes later wakes it again
+        while self._items:
+            mailbox, item = self._items.popleft()
+            mailbox.put_nowait(item)
 
 
 class EngineLoop:
@@ -44,6 +78,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: list[Call] = []
         self._by_rid: dict[str, list[Request]] = {}  # by id and by group
+        self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
         self._fault: BaseException | None = None
         self._is_stopping = False
         self._has_ended = False
@@ -76,15 +111,8 @@ class EngineLoop:
         """:meth:`stream` as an asynchronous generator."""
         event_loop = asyncio.get_running_loop()
         mailbox: asyncio.Queue[Item] = asyncio.Queue()
-
-        def deliver(item: Item) -> bool:
-            try:
-                event_loop.call_soon_threadsafe(mailbox.put_nowait, item)
-            except RuntimeError:  # the event loop is closed
-                return False
-            return True
-
-        with self._submitted(call, deliver):
+        courier = self._couriers.setdefault(event_loop, Courier(event_loop))
+        with self._submitted(call, partial(courier.carry, mailbox)):
             while (outputs := _raise_error(await mailbox.get())) is not None:
                 call.is_pending = False
                 for output in outputs:
