@@ -20,10 +20,10 @@ class Files:
     head: Path
     cache: Path
 
-    def engine(
-        self, *, speculative: bool = True, kind: type[Engine] = Engine, **changes: Any
-    ) -> Engine:
+    def arguments(self, *, speculative: bool = True, **changes: Any) -> dict[str, Any]:
+        """Those of an engine over the tiny model, or over a ``target`` of its kind."""
         arguments: dict[str, Any] = {
+            "model": changes.pop("target", self.target),
             "page_size": 4,
             "max_running_requests": 2,
             "batch_buckets": (2,),
@@ -36,8 +36,13 @@ class Files:
                 "speculative_algorithm": "EAGLE3",
                 "speculative_num_steps": STEPS,
             }
-        arguments |= changes
-        return kind(arguments.pop("target", self.target), **arguments)
+        return arguments | changes
+
+    def engine(
+        self, *, speculative: bool = True, kind: type[Engine] = Engine, **changes: Any
+    ) -> Engine:
+        arguments = self.arguments(speculative=speculative, **changes)
+        return kind(arguments.pop("model"), **arguments)
 
     def small(self, **changes: Any) -> Engine:
         """An engine with as little to compile as can be."""

@@ -8,6 +8,7 @@ queue. Whatever goes wrong, the prompt is computed here instead.
 import itertools
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from specjax.disaggregation.messages import (
 )
 from specjax.disaggregation.rows import RowPort, check_facts
 from specjax.kv.budget import Room
+from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request, RunningRequest
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import UNLIMITED
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # tokens whose KV is taken between two rounds: 0.8 ms of the Llama-3.1-8B shape on an H200
 TOKENS_A_STEP = 1024
+MAX_SLEEP = 3600.0  # seconds without a look at the timeouts; a queue cannot wait for any number
+MAX_TEXT = 200  # characters of an id that are sent, and of a reason that is logged
 
 
 class PrefillPeer(Protocol):
@@ -74,7 +78,7 @@ class DecodeScheduler(Scheduler):
 
     def expect(self, facts: dict[str, Any]) -> None:
         """Make ready for a peer of these; ValueError where it does not fit. In any thread."""
-        check_facts(self._port.facts["both"], facts.get("both") or {})
+        check_facts(self._port.facts["both"], facts.get("both"))
         self._port.expect(facts.get("rows"))
 
     def placed(self, message: Arrival) -> Arrival:
@@ -90,6 +94,16 @@ class DecodeScheduler(Scheduler):
         if self._peer is not None:
             self.leave(self._peer)
         self._peer = peer
+
+    def compare_weights(self, peer: PrefillPeer) -> None:
+        """Log where a peer cannot be asked, since its weights are others."""
+        if peer.weights != self.weights:
+            logger.warning(
+                "prompts are computed here until the weights are equal: fingerprint %s here, "
+                "%.16s at the prefill side",
+                self.weights,
+                peer.weights,
+            )
 
     def leave(self, peer: PrefillPeer) -> None:
         """Compute here what this peer has been asked for."""
@@ -125,7 +139,7 @@ class DecodeScheduler(Scheduler):
             elif isinstance(message, Prefilled):
                 self._begin(row, message)
             else:
-                raise ValueError(message.reason)
+                raise ValueError(message.reason[:MAX_TEXT])
         except ValueError as error:
             logger.warning("request %r is prefilled here: %s", row.request.rid, error)
             self._compute_here(row)
@@ -144,7 +158,7 @@ class DecodeScheduler(Scheduler):
     def idle_seconds(self) -> float | None:
         """Seconds to the next timeout."""
         moment = self._deadlines.next
-        return None if moment is None else max(0.0, moment - self._clock())
+        return None if moment is None else min(MAX_SLEEP, max(0.0, moment - self._clock()))
 
     def _row_to_prefill(self, room: Room) -> RunningRequest | None:
         while (row := super()._row_to_prefill(room)) is not None:
@@ -164,10 +178,10 @@ class DecodeScheduler(Scheduler):
             left = max(1e-3, left - request.latency)
         job = Job(
             id=next(self._ids),
-            rid=request.rid,
+            rid=request.rid[:MAX_TEXT],
             input_ids=np.array(request.input_ids, np.int32),
             start=row.kv_len,
-            params=asdict(request.params),
+            params=_json(request.params),
             seed=request.seed,
             end_token_ids=sorted(request.end_token_ids),
             top_logprobs=request.top_logprobs,
@@ -179,7 +193,7 @@ class DecodeScheduler(Scheduler):
         self._awaited[job.id] = row
         try:
             peer.send(job)
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:  # gone, or not to be sent
             logger.warning("request %r is prefilled here: %s", request.rid, error)
             row.is_awaited = False
             del self._awaited[job.id]
@@ -205,16 +219,21 @@ class DecodeScheduler(Scheduler):
             raise ValueError(f"KV of {row.kv_len} tokens came instead of {len(text)}")
         if not 0 <= done.token < self.vocab_size:
             raise ValueError(f"token {done.token} is none of {self.vocab_size}")
-        logprobs = None if done.logprobs is None else Logprobs(*done.logprobs)
-        if request.logprob_start_len is not None and done.prompt_logprobs is not None:
-            request.take_prompt_logprobs(request.logprob_start_len, Logprobs(*done.prompt_logprobs))
+        if done.cached_tokens > len(text):
+            raise ValueError(f"{done.cached_tokens} of {len(text)} tokens were cached")
+        self._port.check_rows(done.rows)
+        logprobs, hidden = self._reports(request, done)
+        if (start := request.logprob_start_len) is not None:
+            count = len(text) - 1 - start
+            of_prompt = _logprobs(done.prompt_logprobs, count, request.top_logprobs)
+            request.take_prompt_logprobs(start, of_prompt)
         self._forget(row)
         self._budget.share(row, is_dispatched=True)
         if done.cached_tokens > request.cached_tokens:
             self._metrics.cached_tokens += done.cached_tokens - request.cached_tokens
             request.cached_tokens = done.cached_tokens
         try:
-            self._in_flight.take_first(row, done.token, (logprobs, done.hidden), self._clock())
+            self._in_flight.take_first(row, done.token, (logprobs, hidden), self._clock())
         except Exception as error:
             self.fail(request, error)
             return
@@ -223,6 +242,18 @@ class DecodeScheduler(Scheduler):
             self._release(row)
         else:
             self._port.begin(row.slot, request.known_ids, request.num_left, done.rows)
+
+    def _reports(self, request: Request, done: Prefilled) -> tuple[Logprobs | None, Any]:
+        """What is reported beside the first token, as it was asked for; ValueError if not."""
+        logprobs, hidden = None, None
+        if request.top_logprobs is not None:
+            logprobs = _logprobs(done.logprobs, 1, request.top_logprobs)
+        if request.return_hidden_states:
+            hidden = done.hidden
+            width = self._runner.networks.target_config.hidden_size
+            if _kinds((hidden,)) != [((1, width), "float32")]:
+                raise ValueError(f"hidden states came as {_kinds((hidden,))}")
+        return logprobs, hidden
 
     def _compute_here(self, row: RunningRequest) -> None:
         self._here.add(row.request)
@@ -246,3 +277,29 @@ class DecodeScheduler(Scheduler):
                 except ConnectionError as error:
                     logger.info("job %d is not cancelled: %s", job, error)
         super()._release(row, is_cached=is_cached)
+
+
+def _json(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as JSON values, from which :meth:`SamplingParams.of` makes equal ones."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): item for key, item in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in asdict(params).items()}
+
+
+def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:
+    """Log-probabilities of ``count`` tokens, each with ``top`` others; ValueError if not."""
+    best = (count, top or 0) if count else (0, 0)
+    wanted = [((count,), "float32"), (best, "int32"), (best, "float32")]
+    if arrays is None or _kinds(arrays) != wanted:
+        given = None if arrays is None else _kinds(arrays)
+        raise ValueError(f"log-probabilities came as {given} where {wanted} are due")
+    return Logprobs(*arrays)
+
+
+def _kinds(arrays: tuple[Any, ...]) -> list[Any]:
+    """Shape and dtype of each array."""
+    return [array if array is None else (tuple(array.shape), str(array.dtype)) for array in arrays]

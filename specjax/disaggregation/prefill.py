@@ -9,8 +9,10 @@ from uuid import uuid4
 
 import numpy as np
 
+from specjax.checks import check_integer, check_number
 from specjax.disaggregation.messages import Cancel, Job, Message, Piece, Prefilled, Refused, Weights
 from specjax.disaggregation.rows import RowPort
+from specjax.disaggregation.values import WireError
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
@@ -29,6 +31,7 @@ class PrefillRequest(Request):
     job: Job
     reply: Reply
     rows: tuple[Any, ...] | None = field(default=None, init=False)  # for its first round
+    weights: str = field(default="", init=False)  # those that computed all of it
 
 
 class PrefillScheduler(Scheduler):
@@ -53,6 +56,7 @@ class PrefillScheduler(Scheduler):
 
     def join(self, asker: "Asker") -> None:
         self._askers.add(asker)
+        asker.reply(Weights(weights=self.weights))  # its hello may have told of older ones
 
     def leave(self, asker: "Asker") -> None:
         self._askers.discard(asker)
@@ -82,6 +86,7 @@ class PrefillScheduler(Scheduler):
         self._sent[row] = max(sent, end)
         if row.is_prefilled:
             request.rows = self._port.take_first(row.slot)
+            request.weights = self.weights
 
     def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
         self._sent.pop(row, None)
@@ -112,7 +117,7 @@ class Asker:
         elif isinstance(message, Job):
             self._begin(message)
         else:
-            raise ValueError(f"a decode side sent a {type(message).__name__}")
+            raise WireError(f"a decode side sent a {type(message).__name__}")
 
     def lost(self) -> None:
         """End all jobs: nobody waits for them."""
@@ -121,6 +126,8 @@ class Asker:
             self._loop.abort(call)
 
     def _begin(self, job: Job) -> None:
+        if job.id in self._calls:
+            raise WireError(f"job {job.id} came again while it was being done")
         try:
             request = self._request(job)
             self._scheduler.check(request)
@@ -135,10 +142,16 @@ class Asker:
     def _request(self, job: Job) -> PrefillRequest:
         ids = np.asarray(job.input_ids)
         size = self._scheduler.vocab_size
-        if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= size:
-            raise ValueError(f"input_ids of shape {ids.shape} are no tokens of {size}")
-        if not 0 <= job.start < len(ids):
-            raise ValueError(f"start={job.start} is not in a prompt of {len(ids)} tokens")
+        if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+            raise ValueError(f"input_ids {ids.dtype}{list(ids.shape)} are no list of tokens")
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(f"input_ids from {ids.min()} to {ids.max()} are no tokens of {size}")
+        check_integer("start", job.start, 0, len(ids) - 1)
+        if job.logprob_start_len is not None:
+            check_integer("logprob_start_len", job.logprob_start_len, 0, len(ids) - 1)
+            check_integer("top_logprobs", job.top_logprobs, 0)
+        if job.timeout is not None:
+            check_number("timeout", job.timeout, above=0)
         return PrefillRequest(
             uuid4().hex,
             ids.tolist(),
@@ -174,7 +187,7 @@ class Asker:
         self.reply(
             Prefilled(
                 id=job.id,
-                weights=self.weights,
+                weights=request.weights,
                 token=request.output_ids[0],
                 logprobs=of_first,
                 hidden=states[0] if states else None,

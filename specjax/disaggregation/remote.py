@@ -17,6 +17,7 @@ from specjax.disaggregation.messages import Arrival, Hello, Message, Weights
 from specjax.disaggregation.prefill import Asker, PrefillScheduler
 from specjax.disaggregation.reconnect import Reconnecting
 from specjax.disaggregation.rows import check_facts
+from specjax.disaggregation.values import WireError
 from specjax.scheduling.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ Lost = Callable[[Exception], None]
 
 # bytes that wait for the network, beyond which the prefill side computes nothing more
 MOST_QUEUED = 2**30
+# seconds in which the network takes none of them, after which a decode side is given up: the
+# prefill side waits for it, and all others with it
+MAX_STALL = 10.0
 # of the arrays of a job: prompts of four million tokens
 MOST_JOB = 2**24
 
@@ -60,7 +64,7 @@ class PrefillServer:
         return _hello(self._side[1])
 
     def _accept(self, channel: Channel) -> tuple[Deliver, Lost]:
-        check_facts(self._side[1].facts["both"], channel.hello.facts.get("both") or {})
+        check_facts(self._side[1].facts["both"], channel.hello.facts.get("both"))
         asker = Asker(*self._side, partial(_send, channel))
         with self._lock:
             self._channels.add(channel)
@@ -75,10 +79,15 @@ class PrefillServer:
 
 
 class RemotePeer:
-    """The prefill side of another process, whenever it can be reached."""
+    """The prefill side of another process, whenever it can be reached.
+
+    Attributes:
+        address: where it is.
+    """
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, DecodeScheduler]) -> None:
         self._side = side
+        self.address = address
         self._connecting = Reconnecting(
             address,
             hello=lambda: _hello(side[1]),
@@ -117,12 +126,13 @@ class _Link:
     def deliver(self, message: Message) -> None:
         if isinstance(message, Weights):
             self.weights = message.weights
+            self._loop.post(partial(self._scheduler.compare_weights, self))
         elif isinstance(message, Arrival):
             # copied to the device beside the rounds, which the loop's thread dispatches
             placed = self._scheduler.placed(message)
             self._loop.post(partial(self._scheduler.take, placed))
         else:
-            raise ValueError(f"a prefill side sent a {type(message).__name__}")
+            raise WireError(f"a prefill side sent a {type(message).__name__}")
 
     def lost(self, error: Exception) -> None:
         logger.warning("prompts are computed here, the prefill side has gone: %s", error)
@@ -138,7 +148,13 @@ def _send(channel: Channel, message: Message) -> None:
     arrays: list[Any] = [x for x in jax.tree.leaves(vars(message)) if isinstance(x, jax.Array)]
     for array in arrays:
         array.copy_to_host_async()
-    while channel.is_open and channel.num_queued_bytes > MOST_QUEUED:
+    queued, since = channel.num_queued_bytes, time.monotonic()
+    while channel.is_open and queued > MOST_QUEUED:
         time.sleep(1e-3)
+        if (now := channel.num_queued_bytes) != queued:
+            queued, since = now, time.monotonic()
+        elif time.monotonic() - since > MAX_STALL:
+            logger.warning("a decode side has taken nothing for %.0f s: hanging up", MAX_STALL)
+            channel.close()
     with suppress(ConnectionError):
         channel.send(message)

@@ -7,7 +7,7 @@ not grow stay where they are.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,10 @@ def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
     )
 
 
-def check_facts(here: dict[str, Any], there: dict[str, Any]) -> None:
+def check_facts(here: dict[str, Any], there: Any) -> None:
     """ValueError where two sides do not agree, naming both values."""
+    if not isinstance(there, dict):
+        raise ValueError(f"the other side says nothing of its model: {there!r:.80}")
     names = sorted({*here, *there})
     differing = [
         f"{name}: {here.get(name)} here, {there.get(name)} there"
@@ -62,6 +64,13 @@ def check_facts(here: dict[str, Any], there: dict[str, Any]) -> None:
     ]
     if differing:
         raise ValueError(f"prefill and decode side differ in {'; '.join(differing)}")
+
+
+def _described(name: str, config: Any) -> dict[str, str]:
+    """The fields of a configuration, so that an error names those that differ."""
+    if not is_dataclass(config):
+        return {name: repr(config)}
+    return {f"{name}.{field.name}": repr(getattr(config, field.name)) for field in fields(config)}
 
 
 def _flat_index(shape: tuple[int, ...], axis: int, index: jax.Array) -> jax.Array:
@@ -91,7 +100,8 @@ def put_rows(
 ) -> DeviceState:
     """Write what :func:`take_rows` gave to the indices i32 ``[W]``; those beyond a pool are none.
 
-    No index may stand twice.
+    No index may stand twice. What is not finite becomes 0: it would reach whoever gets the page
+    next, since a masked NaN is still NaN.
     """
     leaves, structure = jax.tree.flatten(state.pools)
     given = iter(kv)
@@ -99,10 +109,17 @@ def put_rows(
         if axis is not None:
             leaf, inner = leaves[i], leaves[i].shape[axis + 1 :]
             places = _flat_index(leaf.shape, axis, index)
+            new = _finite(next(given).reshape(-1, *inner))
             rows = leaf.reshape(-1, *inner).at[places]
-            rows = rows.set(next(given).reshape(-1, *inner), mode="drop", unique_indices=True)
+            rows = rows.set(new, mode="drop", unique_indices=True)
             leaves[i] = rows.reshape(leaf.shape)
     return replace(state, pools=jax.tree.unflatten(structure, leaves))
+
+
+def _finite(values: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        return values
+    return jnp.where(jnp.isfinite(values), values, jnp.zeros_like(values))
 
 
 def take_first(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
@@ -135,7 +152,7 @@ def begin(
     future = replace(future, remaining=future.remaining.at[slots].set(remaining))
     future = publish(future, slots, seq_lens, bonus_tokens)
     if rows is not None:
-        rows = jax.tree.unflatten(jax.tree.structure(future.rows), rows)
+        rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(_finite, rows)])
     given = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
     return replace(state, future=take_over(future, slots, given))
 
@@ -194,8 +211,8 @@ class RowPort:
             for leaf, axis in zip(self._kv[self.widths[0]], axes, strict=True)
         ]
         both = {
-            "target": repr(nets.target_config),
-            "draft": repr(nets.draft_config),
+            **_described("target", nets.target_config),
+            **_described("draft", nets.draft_config),
             "algorithm": config.algorithm.name,
             "lookahead": config.algorithm.lookahead,
             "processed_logprobs": config.processed_logprobs,
@@ -252,10 +269,11 @@ class RowPort:
                 jax.ShapeDtypeStruct([check_integer("width", n, 1) for n in shape], jnp.dtype(kind))
                 for shape, kind in rows
             )
-            wide = [len(row.shape) for row in given]
         except (TypeError, ValueError) as error:
             raise ValueError(f"rows={rows!r} are no shapes and dtypes: {error}") from error
-        if wide != [len(row.shape) for row in self._rows]:
+        kinds, own = ([(len(row.shape), row.dtype) for row in r] for r in (given, self._rows))
+        size = sum(math.prod(row.shape) * row.dtype.itemsize for row in given)
+        if kinds != own or size > self.most_bytes:
             raise ValueError(f"rows={rows!r} come where rows are {self.facts['rows']}")
         if _begin_key(given) not in self._runner.compiled:
             self._add_begin(given)
@@ -303,6 +321,11 @@ class RowPort:
         given = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in kv]
         if given != wanted or count > width:
             raise ValueError(f"{count} rows of {given} do not fit pools of {wanted}")
+
+    def check_rows(self, rows: tuple[Any, ...] | None) -> None:
+        """ValueError for rows that are not as the peer said that they would be."""
+        if _begin_key(rows) not in self._runner.compiled:
+            raise ValueError(f"rows came as {_begin_key(rows)[1]}, which nobody spoke of")
 
     def put(self, pages: Sequence[int], start: int, count: int, kv: KV) -> None:
         """Write KV that passed :meth:`check_kv` to tokens on these pages."""

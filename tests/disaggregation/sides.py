@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation.local import LocalPeer
-from specjax.disaggregation.messages import Message, Prefilled
+from specjax.disaggregation.messages import Message, Prefilled, Weights
 
 from ..tiny_engines import num_held
 
@@ -34,7 +34,9 @@ class HeldPeer(LocalPeer):
         super().__init__(engine.prefill._side, engine._side)
 
     def _deliver(self, message: Message) -> None:
-        if self.is_holding:
+        if isinstance(message, Weights):
+            super()._deliver(message)
+        elif self.is_holding:
             self.held.put(message)
         else:
             super()._deliver(self.change(message))
