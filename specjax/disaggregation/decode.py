@@ -99,8 +99,8 @@ class DecodeScheduler(Scheduler):
         """Log where a peer cannot be asked, since its weights are others."""
         if peer.weights != self.weights:
             logger.warning(
-                "prompts are computed here until the weights are equal: fingerprint %s here, "
-                "%.16s at the prefill side",
+                "prompts are computed here until the weights are equal: fingerprint %r here, "
+                "%.18r at the prefill side",
                 self.weights,
                 peer.weights,
             )

@@ -1,0 +1,264 @@
+"""Engines whose peer knows the secret and sends nonsense: they serve everyone else as before."""
+
+import logging
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from specjax import Engine
+from specjax.disaggregation import remote
+from specjax.disaggregation.channel import Channel
+from specjax.disaggregation.connecting import connect
+from specjax.disaggregation.messages import (
+    Cancel,
+    Message,
+    Piece,
+    Prefilled,
+    Refused,
+    Weights,
+)
+from specjax.disaggregation.remote import RemotePeer
+
+from .hostile import (
+    SECRET,
+    Answers,
+    Impostor,
+    QuickPeer,
+    hello_of,
+    job_of,
+    send_wrong_bytes,
+    wrong_job,
+)
+from .sides import wait_until_empty
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 30.0
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "batch_buckets": (4,),
+    "max_total_tokens": 420,
+    "disable_radix_cache": True,
+    "disaggregation_secret": SECRET,
+}
+GREEDY = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 0.0}
+REPORTS = {
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+    "logprob_start_len": 0,
+    "return_hidden_states": True,
+}
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(90) for _ in range(length)] for length in (1, 5, 30, 70)]
+FEW, MANY = 200, 5000
+COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module")
+def prefill(files) -> Iterator[Engine]:
+    address = "127.0.0.1:0"
+    with files.engine(
+        disaggregation_mode="prefill", disaggregation_address=address, page_size=16, **SIZES
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def decode(files, prefill) -> Iterator[Engine]:
+    address = prefill.disaggregation_address
+    with files.engine(
+        share_weights_with=prefill,
+        disaggregation_mode="decode",
+        disaggregation_address=address,
+        **SIZES,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def texts(files, prefill) -> list[list[int]]:
+    with files.engine(share_weights_with=prefill, **SIZES) as alone:
+        return outputs(alone)
+
+
+@pytest.fixture(autouse=True)
+def _served_afterwards(prefill, decode, texts, caplog) -> Iterator[None]:
+    """Both sides hold nothing then, and give the right texts together."""
+    caplog.set_level(logging.CRITICAL)
+    yield
+    wait_until_empty(decode, prefill)
+    wait_for_peer(decode)
+    before = [side.metrics.snapshot().prefilled_tokens for side in (decode, prefill)]
+    for _ in range(3):  # all pages of both pools are used again
+        assert outputs(decode) == texts
+    after = [side.metrics.snapshot().prefilled_tokens for side in (decode, prefill)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [0, 3 * sum(map(len, PROMPTS))]
+    wait_until_empty(decode, prefill)
+
+
+def outputs(engine: Engine, **options: Any) -> list[list[int]]:
+    outs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, **options)
+    return [out["output_ids"] for out in outs]
+
+
+def wait_for_peer(engine: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while engine._loop.run(lambda: engine._scheduler._peer) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_wrong_bytes_to_a_prefill_side(prefill, decode, texts, count):
+    """While it serves another one."""
+    rng, hello, address = random.Random(1), hello_of(decode), prefill.disaggregation_address
+    for i in range(count):
+        send_wrong_bytes(rng, address, hello, job_of(rng, i))
+        if i % 500 == 0:
+            assert outputs(decode) == texts
+
+
+@pytest.fixture
+def stranger(prefill, decode) -> Iterator[tuple[Channel, Answers]]:
+    """Another decode side, with what it hears."""
+    answers = Answers()
+    channel = open_channel(prefill, decode, answers)
+    yield channel, answers
+    channel.close()
+
+
+def open_channel(prefill: Engine, decode: Engine, answers: Answers) -> Channel:
+    return connect(
+        str(prefill.disaggregation_address),
+        hello=hello_of(decode),
+        secret=SECRET,
+        max_bytes=2**24,
+        deliver=answers.deliver,
+        lost=answers.ends.put,
+    )
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_jobs_that_make_no_sense(decode, texts, stranger, count):
+    """Each is done or refused."""
+    channel, answers = stranger
+    rng = random.Random(2)
+    num_refused, ids = 0, set()
+    for i in range(0, count, 20):
+        for number in range(i, i + 20):
+            channel.send(wrong_job(rng, number))
+            if rng.random() < 0.1:
+                channel.send(Cancel(id=rng.choice([number, number + 1, 2**64 - 1])))
+        for _ in range(20):
+            last = answers.last.get(timeout=SECONDS)
+            ids.add(last.id)
+            num_refused += isinstance(last, Refused)
+        if i % 500 == 0:
+            assert outputs(decode) == texts
+    assert ids == set(range(count))
+    assert count // 4 < num_refused < count
+    assert channel.is_open
+
+
+def test_a_job_that_comes_twice_ends_its_own_connection(prefill, decode, texts, stranger):
+    channel, answers = stranger
+    job = job_of(random.Random(3), 7)
+    held = ThreadPoolExecutor(1).submit(prefill._loop.run, lambda: time.sleep(0.2))
+    channel.send(job)
+    channel.send(job)
+    answers.ends.get(timeout=SECONDS)
+    held.result()
+    assert outputs(decode) == texts
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Piece(id=1, start=0, count=1, kv=()),
+        Refused(id=1, reason=""),
+        Weights(weights="x"),
+        Prefilled(
+            id=1,
+            weights="",
+            token=1,
+            logprobs=None,
+            hidden=None,
+            rows=None,
+            prompt_logprobs=None,
+            cached_tokens=0,
+            seconds=0.0,
+        ),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_a_decode_side_does_not_send(stranger, message: Message):
+    channel, answers = stranger
+    channel.send(message)
+    answers.ends.get(timeout=SECONDS)
+
+
+def test_a_decode_side_that_takes_nothing_is_hung_up_on(
+    prefill, decode, texts, stranger, monkeypatch
+):
+    """It does not hold up the others for long."""
+    monkeypatch.setattr(remote, "MOST_QUEUED", 2**12)
+    monkeypatch.setattr(remote, "MAX_STALL", 0.5)
+    channel, answers = stranger
+    answers.nap = 3.0
+    rng = random.Random(4)
+    for number in range(1000):
+        channel.send(job_of(rng, number))
+    assert outputs(decode, timeout=SECONDS) == texts
+    answers.ends.get(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("sends_bytes", [False, True], ids=["nonsense", "bytes"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_answers_that_make_no_sense(prefill, decode, texts, count, sends_bytes):
+    """Every request ends; what is taken of them never reaches another request."""
+    ours = decode._peer
+    ours.close()
+    if sends_bytes:
+        count //= 4
+    rng = random.Random(5)
+    impostor = Impostor(prefill, rng, share=0.5)
+    impostor.sends_bytes = sends_bytes
+    peer = QuickPeer(impostor.address, decode._side)
+    try:
+        wait_for_peer(decode)
+        while impostor.num_sent < count:
+            options = REPORTS if rng.random() < 0.5 else {}
+            given = outputs(decode, timeout=SECONDS, **options)
+            assert [len(one) for one in given] == [6] * len(PROMPTS)
+            if sends_bytes:  # none of which is ever taken
+                assert given == texts
+                if rng.random() < 0.5:
+                    wait_for_peer(decode)
+    finally:
+        peer.close()
+        impostor.close()
+        decode._peer = RemotePeer(ours.address, SECRET, decode._side)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        ({}, {"timeout": 1e12}),
+        ({}, {"rid": "x" * 20_000_000}),
+        ({}, {"rid": "\ud800"}),
+        ({"temperature": 10**30}, {}),
+        ({"top_k": 10**30, "temperature": 0.5}, {}),
+        ({"max_new_tokens": 10**30, "stop_token_ids": list(range(90))}, {}),
+        ({"stop": ("zzz", "!!!"), "logit_bias": {5: 1}}, {}),
+    ],
+)
+def test_odd_values_of_a_caller(prefill, decode, params, options):
+    """Whether they can be sent or not."""
+    out = decode.generate(input_ids=PROMPTS[2], sampling_params=GREEDY | params, **options)
+    assert out["meta_info"]["finish_reason"]["type"] in ("length", "stop")
+    assert decode._loop.run(lambda: decode._scheduler._peer) is not None
