@@ -13,6 +13,7 @@ SECONDS = 300.0
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_command_each() -> None:
     command = [sys.executable, "-u", str(EXAMPLE)]
     with subprocess.Popen(
