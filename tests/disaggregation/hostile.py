@@ -179,11 +179,11 @@ WRONG_JOBS: dict[str, list[Any]] = {
 }
 
 
-def job_of(rng: random.Random, number: int) -> Job:
+def job_of(rng: random.Random, number: int, length: int = 20) -> Job:
     return Job(
         id=number,
         rid=f"job {number}",
-        input_ids=np.array([rng.randrange(90) for _ in range(20)], np.int32),
+        input_ids=np.array([rng.randrange(90) for _ in range(length)], np.int32),
         start=0,
         params={"temperature": 0.0, "max_new_tokens": 4},
         seed=number,

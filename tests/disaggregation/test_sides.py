@@ -1,5 +1,6 @@
 """A decode side and the one that prefills for it: what crosses, and whatever can go wrong."""
 
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ import pytest
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation.messages import Message, Piece, Prefilled
+from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 
 from ..settings import counted_compilations
 from ..tiny_checkpoints import EOS_ID
+from .hostile import job_of
 from .sides import assert_same, held, wait_until_empty, without_rows
 
 LENGTHS = (1, 2, 3, 17, 40, 64, 70, 90)
@@ -250,6 +253,28 @@ def test_other_weights_on_one_side_only(pair, texts):
         prefill.update_weights_from_tensor(named)
         assert_same(ask(pair), texts)
         assert prefill.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
+
+
+def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
+    """Where they are replaced between its dispatch and its reading."""
+    sent: list[Message] = []
+    options = SIZES | {"disaggregation_mode": "prefill", "overlap": True}
+    with files.engine(share_weights_with=alone, **options) as prefill:
+        loop, scheduler = prefill._side
+        old, asker = scheduler.weights, Asker(loop, scheduler, sent.append)
+
+        def replace_while_unread() -> None:
+            asker.take(job_of(random.Random(0), 1, 3))
+            loop._drain()
+            scheduler.step()
+            assert len(scheduler._in_flight) == 1
+            scheduler.flush_cache()
+            scheduler.weights = "0" * 16
+
+        loop.run(replace_while_unread)
+        wait_until_empty(prefill)
+        [done] = [message for message in sent if isinstance(message, Prefilled)]
+        assert done.weights == old
 
 
 def test_sockets_between_the_sides(pair, texts):
