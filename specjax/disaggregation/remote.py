@@ -88,6 +88,7 @@ class RemotePeer:
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, DecodeScheduler]) -> None:
         self._side = side
         self.address = address
+        self._is_closed = False
         self._connecting = Reconnecting(
             address,
             hello=lambda: _hello(side[1]),
@@ -98,6 +99,7 @@ class RemotePeer:
         )
 
     def close(self) -> None:
+        self._is_closed = True
         self._connecting.close()
 
     def _check(self, hello: Hello) -> None:
@@ -108,7 +110,13 @@ class RemotePeer:
 
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
         link = _Link(channel, self._side)
-        return link.deliver, link.lost
+
+        def lost(error: Exception) -> None:
+            if not self._is_closed:
+                logger.warning("prompts are computed here, the prefill side has gone: %s", error)
+            link.lost()
+
+        return link.deliver, lost
 
 
 class _Link:
@@ -134,8 +142,7 @@ class _Link:
         else:
             raise WireError(f"a prefill side sent a {type(message).__name__}")
 
-    def lost(self, error: Exception) -> None:
-        logger.warning("prompts are computed here, the prefill side has gone: %s", error)
+    def lost(self) -> None:
         self._loop.post(partial(self._scheduler.leave, self))
 
 

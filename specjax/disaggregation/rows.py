@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import check_integer
-from specjax.models.flat import Weights
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
@@ -157,22 +156,25 @@ def begin(
     return replace(state, future=take_over(future, slots, given))
 
 
-def fingerprint(target: Weights, draft: Weights) -> jax.Array:
-    """u32 ``[2]`` that differs, nearly always, where a bit of any weight does."""
-    sums = jnp.zeros(2, jnp.uint32)
-    for number, weight in enumerate((*target, *draft)):
-        kind = jnp.dtype(f"uint{8 * weight.dtype.itemsize}")
-        bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
-        place = jnp.uint32(2 * number + 1)
-        for axis, size in enumerate(weight.shape):
-            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(
-                jnp.uint32, weight.shape, axis
-            )
-        mixed = (bits ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-        mixed = mixed ^ (mixed >> 15)
-        both = jnp.stack([jnp.sum(mixed), jnp.sum(mixed * (place | 1))])
-        sums = sums * jnp.uint32(31) + both
-    return sums
+def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
+    """u32 ``[2]`` of the bits of a weight, the one of this number, u32 ``[]``."""
+    bits = jax.lax.bitcast_convert_type(weight, jnp.dtype(f"uint{8 * weight.dtype.itemsize}"))
+    place = jnp.uint32(2) * number + jnp.uint32(1)
+    for axis, size in enumerate(weight.shape):
+        index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
+        place = place * jnp.uint32(size) + index
+    mixed = (bits.astype(jnp.uint32) ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
+    mixed = mixed ^ (mixed >> 15)
+    return jnp.stack([jnp.sum(mixed), jnp.sum(mixed * (place | 1))])
+
+
+def joined(fingerprints: Sequence[jax.Array]) -> str:
+    """The fingerprint of all weights, from those of each."""
+    one = two = 0
+    for found in fingerprints:
+        words = np.asarray(found).tolist()
+        one, two = (31 * one + words[0]) % 2**32, (31 * two + words[1]) % 2**32
+    return f"{one:08x}{two:08x}"
 
 
 class RowPort:
@@ -235,10 +237,11 @@ class RowPort:
         """Compile what a prefill side dispatches, or what a decode side does."""
         runner, state = self._runner, self._runner.abstract_state
         add = runner.compiled.add
-        weights = self._place.abstract(
-            (runner.networks.target.abstract, runner.networks.draft.abstract)
-        )
-        add(("fingerprint",), jax.jit(fingerprint), weights)
+        nets, number = runner.networks, jax.ShapeDtypeStruct((), jnp.uint32)
+        # one for each kind of weight: a function of all weights takes long to compile
+        kinds = {_fingerprint_key(w): w for w in (*nets.target.abstract, *nets.draft.abstract)}
+        for key, weight in kinds.items():
+            add(key, jax.jit(fingerprint), self._place.abstract((weight, number)))
         for width in self.widths:
             index = self._ints(width)
             if gives:
@@ -280,9 +283,13 @@ class RowPort:
             self._runner.compiled.compile(show_progress=False)
 
     def weights(self) -> str:
-        """Fingerprint of the weights as they are now."""
-        found = self._runner.compiled["fingerprint",](*self._runner.weights)
-        return "".join(f"{int(word):08x}" for word in np.asarray(found))
+        """Fingerprint of the weights as they are now; nearly always another where a bit is."""
+        target, draft = self._runner.weights
+        parts = [
+            self._runner.compiled[_fingerprint_key(weight)](weight, self.placed(np.uint32(number)))
+            for number, weight in enumerate((*target, *draft))
+        ]
+        return joined(parts)
 
     def _index(self, pages: Sequence[int], start: int, index: np.ndarray, count: int) -> jax.Array:
         """KV indices i32 ``[W]``, those of ``count`` tokens from ``start`` on before the others."""
@@ -345,6 +352,10 @@ class RowPort:
         arguments = self.placed((np.int32(slot), numbers, history, rows))
         runner = self._runner
         runner.on_device = runner.compiled[_begin_key(rows)](runner.on_device, *arguments)
+
+
+def _fingerprint_key(weight: Any) -> tuple[str, str]:
+    return "fingerprint", f"{weight.dtype}{list(weight.shape)}"
 
 
 def _begin_key(rows: tuple[Any, ...] | None) -> tuple[str, str]:

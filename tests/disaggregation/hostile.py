@@ -330,7 +330,7 @@ class QuickPeer(RemotePeer):
     """Connects again without a wait."""
 
     def __init__(self, address: str, side: Any) -> None:
-        self._side, self.address = side, address
+        self._side, self.address, self._is_closed = side, address, False
         self._connecting = Reconnecting(
             address,
             hello=lambda: Hello(facts=side[1].facts | {"weights": side[1].weights}),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, token_axes
+from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, joined, token_axes
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import take_over
@@ -128,13 +128,16 @@ def test_sides_that_differ_are_named():
 def test_a_fingerprint_sees_every_bit():
     rng = np.random.default_rng(0)
     weights = tuple(rng.normal(size=shape).astype("f4") for shape in ((3, 5), (7,), (5, 3)))
-    whole = np.asarray(fingerprint(weights, ()))
-    seen = {tuple(whole)}
+
+    def of(*weights: np.ndarray) -> str:
+        return joined([fingerprint(one, np.uint32(i)) for i, one in enumerate(weights)])
+
+    seen = {of(*weights)}
     for i, weight in enumerate(weights):
         for place in np.ndindex(weight.shape):
             changed = weight.copy()
             changed[place] = np.nextafter(changed[place], np.inf)
-            seen.add(tuple(np.asarray(fingerprint((*weights[:i], changed, *weights[i + 1 :]), ()))))
+            seen.add(of(*weights[:i], changed, *weights[i + 1 :]))
     assert len(seen) == 1 + sum(weight.size for weight in weights)
-    swapped = np.asarray(fingerprint((weights[0], weights[1], weights[0].reshape(5, 3)), ()))
-    assert tuple(swapped) not in seen
+    swapped = of(weights[0], weights[1], weights[0].reshape(5, 3))
+    assert swapped not in seen
