@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # tokens whose KV is taken between two rounds: 0.8 ms of the Llama-3.1-8B shape on an H200
 TOKENS_A_STEP = 1024
+TOKENS_OF_A_START = 128  # for which a request that begins counts
 MAX_SLEEP = 3600.0  # seconds without a look at the timeouts; a queue cannot wait for any number
 MAX_TEXT = 200  # characters of an id that are sent, and of a reason that is logged
 
@@ -115,6 +116,8 @@ class DecodeScheduler(Scheduler):
 
     def weights_replaced(self) -> None:
         self.weights = self._port.weights()
+        if self._peer is not None:
+            self.compare_weights(self._peer)
 
     def take(self, message: Arrival) -> None:
         """A message of the peer, for one of the next steps."""
@@ -128,7 +131,7 @@ class DecodeScheduler(Scheduler):
             row = self._awaited.get(message.id)
             if row is None:
                 continue  # it does not wait any more
-            room -= message.count if isinstance(message, Piece) else TOKENS_A_STEP
+            room -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
             self._take(row, message)
         super().step()
 

@@ -1,5 +1,6 @@
 """A prefill and a decode side in one process: arrays go from device to device."""
 
+import logging
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -10,6 +11,8 @@ from specjax.disaggregation.decode import DecodeScheduler
 from specjax.disaggregation.messages import Arrival, Message
 from specjax.disaggregation.prefill import Asker, PrefillScheduler
 from specjax.scheduling.loop import EngineLoop
+
+logger = logging.getLogger(__name__)
 
 
 class LocalPeer:
@@ -48,7 +51,11 @@ class LocalPeer:
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
-            self._deliver(message)
+            try:
+                self._deliver(message)
+            except Exception as error:  # no memory for it, or what computes it has failed
+                logger.warning("prompts are computed here from now on", exc_info=error)
+                self.close()
             del message  # it may be large, and the next one may be long in coming
 
     def _deliver(self, message: Message) -> None:

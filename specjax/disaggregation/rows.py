@@ -164,8 +164,9 @@ def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
         place = place * jnp.uint32(size) + index
     mixed = (bits.astype(jnp.uint32) ^ (place * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-    mixed = mixed ^ (mixed >> 15)
-    return jnp.stack([jnp.sum(mixed), jnp.sum(mixed * (place | 1))])
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(3266489917)
+    mixed = mixed ^ (mixed >> 13)
+    return jnp.stack([jnp.sum(mixed), jnp.sum(mixed * (2 * place + 1))])
 
 
 def joined(fingerprints: Sequence[jax.Array]) -> str:
@@ -188,9 +189,8 @@ class RowPort:
         self._axes = token_axes(runner)
         self._axis = next(axis for axis in self._axes if axis is not None)
         self._place = runner.networks.placement
-        config = runner.config
-        widths = [w for w in (FEW_TOKENS, MOST_TOKENS) if w < config.context]
-        self.widths = (*widths, config.context)[:2]
+        # whatever the context, since both sides need the same
+        self.widths = (FEW_TOKENS, MOST_TOKENS)
         state = runner.abstract_state
         self._rows = jax.eval_shape(take_first, state, self._ints())
         self._kv = {

@@ -1,5 +1,6 @@
 """Two engines of one process that serve as one: prompts on one device, decoding on another."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -16,7 +17,8 @@ class DisaggregatedEngine(Engine):
 
     Args:
         model: as for :class:`Engine`.
-        prefill: options of the prefill side that differ: ``base_gpu_id``, 1 by default, sizes.
+        prefill: options of the prefill side that differ: sizes, and ``base_gpu_id``, by default the
+            next one.
         **options: of this side, which decodes, and of the other.
 
     Attributes:
@@ -31,6 +33,11 @@ class DisaggregatedEngine(Engine):
         share_weights_with: Engine | None = None,
         **options: Any,
     ) -> None:
+        address = options.get("disaggregation_address")
+        if address is not None:
+            raise ValueError(
+                f"disaggregation_address={address!r}: both sides are in this process; leave it None"
+            )
         super().__init__(
             model,
             share_weights_with=share_weights_with,
@@ -38,11 +45,13 @@ class DisaggregatedEngine(Engine):
             **options,
         )
         try:
-            there = options | {"base_gpu_id": 1} | dict(prefill or {})
+            there = options | {"base_gpu_id": self.args.base_gpu_id + 1} | dict(prefill or {})
             self.prefill = Engine(
                 model, share_weights_with=self, disaggregation_mode="prefill", **there
             )
             self._peer = LocalPeer(self.prefill._side, self._side)
+            # its thread holds both sides
+            weakref.finalize(self, self._peer.close).atexit = False
         except BaseException:
             self.close()
             raise

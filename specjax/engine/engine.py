@@ -122,7 +122,11 @@ class Engine:
         self._factory = RequestFactory(args, plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
-        self._peer = open_peer(args, self._side)
+        try:
+            self._peer = open_peer(args, self._side)
+        except BaseException:
+            self._loop.stop()
+            raise
         # behind JAX's own hook and so before it: the thread needs a device until it ends
         self._at_exit = partial(_close_at_exit, weakref.ref(self._loop))
         atexit.register(self._at_exit)

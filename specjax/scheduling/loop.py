@@ -34,7 +34,8 @@ class Courier:
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = ref(event_loop)
-        self._items: deque[tuple[asyncio.Queue[Item], Item]] = deque()
+        # kept by the event loop alone: mailboxes refer to it, and would keep it alive
+        self._items: ref[deque[tuple[asyncio.Queue[Item], Item]]] | None = None
         self._is_awake = False
 
     def carry(self, mailbox: "asyncio.Queue[Item]", item: Item) -> bool:
@@ -42,19 +43,23 @@ class Courier:
         event_loop = self._event_loop()
         if event_loop is None or event_loop.is_closed():
             return False
-        self._items.append((mailbox, item))
+        items = None if self._items is None else self._items()
+        if items is None:
+            items = deque()
+            self._items = ref(items)
+        items.append((mailbox, item))
         if not self._is_awake:
             self._is_awake = True
             try:
-                event_loop.call_soon_threadsafe(self._put_all)
+                event_loop.call_soon_threadsafe(self._put_all, items)
             except RuntimeError:  # closed meanwhile
                 return False
         return True
 
-    def _put_all(self) -> None:
+    def _put_all(self, items: "deque[tuple[asyncio.Queue[Item], Item]]") -> None:
         self._is_awake = False  # before it looks: what comes later wakes it again
-        while self._items:
-            mailbox, item = self._items.popleft()
+        while items:
+            mailbox, item = items.popleft()
             mailbox.put_nowait(item)
 
 
@@ -222,9 +227,10 @@ class EngineLoop:
         while not self._is_stopping:
             try:
                 if not self._has_work:
+                    seconds = None if self._fault is not None else self._scheduler.idle_seconds
                     # a variable would keep the objects of a caller alive while the thread sleeps
                     with suppress(Empty):
-                        self._commands.get(timeout=self._scheduler.idle_seconds)()
+                        self._commands.get(timeout=seconds)()
                 self._drain()
                 if self._has_work and not self._is_stopping:
                     self._scheduler.step()

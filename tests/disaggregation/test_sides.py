@@ -1,7 +1,9 @@
 """A decode side and the one that prefills for it: what crosses, and whatever can go wrong."""
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -222,6 +224,32 @@ def test_what_does_not_fit_is_prefilled_here(pair, texts, change, caplog):
         peer.let_go()
         assert_same(ask(pair), texts)
     assert "is prefilled here" in caplog.text
+
+
+def test_the_transfer_fails(pair, texts, caplog):
+    def failing(message: Message) -> Message:
+        raise RuntimeError("no memory")
+
+    with held(pair, failing) as peer:
+        peer.let_go()
+        assert_same(ask(pair), texts)
+    assert "no memory" in caplog.text
+
+
+def test_a_pair_without_references_goes(files, alone):
+    engine = files.engine(kind=DisaggregatedEngine, share_weights_with=alone, **SIZES)
+    gone = [weakref.ref(side._scheduler) for side in (engine, engine.prefill)]
+    del engine
+    deadline = time.monotonic() + 20
+    while any(one() is not None for one in gone):
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.05)
+
+
+def test_a_pair_of_one_process_has_no_address(files):
+    with pytest.raises(ValueError, match="both sides are in this process"):
+        files.engine(kind=DisaggregatedEngine, disaggregation_address="127.0.0.1:0")
 
 
 def test_messages_of_nobody_are_ignored(pair, texts):

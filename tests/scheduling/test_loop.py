@@ -1,5 +1,6 @@
 """The engine loop with a scheduler that hands out counting tokens."""
 
+import asyncio
 import gc
 import os
 import sys
@@ -7,13 +8,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
 
 from specjax.scheduling.call import Call
-from specjax.scheduling.loop import EngineFault, EngineLoop
+from specjax.scheduling.loop import Courier, EngineFault, EngineLoop
 
 SECONDS = 10.0  # nothing here takes longer unless it hangs
 
@@ -466,3 +468,37 @@ def test_a_sleeping_thread_holds_nothing_of_its_callers(loop) -> None:
     while any(one() is not None for one in gone):
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_a_courier_keeps_no_event_loop() -> None:
+    """Also where an item was carried that nobody will take."""
+
+    def closed() -> tuple[Any, Courier]:
+        event_loop = asyncio.new_event_loop()
+        courier, mailbox = Courier(event_loop), asyncio.Queue()
+        with pytest.raises(TimeoutError):
+            event_loop.run_until_complete(asyncio.wait_for(mailbox.get(), 0.01))
+        assert courier.carry(mailbox, None)
+        event_loop.close()
+        assert not courier.carry(mailbox, None)
+        return weakref.ref(event_loop), courier
+
+    found, _ = closed()
+    gc.collect()
+    assert found() is None
+
+
+def test_a_courier_loses_nothing_and_keeps_the_order() -> None:
+    count = 5000
+
+    async def run() -> list[Any]:
+        mailbox: asyncio.Queue[Any] = asyncio.Queue()
+        courier = Courier(asyncio.get_running_loop())
+        carry = partial(courier.carry, mailbox)
+        thread = threading.Thread(target=lambda: list(map(carry, range(count))))
+        thread.start()
+        found = [await asyncio.wait_for(mailbox.get(), 10) for _ in range(count)]
+        thread.join()
+        return found
+
+    assert asyncio.run(run()) == list(range(count))
