@@ -5,7 +5,8 @@
 
 A few requests decode greedily while prompts of random tokens arrive at even intervals, each of
 which ends with its first token. One engine does both, or one device computes the prompts for
-another, which decodes (``--base-gpu-id``, and the next one). Times are those that asyncio tasks
+another, which decodes (``--base-gpu-id``, and the next one; with ``--apart`` in two processes, the
+first of which sees the second GPU alone). Times are those that asyncio tasks
 see: between two chunks of a decoding request, and from when a prompt should have arrived to its
 first token. Then KV of a prompt is moved from device to device by itself.
 """
@@ -13,10 +14,15 @@ first token. Then KV of a prompt is moved from device to device by itself.
 import argparse
 import asyncio
 import gc
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +46,12 @@ COLUMNS = (
     ("p99", "ttft_p99", ".1f"),
 )
 REPEATS = 10
+SERVES = """import json, sys
+from specjax import Engine
+with Engine(**json.loads(sys.argv[1])) as engine:
+    print(engine.disaggregation_address, flush=True)
+    sys.stdin.read()
+"""
 MS_A_ROUND = 3  # at least
 
 
@@ -54,6 +66,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--num-prompts", type=int, default=40, help="long prompts of a run")
     add("--prompt-len", type=int, default=4096)
     add("--interval", type=float, default=0.3, help="seconds between two of them")
+    add("--apart", action="store_true", default=False, help="the two sides in two processes")
     add("--output", type=Path, metavar="FILE", help="append one JSON line")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "running", "running_len", "num_prompts", "prompt_len")
@@ -147,6 +160,33 @@ def transfer(engine: Any, num_tokens: int) -> dict[str, float]:
     return {"bytes": num_bytes, "seconds": _median(move), "copy": copied}
 
 
+@contextmanager
+def prefill_process(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A prefill side in a process of its own; gives the options of its decode side."""
+    there = options | {
+        "disaggregation_mode": "prefill",
+        "disaggregation_address": "127.0.0.1:0",
+        "show_progress": False,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVES, json.dumps(there)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        if not address:
+            raise ValueError(f"the prefill side ended with status {process.wait()}")
+        yield options | {"disaggregation_mode": "decode", "disaggregation_address": address}
+    finally:
+        process.stdin.close()  # it ends with its input
+        process.wait()
+
+
 def _median(function: Any) -> float:
     seconds = []
     for _ in range(REPEATS):
@@ -160,6 +200,7 @@ def main(door: str, argv: Sequence[str]) -> int:
     from specjax import DisaggregatedEngine, Engine
 
     args = parse_arguments(door, argv)
+    moved: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         options = with_preset(engine_arguments(args), args.preset, Path(folder))
         # what decodes shall not end before the prompts do
@@ -171,12 +212,20 @@ def main(door: str, argv: Sequence[str]) -> int:
         with Engine(**options) as engine:
             rows = rows_of(args, "one", engine)
             settings = common.engine_settings(engine)
-        with DisaggregatedEngine(**options) as engine:
-            rows += rows_of(args, "split", engine)
-            moved = transfer(engine, args.prompt_len)
+        if args.apart:
+            with prefill_process(options) as own, Engine(**own) as engine:
+                rows += rows_of(args, "two processes", engine)
+                here = engine.metrics.snapshot().prefilled_tokens
+            print(f"{here} tokens of prompts were computed by the side that decodes")
+        else:
+            with DisaggregatedEngine(**options) as engine:
+                rows += rows_of(args, "split", engine)
+                moved = transfer(engine, args.prompt_len)
     common.append_json(args.output, {"rows": rows, "transfer": moved, "settings": settings})
     print("{model}, {dtype}, {num_devices} x {device_kind}\n".format(**settings))
     print(common.table_of(COLUMNS, rows))
+    if not moved:
+        return 0
     share = moved["seconds"] * 1e3 / rows[-1]["ttft"]
     print(
         f"\nKV of {args.prompt_len} tokens: {moved['bytes'] / 1e6:.0f} MB in "

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import check_integer
+from specjax.kernels.kv_rows import finite_or_zero, gather_rows, scatter_rows
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
@@ -72,53 +73,37 @@ def _described(name: str, config: Any) -> dict[str, str]:
     return {f"{name}.{field.name}": repr(getattr(config, field.name)) for field in fields(config)}
 
 
-def _flat_index(shape: tuple[int, ...], axis: int, index: jax.Array) -> jax.Array:
-    """Where KV indices i32 ``[W]`` lie once all axes up to their own are one, i32 ``[L * W]``.
-
-    As one leading axis XLA gathers and scatters whole rows; otherwise it transposes the pool.
-    """
-    lead, size = math.prod(shape[:axis]), shape[axis]
-    outer = jnp.arange(lead, dtype=jnp.int32)[:, None]
-    beyond = lead * size + outer * index.shape[0] + jnp.arange(index.shape[0], dtype=jnp.int32)
-    return jnp.where(index < size, outer * size + index, beyond).reshape(-1)
+def _layered(leaf: jax.Array, axis: int) -> jax.Array:
+    """With all axes before that of the KV indices as one."""
+    return leaf.reshape(-1, *leaf.shape[axis:])
 
 
-def take_rows(pools: KVPools, index: jax.Array, *, axes: Sequence[int | None]) -> KV:
+def take_rows(pools: KVPools, index: jax.Array, *, axes: Sequence[int | None], kernels: str) -> KV:
     """KV of the indices i32 ``[W]``, an array for each that has an axis of them."""
     taken = []
     for leaf, axis in zip(jax.tree.leaves(pools), axes, strict=True):
         if axis is not None:
-            rows = leaf.reshape(-1, *leaf.shape[axis + 1 :])
-            rows = rows[_flat_index(leaf.shape, axis, index)]
-            taken.append(rows.reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 1 :]))
+            rows = gather_rows(_layered(leaf, axis), index, implementation=kernels)
+            taken.append(rows.reshape(*leaf.shape[:axis], *rows.shape[1:]))
     return tuple(taken)
 
 
 def put_rows(
-    state: DeviceState, index: jax.Array, kv: KV, *, axes: Sequence[int | None]
+    state: DeviceState, index: jax.Array, kv: KV, *, axes: Sequence[int | None], kernels: str
 ) -> DeviceState:
     """Write what :func:`take_rows` gave to the indices i32 ``[W]``; those beyond a pool are none.
 
     No index may stand twice. What is not finite becomes 0: it would reach whoever gets the page
-    next, since a masked NaN is still NaN.
+    next.
     """
     leaves, structure = jax.tree.flatten(state.pools)
     given = iter(kv)
     for i, axis in enumerate(axes):
         if axis is not None:
-            leaf, inner = leaves[i], leaves[i].shape[axis + 1 :]
-            places = _flat_index(leaf.shape, axis, index)
-            new = _finite(next(given).reshape(-1, *inner))
-            rows = leaf.reshape(-1, *inner).at[places]
-            rows = rows.set(new, mode="drop", unique_indices=True)
+            leaf, new = leaves[i], _layered(next(given), axis)
+            rows = scatter_rows(_layered(leaf, axis), index, new, implementation=kernels)
             leaves[i] = rows.reshape(leaf.shape)
     return replace(state, pools=jax.tree.unflatten(structure, leaves))
-
-
-def _finite(values: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(values.dtype, jnp.inexact):
-        return values
-    return jnp.where(jnp.isfinite(values), values, jnp.zeros_like(values))
 
 
 def take_first(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
@@ -151,7 +136,7 @@ def begin(
     future = replace(future, remaining=future.remaining.at[slots].set(remaining))
     future = publish(future, slots, seq_lens, bonus_tokens)
     if rows is not None:
-        rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(_finite, rows)])
+        rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(finite_or_zero, rows)])
     given = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
     return replace(state, future=take_over(future, slots, given))
 
@@ -193,11 +178,13 @@ class RowPort:
         self.widths = (FEW_TOKENS, MOST_TOKENS)
         state = runner.abstract_state
         self._rows = jax.eval_shape(take_first, state, self._ints())
+        self._forms: dict[str, Any] = {
+            "axes": self._axes,
+            "kernels": "pallas" if runner.config.on_gpu else "xla",
+        }
+        take = partial(take_rows, **self._forms)
         self._kv = {
-            width: jax.eval_shape(
-                partial(take_rows, axes=self._axes), state.pools, self._ints(width)
-            )
-            for width in self.widths
+            width: jax.eval_shape(take, state.pools, self._ints(width)) for width in self.widths
         }
 
     def _ints(self, *shape: int) -> Any:
@@ -245,10 +232,10 @@ class RowPort:
         for width in self.widths:
             index = self._ints(width)
             if gives:
-                take = jax.jit(partial(take_rows, axes=self._axes))
+                take = jax.jit(partial(take_rows, **self._forms))
                 add(("take_rows", width), take, (state.pools, index))
             else:
-                put = jax.jit(partial(put_rows, axes=self._axes), donate_argnums=0)
+                put = jax.jit(partial(put_rows, **self._forms), donate_argnums=0)
                 kv = self._place.abstract(self._kv[width])
                 add(("put_rows", width), put, (state, index, kv))
         if gives:
