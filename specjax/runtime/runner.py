@@ -214,13 +214,15 @@ class ModelRunner:
         packed: jax.Array = self.networks.placement.put(pack_sampling(tables.sampling))
         return packed
 
-    def _inputs(self) -> tuple[Any, ...]:
-        if self.tables.pages_dirty:
-            self._view = self._view_of(self.tables)
-            self.tables.pages_dirty = False
-        if self.tables.sampling_dirty:
-            self._sampling = self._sampling_of(self.tables)
-            self.tables.sampling_dirty = False
+    def _inputs(self, slots: Sequence[int]) -> tuple[Any, ...]:
+        """What a dispatch for these request slots reads beside what it is given."""
+        tables, own = self.tables, list(slots)
+        if self._view is None or tables.pages_dirty[own].any():
+            self._view = self._view_of(tables)
+            tables.pages_dirty[:] = False
+        if self._sampling is None or tables.sampling_dirty[own].any():
+            self._sampling = self._sampling_of(tables)
+            tables.sampling_dirty[:] = False
         return (*self.weights, self.on_device, self._view, self._sampling)
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
@@ -236,7 +238,8 @@ class ModelRunner:
         width = pick_bucket(sum(len(chunk.tokens) for chunk in chunks), fitting)
         packed = pack_chunks(chunks, width, config.max_chunks(width))
         prefill, packed = self.compiled[name, width], self.networks.placement.put(packed)
-        self.on_device, out = prefill(*self._inputs(), packed)
+        inputs = self._inputs([chunk.slot for chunk in chunks])
+        self.on_device, out = prefill(*inputs, packed)
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     @property
@@ -298,7 +301,8 @@ class ModelRunner:
         state = self.state
         is_plain = self.tables.is_plain[list(slots)].all()
         functions = (is_plain and state.greedy_round) or state.round
-        self.on_device, out = functions[batch](*self._inputs(), self._padded_slots(slots, batch))
+        padded = self._padded_slots(slots, batch)
+        self.on_device, out = functions[batch](*self._inputs(slots), padded)
         return self._dispatched(out, slots, state.speculative_num_steps)
 
     def _dispatched(self, out: RoundOutput, slots: Sequence[int], num_steps: int = 0) -> Dispatched:

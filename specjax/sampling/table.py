@@ -81,7 +81,8 @@ def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
 class HostTables:
     """Host copies of the per-slot tables, at first of greedy rows without pages.
 
-    A change is uploaded before the next dispatch.
+    A change is uploaded before the next dispatch of its slot: an upload takes as long as a
+    dispatch, and the round's graph is changed for it.
     """
 
     def __init__(self, num_slots: int, pages_per_request: int, vocab_size: int) -> None:
@@ -92,13 +93,14 @@ class HostTables:
         self.is_plain = np.ones(num_slots, np.bool_)
         self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
-        self.pages_dirty = self.sampling_dirty = True
+        # slots [R] that the device has an older copy of
+        self.pages_dirty, self.sampling_dirty = np.ones((2, num_slots), np.bool_)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
         row = self.page_table[slot]
         row[first : first + len(pages)] = pages
         row[first + len(pages) :] = 0
-        self.pages_dirty = True
+        self.pages_dirty[slot] = True
 
     def clear(self, slot: int) -> None:
         """Make a slot like the padding slot 0.
@@ -152,7 +154,7 @@ class HostTables:
         is_quiet = top_logprobs is None and not hidden_states
         self.is_plain[slot] = params.is_greedy and not adjusts and is_quiet
         self.wants_hidden_states[slot] = hidden_states
-        self.sampling_dirty = True
+        self.sampling_dirty[slot] = True
 
     def wants_logprobs(self, slots: Sequence[int]) -> bool:
         return bool(self.sampling["wants_logprobs"][list(slots)].any())

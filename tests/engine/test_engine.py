@@ -408,7 +408,7 @@ def test_an_engine_lives_on_the_second_of_two_devices(files, engine) -> None:
         texts = [made.generate(TEXTS[0], params)["output_ids"] for params in (GREEDY, SEEDED)]
         new = [array for array in jax.live_arrays() if id(array) not in before]
         runner = made.runner
-        held = jax.tree.leaves((runner.weights, runner.on_device, runner._inputs(), new))
+        held = jax.tree.leaves((runner.weights, runner.on_device, runner._inputs(()), new))
         assert len(held) > 30
         assert {device for array in held for device in array.devices()} == {second}
     assert texts == expected

@@ -130,6 +130,28 @@ def test_dispatches_transfer_nothing_implicitly(runner) -> None:
     runner.clear_slot(1)
 
 
+def test_tables_go_to_the_device_with_the_first_dispatch_of_a_slot_that_changed(runner) -> None:
+    def copies() -> tuple[jax.Array, jax.Array]:
+        return runner._view.page_table, runner._sampling
+
+    for slot, page in ((1, 1), (2, 5)):
+        runner.set_slot(slot, SamplingParams(temperature=0.5), seed=slot)
+        runner.set_pages(slot, [page])
+    runner.round([1])
+    before = copies()
+    runner.set_slot(2, SamplingParams(temperature=0.9), seed=7)
+    runner.set_pages(2, [6, 7])
+    runner.round([1])
+    assert all(new is old for new, old in zip(copies(), before, strict=True))
+    runner.round([1, 2])
+    pages, sampling = copies()
+    assert pages is not before[0]
+    assert sampling is not before[1]
+    np.testing.assert_array_equal(pages, runner.tables.page_table)
+    for slot in (1, 2):
+        runner.clear_slot(slot)
+
+
 def test_weights_are_needed_and_let_go() -> None:
     made = make_runner(EAGLE3, 4)
     fresh = ModelRunner(made.networks, made.config)

@@ -80,14 +80,14 @@ def test_everything_that_a_slot_says_is_written_and_forgotten():
 def test_a_cleared_slot_is_neutral_and_not_uploaded():
     made = tables(SamplingParams(temperature=0.7, top_k=5, logit_bias={3: 1.5}), top_logprobs=2)
     made.set_pages(1, [2], 0)
-    made.pages_dirty = made.sampling_dirty = False
+    made.pages_dirty[:] = made.sampling_dirty[:] = False
     made.clear(1)
     np.testing.assert_array_equal(made.sampling, HostTables(3, 4, V).sampling)
     assert not made.page_table.any()
     assert made.is_plain.all()
     # no dispatch names a slot that is clear, so that nothing has to be uploaded
-    assert not made.pages_dirty
-    assert not made.sampling_dirty
+    assert not made.pages_dirty.any()
+    assert not made.sampling_dirty.any()
 
 
 INTEGERS = st.integers() | st.integers(-2, 2**33) | st.sampled_from([2**31 - 1, 2**31, 2**63])
