@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -53,6 +53,14 @@ class PrefillScheduler(Scheduler):
     def facts(self) -> dict[str, Any]:
         """What a decode side has to know, as JSON values."""
         return self._port.facts
+
+    def hosted(self, message: Message) -> Message:
+        """A message whose arrays are on their way to the host. In the loop's thread."""
+        if isinstance(message, Piece):
+            return replace(message, kv=self._port.hosted(message.kv))
+        if isinstance(message, Prefilled):
+            return replace(message, rows=self._port.hosted(message.rows))
+        return message
 
     def join(self, asker: "Asker") -> None:
         self._askers.add(asker)

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock
-from typing import Any
-
-import jax
 
 from specjax.disaggregation.channel import Channel
 from specjax.disaggregation.decode import DecodeScheduler
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Arrival, Hello, Message, Weights
+from specjax.disaggregation.placing import Placing
 from specjax.disaggregation.prefill import Asker, PrefillScheduler
 from specjax.disaggregation.reconnect import Reconnecting
 from specjax.disaggregation.rows import check_facts
@@ -65,7 +63,7 @@ class PrefillServer:
 
     def _accept(self, channel: Channel) -> tuple[Deliver, Lost]:
         check_facts(self._side[1].facts["both"], channel.hello.facts.get("both"))
-        asker = Asker(*self._side, partial(_send, channel))
+        asker = Asker(*self._side, partial(_send, channel, self._side[1]))
         with self._lock:
             self._channels.add(channel)
 
@@ -125,6 +123,7 @@ class _Link:
     def __init__(self, channel: Channel, side: tuple[EngineLoop, DecodeScheduler]) -> None:
         self._channel = channel
         self._loop, self._scheduler = side
+        self._placing = Placing(side, self._failed)
         self.weights: str = channel.hello.facts["weights"]
         self._loop.post(partial(self._scheduler.join, self))
 
@@ -136,25 +135,26 @@ class _Link:
             self.weights = message.weights
             self._loop.post(partial(self._scheduler.compare_weights, self))
         elif isinstance(message, Arrival):
-            # copied to the device beside the rounds, which the loop's thread dispatches
-            placed = self._scheduler.placed(message)
-            self._loop.post(partial(self._scheduler.take, placed))
+            self._placing.put(message)
         else:
             raise WireError(f"a prefill side sent a {type(message).__name__}")
 
     def lost(self) -> None:
+        self._placing.close()
         self._loop.post(partial(self._scheduler.leave, self))
+
+    def _failed(self, error: Exception) -> None:
+        logger.warning("hanging up on the prefill side", exc_info=error)
+        self._channel.close()
 
 
 def _hello(scheduler: PrefillScheduler | DecodeScheduler) -> Hello:
     return Hello(facts=scheduler.facts | {"weights": scheduler.weights})
 
 
-def _send(channel: Channel, message: Message) -> None:
+def _send(channel: Channel, scheduler: PrefillScheduler, message: Message) -> None:
     """Queue a message, once there is room for it, unless the channel has ended."""
-    arrays: list[Any] = [x for x in jax.tree.leaves(vars(message)) if isinstance(x, jax.Array)]
-    for array in arrays:
-        array.copy_to_host_async()
+    message = scheduler.hosted(message)
     queued, since = channel.num_queued_bytes, time.monotonic()
     while channel.is_open and queued > MOST_QUEUED:
         time.sleep(1e-3)

@@ -308,6 +308,15 @@ class RowPort:
         """Arrays of the other side on this side's device."""
         return self._place.put(arrays)
 
+    def hosted(self, arrays: Any) -> Any:
+        """Arrays of this side on their way to the host.
+
+        A GPU copies to pinned memory at 30 GB/s and more, and to any other at 1.3 (H200).
+        """
+        if self._place.on_cpu:
+            return arrays
+        return jax.device_put(arrays, self._place.sharding.with_memory_kind("pinned_host"))
+
     def check_kv(self, kv: KV, count: int) -> None:
         """ValueError for arrays that are not ``count`` rows of these pools."""
         width = kv[0].shape[self._axis] if kv and len(kv[0].shape) > self._axis else 0

@@ -3,7 +3,7 @@
 A frame is a fixed header, a JSON part, an HMAC-SHA256 of both and the arrays::
 
     magic 4s, schema u16, JSON bytes u32, array bytes u64, sequence number u64
-    {"kind": "Cancel", "fields": {"id": 7}}          an array: [dtype, shape, CRC-32]
+    {"kind": "Cancel", "fields": {"id": 7}}          an array: [dtype, shape, checksum]
     HMAC-SHA256 with the key of this connection and direction
     arrays in the order of the fields, little endian, C order, nothing between them
 
@@ -14,12 +14,12 @@ checksums only, which tell accidents, not somebody on the way who means it.
 import hmac
 import json
 import struct
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.disaggregation.checksum import Checksum, checksum, chunks
 from specjax.disaggregation.fields import (
     DTYPES,
     FIELDS,
@@ -36,12 +36,11 @@ from specjax.disaggregation.fields import (
 from specjax.disaggregation.messages import Message
 from specjax.disaggregation.values import WireError, wrong
 
-SCHEMA = 1  # to be raised with every change of a message or a frame
+SCHEMA = 2  # to be raised with every change of a message or a frame
 MAGIC = b"SJXF"
 HEADER = struct.Struct("<4sHIQQ")
 MAC_BYTES = 32
 MAX_JSON_BYTES = 16 * 2**20
-CHUNK = 2**20  # bytes read between two steps of a checksum, which finds them in a near cache
 
 Buffers = list[bytes | memoryview]
 
@@ -76,7 +75,7 @@ def pack(message: Message | Heartbeat) -> Packed:
             data = np.ascontiguousarray(array, DTYPES[dtype]).reshape(-1).view(np.uint8)
             if data.size:
                 arrays.append(data.data)
-            return [dtype, list(array.shape), zlib.crc32(data.data)]
+            return [dtype, list(array.shape), checksum(data.data)]
 
         values[field.name] = field.packed(value, pack_array)
     frame = {"kind": type(message).__name__, "fields": values}
@@ -173,12 +172,11 @@ class Reader:
     def _read_array(self, spec: Spec) -> np.ndarray:
         array = np.empty(spec.shape, DTYPES[spec.dtype])
         data = array.reshape(-1).view(np.uint8)
-        view, crc = data.data, 0
-        for start in range(0, len(view), CHUNK):
-            chunk = view[start : start + CHUNK]
+        found = Checksum()
+        for chunk in chunks(data.data):
             self._read_into(chunk)
-            crc = zlib.crc32(chunk, crc)
-        if crc != spec.crc:
+            found.add(chunk)
+        if (crc := found.value()) != spec.crc:
             raise WireError(f"an array has the checksum {crc:#x}, and not {spec.crc:#x}")
         if spec.dtype == "bool" and data.size and data.max() > 1:
             raise WireError(f"{data.max()} is no value of a bool")

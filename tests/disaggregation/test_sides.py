@@ -226,11 +226,12 @@ def test_what_does_not_fit_is_prefilled_here(pair, texts, change, caplog):
     assert "is prefilled here" in caplog.text
 
 
-def test_the_transfer_fails(pair, texts, caplog):
+def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
     def failing(message: Message) -> Message:
         raise RuntimeError("no memory")
 
-    with held(pair, failing) as peer:
+    with held(pair) as peer:
+        monkeypatch.setattr(pair._scheduler, "placed", failing)
         peer.let_go()
         assert_same(ask(pair), texts)
     assert "no memory" in caplog.text

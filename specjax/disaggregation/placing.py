@@ -1,0 +1,48 @@
+"""Copying what arrives to the decode side's device, beside its rounds."""
+
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+
+import jax
+
+from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.messages import Arrival
+from specjax.scheduling.loop import EngineLoop
+
+
+class Placing:
+    """A thread that hands on each message once its arrays are on the device.
+
+    Rounds there would wait as well, behind what is not yet computed or copied, if it were taken any
+    earlier. ``failed`` hears from that thread of what went wrong: no memory, or what computes it.
+    """
+
+    def __init__(
+        self, side: tuple[EngineLoop, DecodeScheduler], failed: Callable[[Exception], None]
+    ) -> None:
+        self._loop, self._scheduler = side
+        self._failed = failed
+        self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="specjax-transfer", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Arrival) -> None:
+        """Messages are handed on in this order; does not block."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """End with what has been put so far; does not wait."""
+        self._messages.put(None)
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                placed = self._scheduler.placed(message)
+                jax.block_until_ready(vars(placed))
+                self._loop.post(partial(self._scheduler.take, placed))
+                del placed
+            except Exception as error:
+                self._failed(error)
+            del message  # it may be large, and the next one may be long in coming
