@@ -8,6 +8,7 @@ import pytest
 
 from specjax import DisaggregatedEngine
 
+from ..disaggregation.process import ApartEngine
 from .draws import ALGORITHMS, draw_engine, one_of
 from .trial import Reference, Trial
 
@@ -23,10 +24,17 @@ def plain(files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "sides",
+    [
+        "devices",
+        pytest.param("gpus", marks=pytest.mark.gpu),
+        pytest.param("processes", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "markov"])
 def test_both_sides_write_what_plain_decoding_writes(
-    files, drafts, plain, algorithm, device, monkeypatch
+    files, drafts, plain, algorithm, sides, monkeypatch
 ) -> None:
     """Pages and chunks differ on the two sides; weights change on both, one behind the other."""
     monkeypatch.syspath_prepend(str(PLUGIN))
@@ -46,9 +54,14 @@ def test_both_sides_write_what_plain_decoding_writes(
             "max_total_tokens": 400,
         },
     }
+    if sides == "processes":
+        monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+        options |= {"kind": ApartEngine, "modules": ["specjax_markov"]}
     trial = Trial(files, plain, rng, options)
     counts = trial.run(BATCHES)
     print(algorithm, options, dict(counts))
+    if sides == "processes":
+        assert trial.engine.prefilled_there > 100
     assert counts["aborts"] > 0
     assert counts["accepted drafts"] > 100
     assert counts["samples of two sets of weights"] > 0

@@ -3,10 +3,16 @@
 import json
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+import numpy as np
 
 from specjax import Engine
 
@@ -14,10 +20,11 @@ SECONDS = 120.0  # to start; nothing takes longer unless it hangs
 
 
 class Process:
-    """The other end: starts an engine of these options, and asks it."""
+    """The other end: starts an engine of these options, and asks it; ``modules`` come first."""
 
-    def __init__(self, **options: Any) -> None:
-        command = [sys.executable, str(Path(__file__)), json.dumps(options, default=str)]
+    def __init__(self, modules: Sequence[str] = (), **options: Any) -> None:
+        said = json.dumps([modules, options], default=str)
+        command = [sys.executable, str(Path(__file__)), said]
         self.running = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -40,11 +47,11 @@ class Process:
     def tell(self, name: str, **options: Any) -> None:
         """Ask something without waiting for the answer."""
         assert self.running.stdin is not None
-        self.running.stdin.write(json.dumps([name, options]) + "\n")
+        self.running.stdin.write(json.dumps([name, options], default=str) + "\n")
         self.running.stdin.flush()
 
     def ask(self, name: str, **options: Any) -> Any:
-        """``"state"`` or ``"generate"``; an error comes as ``{"error": ...}``."""
+        """``"state"`` or a method's name; an error comes as ``{"error": ...}``."""
         assert self.address != ""
         self.tell(name, **options)
         return self._answer()
@@ -75,8 +82,62 @@ class Process:
         return json.loads(self._answers.get(timeout=SECONDS))
 
 
+class ApartEngine(Engine):
+    """A decode side whose prefill side is a process, in the form of ``DisaggregatedEngine``."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        prefill: Mapping[str, Any],
+        modules: Sequence[str] = (),
+        share_weights_with: Engine | None = None,
+        **options: Any,
+    ) -> None:
+        there = options | dict(prefill) | {"disaggregation_address": "127.0.0.1:0"}
+        self.process = Process(modules, model=model, disaggregation_mode="prefill", **there)
+        try:
+            super().__init__(
+                model,
+                share_weights_with=share_weights_with,
+                disaggregation_mode="decode",
+                disaggregation_address=self.process.address,
+                **options,
+            )
+        except BaseException:
+            self.process.close()
+            raise
+        deadline = time.monotonic() + SECONDS
+        while self._loop.run(lambda: self._scheduler._peer) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def flush_cache(self) -> None:
+        self.process.ask("flush_cache")
+        super().flush_cache()
+
+    def update_weights_from_disk(self, model_path: Any = None, **options: Any) -> None:
+        self.process.ask("update_weights_from_disk", model_path=model_path, **options)
+        super().update_weights_from_disk(model_path, **options)
+
+    def update_weights_from_tensor(self, named_tensors: Any, **options: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "tensors.npz"
+            np.savez(file, **named_tensors)
+            self.process.ask("update_weights_from_tensor", named_tensors=str(file), **options)
+        super().update_weights_from_tensor(named_tensors, **options)
+
+    def close(self) -> None:
+        self.prefilled_there: int = self.process.ask("state")["prefilled_tokens"]
+        super().close()
+        self.process.close()
+
+
 def main() -> None:
-    with Engine(**json.loads(sys.argv[1])) as engine:
+    modules, arguments = json.loads(sys.argv[1])
+    for module in modules:
+        import_module(module)
+    with Engine(**arguments) as engine:
         _say(engine.disaggregation_address or "here")
         for line in sys.stdin:
             name, options = json.loads(line)
@@ -84,8 +145,10 @@ def main() -> None:
                 if name == "state":
                     count = engine.metrics.snapshot().prefilled_tokens
                     _say(engine.debug_state() | {"prefilled_tokens": count})
-                else:
-                    _say(engine.generate(**options))
+                    continue
+                if name == "update_weights_from_tensor":
+                    options["named_tensors"] = dict(np.load(options["named_tensors"]))
+                _say(getattr(engine, name)(**options))
             except ValueError as error:
                 _say({"error": str(error)})
 
