@@ -225,7 +225,7 @@ class Engine:
             QueueFullError: if ``max_waiting_requests`` wait already.
             EngineFault: if the engine failed while it ran the requests, or before.
         """
-        call = self._make_call(
+        call = self.make_call(
             prompt,
             sampling_params,
             stream=stream,
@@ -246,10 +246,31 @@ class Engine:
 
         With ``stream`` it returns an asynchronous iterator.
         """
-        call = self._make_call(*inputs, stream=stream, **options)
-        if stream:
+        return await self.async_run(self.make_call(*inputs, stream=stream, **options))
+
+    def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
+        """Check and tokenise what :meth:`generate` takes, to be run by :meth:`async_run`.
+
+        For event loops that must not wait for that: any thread may call it.
+        """
+        self._need_open()
+        if not self.runner.config.batch_buckets:
+            raise ValueError(
+                "disaggregation_mode='prefill' computes prompts for engines with 'decode'; ask one "
+                "of those"
+            )
+        return self._factory.make(*inputs, stream=stream, **options)
+
+    async def async_run(self, call: Call) -> Any:
+        """What :meth:`async_generate` returns, for a call that was made before; once."""
+        if call.is_stream:
             return self._loop.stream_async(call, owner=self)
         return await self._loop.wait_async(call)
+
+    def check_health(self) -> None:
+        """Raise what a request would meet: ``EngineFault``, ``ValueError`` of a closed engine."""
+        self._need_open()
+        self._loop.check_health()
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End the request of an id, with all its samples, or all, with finish reason ``abort``.
@@ -372,15 +393,6 @@ class Engine:
         self._loop.check_process()
         if self._is_closed:
             raise ValueError("the engine is closed")
-
-    def _make_call(self, *inputs: Any, **options: Any) -> Call:
-        self._need_open()
-        if not self.runner.config.batch_buckets:
-            raise ValueError(
-                "disaggregation_mode='prefill' computes prompts for engines with 'decode'; ask one "
-                "of those"
-            )
-        return self._factory.make(*inputs, **options)
 
     def _replace_weights(self, new: NewWeights, allow_nonfinite: bool) -> None:
         if not allow_nonfinite:

@@ -144,6 +144,11 @@ class EngineLoop:
                 "from it; make an engine in the process that uses it"
             )
 
+    def check_health(self) -> None:
+        """Raise what a call would end with now, if anything; any thread may ask."""
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+
     def submit(self, call: Call) -> None:
         """Queue the requests of a call; whatever happens to them, its last item is delivered."""
         self.check_process()
