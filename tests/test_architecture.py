@@ -25,7 +25,7 @@ FLOORS = (
     ("scheduling",),
     ("disaggregation",),
     ("engine",),
-    ("training",),
+    ("server", "training"),
     ("cli",),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}

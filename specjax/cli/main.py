@@ -1,4 +1,4 @@
-"""The ``specjax`` command: generate text from a prompt and show what speculation did."""
+"""The ``specjax`` command: its parser, and what becomes of errors."""
 
 import argparse
 import io
@@ -13,6 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from specjax.cli.generate import add_generate_parser, run_generate
 from specjax.cli.options import engine_arguments
+from specjax.cli.serve import add_serve_parser, run_serve
 from specjax.cli.warmup import add_warmup_parser, run_warmup
 from specjax.engine import Engine
 
@@ -28,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specjax {version('specjax')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate_parser(commands)
+    add_serve_parser(commands)
     add_warmup_parser(commands)
     return parser
 
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         with logging_redirect_tqdm([log]):  # above a progress bar that may be on screen
             if args.command == "warmup":
                 status = run_warmup(args, engine_args)
+            elif args.command == "serve":
+                status = run_serve(args, engine_args, make_engine)
             else:
                 engine_args = {"max_running_requests": 1} | engine_args
                 status = run_generate(args, engine_args, make_engine)

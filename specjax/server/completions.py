@@ -1,0 +1,154 @@
+"""``POST /v1/completions``: texts that go on where a prompt ends."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.checks import is_integer
+from specjax.sampling.params import SamplingParams
+from specjax.server.answers import Answer, Result, Sent
+from specjax.server.body import Body
+from specjax.server.errors import ApiError
+from specjax.server.exchange import Exchange
+from specjax.server.fields import refuse_rest
+from specjax.server.generating import Job, generate
+from specjax.server.logprobs import completion_logprobs
+from specjax.server.sampling import client_names, take_sampling
+from specjax.server.service import Service
+
+DEFAULT_TOKENS = 16
+MAX_LOGPROBS = 20
+
+
+async def answer_completion(service: Service, exchange: Exchange) -> None:
+    await generate(service, exchange, read_completion)
+
+
+def read_completion(service: Service, body: Body) -> Job:
+    """Check and tokenise a request."""
+    model = service.check_model(body)
+    prompts, is_text = _prompts(body)
+    echo, logprobs = body.flag("echo"), body.integer("logprobs", at_least=0, at_most=MAX_LOGPROBS)
+    is_stream, include_usage = take_stream(body)
+    # to score a prompt, which the engine does on its way to a first token
+    limit = body.peek("max_tokens")
+    keeps = not (echo and is_integer(limit) and limit == 0)
+    if not keeps:
+        body.put("max_tokens", 1)
+    params = take_sampling(body, DEFAULT_TOKENS)
+    check_best_of(body, params)
+    refuse_rest(body)
+    service.check_count(len(prompts) * params.n)
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    rids = [f"{request_id}-{i}" for i in range(len(prompts))]
+    is_batch = len(prompts) > 1
+    with client_names("prompt", top_logprobs_num="logprobs"):
+        call = service.engine.make_call(
+            stream=is_stream,
+            sampling_params=params,
+            rid=rids if is_batch else request_id,
+            return_logprob=logprobs is not None,
+            top_logprobs_num=logprobs or 0,
+            logprob_start_len=0 if echo and logprobs is not None else -1,
+            **{"prompt" if is_text else "input_ids": prompts if is_batch else prompts[0]},
+        )
+    firsts = call.requests[:: params.n]
+    if not echo:
+        echoed = None
+    elif is_text:
+        echoed = list(prompts)
+    else:
+        echoed = [service.decode(request.input_ids) for request in firsts]
+    answer = CompletionAnswer(
+        id=request_id,
+        model=model,
+        texts=service.texts,
+        num_samples=params.n,
+        wants_logprobs=logprobs is not None,
+        include_usage=include_usage,
+        counts_completion=keeps,
+        echoed=echoed,
+    )
+    return Job(call, answer)
+
+
+def take_stream(body: Body) -> tuple[bool, bool]:
+    """Whether to stream, and whether the stream ends with usage."""
+    is_stream = body.flag("stream")
+    has_options = "stream_options" in body
+    options = body.fields("stream_options")
+    if has_options and not is_stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    include_usage = options.flag("include_usage")
+    options.take("include_obfuscation")
+    if options.left:
+        message = f"stream_options: unknown field {options.left[0]!r}"
+        raise ApiError(400, message, param="stream_options", code="unknown_field")
+    return is_stream, include_usage
+
+
+def check_best_of(body: Body, params: SamplingParams) -> None:
+    best_of = body.take("best_of", params.n)
+    if best_of != params.n or isinstance(best_of, bool):
+        message = f"best_of={best_of!r} must be n={params.n}: samples are not ranked"
+        raise ApiError(400, message, param="best_of", code="unsupported_field")
+
+
+def _prompts(body: Body) -> tuple[list[Any], bool]:
+    """Texts, or lists of token ids, and which of both they are."""
+    prompt = body.take("prompt")
+    if isinstance(prompt, str):
+        return [prompt], True
+    if isinstance(prompt, list) and prompt:
+        if is_integer(prompt[0]):
+            return [prompt], False
+        for kind in (str, list):
+            if all(isinstance(one, kind) for one in prompt):
+                return prompt, kind is str
+    raise ApiError(
+        400, "prompt must be a text, a list of token ids, or a list of either", param="prompt"
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class CompletionAnswer(Answer):
+    """Choices with ``text``; ``echoed`` are the prompts that come before it."""
+
+    echoed: Sequence[str] | None = None
+
+    kind = chunk_kind = "text_completion"
+
+    def choice(self, index: int, result: Result) -> Result:
+        meta, prompt = result["meta_info"], self._prompt(index)
+        text = result["text"] if self.counts_completion else ""
+        logprobs = None
+        if self.wants_logprobs:
+            chosen, tops = self._scored(meta)
+            if self.counts_completion:
+                chosen += meta["output_token_logprobs"]
+                tops += meta.get("output_top_logprobs", [])
+            logprobs = self.logprobs(Sent(), chosen, tops)
+        return {"text": prompt + text, "logprobs": logprobs}
+
+    def opening(self, index: int, sent: Sent, result: Result) -> Result | None:
+        if self.echoed is None:
+            return None
+        logprobs = None
+        if self.wants_logprobs:
+            logprobs = self.logprobs(sent, *self._scored(result["meta_info"]))
+        return self.part(self._prompt(index)) | {"logprobs": logprobs}
+
+    def part(self, text: str) -> Result:
+        return {"text": text}
+
+    def logprobs(self, sent: Sent, chosen: Sequence[Any], tops: Sequence[Any]) -> Result:
+        lists, sent.offset = completion_logprobs(self.texts, chosen, tops, sent.offset)
+        return lists
+
+    def _prompt(self, index: int) -> str:
+        return "" if self.echoed is None else self.echoed[index // self.num_samples]
+
+    def _scored(self, meta: Result) -> tuple[list[Any], list[Any]]:
+        chosen, tops = meta.get("input_token_logprobs", []), meta.get("input_top_logprobs", [])
+        return list(chosen), list(tops)

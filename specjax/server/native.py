@@ -1,0 +1,115 @@
+"""``POST /generate`` and ``/abort_request``: SGLang's own way to ask for text."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.sampling.params import SamplingParams
+from specjax.server.answers import dump
+from specjax.server.body import Body
+from specjax.server.errors import ApiError
+from specjax.server.exchange import Exchange
+from specjax.server.fields import refuse_rest
+from specjax.server.generating import Job, generate
+from specjax.server.logprobs import finite
+from specjax.server.sampling import client_names
+from specjax.server.service import Service
+from specjax.server.tokens import TokenTexts
+
+_LOGPROBS = ("output_token_logprobs", "input_token_logprobs")
+_TOPS = ("output_top_logprobs", "input_top_logprobs")
+
+
+async def answer_generate(service: Service, exchange: Exchange) -> None:
+    await generate(service, exchange, read_generate)
+
+
+def read_generate(service: Service, body: Body) -> Job:
+    """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
+    text, ids = body.take("text"), body.take("input_ids")
+    inputs = text if ids is None else ids
+    # what is no list of inputs is refused by the engine, with the reason
+    count = len(inputs) if isinstance(inputs, list) and _is_batch(inputs) else 1
+    sampling = body.take("sampling_params")
+    is_stream = body.flag("stream")
+    options = {name: body.take(name) for name in ("rid", "return_logprob") if name in body}
+    for name in ("top_logprobs_num", "logprob_start_len"):
+        if name in body:
+            options[name] = body.take(name)
+    has_texts = body.flag("return_text_in_logprobs")
+    refuse_rest(body)
+    service.check_count(count)
+    with client_names():
+        given = sampling if isinstance(sampling, list) else [sampling]
+        made = [SamplingParams.of(one) for one in given]
+        service.check_count(count * max((params.n for params in made), default=1))
+        call = service.engine.make_call(
+            text,
+            made if isinstance(sampling, list) else made[0],
+            input_ids=ids,
+            stream=is_stream,
+            **options,
+        )
+    has_logprobs = any(request.top_logprobs is not None for request in call.requests)
+    texts = service.texts if has_texts else None
+    return Job(call, NativeAnswer(call.is_batch, has_logprobs, texts))
+
+
+def _is_batch(inputs: Sequence[Any]) -> bool:
+    return bool(inputs) and isinstance(inputs[0], str | list)
+
+
+@dataclass(frozen=True)
+class NativeAnswer:
+    """Results as the engine gives them; those of a stream are cumulative."""
+
+    is_batch: bool
+    wants_logprobs: bool
+    texts: TokenTexts | None  # of tokens, where log-probabilities are to name them
+
+    def whole(self, results: Sequence[dict[str, Any]]) -> bytes:
+        shown = [self._plain(result) for result in results]
+        return _dump(shown if self.is_batch else shown[0]).encode()
+
+    def chunk(self, result: dict[str, Any]) -> bytes:
+        return f"data: {_dump(self._plain(result))}\n\n".encode()
+
+    def closing(self) -> bytes:
+        return b""
+
+    def _plain(self, result: dict[str, Any]) -> dict[str, Any]:
+        if not self.wants_logprobs:
+            return result
+        meta = dict(result["meta_info"])
+        for name in _LOGPROBS:
+            if name in meta:
+                meta[name] = self._triples(meta[name])
+        for name in _TOPS:
+            if name in meta:
+                meta[name] = [best and self._triples(best) for best in meta[name]]
+        return result | {"meta_info": meta}
+
+    def _triples(self, triples: Sequence[Any]) -> list[Any]:
+        return [
+            (value and finite(value), token, self.texts and self.texts.of(token)[0])
+            for value, token, _ in triples
+        ]
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+async def answer_abort(service: Service, exchange: Exchange) -> None:
+    """End a request by its id, or all of them."""
+    body = await exchange.read_object(service.max_body_bytes)
+    rid, abort_all = body.text("rid", ""), body.flag("abort_all")
+    refuse_rest(body)
+    if abort_all:
+        service.check_admin(exchange)
+    try:
+        service.engine.abort_request(rid, abort_all)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+    await exchange.reply(dump({"success": True}).encode())

@@ -1,0 +1,131 @@
+"""A process that serves: its socket, the engine that is made meanwhile, and its end on a signal."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from specjax.engine import Engine
+from specjax.server.app import make_app
+from specjax.server.service import LOOPBACK, Service
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75  # more than the minute that load balancers keep idle connections
+# what was aborted is answered at once; a client that does not read may keep its answer waiting
+ANSWER_SECONDS = 5
+
+
+def serve(
+    make_engine: Callable[[], Engine],
+    *,
+    host: str,
+    port: int,
+    shutdown_timeout: float,
+    **options: Any,
+) -> None:
+    """Serve until SIGINT or SIGTERM; the engine is closed then.
+
+    The port answers from the start on, with 503 until the engine is there. A signal stops new
+    requests, which get 503, and lets those in hand end for ``shutdown_timeout`` seconds; what
+    runs then is aborted, and its clients get what there is. A second signal aborts at once.
+
+    Args:
+        make_engine: called in a thread of its own.
+        port: 0 chooses one.
+        **options: of :func:`~specjax.server.app.make_app`.
+
+    Raises:
+        OSError: if the address cannot be bound.
+        Exception: what ``make_engine`` raised.
+    """
+    listener = _bind(host, port)
+    future: Future[Engine] = Future()
+    app = make_app(future, **options)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=ANSWER_SECONDS,
+        ws="none",
+    )
+    server = _Server(config, app.state.service, shutdown_timeout)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    if host not in LOOPBACK and options.get("api_key") is None:
+        logger.warning("%s is open to everybody who reaches it; set --api-key", address)
+
+    def make() -> None:
+        try:
+            engine = make_engine()
+        except BaseException as error:
+            future.set_exception(error)
+            server.should_exit = True
+        else:
+            future.set_result(engine)
+            print(f"serving {app.state.service.name} at {address}", flush=True)
+
+    maker = threading.Thread(target=make, name="specjax-make-engine", daemon=True)
+    maker.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+        if maker.is_alive():
+            # compiling cannot be interrupted, and would crash in the interpreter's end
+            sys.stderr.flush()
+            os._exit(0)
+        if future.exception() is None:
+            future.result().close()
+    future.result()  # raises what ended it before it was ready
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"cannot listen at {host}:{port}: {error}") from error
+
+
+class _Server(uvicorn.Server):
+    """Lets what is in hand end before it closes its sockets."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
+        super().__init__(config)
+        self._service, self._seconds = service, seconds
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._deadline is not None:
+            self._deadline = 0.0
+            return
+        self._deadline = time.monotonic() + self._seconds
+        self._service.stop()
+        loop = self._loop
+        loop.call_soon_threadsafe(lambda: loop.create_task(self._drain()))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def _drain(self) -> None:
+        assert self._deadline is not None
+        while self._service.num_requests and time.monotonic() < self._deadline:
+            await asyncio.sleep(0.05)
+        last = time.monotonic() + ANSWER_SECONDS
+        while self._service.num_requests and time.monotonic() < last:
+            self._service.abort_all()  # again: one may have come to the engine meanwhile
+            await asyncio.sleep(0.05)
+        self.should_exit = True

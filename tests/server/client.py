@@ -1,0 +1,97 @@
+"""A server of the application in a thread, and a client of the standard library for it."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+
+import uvicorn
+
+
+@dataclass
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json()["error"]
+
+
+class Client:
+    """Asks one server; a connection for each request."""
+
+    def __init__(self, port: int, **headers: str) -> None:
+        self.port, self.headers = port, headers
+
+    def connect(self, method: str, path: str, body: Any = None, **headers: str) -> HTTPConnection:
+        """A connection that a request has been sent on; ``body`` is bytes or a JSON value."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in (self.headers | headers).items()}
+        connection.request(method, path, data, named)
+        return connection
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        connection = self.connect(method, path, body, **headers)
+        try:
+            response = connection.getresponse()
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, named, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, **headers)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> Answer:
+        return self.ask("POST", path, {} if body is None else body, **headers)
+
+    def stream(self, path: str, body: dict[str, Any], **headers: str) -> list[Any]:
+        """The events of a stream, which has to end with its mark."""
+        connection = self.connect("POST", path, body | {"stream": True}, **headers)
+        try:
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            found = list(events(response))
+        finally:
+            connection.close()
+        assert found[-1] == "[DONE]"
+        return found[:-1]
+
+
+def events(response: HTTPResponse) -> Iterator[Any]:
+    """Values of the ``data:`` lines of a stream, the last mark as a text."""
+    for line in response:
+        if line.strip():
+            name, _, value = line.decode().partition(": ")
+            assert name == "data"
+            yield value.strip() if value.startswith("[DONE]") else json.loads(value)
+
+
+@contextmanager
+def running(app: Any) -> Iterator[int]:
+    """Serve an application on a port of its own, in a thread."""
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(30)
