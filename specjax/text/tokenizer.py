@@ -215,8 +215,8 @@ class IncrementalDecoder:
 
     A token can end inside a multi-byte character, and decoders treat the start of a text specially
     (a leading space is dropped). So each step decodes the tokens of the last emitted piece, which
-    ends with a whole character, together with the new ones, and emits nothing while the text ends
-    in an incomplete character. The pieces add up to ``tokenizer.decode`` of all tokens.
+    ends with a whole character, together with the new ones, and emits nothing behind the last whole
+    character. The pieces add up to ``tokenizer.decode`` of all tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -226,17 +226,22 @@ class IncrementalDecoder:
 
     def push(self, ids: Iterable[int]) -> str:
         """Append tokens and return the text that became certain."""
-        out = []
-        for token in ids:
-            self._pending.append(int(token))
-            text = self._new_text()
-            if not text.endswith(_REPLACEMENT):
-                out.append(self._release(text))
-        return "".join(out)
+        new = [int(i) for i in ids]
+        text = self._take(new)
+        if text is None and len(new) > 1:  # how far it is certain shows token by token
+            del self._pending[-len(new) :]
+            return "".join(self._take([token]) or "" for token in new)
+        return text or ""
 
     def flush(self) -> str:
         """The text still held back, incomplete characters as U+FFFD."""
         return self._release(self._new_text())
+
+    def _take(self, ids: list[int]) -> str | None:
+        """The text up to the end of ``ids``, unless that lies in a character."""
+        self._pending += ids
+        text = self._new_text()
+        return None if text.endswith(_REPLACEMENT) else self._release(text)
 
     def _new_text(self) -> str:
         before = self._decode(self._context)
