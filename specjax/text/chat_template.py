@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_SECONDS = 5.0
+# an event loop waits no longer; 70 us are common
+QUICK_SECONDS = 0.1
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 
 
@@ -41,19 +43,29 @@ class _Renderer:
                 )
             return self._process
 
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+    def render(self, template: str, variables: Mapping[str, Any], is_quick: bool) -> str | None:
+        """The text; with ``is_quick`` ``None`` where that would take long, or is not tried now."""
+        seconds = QUICK_SECONDS if is_quick else MAX_SECONDS
         try:
-            request = pickle.dumps((template, variables, MAX_SECONDS))
+            request = pickle.dumps((template, variables, seconds))
         except Exception as error:  # pickle raises several unrelated types
             raise ValueError(f"a variable cannot be copied: {error}") from error
-        with self._lock:
+        if not self._lock.acquire(blocking=not is_quick):
+            return None
+        try:
+            if is_quick and self._process is None:
+                return None
             answer = b""
             try:
                 answer = _ask(self.start(), request)
             finally:  # also when interrupted: the next answer must not be this one
                 if not answer.endswith(b"\n"):
                     self.close()
+        finally:
+            self._lock.release()
         if not answer.endswith(b"\n"):
+            if is_quick:
+                return None
             raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
         went_well, text = json.loads(answer)
         if not went_well:
@@ -86,9 +98,16 @@ start_renderer = _RENDERER.start  # ahead of the first conversation, which would
 
 
 def render_chat_template(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-) -> str:
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    is_quick: bool = False,
+) -> str | None:
     """Text of a conversation by Jinja source, which sees the messages and ``variables``.
+
+    With ``is_quick`` it is ``None`` where it takes more than ``QUICK_SECONDS``, or another thread
+    is waiting for a text.
 
     Raises:
         ValueError: if there is no message, one is malformed, the template refuses them or fails,
@@ -101,6 +120,6 @@ def render_chat_template(
             raise ValueError(f"messages[{i}]={message!r} must be a mapping with 'role', a text")
     try:
         plain = [dict(message) for message in messages]
-        return _RENDERER.render(template, {"messages": plain, **variables})
+        return _RENDERER.render(template, {"messages": plain, **variables}, is_quick)
     except ValueError as error:
         raise ValueError(f"the chat template refused the conversation: {error}") from error

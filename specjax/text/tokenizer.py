@@ -122,11 +122,23 @@ class Tokenizer:
 
         ``variables`` are more for the template, for example ``tools`` or ``enable_thinking``.
         """
+        scope = variables | {"add_generation_prompt": add_generation_prompt}
+        text = self.try_chat_template(messages, scope, is_quick=False)
+        assert text is not None
+        return text
+
+    def try_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        is_quick: bool = True,
+    ) -> str | None:
+        """:meth:`apply_chat_template` for event loops: ``None`` where it does not come at once."""
         if self.chat_template is None:
             raise ValueError("the checkpoint has no chat template; pass a prompt, not messages")
-        scope = {"tools": None, "documents": None} | self.special_tokens | variables
-        scope["add_generation_prompt"] = add_generation_prompt
-        return render_chat_template(self.chat_template, messages, scope)
+        scope = {"tools": None, "documents": None} | self.special_tokens | dict(variables)
+        return render_chat_template(self.chat_template, messages, scope, is_quick=is_quick)
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
@@ -220,7 +232,8 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        # ids of tokens need no check
+        self._decode = partial(tokenizer.backend.decode, skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []
         self._pending: list[int] = []
 
@@ -244,7 +257,7 @@ class IncrementalDecoder:
         return None if text.endswith(_REPLACEMENT) else self._release(text)
 
     def _new_text(self) -> str:
-        before = self._decode(self._context)
+        before = self._decode(self._context) if self._context else ""
         return self._decode(self._context + self._pending)[len(before) :]
 
     def _release(self, text: str) -> str:

@@ -286,6 +286,22 @@ def test_endless_templates(template: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - before < 5
 
 
+def test_who_cannot_wait_gets_nothing_that_takes_long() -> None:
+    messages, backend = [{"role": "user", "content": "hi"}], byte_fallback_tokenizer().backend
+    common = Tokenizer(backend, chat_template="{{ messages[0].content }}")
+    assert common.apply_chat_template(messages) == "hi"
+    assert common.try_chat_template(messages, {}) == "hi"
+    with ThreadPoolExecutor(1) as pool, chat_template._RENDERER._lock:  # another thread's turn
+        assert pool.submit(common.try_chat_template, messages, {}).result() is None
+    endless = Tokenizer(backend, chat_template=LOOP * 3 + "{% endfor %}" * 3)
+    before = time.monotonic()
+    assert endless.try_chat_template(messages, {}) is None
+    assert time.monotonic() - before < chat_template.MAX_SECONDS / 2
+    assert common.try_chat_template(messages, {}) is None  # its process is gone
+    assert common.apply_chat_template(messages) == "hi"
+    assert common.try_chat_template(messages, {}) == "hi"
+
+
 def test_long_conversations_render() -> None:
     messages = [{"role": "user", "content": "word " * 1000}] * 200
     tokenizer = byte_fallback_tokenizer()
