@@ -51,19 +51,16 @@ def run_serve(
 
     check_integer("--port", args.port, 0, 65535)
     check_number("--shutdown-timeout", args.shutdown_timeout, at_least=0)
-    limits = {}
-    for name in ("max_requests", "max_body_bytes"):
-        if (value := getattr(args, name)) is not None:
-            limits[name] = check_integer(f"--{name.replace('_', '-')}", value, 1)
+    limits = {name: getattr(args, name) for name in ("max_requests", "max_body_bytes")}
     serve(
         lambda: make_engine(**engine_args),
         host=args.host,
         port=args.port,
         shutdown_timeout=args.shutdown_timeout,
-        served_model_name=args.served_model_name,
+        name=args.served_model_name,
         # on a command line other users see it
         api_key=args.api_key or os.environ.get(API_KEY) or None,
         cors_allow_origins=args.cors_allow_origin,
-        **limits,
+        **{name: value for name, value in limits.items() if value is not None},
     )
     return 0

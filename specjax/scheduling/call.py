@@ -28,6 +28,7 @@ class Call:
     requests: Sequence[Request]  # passed by `Scheduler.check`
     _: KW_ONLY
     is_stream: bool = False  # outputs are delivered as they grow
+    is_brief: bool = False  # of requests that go on with their text alone
     is_batch: bool = False  # the caller gets a list, and outputs name their ``index`` in it
     groups: Sequence[str] = ()  # another id for each request to abort it by, which may be shared
     deliver: Callable[[Item], bool | None] = field(init=False)
@@ -85,7 +86,9 @@ class Call:
                 fail(request, error)
                 text = request.streamed_text()
             self._shown[i] = len(request.output_ids), request.is_finished
-            output = request.result() | {"text": text}
-            output["meta_info"]["output_is_draft"] = list(request.output_is_draft)
+            output: dict[str, Any] = {"text": text}
+            if request.is_finished or not self.is_brief:
+                output = request.result() | output
+                output["meta_info"]["output_is_draft"] = list(request.output_is_draft)
             outputs.append(output | ({"index": i} if self.is_batch else {}))
         return outputs

@@ -51,6 +51,10 @@ class Answer(ABC):
         self._templates: dict[int, tuple[str, str]] = {}
         self._last: dict[int, Result] = {}  # meta_info of choices that have ended
 
+    @property
+    def is_brief(self) -> bool:
+        return not self.wants_logprobs
+
     @abstractmethod
     def choice(self, index: int, result: Result) -> Result:
         """What a whole answer has of a choice, beside what all have."""
@@ -86,18 +90,18 @@ class Answer(ABC):
         text = result["text"] if self.counts_completion else ""
         new = text[sent.chars :]
         sent.chars = len(text)
-        meta = result["meta_info"]
-        if meta["finish_reason"] is not None:
+        meta = result.get("meta_info")  # brief where only the text is asked for
+        if meta is None:
+            if new:
+                before, behind = self._templates.get(index) or self._template(index)
+                events += before + quote(new) + behind
+            return events.encode()
+        choice = {"index": index} | self.part(new) | {"logprobs": self._new_logprobs(sent, meta)}
+        if meta["finish_reason"] is None:
+            events += self._event([choice | {"finish_reason": None}])
+        else:
             self._last[index] = meta
-            logprobs = self._new_logprobs(sent, meta)
-            choice = self.part(new) | {"logprobs": logprobs} | _end(meta)
-            events += self._event([{"index": index} | choice])
-        elif self.wants_logprobs:
-            choice = self.part(new) | {"logprobs": self._new_logprobs(sent, meta)}
-            events += self._event([{"index": index} | choice | {"finish_reason": None}])
-        elif new:
-            before, behind = self._templates.get(index) or self._template(index)
-            events += before + quote(new) + behind
+            events += self._event([choice | _end(meta)])
         return events.encode()
 
     def closing(self) -> bytes:

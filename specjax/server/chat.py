@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from specjax.server.answers import Answer, Result, Sent
@@ -19,11 +20,14 @@ from specjax.server.service import Service
 
 
 async def answer_chat(service: Service, exchange: Exchange) -> None:
-    await generate(service, exchange, read_chat, is_slow=True)
+    await generate(service, exchange, partial(read_chat, is_quick=True), otherwise=read_chat)
 
 
-def read_chat(service: Service, body: Body) -> Job:
-    """Check a request, put it through the chat template and tokenise it."""
+def read_chat(service: Service, body: Body, *, is_quick: bool = False) -> Job:
+    """Check a request, put it through the chat template and tokenise it.
+
+    With ``is_quick`` TooSlowError where that takes a while.
+    """
     model = service.check_model(body)
     conversation = take_conversation(body)
     wants_logprobs = body.flag("logprobs")
@@ -39,7 +43,7 @@ def read_chat(service: Service, body: Body) -> Job:
     service.check_count(params.n)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     with client_names("messages", top_logprobs_num="top_logprobs"):
-        ids = conversation.ids(service.engine.tokenizer)
+        ids = conversation.ids(service.engine.tokenizer, is_quick=is_quick)
         if not has_limit:
             params = replace(params, max_new_tokens=max(1, service.max_tokens - len(ids)))
         call = service.engine.make_call(

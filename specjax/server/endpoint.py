@@ -1,7 +1,7 @@
 """A route as an ASGI application: who may use it, and what becomes of its errors."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from specjax.server.errors import ApiError, api_error
 from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
@@ -19,14 +19,22 @@ class Endpoint:
     """
 
     def __init__(
-        self, service: Service, handler: Handler, *, is_open: bool = False, is_admin: bool = False
+        self,
+        service: Service,
+        handler: Handler,
+        methods: Collection[str],
+        *,
+        is_open: bool = False,
+        is_admin: bool = False,
     ) -> None:
-        self._service, self._handler = service, handler
+        self._service, self._handler, self._methods = service, handler, methods
         self._is_open, self._is_admin = is_open, is_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
+            if scope["method"] not in self._methods:
+                raise unknown_route(exchange, 405)
             if not self._is_open:
                 self._service.check_key(exchange)
             if self._is_admin:
@@ -40,3 +48,17 @@ class Endpoint:
             if known is None or known.code == "engine_failed":
                 logger.error("%s %s", scope["method"], scope["path"], exc_info=error)
             await exchange.fail(known or ApiError(500, "the server failed; its log says why"))
+
+
+async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
+    """What answers where there is no endpoint."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close"})
+        return
+    exchange = Exchange(scope, receive, send)
+    await exchange.fail(unknown_route(exchange, 404))
+
+
+def unknown_route(exchange: Exchange, status: int) -> ApiError:
+    message = f"{exchange.scope['method']} {exchange.scope['path']} is no route of this server"
+    return ApiError(status, message, code="unknown_route")

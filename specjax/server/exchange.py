@@ -1,7 +1,7 @@
 """One HTTP request and its answer, over the bare ASGI channels."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 from specjax.server.body import Body, parse_object
@@ -114,28 +114,37 @@ class Exchange:
             headers = [(b"connection", b"close")]
         await self.reply(error.json(), error.status, headers=headers)
 
-    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+    async def while_connected(self, work: Awaitable[T]) -> T:
         """The result of ``work``, which is cancelled when the client goes or takes nothing."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
         gone = asyncio.ensure_future(self._gone())
-        try:
-            seen = None
-            while True:
-                tasks = (task, gone)
-                done, _ = await asyncio.wait(
-                    tasks, timeout=STALL_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-                if done or seen == self._num_sent:
-                    break
-                seen = self._num_sent if self._is_sending else None
-            if not task.done():
-                raise ClientGoneError
-            return task.result()
-        finally:
-            gone.cancel()
-            if not task.done():
+        is_over = False
+
+        def leave(_: object) -> None:
+            if not is_over:
                 task.cancel()
-                await asyncio.wait((task,))
+
+        def look(seen: int | None) -> None:
+            if self._is_sending and seen == self._num_sent:
+                gone.cancel()
+            if not is_over:
+                loop.call_later(STALL_SECONDS, look, self._num_sent)
+
+        gone.add_done_callback(leave)
+        timer = loop.call_later(STALL_SECONDS, look, None)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+            task.uncancel()
+            raise ClientGoneError from None
+        finally:
+            is_over = True
+            timer.cancel()
+            gone.cancel()
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

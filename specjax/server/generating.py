@@ -8,10 +8,11 @@ from typing import Any, Protocol
 from specjax.scheduling.call import Call
 from specjax.server.body import Body, parse_object
 from specjax.server.exchange import Exchange
+from specjax.server.messages import TooSlowError
 from specjax.server.service import Service
 
-# A request of so many bytes, or one that goes through a chat template, is read and tokenised in
-# another thread. To go there and back takes longer than to do a short one here.
+# A longer request is read and tokenised in another thread. To go there and back takes longer than
+# to do a short one here: with 64 clients 10 ms and more, as threads wait for the interpreter.
 INLINE_BYTES = 16_384
 # results of so many tokens with log-probabilities are put into shape in another thread
 INLINE_LOGPROBS = 256
@@ -22,6 +23,10 @@ class Format(Protocol):
 
     @property
     def wants_logprobs(self) -> bool: ...
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether chunks before the last need nothing but the text."""
 
     def whole(self, results: Sequence[dict[str, Any]]) -> bytes: ...
 
@@ -42,16 +47,23 @@ Read = Callable[[Service, Body], Job]
 
 
 async def generate(
-    service: Service, exchange: Exchange, read: Read, *, is_slow: bool = False
+    service: Service, exchange: Exchange, read: Read, *, otherwise: Read | None = None
 ) -> None:
-    """Answer a request for text; ``read`` makes it a job, ``is_slow`` whatever its size."""
+    """Answer a request for text, which ``read`` makes a job.
+
+    Long requests, and those for which ``read`` raises TooSlowError, are read in another thread, by
+    ``otherwise`` where that is another function.
+    """
     data = await exchange.read(service.max_body_bytes)
-
-    def make() -> Job:
-        return read(service, Body(parse_object(data)))
-
-    is_here = len(data) < INLINE_BYTES and not is_slow
-    job = make() if is_here else await asyncio.to_thread(make)
+    patient = otherwise or read
+    if len(data) > INLINE_BYTES:
+        job = await asyncio.to_thread(lambda: patient(service, Body(parse_object(data))))
+    else:
+        values = parse_object(data)
+        try:
+            job = read(service, Body(values))
+        except TooSlowError:
+            job = await asyncio.to_thread(patient, service, Body(values))
     with service.admitted(len(job.call.requests)):
         work = _stream if job.call.is_stream else _reply
         await exchange.while_connected(work(service, exchange, job))
@@ -71,17 +83,17 @@ async def _reply(service: Service, exchange: Exchange, job: Job) -> None:
 
 
 async def _stream(service: Service, exchange: Exchange, job: Job) -> None:
-    outputs = await service.engine.async_run(job.call)
+    job.call.is_brief = job.answer.is_brief
+    outputs, chunk = await service.engine.async_run(job.call), job.answer.chunk
     try:
         with service.refusals():
-            output = await anext(outputs, None)
+            first = await anext(outputs)
         # only now: what the queue refuses still gets a status of its own
         await exchange.start_events()
-        chunk = job.answer.chunk
-        while output is not None:
+        await exchange.push(chunk(first))
+        async for output in outputs:
             if events := chunk(output):
                 await exchange.push(events)
-            output = await anext(outputs, None)
         await exchange.end_events(job.answer.closing())
     finally:
         await outputs.aclose()

@@ -8,8 +8,12 @@ from specjax.server.errors import ApiError
 from specjax.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# those of `Tokenizer.apply_chat_template`, and what it makes of the request
-_RESERVED = ("self", "messages", "add_generation_prompt")
+# fields of the request itself
+_RESERVED = ("messages", "add_generation_prompt")
+
+
+class TooSlowError(Exception):
+    """The chat template cannot be waited for here."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +24,14 @@ class Conversation:
     add_generation_prompt: bool
     variables: dict[str, Any]
 
-    def text(self, tokenizer: Tokenizer | None) -> str:
-        """What the chat template makes of it."""
+    def ids(self, tokenizer: Tokenizer | None, *, is_quick: bool = False) -> list[int]:
+        """Token ids of what the chat template makes of it; TooSlowError if ``is_quick`` fails."""
         if tokenizer is None:
             raise ApiError(400, "the server has no tokenizer; give /v1/completions token ids")
-        return tokenizer.apply_chat_template(
-            self.messages, self.add_generation_prompt, **self.variables
-        )
-
-    def ids(self, tokenizer: Tokenizer | None) -> list[int]:
-        text = self.text(tokenizer)
-        assert tokenizer is not None
+        scope = self.variables | {"add_generation_prompt": self.add_generation_prompt}
+        text = tokenizer.try_chat_template(self.messages, scope, is_quick=is_quick)
+        if text is None:
+            raise TooSlowError
         return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -67,6 +67,7 @@ class NativeAnswer:
     is_batch: bool
     wants_logprobs: bool
     texts: TokenTexts | None  # of tokens, where log-probabilities are to name them
+    is_brief = False
 
     def whole(self, results: Sequence[dict[str, Any]]) -> bytes:
         shown = [self._plain(result) for result in results]

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from specjax.engine import Engine
-from specjax.server.app import make_app
+from specjax.server.app import route
 from specjax.server.service import LOOPBACK, Service
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ def serve(
     host: str,
     port: int,
     shutdown_timeout: float,
+    cors_allow_origins: Sequence[str] = (),
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM; the engine is closed then.
@@ -42,7 +43,8 @@ def serve(
     Args:
         make_engine: called in a thread of its own.
         port: 0 chooses one.
-        **options: of :func:`~specjax.server.app.make_app`.
+        cors_allow_origins: as of :func:`~specjax.server.app.make_app`.
+        **options: of :class:`~specjax.server.service.Service`.
 
     Raises:
         OSError: if the address cannot be bound.
@@ -50,9 +52,9 @@ def serve(
     """
     listener = _bind(host, port)
     future: Future[Engine] = Future()
-    app = make_app(future, **options)
+    service = Service(future, **options)
     config = uvicorn.Config(
-        app,
+        route(service, cors_allow_origins),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -61,7 +63,7 @@ def serve(
         timeout_graceful_shutdown=ANSWER_SECONDS,
         ws="none",
     )
-    server = _Server(config, app.state.service, shutdown_timeout)
+    server = _Server(config, service, shutdown_timeout)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if host not in LOOPBACK and options.get("api_key") is None:
         logger.warning("%s is open to everybody who reaches it; set --api-key", address)
@@ -74,7 +76,7 @@ def serve(
             server.should_exit = True
         else:
             future.set_result(engine)
-            print(f"serving {app.state.service.name} at {address}", flush=True)
+            print(f"serving {service.name} at {address}", flush=True)
 
     maker = threading.Thread(target=make, name="specjax-make-engine", daemon=True)
     maker.start()

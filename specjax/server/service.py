@@ -6,12 +6,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from specjax.checks import check_integer
 from specjax.engine import Engine
 from specjax.server.body import Body
 from specjax.server.errors import ApiError, unavailable
 from specjax.server.exchange import Exchange
 from specjax.server.tokens import TokenTexts
 
+MAX_REQUESTS = 4096
+MAX_BODY_BYTES = 32 * 2**20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -30,11 +33,13 @@ class Service:
         self,
         engine: Engine | Future[Engine],
         *,
-        name: str | None,
-        api_key: str | None,
-        max_requests: int,
-        max_body_bytes: int,
+        name: str | None = None,
+        api_key: str | None = None,
+        max_requests: int = MAX_REQUESTS,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
+        check_integer("max_requests", max_requests, 1)
+        check_integer("max_body_bytes", max_body_bytes, 1)
         self._engine, self._name = engine, name
         self._api_key = api_key
         self.max_requests, self.max_body_bytes = max_requests, max_body_bytes

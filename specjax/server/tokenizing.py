@@ -31,21 +31,20 @@ def _tokenize(service: Service, body: Body) -> bytes:
     """Ids of a ``prompt``, of several or of ``messages``."""
     service.check_model(body)
     tokenizer = _tokenizer(service)
-    is_chat = "messages" in body
-    conversation = take_conversation(body) if is_chat else None
+    conversation = take_conversation(body) if "messages" in body else None
     prompt = body.take("prompt")
-    adds_special = body.flag("add_special_tokens", not is_chat)
+    adds_special = body.flag("add_special_tokens", True)
     wants_texts = body.flag("return_token_strs")
     refuse_rest(body)
     is_batch = isinstance(prompt, list)
     with client_names():
         if conversation is not None:
-            texts = [conversation.text(tokenizer)]
+            ids = [conversation.ids(tokenizer)]
         else:
             texts = prompt if is_batch else [prompt]
-        if not all(isinstance(text, str) for text in texts):
-            raise ApiError(400, "prompt must be a text or a list of texts", param="prompt")
-        ids = [tokenizer.encode(text, adds_special) for text in texts]
+            if not all(isinstance(text, str) for text in texts):
+                raise ApiError(400, "prompt must be a text or a list of texts", param="prompt")
+            ids = [tokenizer.encode(text, adds_special) for text in texts]
     names = None
     if wants_texts:
         names = [[tokenizer.backend.id_to_token(i) for i in row] for row in ids]

@@ -85,7 +85,7 @@ def running(app: Any) -> Iterator[int]:
     """Serve an application on a port of its own, in a thread."""
     config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, name="httpd", daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
