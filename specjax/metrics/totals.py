@@ -3,8 +3,9 @@
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from specjax.metrics.throughput import Throughput
@@ -78,6 +79,7 @@ class Totals:
     num_verifies: int = 0
     num_proposed_drafts: int = 0
     num_accepted_drafts: int = 0
+    verifies_by_accepted: list[int] = field(default_factory=list)  # by their accepted drafts
     queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
@@ -93,6 +95,7 @@ class Totals:
             rate = self.throughput.rate(now, self.generated_tokens)
             speed = 0.0 if self.throughput.is_idle(now) else rate
             changes: dict[str, Any] = {"gen_throughput": speed, "last_gen_throughput": rate}
+            changes["verifies_by_accepted"] = list(self.verifies_by_accepted)
             for name, value in vars(self).items():
                 if isinstance(value, Histogram):
                     changes[name] = value.copy()
@@ -126,12 +129,16 @@ class Totals:
             if seconds is not None:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
-    def drafts_verified(self, num_verifies: int, num_proposed: int, num_accepted: int) -> None:
-        """Count verifies of one request, with drafts as the request counts them."""
+    def drafts_verified(self, num_proposed: int, accepted: Sequence[int]) -> None:
+        """Count verifies of one request with their drafts; ``accepted`` has those of each."""
         with self.lock:
-            self.num_verifies += num_verifies
+            self.num_verifies += len(accepted)
             self.num_proposed_drafts += num_proposed
-            self.num_accepted_drafts += num_accepted
+            for count in accepted:
+                self.num_accepted_drafts += count
+                while count >= len(self.verifies_by_accepted):
+                    self.verifies_by_accepted.append(0)
+                self.verifies_by_accepted[count] += 1
 
     def request_finished(self, reason: str, seconds: float) -> None:
         """Count an end, ``seconds`` after the request was made."""
@@ -155,6 +162,11 @@ class Totals:
     def accept_length(self) -> float:
         """Tokens a verify, the bonus token included; 0 before the first verify."""
         return (self.num_verifies + self.num_accepted_drafts) / max(self.num_verifies, 1)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """How often the first drafted token of a round was accepted, the second, and so on."""
+        return list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
 
     @property
     def accept_rate(self) -> float:

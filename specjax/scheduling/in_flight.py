@@ -117,7 +117,6 @@ class InFlight:
         """
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds)
-        before = None if spec is None else spec.totals
         kept = 0
         for number, batch in enumerate(rounds):
             *tokens, proposed, accepted, count = batch[index]
@@ -128,9 +127,8 @@ class InFlight:
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)
-        if spec is not None and before is not None:
-            changes = (new - old for new, old in zip(spec.totals, before, strict=True))
-            self._metrics.drafts_verified(*changes)
+        if spec is not None:
+            self._metrics.drafts_verified(*spec.take_new())
 
     def _report_tokens(self, request: Request, count: int, now: float) -> None:
         last, request.last_token_time = request.last_token_time, now

@@ -24,6 +24,9 @@ class SpecCounts:
     num_proposed_drafts: int = 0
     num_verifies: int = 0
     histogram: list[int] = field(default_factory=list)
+    # proposed drafts, and the accepted ones of each verify, that nobody has asked for
+    _new_proposed: int = 0
+    _new_accepted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.histogram = [0] * (self.width + 1)
@@ -42,14 +45,18 @@ class SpecCounts:
         accepted = min(num_accepted, num_kept)
         self.num_accepted_drafts += accepted
         is_cut = is_last and self.topk == 1
-        self.num_proposed_drafts += min(num_proposed, num_kept) if is_cut else num_proposed
+        proposed = min(num_proposed, num_kept) if is_cut else num_proposed
+        self.num_proposed_drafts += proposed
         self.num_verifies += 1
         self.histogram[accepted] += 1
+        self._new_proposed += proposed
+        self._new_accepted.append(accepted)
 
-    @property
-    def totals(self) -> tuple[int, int, int]:
-        """Verifies, proposed drafts and accepted drafts so far."""
-        return self.num_verifies, self.num_proposed_drafts, self.num_accepted_drafts
+    def take_new(self) -> tuple[int, list[int]]:
+        """Proposed drafts, and accepted ones of each verify, since this was asked for last."""
+        new = self._new_proposed, self._new_accepted
+        self._new_proposed, self._new_accepted = 0, []
+        return new
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         verifies, proposed = self.num_verifies, self.num_proposed_drafts

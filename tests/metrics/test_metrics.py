@@ -102,8 +102,9 @@ def test_events_become_figures():
     totals.tokens_generated(1, None)
     clock.now += 0.004
     totals.tokens_generated(4, 0.004)
-    totals.drafts_verified(1, 3, 2)
-    totals.drafts_verified(2, 5, 1)
+    totals.drafts_verified(3, [2])
+    totals.drafts_verified(5, [1, 0])
+    assert totals.snapshot().accepted_by_position == [2, 1]
     totals.num_retracted += 1
     totals.request_admitted(15, 12, None)
     totals.prefilled_tokens += 3
@@ -159,7 +160,7 @@ def test_a_snapshot_is_of_one_moment():
 
     def write() -> None:
         while not is_over.is_set():
-            totals.drafts_verified(1, 3, 3)
+            totals.drafts_verified(3, [3])
             totals.tokens_generated(2, 0.001)
 
     writer = threading.Thread(target=write)
