@@ -22,6 +22,9 @@ ALIASES = (
 )
 
 
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
 async def answer_metrics(service: Service, exchange: Exchange) -> None:
     engine = service.engine
     text = generate_latest(engine.metrics.registry) + generate_latest(Aliases(engine, service.name))
@@ -42,6 +45,13 @@ class Aliases:
             metric.add_metric([self._name], getattr(totals, field))
             yield metric
         config = self._engine.runner.config
+        accepted = totals.accepted_by_position
+        labels = ["model_name", "position"]
+        metric = CounterMetricFamily(PER_POSITION, "Drafts accepted at a position.", labels=labels)
+        for position in range(config.largest.steps):
+            count = accepted[position] if position < len(accepted) else 0
+            metric.add_metric([self._name, str(position)], count)
+        yield metric
         sizes = {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages - 1)}
         info = GaugeMetricFamily("vllm:cache_config_info", "Sizes.", labels=list(sizes))
         info.add_metric(list(sizes.values()), 1)
