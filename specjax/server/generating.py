@@ -90,7 +90,8 @@ async def _stream(service: Service, exchange: Exchange, job: Job) -> None:
             first = await anext(outputs)
         # only now: what the queue refuses still gets a status of its own
         await exchange.start_events()
-        await exchange.push(chunk(first))
+        if events := chunk(first):
+            await exchange.push(events)
         async for output in outputs:
             if events := chunk(output):
                 await exchange.push(events)

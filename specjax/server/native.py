@@ -29,8 +29,11 @@ def read_generate(service: Service, body: Body) -> Job:
     """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
     text, ids = body.take("text"), body.take("input_ids")
     inputs = text if ids is None else ids
+    if inputs == []:
+        raise ApiError(400, "text or input_ids is an empty list; give at least one input")
     # what is no list of inputs is refused by the engine, with the reason
-    count = len(inputs) if isinstance(inputs, list) and _is_batch(inputs) else 1
+    is_batch = isinstance(inputs, list) and isinstance(inputs[0], str | list)
+    count = len(inputs) if is_batch else 1
     sampling = body.take("sampling_params")
     is_stream = body.flag("stream")
     options = {name: body.take(name) for name in ("rid", "return_logprob") if name in body}
@@ -54,10 +57,6 @@ def read_generate(service: Service, body: Body) -> Job:
     has_logprobs = any(request.top_logprobs is not None for request in call.requests)
     texts = service.texts if has_texts else None
     return Job(call, NativeAnswer(call.is_batch, has_logprobs, texts))
-
-
-def _is_batch(inputs: Sequence[Any]) -> bool:
-    return bool(inputs) and isinstance(inputs[0], str | list)
 
 
 @dataclass(frozen=True)
