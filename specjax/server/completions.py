@@ -43,7 +43,7 @@ def read_completion(service: Service, body: Body) -> Job:
     request_id = f"cmpl-{uuid.uuid4().hex}"
     rids = [f"{request_id}-{i}" for i in range(len(prompts))]
     is_batch = len(prompts) > 1
-    with client_names("prompt", top_logprobs_num="logprobs"):
+    with client_names("prompt", top_logprobs_num="logprobs", input_ids="prompt"):
         call = service.engine.make_call(
             stream=is_stream,
             sampling_params=params,

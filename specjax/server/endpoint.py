@@ -45,9 +45,10 @@ class Endpoint:
             return
         except Exception as error:
             known = api_error(error)
-            if known is None or known.code == "engine_failed":
-                logger.error("%s %s", scope["method"], scope["path"], exc_info=error)
-            await exchange.fail(known or ApiError(500, "the server failed; its log says why"))
+            if known is None:
+                logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+                known = ApiError(500, "the server failed; its log says why")
+            await exchange.fail(known)
 
 
 async def no_route(scope: Scope, receive: Receive, send: Send) -> None:

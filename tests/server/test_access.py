@@ -1,0 +1,122 @@
+"""Who may use what, and how much of it."""
+
+import time
+
+import pytest
+
+from specjax.server import make_app
+from specjax.server.exchange import Exchange
+from specjax.server.service import _is_local
+
+from .client import Client, running
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+PATHS = [
+    ("GET", "/v1/models"),
+    ("GET", "/get_server_info"),
+    ("GET", "/v1/loads"),
+    ("GET", "/health_generate"),
+    ("POST", COMPLETIONS),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/generate"),
+    ("POST", "/tokenize"),
+    ("POST", "/abort_request"),
+    ("POST", "/flush_cache"),
+    ("POST", "/update_weights_from_disk"),
+]
+
+
+def test_a_key_is_needed_where_there_is_one(engine) -> None:
+    with running(make_app(engine, api_key="kéy")) as port:
+        client = Client(port)
+        for method, path in PATHS:
+            for wrong in ({}, {"authorization": "Bearer key"}, {"authorization": "Basic k\xe9y"}):
+                answer = client.ask(method, path, b"{}", **wrong)
+                assert answer.status == 401, path
+                assert answer.error["code"] == "invalid_api_key"
+        for path in ("/health", "/metrics"):
+            assert client.get(path).status == 200
+        right = Client(port, authorization="bearer " + "kéy".encode().decode("latin-1"))
+        assert right.get("/v1/models").status == 200
+        assert right.post("/flush_cache", host="example.org").status == 200
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "expected"),
+    [
+        ("127.0.0.1", {}, True),
+        ("::1", {"host": "localhost:30000"}, True),
+        ("10.0.0.7", {"host": "localhost"}, False),
+        ("127.0.0.1", {"host": "example.org"}, False),
+        ("127.0.0.1", {"host": "127.0.0.1:30000", "origin": "http://example.org"}, False),
+        ("127.0.0.1", {"host": "127.0.0.1", "origin": "null"}, False),
+        ("127.0.0.1", {"host": "127.0.0.1", "origin": "http://127.0.0.1:30000"}, True),
+        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "cross-site"}, False),
+        ("127.0.0.1", {"host": "[::1"}, False),
+    ],
+)
+def test_who_is_local(client, headers, expected) -> None:
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    exchange = Exchange({"client": (client, 1), "headers": pairs}, None, None)  # type: ignore[arg-type]
+    assert _is_local(exchange) is expected
+
+
+def test_pages_from_elsewhere_change_nothing(engine, client) -> None:
+    foreign = {"origin": "http://example.org"}
+    for path, body in (("/flush_cache", {}), ("/abort_request", {"abort_all": True})):
+        answer = client.post(path, body, **foreign)
+        assert answer.status == 403
+        assert answer.error["type"] == "permission_error"
+    assert client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, **foreign).status == 200
+
+
+def test_origins_are_allowed_by_name(engine, client) -> None:
+    origin = "http://page.example"
+    asked = {"origin": origin, "access_control_request_method": "POST"}
+    assert "access-control-allow-origin" not in client.get("/health", **asked).headers
+    with running(make_app(engine, cors_allow_origins=[origin])) as port:
+        allowing = Client(port)
+        for answer in (
+            allowing.get("/health", **asked),
+            allowing.ask("OPTIONS", COMPLETIONS, **asked),
+        ):
+            assert answer.status == 200
+            assert answer.headers["access-control-allow-origin"] == origin
+        other = allowing.get("/health", origin="http://other.example")
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_limits_of_bodies_and_of_requests(engine) -> None:
+    with running(make_app(engine, max_requests=3, max_body_bytes=1000)) as port:
+        client = Client(port)
+        for size in (2000, 3_000_000):
+            answer = client.post(COMPLETIONS, b"x" * size)
+            assert answer.status == 413
+            assert "1000" in answer.error["message"]
+        packed = client.post(COMPLETIONS, b"x", content_encoding="gzip")
+        assert packed.status == 415
+        many = client.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 2})
+        assert many.status == 400
+        connections = [client.connect("POST", COMPLETIONS, LONG) for _ in range(3)]
+        while client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] < 2:
+            time.sleep(0.001)
+        answer = client.post(COMPLETIONS, LONG)
+        assert answer.status == 429
+        assert answer.headers["retry-after"] == "1"
+        for connection in connections:
+            assert connection.getresponse().status == 200
+            connection.close()
+        assert client.post(COMPLETIONS, LONG).status == 200
+    for name in ("max_requests", "max_body_bytes"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            make_app(engine, **{name: 0})
+
+
+def test_a_full_queue_is_told(files) -> None:
+    with files.small(max_waiting_requests=0) as engine, running(make_app(engine)) as port:
+        client = Client(port)
+        for is_stream in (False, True):
+            answer = client.post(COMPLETIONS, LONG | {"prompt": ["a", "b"], "stream": is_stream})
+            assert answer.status == 429
+            assert answer.error["code"] == "queue_full"

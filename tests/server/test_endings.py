@@ -1,0 +1,159 @@
+"""Clients that go, servers that stop, engines that fail."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from specjax.server import exchange, make_app
+from specjax.server.exchange import ClientGoneError, Exchange
+
+from ..tiny_engines import is_idle, num_held
+from .client import Client, running
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_goes_aborts_its_request(engine, client, is_stream) -> None:
+    aborted = engine.metrics.snapshot().num_aborted
+    body = LONG | {"stream": is_stream, "n": 8}
+    connection = client.connect("POST", COMPLETIONS, body)
+    wait_for(lambda: engine.metrics.snapshot().num_running == 2)
+    if is_stream:
+        connection.getresponse().read(10)
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    wait_for(lambda: is_idle(engine))
+    assert engine.metrics.snapshot().num_aborted > aborted
+    assert num_held(engine) == 0
+
+
+def test_half_a_request_harms_nobody(client) -> None:
+    for sent in (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{",
+        b"GET",
+    ):
+        with socket.create_connection(("127.0.0.1", client.port)) as connection:
+            connection.sendall(sent)
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        connection.sendall(b"no http at all\r\n\r\n")
+        assert b"400" in connection.recv(1000)
+    assert client.get("/health").status == 200
+
+
+def test_a_slow_reader_gets_all(engine, client) -> None:
+    connection = client.connect("POST", "/generate", {"text": ["a"] * 4, "stream": True})
+    response = connection.getresponse()
+    data = b""
+    while part := response.read(200):
+        data += part
+        time.sleep(0.0005)
+    connection.close()
+    assert data.endswith(b"data: [DONE]\n\n")
+    parts = [json.loads(line[6:]) for line in data.split(b"\n\n")[:-2]]
+    last = {part["index"]: part["meta_info"]["finish_reason"] for part in parts}
+    assert {reason["type"] for reason in last.values()} <= {"length", "stop"}
+    assert len(last) == 4
+
+
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(exchange, "STALL_SECONDS", 0.05)
+
+    async def never(*message: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def at_once(message: Any) -> None:
+        sent.append(message)
+
+    async def slowly(one: Exchange) -> str:
+        for _ in range(5):
+            await asyncio.sleep(0.03)
+            await one.push(b"x")
+        await asyncio.sleep(0.2)  # to wait for the engine is no fault of the client's
+        return "all"
+
+    async def main() -> None:
+        stuck = Exchange({}, never, never)
+        with pytest.raises(ClientGoneError):
+            await asyncio.wait_for(stuck.while_connected(stuck.push(b"x")), 5)
+        one = Exchange({}, never, at_once)
+        assert await one.while_connected(slowly(one)) == "all"
+
+    sent: list[Any] = []
+    asyncio.run(main())
+    assert len(sent) == 5
+
+
+def test_a_server_that_stops_lets_requests_end(engine) -> None:
+    app = make_app(engine)
+    service = app.routes[0].app._service
+    with running(app) as port:
+        client = Client(port)
+        running_one = client.connect("POST", COMPLETIONS, LONG)
+        wait_for(lambda: service.num_requests == 1)
+        service.stop()
+        for answer in (client.get("/health"), client.post(COMPLETIONS, LONG)):
+            assert answer.status == 503
+            assert answer.error["code"] == "stopping"
+        body = json.loads(running_one.getresponse().read())
+        assert body["usage"]["completion_tokens"] == 120
+        running_one.close()
+        assert service.num_requests == 0
+
+
+def test_what_is_aborted_is_answered(engine) -> None:
+    app = make_app(engine)
+    service = app.routes[0].app._service
+    with running(app) as port:
+        client = Client(port)
+        found: list[Any] = []
+        asked = LONG | {"n": 20}
+        threads = [
+            threading.Thread(target=lambda: found.append(client.post(COMPLETIONS, asked).json())),
+            threading.Thread(target=lambda: found.append(client.stream(COMPLETIONS, asked)[-1])),
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: service.num_requests == 40)
+        service.stop()
+        service.abort_all()
+        for thread in threads:
+            thread.join(20)
+        reasons = [choice["finish_reason"] for one in found for choice in one["choices"]]
+        assert len(reasons) == 21
+        assert "abort" in reasons
+        assert service.num_requests == 0
+
+
+def test_a_dead_engine_is_unavailable(files) -> None:
+    with files.small() as engine, running(make_app(engine)) as port:
+        client = Client(port)
+        assert client.get("/health").status == 200
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        with pytest.raises(RuntimeError):
+            engine._loop.run(fail, is_vital=True)
+        wait_for(lambda: client.get("/health").status == 503)
+        for answer in (client.get("/health"), client.post(COMPLETIONS, LONG)):
+            assert answer.status == 503
+            assert answer.error["code"] == "engine_failed"
+            assert b"device" not in answer.body
+    engine = files.small()
+    with running(make_app(engine)) as port:
+        engine.close()
+        assert Client(port).get("/health").error["code"] == "stopping"
