@@ -44,6 +44,7 @@ READ: dict[str, Any] = {}  # executables that engines share, by key
 SHARING = (
     ("speculative", "runtime", "scheduling", "kv"),
     ("engine", "cli", "scripts", "metrics", "disaggregation"),
+    ("server",),
 )
 # of the 65,530 that Linux grants a process
 MANY_MAPPINGS = 30_000

@@ -50,9 +50,9 @@ def serve(
         OSError: if the address cannot be bound.
         Exception: what ``make_engine`` raised.
     """
-    listener = _bind(host, port)
     future: Future[Engine] = Future()
     service = Service(future, **options)
+    listener = bind(host, port)
     config = uvicorn.Config(
         route(service, cors_allow_origins),
         log_config=None,
@@ -93,7 +93,8 @@ def serve(
     future.result()  # raises what ended it before it was ready
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 chooses one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -108,6 +109,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._seconds = service, seconds
         self._deadline: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
@@ -115,8 +117,10 @@ class _Server(uvicorn.Server):
             return
         self._deadline = time.monotonic() + self._seconds
         self._service.stop()
-        loop = self._loop
-        loop.call_soon_threadsafe(lambda: loop.create_task(self._drain()))
+        if self._loop is None:  # nothing has begun
+            self.should_exit = True
+        else:
+            asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

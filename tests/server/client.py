@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection
 from typing import Any
 
 import uvicorn
@@ -22,6 +22,13 @@ class Answer:
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+    def events(self) -> list[Any]:
+        """Those of a stream, which has to end with its mark."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        *found, last, nothing = self.body.decode().split("\n\n")
+        assert (last, nothing) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in found]
 
     @property
     def error(self) -> dict[str, Any]:
@@ -39,7 +46,11 @@ class Client:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in (self.headers | headers).items()}
-        connection.request(method, path, data, named)
+        try:
+            connection.request(method, path, data, named)
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
@@ -58,26 +69,10 @@ class Client:
         return self.ask("POST", path, {} if body is None else body, **headers)
 
     def stream(self, path: str, body: dict[str, Any], **headers: str) -> list[Any]:
-        """The events of a stream, which has to end with its mark."""
-        connection = self.connect("POST", path, body | {"stream": True}, **headers)
-        try:
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            assert response.headers["content-type"].startswith("text/event-stream")
-            found = list(events(response))
-        finally:
-            connection.close()
-        assert found[-1] == "[DONE]"
-        return found[:-1]
-
-
-def events(response: HTTPResponse) -> Iterator[Any]:
-    """Values of the ``data:`` lines of a stream, the last mark as a text."""
-    for line in response:
-        if line.strip():
-            name, _, value = line.decode().partition(": ")
-            assert name == "data"
-            yield value.strip() if value.startswith("[DONE]") else json.loads(value)
+        """The events of a stream."""
+        answer = self.post(path, body | {"stream": True}, **headers)
+        assert answer.status == 200, answer.body
+        return answer.events()
 
 
 @contextmanager
