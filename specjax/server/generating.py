@@ -13,7 +13,7 @@ from specjax.server.service import Service
 
 # A longer request is read and tokenised in another thread. To go there and back takes longer than
 # to do a short one here: with 64 clients 10 ms and more, as threads wait for the interpreter.
-INLINE_BYTES = 16_384
+INLINE_BYTES = 4096
 # results of so many tokens with log-probabilities are put into shape in another thread
 INLINE_LOGPROBS = 256
 

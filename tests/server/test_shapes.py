@@ -1,0 +1,137 @@
+"""Shapes of answers, and that the documentation has every field."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from specjax.server import fields, metrics, sampling
+from specjax.server.app import make_app
+from specjax.server.figures import speculative_metrics, usage
+from specjax.server.logprobs import LEAST, chat_logprobs, completion_logprobs
+from specjax.server.native import NativeAnswer
+from specjax.server.tokens import TokenTexts, byte_alphabet
+from specjax.text.tokenizer import Tokenizer
+
+DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and an end token."""
+    vocabulary = byte_alphabet()
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend)
+
+
+def word_tokenizer() -> Tokenizer:
+    """Word marks, and bytes by their number."""
+    vocabulary = {"<0xE2>": 0, "<0x82>": 1, "<0xAC>": 2, "▁the": 3, "a": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(parts)
+    return Tokenizer(backend)
+
+
+def test_the_alphabet_is_that_of_byte_level_tokenizers() -> None:
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = byte_tokenizer()
+    texts = TokenTexts(tokenizer)
+    for text in ("a €\n", "日本", "\x00\x7f\xad"):
+        ids = tokenizer.encode(text)
+        assert b"".join(texts.of(i)[1] for i in ids) == text.encode()
+        assert list(text.encode()) == ids
+
+
+def test_texts_of_tokens() -> None:
+    texts = TokenTexts(byte_tokenizer())
+    assert texts.of(ord("a")) == ("a", b"a")
+    assert texts.of(0xE2) == ("bytes:\\xe2", b"\xe2")
+    assert texts.of(256) == ("</s>", b"</s>")
+    assert texts.is_special(256)
+    assert texts.of(10_000) == ("", b"")  # of a padded vocabulary
+    words = TokenTexts(word_tokenizer())
+    assert [words.of(i)[1] for i in range(5)] == [b"\xe2", b"\x82", b"\xac", b" the", b"a"]
+    assert TokenTexts(None).of(3) == ("", b"")
+
+
+def test_offsets_count_characters_of_the_text() -> None:
+    tokenizer = byte_tokenizer()
+    texts = TokenTexts(tokenizer)
+    ids = [*tokenizer.encode("a€b"), 256, ord("c")]
+    chosen = [(None, ids[0], None), *((-1.0, i, None) for i in ids[1:])]
+    tops = [None, *([(-0.5, ord("x"), None), (-1.0, i, None)] for i in ids[1:])]
+    lists, offset = completion_logprobs(texts, chosen, tops, 10)
+    assert lists["text_offset"] == [10, 11, 12, 12, 12, 13, 13]
+    assert offset == 14
+    assert lists["top_logprobs"][0] is None
+    assert lists["top_logprobs"][-1] == {"x": -0.5, "c": -1.0}
+    more, _ = completion_logprobs(texts, chosen, (), 0)
+    assert more["top_logprobs"][1:] == [{texts.of(i)[0]: -1.0} for i in ids[1:]]
+
+
+def test_infinity_is_no_json() -> None:
+    texts, triple = TokenTexts(byte_tokenizer()), (-math.inf, 97, None)
+    lists, _ = completion_logprobs(texts, [triple], [[triple]], 0)
+    assert lists["token_logprobs"] == [LEAST]
+    assert chat_logprobs(texts, [triple], [[triple]])["content"][0]["logprob"] == LEAST
+    meta = {"output_token_logprobs": [triple], "output_top_logprobs": [[triple], None]}
+    whole = NativeAnswer(False, True, None).whole([{"meta_info": meta}])
+    assert json.loads(whole)["meta_info"]["output_token_logprobs"] == [[LEAST, 97, None]]
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    metas = [{"prompt_tokens": 5, "completion_tokens": i, "cached_tokens": i} for i in range(4)]
+    assert usage(metas, 2) == {
+        "prompt_tokens": 10,
+        "completion_tokens": 6,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_acceptance_is_summed_over_choices() -> None:
+    def meta(histogram: list[int], proposed: int) -> dict[str, object]:
+        accepted = sum(i * count for i, count in enumerate(histogram))
+        return {
+            "spec_verify_ct": sum(histogram),
+            "spec_num_correct_drafts": accepted,
+            "spec_num_proposed_drafts": proposed,
+            "spec_correct_drafts_histogram": histogram,
+        }
+
+    figures = speculative_metrics([meta([1, 0, 2], 6), {}, meta([1, 1, 0], 4)])
+    assert figures == {
+        "speculative_decoding": {
+            "mean_acceptance_length": 2.0,
+            "draft_acceptance_rate": 0.5,
+            "acceptance_histogram": [2, 1, 2],
+            "num_spec_steps": 5,
+            "num_accepted_draft_tokens": 5,
+            "num_draft_tokens": 10,
+            "num_spec_tokens": 2,
+        }
+    }
+    assert speculative_metrics([{}]) is None
+
+
+# documentation
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({*fields.IGNORED, *fields.REFUSED, *sampling.NAMES, *(a[1] for a in metrics.ALIASES)}),
+)
+def test_documentation_names_every_field(name) -> None:
+    assert re.search(rf"`{re.escape(name)}(_total)?`", DOCS) or name.startswith("guided_")
+
+
+def test_documentation_names_every_route(engine) -> None:
+    for route in make_app(engine).routes:
+        assert route.path.replace("{name:path}", "{id}") in DOCS
