@@ -16,6 +16,7 @@ DOORS = {
     "bench_offline_throughput": "throughput",
     "bench_requests": "requests",
     "bench_round": "round",
+    "bench_server": "server",
     "bench_serving_mix": "serving_mix",
     "bench_speculative": "speculative",
     "bench_start": "start",
