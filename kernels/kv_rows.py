@@ -69,9 +69,17 @@ def specjax_scatter_rows(pool_in: Any, index_ref: Any, rows_ref: Any, pool_ref: 
         store(pool_ref.at[layer, target, columns], finite_or_zero(values), mask=inside)
 
 
+def _is_addressed(pool: jax.Array) -> bool:
+    """Whether a kernel's offsets reach all of a pool.
+
+    The lowering takes 32-bit offsets up to 4 GiB, and they count elements, with a sign.
+    """
+    return pool.dtype.itemsize > 1 or pool.size < 2**31
+
+
 def _check(pool: jax.Array, index: jax.Array, implementation: str) -> None:
     check_implementation(implementation)
-    if pool.ndim < 3 or index.ndim != 1:
+    if pool.ndim < 2 or index.ndim != 1:
         raise ValueError(f"pool {pool.shape} must be [L, N, ...] and index {index.shape} [W]")
 
 
@@ -85,7 +93,7 @@ def gather_rows(
     """KV rows ``[L, W, ...]`` of a pool ``[L, N, ...]`` at indices i32 ``[W]`` below N."""
     _check(pool, index, implementation)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
-    if implementation == "xla" or 0 in shape:
+    if implementation == "xla" or 0 in shape or not _is_addressed(pool):
         return _gather_reference(pool, index)
     width = math.prod(pool.shape[2:])
     flat = triton_call(
@@ -120,7 +128,7 @@ def scatter_rows(
     wanted = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
-    if implementation == "xla" or 0 in rows.shape:
+    if implementation == "xla" or 0 in rows.shape or not _is_addressed(pool):
         return _scatter_reference(pool, index, rows)
     width = math.prod(pool.shape[2:])
     flat = triton_call(

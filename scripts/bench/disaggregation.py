@@ -163,14 +163,19 @@ def transfer(engine: Any, num_tokens: int) -> dict[str, float]:
 @contextmanager
 def prefill_process(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A prefill side in a process of its own; gives the options of its decode side."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(len(jax.devices())))
+    )
+    device = visible.split(",")[options.get("base_gpu_id", 0) + 1]
     there = options | {
+        "base_gpu_id": 0,
         "disaggregation_mode": "prefill",
         "disaggregation_address": "127.0.0.1:0",
         "show_progress": False,
     }
     process = subprocess.Popen(
         [sys.executable, "-c", SERVES, json.dumps(there)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "1"},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": device},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

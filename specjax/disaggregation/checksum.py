@@ -3,6 +3,7 @@
 One thread reaches 3 GB/s on a server's core, about as much as a connection.
 """
 
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,16 @@ CHUNK = 4 * 2**20  # bytes of one part
 INLINE = 2**16  # bytes that are not worth another thread
 THREADS = 4
 
-_pool = ThreadPoolExecutor(THREADS, thread_name_prefix="specjax-checksum")
+_pool: ThreadPoolExecutor
+
+
+def _start() -> None:
+    global _pool
+    _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="specjax-checksum")
+
+
+_start()
+os.register_at_fork(after_in_child=_start)  # the threads are the parent's
 
 
 def chunks(data: memoryview) -> Iterator[memoryview]:

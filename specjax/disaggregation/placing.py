@@ -1,8 +1,9 @@
 """Copying what arrives to the decode side's device, beside its rounds."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 
 import jax
@@ -16,7 +17,7 @@ class Placing:
     """A thread that hands on each message once its arrays are on the device.
 
     Rounds there would wait as well, behind what is not yet computed or copied, if it were taken any
-    earlier. ``failed`` hears from that thread of what went wrong: no memory, or what computes it.
+    earlier. What goes wrong, such as no memory, ends it; ``failed`` is told in that thread.
     """
 
     def __init__(
@@ -25,24 +26,33 @@ class Placing:
         self._loop, self._scheduler = side
         self._failed = failed
         self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
+        self._is_closed = False
         self._thread = Thread(target=self._run, name="specjax-transfer", daemon=True)
         self._thread.start()
 
     def put(self, message: Arrival) -> None:
         """Messages are handed on in this order; does not block."""
-        self._messages.put(message)
+        if not self._is_closed:
+            self._messages.put(message)
 
     def close(self) -> None:
-        """End with what has been put so far; does not wait."""
+        """Hand on nothing more; does not wait."""
+        self._is_closed = True
         self._messages.put(None)
 
     def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
+        while (message := self._messages.get()) is not None and not self._is_closed:
             try:
-                placed = self._scheduler.placed(message)
-                jax.block_until_ready(vars(placed))
-                self._loop.post(partial(self._scheduler.take, placed))
-                del placed
+                self._place(message)
             except Exception as error:
+                self._is_closed = True
                 self._failed(error)
             del message  # it may be large, and the next one may be long in coming
+        with suppress(Empty):
+            while True:
+                self._messages.get_nowait()
+
+    def _place(self, message: Arrival) -> None:
+        placed = self._scheduler.placed(message)
+        jax.block_until_ready(vars(placed))
+        self._loop.post(partial(self._scheduler.take, placed))

@@ -154,7 +154,10 @@ def _hello(scheduler: PrefillScheduler | DecodeScheduler) -> Hello:
 
 def _send(channel: Channel, scheduler: PrefillScheduler, message: Message) -> None:
     """Queue a message, once there is room for it, unless the channel has ended."""
-    message = scheduler.hosted(message)
+    try:
+        message = scheduler.hosted(message)
+    except Exception as error:  # no pinned memory: it is copied to other memory, slowly
+        logger.warning("the host has no pinned memory for what is sent: %s", error)
     queued, since = channel.num_queued_bytes, time.monotonic()
     while channel.is_open and queued > MOST_QUEUED:
         time.sleep(1e-3)

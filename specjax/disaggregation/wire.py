@@ -7,6 +7,8 @@ A frame is a fixed header, a JSON part, an HMAC-SHA256 of both and the arrays::
     HMAC-SHA256 with the key of this connection and direction
     arrays in the order of the fields, little endian, C order, nothing between them
 
+A checksum is that of :mod:`~specjax.disaggregation.checksum`, whose chunks belong to the schema.
+
 All that decides what is allocated for arrays is authenticated first. Their own bytes are covered by
 checksums only, which tell accidents, not somebody on the way who means it.
 """

@@ -1,6 +1,8 @@
 """Checksums of arrays, against CRC-32 of the CRC-32s of their chunks."""
 
 import struct
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -25,8 +27,24 @@ def test_one_bit_or_another_order_is_another_one() -> None:
     data[CHUNK] ^= 1
     assert checksum(memoryview(data)) != before
     data[CHUNK] ^= 1
-    first, second, *rest = chunks(memoryview(bytes(data[:CHUNK])[::-1] + bytes(data[CHUNK:])))
-    assert checksum(memoryview(b"".join([second, first, *rest]))) != before
+    data[0] = 7
+    first, second, *rest = chunks(memoryview(bytes(data)))
+    other = checksum(memoryview(b"".join([first, second, *rest])))
+    assert checksum(memoryview(b"".join([second, first, *rest]))) != other
+
+
+def test_in_a_forked_process() -> None:
+    code = f"""
+import os, zlib
+from specjax.disaggregation.checksum import checksum
+data = memoryview(bytes({CHUNK} * 8))
+before = [checksum(data) for _ in range(5)][0]
+child = os.fork()
+if child == 0:
+    os._exit(checksum(data) != before)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_without_threads(monkeypatch) -> None:

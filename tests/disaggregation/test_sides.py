@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation.messages import Message, Piece, Prefilled
+from specjax.disaggregation.placing import Placing
 from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 
@@ -339,3 +341,28 @@ def wait_for_peer(engine: DisaggregatedEngine) -> None:
     while engine._loop.run(lambda: engine._scheduler._peer) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_placing_ends_with_its_first_failure(pair, caplog):
+    told: list[Exception] = []
+    done = threading.Event()
+
+    def failed(error: Exception) -> None:
+        told.append(error)
+        done.set()
+
+    placing = Placing(pair._side, failed)
+    array = np.zeros(1)
+    kept = weakref.ref(array)
+    for number in range(6):
+        wrong = Piece(id=10**9 + number, start=0, count=1, kv=(array, object()))
+        placing.put(wrong)
+    del wrong, array
+    assert done.wait(20)
+    placing._thread.join(20)
+    assert len(told) == 1
+    placing.put(Piece(id=1, start=0, count=1, kv=()))
+    assert placing._messages.empty()
+    told.clear()
+    gc.collect()
+    assert kept() is None

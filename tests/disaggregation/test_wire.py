@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from specjax.disaggregation.checksum import CHUNK
 from specjax.disaggregation.fields import DTYPES, KINDS, MAX_RANK, Heartbeat
 from specjax.disaggregation.messages import (
     Cancel,
@@ -195,7 +196,7 @@ def test_contiguous_arrays_are_not_copied() -> None:
 
 def test_a_frame_of_schema_2() -> None:
     """A change of these bytes, or of the messages, needs another schema."""
-    assert SCHEMA == 2
+    assert (SCHEMA, CHUNK) == (2, 4 * 2**20)
     text = b'{"kind":"Piece","fields":{"id":3,"start":16,"count":2,"kv":'
     text += b'[["int16",[2,3],2722042102],["bool",[1],4215463597]]}}'
     assert frame_of(PIECE) == forged(text, b"".join(array.tobytes() for array in PIECE.kv))

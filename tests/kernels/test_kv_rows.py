@@ -18,6 +18,7 @@ CASES = [
     (1, 9, 1, (5,), "float16"),
     (2, 30, 11, (2, 8, 160), "bfloat16"),  # several column blocks
     (2, 20, 6, (3,), "int32"),
+    (2, 20, 6, (), "float32"),
 ]
 
 
@@ -86,6 +87,15 @@ def test_both_lower_for_cuda_in_one_launch() -> None:
     assert text.count(f"custom_call @{TRITON_CALL}") == 1
     assert "specjax_scatter_rows" in text
     assert "tf.aliasing_output = 0" in text
+
+
+@pytest.mark.parametrize(("slots", "calls"), [(1_000_000, 1), (1_120_000, 0)])
+def test_pools_beyond_the_offsets_of_a_kernel_have_none(slots: int, calls: int) -> None:
+    """Those of one byte an entry from 2 GiB on; wider ones get offsets of 64 bits."""
+    pool = jax.ShapeDtypeStruct((2, slots, 1024), jnp.int8)
+    index = jax.ShapeDtypeStruct((64,), jnp.int32)
+    text = lower_for_cuda(partial(gather_rows, **DEVICE), pool, index)
+    assert text.count(f"custom_call @{TRITON_CALL}") == calls
 
 
 @pytest.mark.gpu
