@@ -1,8 +1,12 @@
 """Routes that tell something, and who may use which."""
 
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from specjax import Engine
 from specjax.server import make_app
@@ -66,3 +70,45 @@ def test_until_the_engine_is_there_everything_is_unavailable(engine) -> None:
         answer = Client(port).get("/health")
         assert answer.status == 503
         assert "weights" not in answer.error["message"]
+
+
+def scraped(client: Client) -> dict[tuple[str, str], Any]:
+    """Samples by name and position."""
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(answer.body.decode())
+    return {
+        (sample.name, sample.labels.get("position", "")): sample
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_figures_have_the_names_that_others_read(engine, client) -> None:
+    before = engine.metrics.snapshot()
+    client.post("/v1/completions", {"prompt": "hello", "max_tokens": 30, "temperature": 0})
+    totals, samples = engine.metrics.snapshot(), scraped(client)
+    assert totals.num_verifies > before.num_verifies
+    name = "vllm:spec_decode_num_"
+    assert samples[f"{name}drafts_total", ""].value == totals.num_verifies
+    assert samples[f"{name}draft_tokens_total", ""].value == totals.num_proposed_drafts
+    assert samples[f"{name}accepted_tokens_total", ""].value == totals.num_accepted_drafts
+    counts = [samples[f"{name}accepted_tokens_per_pos_total", str(i)].value for i in range(3)]
+    assert sum(counts) == totals.num_accepted_drafts
+    assert counts == sorted(counts, reverse=True)
+    assert samples["vllm:num_requests_running", ""].value == 0
+    assert samples["vllm:num_requests_waiting", ""].value == 0
+    assert samples["vllm:num_requests_waiting", ""].labels == {"model_name": MODEL}
+    assert 0 <= samples["vllm:kv_cache_usage_perc", ""].value <= 1
+    sizes = samples["vllm:cache_config_info", ""].labels
+    assert int(sizes["block_size"]) * int(sizes["num_gpu_blocks"]) == totals.max_total_tokens
+    assert samples["specjax:spec_accept_length", ""].value == totals.accept_length
+
+
+def test_it_mounts_below_another_application(engine) -> None:
+    with running(Starlette(routes=[Mount("/llm", make_app(engine))])) as port:
+        client = Client(port)
+        assert client.get("/llm/health").status == 200
+        asked = {"prompt": "hello", "max_tokens": 4}
+        assert client.post("/llm/v1/completions", asked).status == 200
+        assert client.get("/llm/other").error["code"] == "unknown_route"

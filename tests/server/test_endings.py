@@ -138,6 +138,24 @@ def test_what_is_aborted_is_answered(engine) -> None:
         assert service.num_requests == 0
 
 
+def test_an_engine_that_dies_in_a_stream_says_so(files) -> None:
+    with files.small() as engine, running(make_app(engine)) as port:
+        client = Client(port)
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        connection = client.connect("POST", COMPLETIONS, LONG | {"stream": True, "n": 20})
+        response = connection.getresponse()
+        assert response.status == 200
+        with pytest.raises(RuntimeError):
+            engine._loop.run(fail, is_vital=True)
+        *_, last, mark, _ = response.read().decode().split("\n\n")
+        connection.close()
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
+        assert mark == "data: [DONE]"
+
+
 def test_a_dead_engine_is_unavailable(files) -> None:
     with files.small() as engine, running(make_app(engine)) as port:
         client = Client(port)
