@@ -73,6 +73,7 @@ def serve(
             engine = make_engine()
         except BaseException as error:
             future.set_exception(error)
+            server.has_begun.wait()
             server.should_exit = True
         else:
             future.set_result(engine)
@@ -83,6 +84,7 @@ def serve(
     try:
         server.run(sockets=[listener])
     finally:
+        server.has_begun.set()
         listener.close()
         if maker.is_alive():
             # compiling cannot be interrupted, and would crash in the interpreter's end
@@ -110,6 +112,7 @@ class _Server(uvicorn.Server):
         self._service, self._seconds = service, seconds
         self._deadline: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.has_begun = threading.Event()  # what ends it before that may leave its sockets open
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
@@ -117,14 +120,15 @@ class _Server(uvicorn.Server):
             return
         self._deadline = time.monotonic() + self._seconds
         self._service.stop()
-        if self._loop is None:  # nothing has begun
-            self.should_exit = True
-        else:
+        if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self.has_begun.set()
+        if self._deadline is not None:
+            await self._drain()
 
     async def _drain(self) -> None:
         assert self._deadline is not None
