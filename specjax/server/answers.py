@@ -27,7 +27,6 @@ class Sent:
     chars: int = 0
     tokens: int = 0
     offset: int = 0  # in the text, of the next token with a log-probability
-    has_begun: bool = False
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,7 +11,8 @@ from specjax.server.service import Service
 
 async def answer_flush_cache(service: Service, exchange: Exchange) -> None:
     """Forget all KV; running requests compute theirs again."""
-    await asyncio.to_thread(service.engine.flush_cache)
+    with service.refusals():
+        await asyncio.to_thread(service.engine.flush_cache)
     await exchange.reply(dump({"success": True, "message": "the cache is empty"}).encode())
 
 
@@ -20,10 +21,15 @@ async def answer_update_weights(service: Service, exchange: Exchange) -> None:
     body = await exchange.read_object(service.max_body_bytes)
     model_path, draft_path = body.text("model_path"), body.text("draft_path")
     refuse_rest(body)
-    update = service.engine.update_weights_from_disk
+    if service.is_updating:
+        raise ApiError(409, "weights are being replaced already; wait for that", code="updating")
+    service.is_updating = True
     try:
-        await asyncio.to_thread(update, model_path, draft_path)
-    except (ValueError, OSError) as error:
-        service.engine  # noqa: B018 - raises where it has failed
-        raise ApiError(400, str(error), code="weights_refused") from error
+        with service.refusals():
+            update = service.engine.update_weights_from_disk
+            await asyncio.to_thread(update, model_path, draft_path)
+    except OSError as error:
+        raise ApiError(400, str(error)) from error
+    finally:
+        service.is_updating = False
     await exchange.reply(dump({"success": True, "message": "the weights are replaced"}).encode())

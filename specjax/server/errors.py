@@ -57,8 +57,6 @@ def api_error(error: Exception) -> ApiError | None:
             return ApiError(429, str(error), code="queue_full")
         case EngineFault():
             return unavailable("the engine has failed; its log says why", "engine_failed")
-        case ValueError():
-            return ApiError(400, str(error))
-        case RecursionError():
+        case RecursionError():  # of values that an error quotes, too
             return ApiError(400, "the request is nested too deeply")
     return None

@@ -54,6 +54,7 @@ async def generate(
     Long requests, and those for which ``read`` raises TooSlowError, are read in another thread, by
     ``otherwise`` where that is another function.
     """
+    service.check_open()
     data = await exchange.read(service.max_body_bytes)
     patient = otherwise or read
     if len(data) > INLINE_BYTES:

@@ -17,16 +17,17 @@ _STARTED = int(time.time())
 
 async def answer_health(service: Service, exchange: Exchange) -> None:
     """200 where a request would be served now, else 503."""
-    service.engine  # noqa: B018 - raises where it cannot
+    service.check_open()
     await exchange.reply(b"{}")
 
 
 async def answer_health_generate(service: Service, exchange: Exchange) -> None:
     """200 where a token has come out of the engine."""
-    engine = service.engine
-    one = {"max_new_tokens": 1, "temperature": 0.0}
-    call = engine.make_call(input_ids=[0], sampling_params=one, timeout=HEALTH_SECONDS)
-    result = await engine.async_run(call)
+    service.check_open()
+    engine, one = service.engine, {"max_new_tokens": 1, "temperature": 0.0}
+    with service.refusals():
+        call = engine.make_call(input_ids=[0], sampling_params=one, timeout=HEALTH_SECONDS)
+        result = await engine.async_run(call)
     if not result["output_ids"]:
         raise ApiError(503, f"no token came within {HEALTH_SECONDS:g} s", code="engine_slow")
     await exchange.reply(b"{}")

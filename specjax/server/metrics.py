@@ -20,8 +20,6 @@ ALIASES = (
     ("counter", "vllm:spec_decode_num_draft_tokens", "num_proposed_drafts", "Drafts verified."),
     ("counter", "vllm:spec_decode_num_accepted_tokens", "num_accepted_drafts", "Drafts accepted."),
 )
-
-
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 

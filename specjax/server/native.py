@@ -1,6 +1,5 @@
 """``POST /generate`` and ``/abort_request``: SGLang's own way to ask for text."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +42,11 @@ def read_generate(service: Service, body: Body) -> Job:
     has_texts = body.flag("return_text_in_logprobs")
     refuse_rest(body)
     service.check_count(count)
+    given = sampling if isinstance(sampling, list) else [sampling]
+    if given is sampling and len(given) != count:
+        message = f"{len(given)} sampling_params for {count} inputs"
+        raise ApiError(400, message, param="sampling_params")
     with client_names():
-        given = sampling if isinstance(sampling, list) else [sampling]
         made = [SamplingParams.of(one) for one in given]
         service.check_count(count * max((params.n for params in made), default=1))
         call = service.engine.make_call(
@@ -70,10 +72,10 @@ class NativeAnswer:
 
     def whole(self, results: Sequence[dict[str, Any]]) -> bytes:
         shown = [self._plain(result) for result in results]
-        return _dump(shown if self.is_batch else shown[0]).encode()
+        return dump(shown if self.is_batch else shown[0]).encode()
 
     def chunk(self, result: dict[str, Any]) -> bytes:
-        return f"data: {_dump(self._plain(result))}\n\n".encode()
+        return f"data: {dump(self._plain(result))}\n\n".encode()
 
     def closing(self) -> bytes:
         return b""
@@ -95,10 +97,6 @@ class NativeAnswer:
             (value and finite(value), token, self.texts and self.texts.of(token)[0])
             for value, token, _ in triples
         ]
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 async def answer_abort(service: Service, exchange: Exchange) -> None:

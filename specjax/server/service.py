@@ -46,10 +46,11 @@ class Service:
         self.num_requests = 0
         self._is_stopping = False
         self._texts: TokenTexts | None = None
+        self.is_updating = False  # its weights
 
     @property
     def engine(self) -> Engine:
-        """The engine; ApiError 503 while there is none that could serve a new request."""
+        """The engine; ApiError 503 where there is none, or it has failed or been closed."""
         engine = self._engine
         if isinstance(engine, Future):
             if not engine.done():
@@ -57,8 +58,6 @@ class Service:
             if engine.exception() is not None:
                 raise unavailable("the model could not be loaded", "engine_failed")
             engine = self._engine = engine.result()
-        if self._is_stopping:
-            raise unavailable("the server is shutting down", "stopping")
         try:
             engine.check_health()
         except ValueError:
@@ -95,6 +94,11 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
+    def check_open(self) -> None:
+        """Refuse new requests where the server ends."""
+        if self._is_stopping:
+            raise unavailable("the server is shutting down", "stopping")
+
     def check_key(self, exchange: Exchange) -> None:
         if self._api_key is None:
             return
@@ -121,6 +125,7 @@ class Service:
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
         """Count completions as in hand, until their client has the answer."""
+        self.check_open()
         if self.num_requests + count > self.max_requests:
             raise ApiError(
                 429,
@@ -136,7 +141,7 @@ class Service:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """What the engine refuses of a request it could serve is the client's matter."""
+        """What an engine that could serve refuses is the client's matter."""
         try:
             yield
         except ValueError as error:

@@ -1,10 +1,13 @@
 """Who may use what, and how much of it."""
 
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from specjax.server import make_app
+from specjax.server import exchange, make_app
 from specjax.server.exchange import Exchange
 from specjax.server.service import _is_local
 
@@ -58,8 +61,8 @@ def test_a_key_is_needed_where_there_is_one(engine) -> None:
 )
 def test_who_is_local(client, headers, expected) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    exchange = Exchange({"client": (client, 1), "headers": pairs}, None, None)  # type: ignore[arg-type]
-    assert _is_local(exchange) is expected
+    one = Exchange({"client": (client, 1), "headers": pairs}, None, None)  # type: ignore[arg-type]
+    assert _is_local(one) is expected
 
 
 def test_pages_from_elsewhere_change_nothing(engine, client) -> None:
@@ -120,3 +123,30 @@ def test_a_full_queue_is_told(files) -> None:
             answer = client.post(COMPLETIONS, LONG | {"prompt": ["a", "b"], "stream": is_stream})
             assert answer.status == 429
             assert answer.error["code"] == "queue_full"
+
+
+def test_a_body_has_to_come(client, monkeypatch) -> None:
+    monkeypatch.setattr(exchange, "READ_SECONDS", 0.05)
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_weights_are_replaced_one_after_the_other(engine, client, monkeypatch) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def update(*paths: str | None) -> None:
+        begun.set()
+        goes_on.wait(20)
+
+    monkeypatch.setattr(engine, "update_weights_from_disk", update)
+    route, body = "/update_weights_from_disk", {"model_path": "x"}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.post, route, body)
+        begun.wait(20)
+        assert client.post(route, body).status == 409
+        goes_on.set()
+        assert first.result().status == 200
+    assert client.post(route, body).status == 200
