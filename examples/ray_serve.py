@@ -1,0 +1,75 @@
+"""Replicas of the HTTP server on Ray Serve, each with an engine of its own.
+
+    pip install '.[serve,ray]'
+    python examples/ray_serve.py --replicas 2 --context-length 512 --max-running-requests 4
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The sky is blue because"}'
+
+Every option of the engine is an option here. SPECJAX_API_KEY in the environment has the key that
+clients show. SIGTERM or Ctrl-C ends it.
+"""
+
+import argparse
+import os
+import signal
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray import serve
+
+from specjax import Engine
+from specjax.cli.options import SERVING, add_engine_options, engine_arguments
+from specjax.server import make_app
+
+
+@serve.ingress()
+class Replica:
+    """The application over an engine of this process."""
+
+    def __init__(self, options: dict[str, Any], api_key: str | None) -> None:
+        self.engine, self.api_key = Engine(**options), api_key
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return make_app(self.engine, api_key=self.api_key)
+
+    def check_health(self) -> None:
+        """Raise where the engine has failed: Ray then replaces the replica."""
+        self.engine.check_health()
+
+    def __del__(self) -> None:
+        """Called when the requests in hand have ended, or after their time."""
+        self.engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS
+    )
+    group = parser.add_argument_group("replicas")
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--replicas", type=int, default=2)
+    group.add_argument("--gpus", type=float, default=0, help="of each replica")
+    group.add_argument("--requests", type=int, default=64, help="in hand at a replica at once")
+    group.add_argument("--shutdown-timeout", type=float, default=30.0)
+    add_engine_options(parser, SERVING)
+    args = parser.parse_args()
+    deployment = serve.deployment(
+        num_replicas=args.replicas,
+        max_ongoing_requests=args.requests,
+        ray_actor_options={"num_gpus": args.gpus},
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=args.shutdown_timeout,
+    )
+    ray.init(include_dashboard=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    serve.start(http_options={"host": args.host, "port": args.port})
+    key = os.environ.get("SPECJAX_API_KEY")
+    with suppress(KeyboardInterrupt):
+        serve.run(deployment(Replica).bind(engine_arguments(args), key), blocking=True)
+    serve.delete("default")  # what is in hand ends while the proxy still passes it on
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()
