@@ -8,7 +8,8 @@ from specjax.server.errors import ApiError
 # about the caller, the account or the transport: the text would be the same
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls prediction separate_reasoning stream_reasoning".split()
+    "parallel_tool_calls prediction separate_reasoning stream_reasoning log_metrics "
+    "no_logs".split()
 )
 _GRAMMAR = "constrained decoding is not supported"
 _TOOLS = "tool calls are not supported"
@@ -50,6 +51,9 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reasoning_effort": ("give it in chat_template_kwargs", ()),
     "continue_final_message": ("an answer is always a new message", (False,)),
     "return_hidden_states": ("they are not sent over HTTP", (False,)),
+    "return_bytes": ("answers are text", (False,)),
+    "return_entropy": ("give return_logprob and top_logprobs_num", (False,)),
+    "background": ("an answer is waited for", (False,)),
     "return_tokens_as_token_ids": ("logprobs name tokens by their text", (False,)),
 }
 

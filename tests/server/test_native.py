@@ -33,6 +33,16 @@ def test_results_are_the_engines(engine, client, inputs) -> None:
         assert list(map(plain, found)) == list(map(plain, expected))
 
 
+def test_what_gateways_add_changes_nothing(engine, client) -> None:
+    """SGLang's router writes out the defaults of its own request."""
+    added = {"model": None, "return_text_in_logprobs": False, "stream": False, "log_metrics": True}
+    names = "return_hidden_states background no_logs return_bytes return_entropy".split()
+    body = {"text": "hello", "sampling_params": ENGINE_GREEDY} | added | dict.fromkeys(names, False)
+    expected = engine.generate("hello", ENGINE_GREEDY)
+    assert plain(client.post(ROUTE, body).json()) == plain(expected)
+    assert client.post(ROUTE, body | {"background": True}).error["param"] == "background"
+
+
 def test_streams_are_cumulative(engine, client) -> None:
     expected = engine.generate("hello", ENGINE_GREEDY)
     parts = client.stream(ROUTE, {"text": "hello", "sampling_params": ENGINE_GREEDY})
