@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import specjax
 from specjax.server.figures import choice_meta, speculative_metrics, usage
 from specjax.server.tokens import TokenTexts
+from specjax.text.accepts import AcceptPieces
 
 Result = dict[str, Any]  # of the engine
 _HOLE = "\0"
@@ -27,6 +28,7 @@ class Sent:
     chars: int = 0
     tokens: int = 0
     offset: int = 0  # in the text, of the next token with a log-probability
+    pieces: AcceptPieces | None = None  # where drafts are told
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +41,7 @@ class Answer(ABC):
     num_samples: int
     wants_logprobs: bool = False
     include_usage: bool = False
+    include_drafts: bool = False
     counts_completion: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -52,7 +55,7 @@ class Answer(ABC):
 
     @property
     def is_brief(self) -> bool:
-        return not self.wants_logprobs
+        return not (self.wants_logprobs or self.include_drafts)
 
     @abstractmethod
     def choice(self, index: int, result: Result) -> Result:
@@ -82,7 +85,8 @@ class Answer(ABC):
         sent = self._sent.get(index)
         events = ""
         if sent is None:
-            sent = self._sent[index] = Sent()
+            pieces = self.texts.accept_pieces() if self.include_drafts else None
+            sent = self._sent[index] = Sent(pieces=pieces)
             opening = self.opening(index, sent, result)
             if opening is not None:
                 events = self._event([{"index": index} | opening | {"finish_reason": None}])
@@ -95,8 +99,16 @@ class Answer(ABC):
                 before, behind = self._templates.get(index) or self._template(index)
                 events += before + quote(new) + behind
             return events.encode()
-        choice = {"index": index} | self.part(new) | {"logprobs": self._new_logprobs(sent, meta)}
-        if meta["finish_reason"] is None:
+        is_final = meta["finish_reason"] is not None
+        told: Result = {}
+        if sent.pieces is not None:
+            ids, flags = result["output_ids"], meta["output_is_draft"]
+            parts = sent.pieces.take(text, ids, flags, final=is_final)
+            told["pieces"] = [{"text": part, "is_draft": flag} for part, flag in parts]
+            new = "".join(part for part, _ in parts)
+        logprobs = self._new_logprobs(sent, meta)
+        choice = {"index": index} | self.part(new) | told | {"logprobs": logprobs}
+        if not is_final:
             events += self._event([choice | {"finish_reason": None}])
         else:
             self._last[index] = meta

@@ -34,7 +34,7 @@ def read_chat(service: Service, body: Body, *, is_quick: bool = False) -> Job:
     num_top = body.integer("top_logprobs", 0, at_least=0, at_most=MAX_LOGPROBS)
     if num_top and not wants_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    is_stream, include_usage = take_stream(body)
+    is_stream, include_usage, include_drafts = take_stream(body)
     _merge_limits(body)
     has_limit = "max_tokens" in body
     params = take_sampling(body, service.max_tokens)
@@ -61,6 +61,7 @@ def read_chat(service: Service, body: Body, *, is_quick: bool = False) -> Job:
         num_samples=params.n,
         wants_logprobs=wants_logprobs,
         include_usage=include_usage,
+        include_drafts=include_drafts,
     )
     return Job(call, answer)
 

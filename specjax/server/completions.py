@@ -30,7 +30,7 @@ def read_completion(service: Service, body: Body) -> Job:
     model = service.check_model(body)
     prompts, is_text = _prompts(body)
     echo, logprobs = body.flag("echo"), body.integer("logprobs", at_least=0, at_most=MAX_LOGPROBS)
-    is_stream, include_usage = take_stream(body)
+    is_stream, include_usage, include_drafts = take_stream(body)
     # to score a prompt, which the engine does on its way to a first token
     limit = body.peek("max_tokens")
     keeps = not (echo and is_integer(limit) and limit == 0)
@@ -67,25 +67,26 @@ def read_completion(service: Service, body: Body) -> Job:
         num_samples=params.n,
         wants_logprobs=logprobs is not None,
         include_usage=include_usage,
+        include_drafts=include_drafts,
         counts_completion=keeps,
         echoed=echoed,
     )
     return Job(call, answer)
 
 
-def take_stream(body: Body) -> tuple[bool, bool]:
-    """Whether to stream, and whether the stream ends with usage."""
+def take_stream(body: Body) -> tuple[bool, bool, bool]:
+    """Whether to stream, whether the stream ends with usage, and whether it tells drafts."""
     is_stream = body.flag("stream")
     has_options = "stream_options" in body
     options = body.fields("stream_options")
     if has_options and not is_stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    include_usage = options.flag("include_usage")
+    include_usage, include_drafts = options.flag("include_usage"), options.flag("include_drafts")
     options.take("include_obfuscation")
     if options.left:
         message = f"stream_options: unknown field {options.left[0]!r}"
         raise ApiError(400, message, param="stream_options", code="unknown_field")
-    return is_stream, include_usage
+    return is_stream, include_usage, include_drafts
 
 
 def check_best_of(body: Body, params: SamplingParams) -> None:

@@ -2,7 +2,8 @@
 
 import re
 
-from specjax.text.tokenizer import Tokenizer
+from specjax.text.accepts import AcceptPieces
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -23,6 +24,7 @@ class TokenTexts:
     """What each token adds to a text; without a tokenizer nothing."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
         self._backend = None if tokenizer is None else tokenizer.backend
         self._alphabet: dict[str, int] = {}
         self._added: dict[int, str] = {}
@@ -39,6 +41,12 @@ class TokenTexts:
     def is_special(self, token: int) -> bool:
         """Whether it is left out of the text."""
         return token in self._special
+
+    def accept_pieces(self) -> AcceptPieces:
+        """What tells the accepted drafts in a completion's text."""
+        if self._tokenizer is None:
+            return AcceptPieces(lambda ids: "")
+        return AcceptPieces(IncrementalDecoder(self._tokenizer).push)
 
     def of(self, token: int) -> tuple[str, bytes]:
         """Text and bytes; ``bytes:\\xe2``, as OpenAI writes it, for a part of a character."""

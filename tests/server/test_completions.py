@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from specjax.text.accepts import AcceptPieces
+from specjax.text.tokenizer import IncrementalDecoder
+
 from ..tiny_engines import is_idle
 
 ROUTE = "/v1/completions"
@@ -52,6 +55,22 @@ def test_a_stream_ends_with_its_reason_and_usage(client) -> None:
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 20
     assert "usage" not in client.stream(ROUTE, {"prompt": "hello"} | GREEDY)[-1]
+
+
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_a_stream_tells_the_accepted_drafts(engine, client, stop) -> None:
+    sampling = ENGINE_GREEDY | {"stop": stop}
+    native = client.stream("/generate", {"text": "hello", "sampling_params": sampling})[-1]
+    asked = {"prompt": "hello", "stop": stop, "stream_options": {"include_drafts": True}} | GREEDY
+    choices = choices_of(client.stream(ROUTE, asked))
+    for choice in choices:
+        assert choice["text"] == "".join(piece["text"] for piece in choice["pieces"])
+    pieces = [piece for choice in choices for piece in choice["pieces"]]
+    assert "".join(piece["text"] for piece in pieces) == native["text"]
+    expected = AcceptPieces(IncrementalDecoder(engine.tokenizer).push)
+    ids, flags = native["output_ids"], native["meta_info"]["output_is_draft"]
+    told = [(piece["text"], piece["is_draft"]) for piece in pieces]
+    assert told == expected.take(native["text"], ids, flags, final=True)
 
 
 def test_64_at_once_get_the_texts_of_their_seeds(engine, client) -> None:
