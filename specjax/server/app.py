@@ -23,6 +23,7 @@ from specjax.server.information import (
 )
 from specjax.server.metrics import answer_metrics
 from specjax.server.native import answer_abort, answer_generate
+from specjax.server.page import answer_page
 from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Service
 from specjax.server.tokenizing import answer_detokenize, answer_tokenize
 
@@ -42,9 +43,9 @@ def make_app(
         engine: the engine, or a future of one that is being made: until then everything is
             answered with 503.
         served_model_name: what clients call the model; by default as the engine was told.
-        api_key: clients have to show it, except for ``/health`` and ``/metrics``. Without one
-            everybody who reaches the application may use it, and callers on the same host may
-            flush the cache and replace weights.
+        api_key: clients have to show it, except for ``/``, ``/health`` and ``/metrics``. Without
+            one everybody who reaches the application may use it, and callers on the same host
+            may flush the cache and replace weights.
         max_requests: completions in hand at once, those that wait included; more are answered
             with 429.
         max_body_bytes: longer bodies are answered with 413.
@@ -74,6 +75,7 @@ def route(service: Service, cors_allow_origins: Sequence[str] = ()) -> Router:
 
     get, post = ("GET", "HEAD"), "POST"
     routes = [
+        to("/", answer_page, *get, is_open=True, needs_engine=False),
         to("/v1/completions", answer_completion, post),
         to("/v1/chat/completions", answer_chat, post),
         to("/generate", answer_generate, post),

@@ -15,7 +15,8 @@ Handler = Callable[[Service, Exchange], Awaitable[None]]
 class Endpoint:
     """Calls a handler for every request of a route.
 
-    ``is_open`` needs no API key, ``is_admin`` is for those who may change the server.
+    ``is_open`` needs no API key, ``is_admin`` is for those who may change the server, and
+    ``needs_engine`` is false for what is answered before there is one.
     """
 
     def __init__(
@@ -26,9 +27,11 @@ class Endpoint:
         *,
         is_open: bool = False,
         is_admin: bool = False,
+        needs_engine: bool = True,
     ) -> None:
         self._service, self._handler, self._methods = service, handler, methods
         self._is_open, self._is_admin = is_open, is_admin
+        self._needs_engine = needs_engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -39,7 +42,8 @@ class Endpoint:
                 self._service.check_key(exchange)
             if self._is_admin:
                 self._service.check_admin(exchange)
-            self._service.engine  # noqa: B018 - raises where there is none
+            if self._needs_engine:
+                self._service.engine  # noqa: B018 - raises where there is none
             await self._handler(self._service, exchange)
         except ClientGoneError:
             return

@@ -63,13 +63,14 @@ async def answer_server_info(service: Service, exchange: Exchange) -> None:
 
 
 async def answer_model_info(service: Service, exchange: Exchange) -> None:
-    target = service.engine.target
+    target, tokenizer = service.engine.target, service.engine.tokenizer
     info = {
         "model_path": target.name,
         "tokenizer_path": target.name,
         "served_model_name": service.name,
         "model_type": target.config.model_type,
         "is_generation": True,
+        "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
         "max_model_len": service.engine.context_length,
     }
     await exchange.reply(dump(info).encode())
