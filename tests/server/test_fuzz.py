@@ -16,6 +16,8 @@ BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "ab"},
     "/detokenize": {"tokens": [1, 2]},
     "/abort_request": {"rid": "none"},
+    "/flush_cache": {},
+    "/update_weights_from_disk": {"model_path": "none"},
 }
 FIELDS = (
     "model prompt messages text input_ids tokens sampling_params max_tokens max_completion_tokens "
@@ -23,7 +25,7 @@ FIELDS = (
     "stop stop_token_ids logit_bias min_tokens ignore_eos speculative echo logprobs top_logprobs "
     "best_of stream stream_options suffix rid return_logprob top_logprobs_num logprob_start_len "
     "user tools response_format chat_template_kwargs return_text_in_logprobs add_special_tokens "
-    "add_generation_prompt"
+    "add_generation_prompt model_path draft_path abort_all return_token_strs skip_special_tokens"
 ).split()
 SCALARS = st.one_of(
     st.none(),
