@@ -1,83 +1,26 @@
 """``specjax serve`` as a process, from before it is ready to the answers behind a signal."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from specjax.cli.main import main
 from specjax.server.process import bind
 
-from ..tiny_engines import Files
-from .client import Client
+from .process import flags, serving, wait_until_ready
 
-COMMAND = [sys.executable, "-P", "-c", "import sys; from specjax.cli import main; sys.exit(main())"]
 COMPLETIONS = "/v1/completions"
 SECONDS = 120.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def flags(files: Files, **changes: Any) -> list[str]:
-    found = []
-    for name, value in files.arguments(**changes).items():
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        found += [f"--{name.replace('_', '-')}", text]
-    return found
-
-
-@contextmanager
-def serving(files: Files, *more: str, **variables: str) -> Iterator[tuple[Any, Client]]:
-    """The process, which may not be ready yet, and its client."""
-    port = free_port()
-    command = [*COMMAND, "serve", *flags(files), "--port", str(port), *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=os.environ | variables, **pipes)  # type: ignore[call-overload]
-    try:
-        yield process, Client(port)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_until_ready(process: Any, client: Client) -> set[int]:
-    """Wait for the line that says so; returns what ``/health`` said before."""
-    seen: set[int] = set()
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            try:
-                seen.add(client.get("/health").status)
-            except OSError:
-                time.sleep(0.01)  # nobody listens yet
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    line = process.stdout.readline()
-    over.set()
-    thread.join()
-    assert line.endswith(f" at http://127.0.0.1:{client.port}\n"), process.stderr.read()
-    return seen
 
 
 @pytest.mark.slow
 def test_a_signal_under_load_leaves_nobody_without_an_answer(files) -> None:
     asked = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
     options = ("--served-model-name", "tiny", "--shutdown-timeout", "1")
-    with serving(files, *options) as (process, client):
+    with serving(files.arguments(), *options) as (process, client):
         assert 503 in wait_until_ready(process, client)
         assert client.get("/health").status == 200
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
@@ -119,7 +62,7 @@ def test_a_signal_under_load_leaves_nobody_without_an_answer(files) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start(files, number) -> None:
-    with serving(files, "--compile-cache-dir", "none") as (process, client):
+    with serving(files.arguments(), "--compile-cache-dir", "none") as (process, client):
         while True:
             try:
                 assert client.get("/health").status == 503
@@ -133,10 +76,10 @@ def test_a_signal_ends_a_start(files, number) -> None:
 
 @pytest.mark.slow
 def test_a_key_from_the_environment(files) -> None:
-    with serving(files, SPECJAX_API_KEY="secret") as (process, client):
+    with serving(files.arguments(), key="secret") as (process, client):
         wait_until_ready(process, client)
-        assert client.get("/v1/models").status == 401
-        assert client.get("/v1/models", authorization="Bearer secret").status == 200
+        assert client.get("/v1/models", authorization="").status == 401
+        assert client.get("/v1/models").status == 200
 
 
 def test_bad_options_end_with_a_reason(files, capsys) -> None:
@@ -151,7 +94,7 @@ def test_bad_options_end_with_a_reason(files, capsys) -> None:
             (["--port", "0", "--page-size", "0"], "page_size=0"),
             (["--port", "0", "--model", "/nowhere"], "/nowhere"),
         ):
-            assert main(["serve", "--quiet", *flags(files), *options]) == 2
+            assert main(["serve", "--quiet", *flags(files.arguments()), *options]) == 2
             assert reason in capsys.readouterr().err
 
 
