@@ -1,0 +1,88 @@
+"""One server process with the embedded model, one engine to compare with, and clients' programs.
+
+The clients are installed in a virtual environment of their own: ``.ci/run`` makes it, and
+``CLIENTS_PYTHON`` may name the interpreter of another one. Without it the tests are skipped.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax import Engine
+
+from ..server.client import Client
+from ..server.process import serving, wait_until_ready
+
+HERE = Path(__file__).parent
+PYTHON = os.environ.get("CLIENTS_PYTHON") or HERE.parents[1] / ".ci/cache/clients/bin/python"
+KEY = "secret"
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "context_length": 256,
+    "max_running_requests": 4,
+    "batch_buckets": (4,),
+    "chunked_prefill_size": 32,
+}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "NO_PROXY": "127.0.0.1",
+}
+MODEL = "smollm2"
+MESSAGES = [{"role": "user", "content": "Name three colours."}]
+PROMPT = "The capital of France is"
+Run = Callable[..., Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.clients)
+
+
+@pytest.fixture(scope="session")
+def run_program(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs one of the programs with arguments; what it prints as JSON."""
+    if not Path(PYTHON).is_file():
+        pytest.skip("needs the clients' virtual environment, which .ci/run makes")
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("hub"))}
+
+    def run(name: str, **arguments: Any) -> Any:
+        program = HERE / "programs" / f"{name}.py"
+        command = [str(PYTHON), str(program), json.dumps(arguments)]
+        ended = subprocess.run(
+            command, env=os.environ | OFFLINE | home, capture_output=True, text=True, timeout=600
+        )
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def server(run_program: Run, files: Any) -> Iterator[Client]:
+    """A client of the process, which speculates and wants a key."""
+    arguments = SIZES | {"model": "smollm2-135m", "speculative_num_steps": 5}
+    arguments["compile_cache_dir"] = files.cache
+    with serving(arguments, "--served-model-name", MODEL, key=KEY) as (process, client):
+        wait_until_ready(process, client)
+        yield client
+
+
+@pytest.fixture(scope="session")
+def given(server: Client) -> dict[str, Any]:
+    """What all programs are told."""
+    return {"address": f"http://127.0.0.1:{server.port}", "key": KEY, "model": MODEL}
+
+
+@pytest.fixture(scope="session")
+def engine(run_program: Run, files: Any) -> Iterator[Engine]:
+    """The same model in this process, without speculation."""
+    with Engine("smollm2-135m", compile_cache_dir=files.cache, **SIZES) as made:
+        yield made

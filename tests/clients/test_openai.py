@@ -1,0 +1,137 @@
+"""openai-python: it gets what the engine says, and raises its own exceptions."""
+
+import time
+from typing import Any
+
+import pytest
+
+from ..server.client import Client
+from .conftest import MESSAGES, MODEL, PROMPT
+
+SAMPLING = {"max_new_tokens": 16, "temperature": 0.8, "sampling_seed": 7}
+
+
+@pytest.fixture(scope="module")
+def found(run_program, given) -> Any:
+    return run_program("openai_calls", messages=MESSAGES, prompt=PROMPT, **given)
+
+
+@pytest.fixture(scope="module")
+def said(engine) -> Any:
+    return engine.generate(messages=MESSAGES, sampling_params=SAMPLING, return_logprob=True)
+
+
+def values(meta: dict[str, Any]) -> list[float]:
+    return [value for value, *_ in meta["output_token_logprobs"]]
+
+
+def test_models(found) -> None:
+    listed, retrieved = found["models"]
+    assert listed == retrieved
+    assert (listed["id"], listed["root"]) == (MODEL, "smollm2-135m")
+
+
+def test_chat(found, said) -> None:
+    (choice,) = found["chat"]["choices"]
+    assert choice["message"]["content"] == said["text"]
+    assert choice["finish_reason"] == said["meta_info"]["finish_reason"]["type"]
+    entries = choice["logprobs"]["content"]
+    assert [one["logprob"] for one in entries] == pytest.approx(values(said["meta_info"]), abs=1e-4)
+    assert "".join(one["token"] for one in entries).startswith(said["text"])
+    assert {len(one["top_logprobs"]) for one in entries} == {2}
+    usage = found["chat"]["usage"]
+    assert usage["prompt_tokens"] == said["meta_info"]["prompt_tokens"]
+    assert usage["completion_tokens"] == said["meta_info"]["completion_tokens"]
+
+
+def test_chat_streams(found, said) -> None:
+    *chunks, last = found["chat_stream"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert "".join(one["delta"]["content"] or "" for one in choices) == said["text"]
+    entries = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]]
+    assert [one["logprob"] for one in entries] == pytest.approx(values(said["meta_info"]), abs=1e-4)
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == found["chat"]["usage"]["total_tokens"]
+
+
+def test_the_librarys_collector_of_chunks(found, said) -> None:
+    deltas, final = found["chat_helper"]
+    (choice,) = final["choices"]
+    assert "".join(deltas) == choice["message"]["content"] == said["text"].split(" ")[0]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_samples_are_those_of_their_seeds(engine, found) -> None:
+    whole, streamed = found["samples"]
+    expected = engine.generate(messages=MESSAGES, sampling_params=SAMPLING | {"n": 3})
+    assert whole == streamed == [one["text"] for one in expected]
+    assert len(set(whole)) > 1
+
+
+def test_completions(engine, found) -> None:
+    said = engine.generate(PROMPT, SAMPLING, return_logprob=True, logprob_start_len=0)
+    (choice,) = found["completion"]["choices"]
+    assert choice["text"] == PROMPT + said["text"]
+    first, *rest = choice["logprobs"]["token_logprobs"]
+    meta = said["meta_info"]
+    scored = [value for value, *_ in meta["input_token_logprobs"]][1:]
+    assert first is None
+    assert rest == pytest.approx(scored + values(meta), abs=1e-4)
+    *chunks, last = found["completion_stream"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said["text"]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    streamed = [value for part in parts for value in part["token_logprobs"]]
+    assert streamed == pytest.approx(values(meta), abs=1e-4)
+    assert last["usage"]["completion_tokens"] == meta["completion_tokens"]
+
+
+def test_batches(engine, found) -> None:
+    expected = engine.generate([PROMPT, "One, two,"], SAMPLING | {"n": 2})
+    assert found["batch"] == [one["text"] for one in expected]
+
+
+def test_many_at_once(engine, found) -> None:
+    seeds = range(len(found["at_once"]))
+    assert len(seeds) > engine.runner.config.num_slots
+    params = [SAMPLING | {"sampling_seed": seed} for seed in seeds]
+    expected = engine.generate([PROMPT] * len(seeds), params)
+    assert found["at_once"] == [one["text"] for one in expected]
+
+
+def test_stop_strings(found) -> None:
+    whole, word, cut, reason = found["stop"]
+    assert cut == whole[: whole.index(word)]
+    assert reason == "stop"
+
+
+def test_fields_that_openai_does_not_have(engine, found) -> None:
+    params = SAMPLING | {"temperature": 0, "ignore_eos": True}
+    said = engine.generate(messages=MESSAGES, sampling_params=params)
+    assert found["extensions"] == said["text"]
+
+
+def test_errors_are_exceptions_of_their_class(found) -> None:
+    assert found["errors"] == {
+        "value": ["BadRequestError", 400, None, "temperature"],
+        "type": ["BadRequestError", 400, None, "max_tokens"],
+        "unknown": ["BadRequestError", 400, "unknown_field", "nonsense"],
+        "tools": ["BadRequestError", 400, "unsupported_field", "tools"],
+        "length": ["BadRequestError", 400, "context_length_exceeded", "messages"],
+        "model": ["NotFoundError", 404, "model_not_found", "model"],
+        "route": ["NotFoundError", 404, "unknown_route", None],
+        "key": ["AuthenticationError", 401, "invalid_api_key", None],
+        "stream": ["BadRequestError", 400, None, "top_p"],
+    }
+
+
+def test_who_leaves_aborts_the_request(found, server: Client) -> None:
+    assert found["leaving"] == ["APITimeoutError", "Completion", "CancelledError"]
+    deadline = time.monotonic() + 20
+    while server.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lines = server.get("/metrics").body.decode().splitlines()
+    aborted = [line for line in lines if line.startswith("specjax:num_aborted_requests_total{")]
+    assert [float(line.split()[-1]) for line in aborted] == [3]
