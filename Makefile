@@ -21,7 +21,7 @@ demo: $(VENV)/.demo
 	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 128 --context-length 512 --show-accepts --compare
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 2 -m "not slow and not parity and not gpu"
+	$(BIN)/pytest -n 2 -m "not slow and not parity and not clients and not gpu"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -24,8 +24,8 @@ KEY = "secret"
 SIZES: dict[str, Any] = {
     "dtype": "float32",
     "context_length": 256,
-    "max_running_requests": 4,
-    "batch_buckets": (4,),
+    "max_running_requests": 2,
+    "batch_buckets": (2,),
     "chunked_prefill_size": 32,
 }
 OFFLINE = {
@@ -68,7 +68,7 @@ def run_program(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def server(run_program: Run, files: Any) -> Iterator[Client]:
     """A client of the process, which speculates and wants a key."""
-    arguments = SIZES | {"model": "smollm2-135m", "speculative_num_steps": 5}
+    arguments = SIZES | {"model": "smollm2-135m", "speculative_num_steps": 3}
     arguments["compile_cache_dir"] = files.cache
     with serving(arguments, "--served-model-name", MODEL, key=KEY) as (process, client):
         wait_until_ready(process, client)

@@ -49,6 +49,6 @@ def test_log_likelihoods_are_the_engines(engine, found, form) -> None:
 
 @pytest.mark.parametrize("form", ["ids", "texts"])
 def test_generations_are_the_engines(engine, found, form) -> None:
-    params = {"temperature": 0, "max_new_tokens": 12, "stop": ["\n"]}
+    params = {"temperature": 0, "max_new_tokens": 8, "stop": ["\n"]}
     for context, text in found[form]["texts"]:
         assert text == engine.generate(context, params)["text"]

@@ -8,7 +8,7 @@ import pytest
 from ..server.client import Client
 from .conftest import MESSAGES, MODEL, PROMPT
 
-SAMPLING = {"max_new_tokens": 16, "temperature": 0.8, "sampling_seed": 7}
+SAMPLING = {"max_new_tokens": 8, "temperature": 0.8, "sampling_seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def test_the_librarys_collector_of_chunks(found, said) -> None:
 
 def test_samples_are_those_of_their_seeds(engine, found) -> None:
     whole, streamed = found["samples"]
-    expected = engine.generate(messages=MESSAGES, sampling_params=SAMPLING | {"n": 3})
+    expected = engine.generate(messages=MESSAGES, sampling_params=SAMPLING | {"n": 2})
     assert whole == streamed == [one["text"] for one in expected]
-    assert len(set(whole)) > 1
+    assert whole[0] != whole[1]
 
 
 def test_completions(engine, found) -> None:

@@ -9,7 +9,7 @@ import litellm
 
 def main(address: str, key: str, model: str, messages: Any, prompt: str) -> dict[str, Any]:
     given: dict[str, Any] = {"api_base": f"{address}/v1", "api_key": key, "num_retries": 0}
-    asked = given | {"max_tokens": 16, "temperature": 0.8, "seed": 7}
+    asked = given | {"max_tokens": 8, "temperature": 0.8, "seed": 7}
     chat = asked | {"messages": messages}
     name = f"openai/{model}"
     found: dict[str, Any] = {"chat": litellm.completion(name, **chat).model_dump()}

@@ -10,11 +10,11 @@ from openai import AsyncOpenAI, OpenAI
 
 GIVEN = json.loads(sys.argv[1])
 MESSAGES, PROMPT, MODEL = GIVEN["messages"], GIVEN["prompt"], GIVEN["model"]
-NUM_AT_ONCE = 16
+NUM_AT_ONCE = 6
 
 
 def seeded(number: int = 7) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 16, "temperature": 0.8, "seed": number}
+    return {"model": MODEL, "max_tokens": 8, "temperature": 0.8, "seed": number}
 
 
 def models(client: OpenAI) -> Any:
@@ -41,9 +41,9 @@ def chat_helper(client: OpenAI) -> Any:
 
 
 def samples(client: OpenAI) -> Any:
-    asked = {"messages": MESSAGES, "n": 3, **seeded()}
+    asked = {"messages": MESSAGES, "n": 2, **seeded()}
     whole = client.chat.completions.create(**asked)
-    texts = ["", "", ""]
+    texts = ["", ""]
     for chunk in client.chat.completions.create(**asked, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -69,7 +69,7 @@ def batch(client: OpenAI) -> Any:
 def stop(client: OpenAI) -> Any:
     asked = {**seeded(), "temperature": 0}
     whole = client.completions.create(prompt=PROMPT, **asked).choices[0].text
-    word = whole.split()[3]
+    word = whole.split()[2]
     cut = client.completions.create(prompt=PROMPT, stop=[word, "\0"], **asked).choices[0]
     return whole, word, cut.text, cut.finish_reason
 
