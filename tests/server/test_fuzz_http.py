@@ -140,7 +140,7 @@ def fuzz(engine: Any, client: Client, examples: int) -> Counter[int]:
 
 
 def test_requests_of_any_bytes(engine, client) -> None:
-    assert fuzz(engine, client, 300)[200]
+    assert fuzz(engine, client, 500)[200]
 
 
 @pytest.mark.long
