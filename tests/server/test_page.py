@@ -16,7 +16,7 @@ from specjax.server import make_app
 
 from ..conftest import COMPILED
 from .client import Client, running
-from .test_process import COMMAND
+from .process import COMMAND
 
 SECONDS = 120.0
 OPTIONS = (

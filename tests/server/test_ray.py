@@ -20,13 +20,14 @@ import pytest
 
 from ..tiny_engines import Files
 from .client import Client
-from .test_process import COMPLETIONS, flags, free_port
+from .process import flags, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 REPLICAS = 2
 CLIENTS = 8
 REQUESTS = 400
 KILL_AFTER = 100  # answers
+COMPLETIONS = "/v1/completions"
 TRIES = 20
 SECONDS = 180.0
 
@@ -95,7 +96,13 @@ def test_a_killed_replica_leaves_nobody_without_an_answer(files: Files, tmp_path
     with files.engine(dtype="float32") as engine:
         whole = [engine.generate(*question(i))["text"] for i in range(16)]
     port = free_port()
-    options = [*flags(files, dtype="float32"), "--replicas", str(REPLICAS), "--port", str(port)]
+    options = [
+        *flags(files.arguments(dtype="float32")),
+        "--replicas",
+        str(REPLICAS),
+        "--port",
+        str(port),
+    ]
     # sockets of Unix have short paths
     variables = {"RAY_TMPDIR": "/tmp", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     log = tmp_path / "log"
