@@ -59,7 +59,7 @@ def run_serve(
         shutdown_timeout=args.shutdown_timeout,
         name=args.served_model_name,
         # on a command line other users see it
-        api_key=args.api_key or os.environ.get(API_KEY) or None,
+        api_key=os.environ.get(API_KEY) if args.api_key is None else args.api_key,
         cors_allow_origins=args.cors_allow_origin,
         **{name: value for name, value in limits.items() if value is not None},
     )

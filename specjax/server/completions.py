@@ -82,7 +82,8 @@ def take_stream(body: Body) -> tuple[bool, bool, bool]:
     if has_options and not is_stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     include_usage, include_drafts = options.flag("include_usage"), options.flag("include_drafts")
-    options.take("include_obfuscation")
+    for ignored in ("include_obfuscation", "continuous_usage_stats"):
+        options.take(ignored)
     if options.left:
         message = f"stream_options: unknown field {options.left[0]!r}"
         raise ApiError(400, message, param="stream_options", code="unknown_field")

@@ -17,7 +17,8 @@ JSON = b"application/json"
 # a body that takes longer to come is given up
 READ_SECONDS = 60.0
 DISCARDED = 4  # times what a body may have
-# a client that takes nothing of a stream for so long, or twice that, is given up
+PIECE_BYTES = 2**18  # of a long answer
+# a client that takes nothing of its answer for so long, or twice that, is given up
 STALL_SECONDS = 60.0
 # nginx would collect a stream
 EVENT_HEADERS: list[Header] = [
@@ -84,7 +85,11 @@ class Exchange:
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [(b"content-type", kind), length, *headers])
         self._has_answered = True
-        await self._send({"type": "http.response.body", "body": body})
+        # in pieces, each of which waits until the client has taken most of those before
+        while len(body) > PIECE_BYTES:
+            piece, body = body[:PIECE_BYTES], body[PIECE_BYTES:]
+            await self._deliver({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._deliver({"type": "http.response.body", "body": body})
 
     async def start_events(self) -> None:
         await self._start(200, EVENT_HEADERS)
@@ -92,15 +97,12 @@ class Exchange:
 
     async def push(self, events: bytes) -> None:
         """Send events, each a ``data:`` line and an empty one."""
-        self._is_sending = True
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self._is_sending = False
-        self._num_sent += 1
+        await self._deliver({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes = b"") -> None:
         """Send the last events and the mark behind them."""
         self._has_answered = True
-        await self._send({"type": "http.response.body", "body": events + DONE})
+        await self._deliver({"type": "http.response.body", "body": events + DONE})
 
     async def fail(self, error: ApiError) -> None:
         """Answer with an error, in a stream that has begun as its last event."""
@@ -155,4 +157,10 @@ class Exchange:
             pass
 
     async def _start(self, status: int, headers: list[Header]) -> None:
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _deliver(self, message: MutableMapping[str, Any]) -> None:
+        self._is_sending = True
+        await self._send(message)
+        self._is_sending = False
+        self._num_sent += 1

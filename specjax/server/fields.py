@@ -9,7 +9,7 @@ from specjax.server.errors import ApiError
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "parallel_tool_calls prediction separate_reasoning stream_reasoning log_metrics "
-    "no_logs".split()
+    "no_logs priority request_id".split()
 )
 _GRAMMAR = "constrained decoding is not supported"
 _TOOLS = "tool calls are not supported"
@@ -58,15 +58,20 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether a field that is not supported asks for nothing."""
+    if name not in REFUSED:
+        return not value  # such as false, 0, "" or []
+    return any(value == one and type(value) is type(one) for one in REFUSED[name][1])
+
+
 def refuse_rest(body: Body) -> None:
     """Refuse fields that nobody has taken, by name, except those that change nothing."""
     for name in body.left:
         value = body.take(name)
-        if name in IGNORED:
+        if name in IGNORED or is_neutral(name, value):
             continue
         if name not in REFUSED:
             raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_field")
-        reason, neutral = REFUSED[name]
-        if not any(value == other and type(value) is type(other) for other in neutral):
-            message = f"{name} is not supported: {reason}"
-            raise ApiError(400, message, param=name, code="unsupported_field")
+        message = f"{name} is not supported: {REFUSED[name][0]}"
+        raise ApiError(400, message, param=name, code="unsupported_field")

@@ -12,7 +12,7 @@ Tops = Sequence[Sequence[TokenLogprob] | None]
 
 
 def finite(value: float) -> float:
-    return max(value, LEAST)
+    return value if value > LEAST else LEAST  # for NaN too
 
 
 def completion_logprobs(
@@ -43,7 +43,8 @@ def completion_logprobs(
         for top, other, _ in (tops[i] or ()) if tops else ():
             assert top is not None
             found.setdefault(texts.of(other)[0], finite(top))
-        found[text] = finite(value)
+        # of two tokens with one text the better counts
+        found[text] = max(found.get(text, LEAST), finite(value))
         best.append(found)
     lists = {
         "tokens": tokens,

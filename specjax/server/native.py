@@ -9,7 +9,7 @@ from specjax.server.answers import dump
 from specjax.server.body import Body
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.fields import refuse_rest
+from specjax.server.fields import REFUSED, is_neutral, refuse_rest
 from specjax.server.generating import Job, generate
 from specjax.server.logprobs import finite
 from specjax.server.sampling import client_names
@@ -26,6 +26,7 @@ async def answer_generate(service: Service, exchange: Exchange) -> None:
 
 def read_generate(service: Service, body: Body) -> Job:
     """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
+    service.check_model(body)
     text, ids = body.take("text"), body.take("input_ids")
     inputs = text if ids is None else ids
     if inputs == []:
@@ -47,7 +48,7 @@ def read_generate(service: Service, body: Body) -> Job:
         message = f"{len(given)} sampling_params for {count} inputs"
         raise ApiError(400, message, param="sampling_params")
     with client_names():
-        made = [SamplingParams.of(one) for one in given]
+        made = [_sampling(one) for one in given]
         service.check_count(count * max((params.n for params in made), default=1))
         call = service.engine.make_call(
             text,
@@ -59,6 +60,17 @@ def read_generate(service: Service, body: Body) -> Job:
     has_logprobs = any(request.top_logprobs is not None for request in call.requests)
     texts = service.texts if has_texts else None
     return Job(call, NativeAnswer(call.is_batch, has_logprobs, texts))
+
+
+def _sampling(given: Any) -> SamplingParams:
+    """Sampling parameters, without what is null or asks for nothing that is not supported."""
+    if isinstance(given, dict):
+        given = {
+            name: value
+            for name, value in given.items()
+            if value is not None and not (name in REFUSED and is_neutral(name, value))
+        }
+    return SamplingParams.of(given)
 
 
 @dataclass(frozen=True)

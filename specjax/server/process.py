@@ -59,6 +59,7 @@ def serve(
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # who is on the same host is told by the connection
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=ANSWER_SECONDS,
         ws="none",

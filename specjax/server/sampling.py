@@ -57,4 +57,8 @@ def client_names(source: str | None = None, **others: str) -> Iterator[None]:
         code = None
         if "leaves no room" in message:
             param, code = source, "context_length_exceeded"
+            # by these words clients know the error, and turn to another model or a shorter prompt
+            limit = re.search(r"context_length=(\d+)", message)
+            if limit is not None:
+                message = f"This model's maximum context length is {limit[1]} tokens; {message}"
         raise ApiError(400, message, param=param, code=code) from error

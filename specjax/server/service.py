@@ -40,6 +40,12 @@ class Service:
     ) -> None:
         check_integer("max_requests", max_requests, 1)
         check_integer("max_body_bytes", max_body_bytes, 1)
+        # nobody could show it, or everybody
+        if api_key is not None and (api_key.split() != [api_key] or not api_key.isprintable()):
+            raise ValueError(
+                f"an API key of {len(api_key)} characters must have no whitespace and at least one "
+                "character; set another one, or none (api_key, --api-key, SPECJAX_API_KEY)"
+            )
         self._engine, self._name = engine, name
         self._api_key = api_key
         self.max_requests, self.max_body_bytes = max_requests, max_body_bytes

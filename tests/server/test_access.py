@@ -150,3 +150,9 @@ def test_weights_are_replaced_one_after_the_other(engine, client, monkeypatch) -
         goes_on.set()
         assert first.result().status == 200
     assert client.post(route, body).status == 200
+
+
+@pytest.mark.parametrize("key", ["", " ", "key\n", "two words", "\0"])
+def test_keys_that_nobody_or_everybody_could_show(engine, key) -> None:
+    with pytest.raises(ValueError, match="an API key of"):
+        make_app(engine, api_key=key)

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +70,22 @@ def test_a_slow_reader_gets_all(engine, client) -> None:
     assert len(last) == 4
 
 
+async def _reply(one: Exchange, body: bytes) -> None:
+    await one.reply(body)
+
+
+def test_long_answers_go_in_pieces() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    body = bytes(range(256)) * (exchange.PIECE_BYTES // 128)
+    asyncio.run(_reply(Exchange({}, send, send), body + b"end"))
+    assert [message.get("more_body", False) for message in sent[1:]] == [True, True, False]
+    assert b"".join(message["body"] for message in sent[1:]) == body + b"end"
+
+
 def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.05)
 
@@ -89,6 +106,10 @@ def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
         stuck = Exchange({}, never, never)
         with pytest.raises(ClientGoneError):
             await asyncio.wait_for(stuck.while_connected(stuck.push(b"x")), 5)
+        for end in (Exchange.end_events, Exchange.start_events, partial(_reply, body=b"x")):
+            stuck = Exchange({}, never, never)
+            with pytest.raises(ClientGoneError):
+                await asyncio.wait_for(stuck.while_connected(end(stuck)), 5)
         one = Exchange({}, never, at_once)
         assert await one.while_connected(slowly(one)) == "all"
 

@@ -161,7 +161,10 @@ def test_an_unknown_model_is_not_found(engine, client) -> None:
 
 def test_an_over_long_prompt_has_openais_code(client) -> None:
     for route, body in ((COMPLETIONS, {"prompt": "a" * 500}), (CHAT, said("a" * 500))):
-        assert client.post(route, body).error["code"] == "context_length_exceeded"
+        error = client.post(route, body).error
+        assert error["code"] == "context_length_exceeded"
+        # the words that LiteLLM looks for
+        assert "This model's maximum context length is" in error["message"]
 
 
 def test_what_asks_for_nothing_is_taken(client) -> None:

@@ -43,6 +43,26 @@ def test_what_gateways_add_changes_nothing(engine, client) -> None:
     assert client.post(ROUTE, body | {"background": True}).error["param"] == "background"
 
 
+def test_what_benchmarks_send_changes_nothing(engine, client) -> None:
+    """Defaults of SGLang's parameters and of its bench_serving, and a model's name."""
+    neutral = {"skip_special_tokens": True, "no_stop_trim": False, "regex": None, "stop": None}
+    body = {
+        "text": "hello",
+        "model": engine.target.name,
+        "sampling_params": ENGINE_GREEDY | neutral,
+        "lora_path": None,
+        "image_data": [],
+        "return_routed_experts": False,
+        "priority": 0,
+    }
+    expected = engine.generate("hello", ENGINE_GREEDY)
+    assert plain(client.post(ROUTE, body).json()) == plain(expected)
+    assert client.post(ROUTE, body | {"model": "another"}).status == 404
+    wrong = body | {"sampling_params": {"skip_special_tokens": False}}
+    assert "skip_special_tokens=False" in client.post(ROUTE, wrong).error["message"]
+    assert client.post(ROUTE, body | {"image_data": ["x"]}).error["param"] == "image_data"
+
+
 def test_streams_are_cumulative(engine, client) -> None:
     expected = engine.generate("hello", ENGINE_GREEDY)
     parts = client.stream(ROUTE, {"text": "hello", "sampling_params": ENGINE_GREEDY})

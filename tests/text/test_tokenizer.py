@@ -18,7 +18,7 @@ from specjax.checkpoints import open_target
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specjax.text import chat_template
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.text.tokenizer import LONG_TEXT, IncrementalDecoder, Tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
@@ -110,6 +110,14 @@ def test_byte_level_text_survives(text: str) -> None:
     """The vocabulary lacks six control characters and the lead bytes of unused planes."""
     tokenizer = smollm2()
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("adds_special", [True, False])
+@pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, 3 * LONG_TEXT])
+def test_long_texts_have_the_same_ids(length: int, adds_special: bool) -> None:
+    text = ("".join(map(chr, range(32, 500))) * (length // 400 + 1))[:length]
+    expected = smollm2().backend.encode(text, add_special_tokens=adds_special).ids
+    assert smollm2().encode(text, adds_special) == expected
 
 
 def test_negative_ids_are_refused() -> None:
