@@ -16,7 +16,8 @@ Header = tuple[bytes, bytes]
 JSON = b"application/json"
 # a body that takes longer to come is given up
 READ_SECONDS = 60.0
-DISCARDED = 4  # times what a body may have
+# of a body that is too long, read as well: so many times what it may have, and not less than this
+DISCARDED, LEAST_DISCARDED = 4, 2**24
 PIECE_BYTES = 2**18  # of a long answer
 # a client that takes nothing of its answer for so long, or twice that, is given up
 STALL_SECONDS = 60.0
@@ -54,9 +55,8 @@ class Exchange:
         size, has_more = 0, True
         try:
             async with asyncio.timeout(READ_SECONDS):
-                # of a body that is too long the rest is read as well, up to a point: many clients
-                # look for an answer only when they have sent all
-                while has_more and size <= DISCARDED * limit:
+                # many clients look for an answer only when they have sent all
+                while has_more and size <= max(DISCARDED * limit, LEAST_DISCARDED):
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
