@@ -116,6 +116,7 @@ def test_limits_of_bodies_and_of_requests(engine) -> None:
             make_app(engine, **{name: 0})
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_told(files) -> None:
     with files.small(max_waiting_requests=0) as engine, running(make_app(engine)) as port:
         client = Client(port)

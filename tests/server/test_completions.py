@@ -73,6 +73,7 @@ def test_a_stream_tells_the_accepted_drafts(engine, client, stop) -> None:
     assert told == expected.take(native["text"], ids, flags, final=True)
 
 
+@pytest.mark.slow
 def test_64_at_once_get_the_texts_of_their_seeds(engine, client) -> None:
     def body(i: int) -> dict[str, Any]:
         sampled = {"prompt": f"number {i}", "max_tokens": 12, "temperature": 0.9, "seed": i}

@@ -159,6 +159,7 @@ def test_what_is_aborted_is_answered(engine) -> None:
         assert service.num_requests == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_a_stream_says_so(files) -> None:
     with files.small() as engine, running(make_app(engine)) as port:
         client = Client(port)

@@ -76,6 +76,7 @@ def fuzz(client: Client, examples: int) -> None:
     assert client.get("/health").status == 200
 
 
+@pytest.mark.slow
 def test_fields_of_any_value(client) -> None:
     fuzz(client, 400)
 

@@ -139,6 +139,7 @@ def fuzz(engine: Any, client: Client, examples: int) -> Counter[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_requests_of_any_bytes(engine, client) -> None:
     assert fuzz(engine, client, 500)[200]
 
