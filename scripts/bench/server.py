@@ -53,6 +53,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--clients", type=common.numbers, default=[1, 16, 64])
     add("--max-tokens", type=int, default=128)
     add("--prompt-len", type=int, default=64, help="tokens, where there is no tokenizer")
+    add("--temperature", type=float, default=0.0)
     add("--waves", type=int, default=10)
     add("--output", type=Path, metavar="FILE", help="append one JSON line")
     args = parser.parse_args(argv)
@@ -134,18 +135,25 @@ def server(options: Mapping[str, Any]) -> Any:
         process.wait()
 
 
+def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_new_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "ignore_eos": True,
+    }
+
+
 def body_of(args: argparse.Namespace, prompt: Any, *, stream: bool) -> bytes:
     """A request as it goes over the connection."""
     own: dict[str, Any]
     if isinstance(prompt, str):
         path = "/v1/completions"
-        own = {"prompt": prompt, "max_tokens": args.max_tokens, "temperature": 0}
-        own |= {"ignore_eos": True, "stream": stream}
+        own = {"prompt": prompt, "max_tokens": args.max_tokens, "ignore_eos": True}
+        own |= {"temperature": args.temperature, "stream": stream}
         own |= {"stream_options": {"include_usage": True}} if stream else {}
     else:
         path = "/generate"
-        params = {"max_new_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True}
-        own = {"input_ids": prompt, "sampling_params": params, "stream": stream}
+        own = {"input_ids": prompt, "sampling_params": sampling_params(args), "stream": stream}
     body = json.dumps(own).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -175,7 +183,7 @@ def rate(waves: int, wave: Any) -> float:
 
 
 def directly(args: argparse.Namespace, engine: Any, prompts: list[Any]) -> dict[int, float]:
-    params = {"max_new_tokens": args.max_tokens, "temperature": 0.0, "ignore_eos": True}
+    params = sampling_params(args)
     name = "prompt" if isinstance(prompts[0], str) else "input_ids"
     found = {}
     for count in args.clients:
