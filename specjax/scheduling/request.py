@@ -135,8 +135,8 @@ class Request:
         self, token: int, logprobs: Logprobs | None = None, states: np.ndarray | None = None
     ) -> None:
         """Take the token that prefill sampled, with log probabilities and hidden states ``[1]``."""
-        self._append(token, is_draft=False)
-        self._append_beside(self.output_ids[-1:], logprobs, states)
+        self._append([token], 0)
+        self._append_beside([token], logprobs, states)
 
     def append_round(
         self,
@@ -152,12 +152,7 @@ class Request:
         ``num_steps`` is of the round's tier, ``logprobs`` ``[A]`` and hidden ``states`` f32
         ``[A, D]`` are beside the tokens. Returns how many tokens stay.
         """
-        kept = 0
-        for i, token in enumerate(tokens):
-            self._append(token, is_draft=i < num_accepted)
-            kept += 1
-            if self.is_finished:
-                break
+        kept = self._append(tokens, num_accepted)
         if self.spec is not None:
             self.spec.add(num_steps, num_proposed, num_accepted, kept, is_last=self.is_finished)
         self._append_beside(tokens[:kept], logprobs, states)
@@ -173,18 +168,28 @@ class Request:
         """Keep the text as it is: decoding raised, and would raise again."""
         self._text.stop()
 
-    def _append(self, token: int, *, is_draft: bool) -> None:
-        self.output_ids.append(token)
-        self.output_is_draft.append(is_draft)
-        is_end = token in self.end_token_ids
-        is_last = is_end or len(self.output_ids) >= self.max_new_tokens
-        matched = self._text.add(None if is_end else token, flush=is_last)
+    def _append(self, tokens: Sequence[int], num_drafts: int) -> int:
+        """Take tokens, drafts first, up to where the request ends; returns how many stay."""
+        room, ends = self.num_left, self.end_token_ids
+        tokens = tokens[:room]
+        end = None  # index of the first end token
+        if not ends.isdisjoint(tokens):
+            end = next(i for i, token in enumerate(tokens) if token in ends)
+            tokens = tokens[: end + 1]
+        is_last = end is not None or len(tokens) == room
+        count, matched = self._text.add(tokens[:end], flush=is_last)
+        if matched is not None:
+            tokens = tokens[:count]
+        num_drafts = min(num_drafts, len(tokens))
+        self.output_ids += tokens
+        self.output_is_draft += [True] * num_drafts + [False] * (len(tokens) - num_drafts)
         if matched is not None:
             self.finish({"type": "stop", "matched": matched})
-        elif is_end:
-            self.finish({"type": "stop", "matched": token})
+        elif end is not None:
+            self.finish({"type": "stop", "matched": tokens[end]})
         elif is_last:
             self.finish({"type": "length", "length": len(self.output_ids)})
+        return len(tokens)
 
     def _append_beside(
         self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None

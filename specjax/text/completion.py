@@ -30,17 +30,23 @@ class CompletionText:
         self._pending: list[int] = []
         self._is_flush_pending = False
 
-    def add(self, token: int | None, *, flush: bool) -> str | None:
-        """Add a token's text, and return the stop string that it completes, if any.
+    def add(self, tokens: Sequence[int], *, flush: bool) -> tuple[int, str | None]:
+        """Add text up to the first stop string; how many tokens came in, and the string, if any.
 
-        With ``flush`` the text that was held back as half a character comes too.
+        With ``flush`` the text that was held back as half a character comes behind the tokens.
         """
         if self._decoder is None:
-            return None
-        if token is not None:
+            return len(tokens), None
+        if self._starts is None:
+            self._pending += tokens
+            self._is_flush_pending |= flush
+            return len(tokens), None
+        for i, token in enumerate(tokens):
             self._pending.append(token)
+            if (found := self._find_stop(self._starts)) is not None:
+                return i + 1, found
         self._is_flush_pending |= flush
-        return self._find_stop(self._starts) if self._starts else None
+        return len(tokens), self._find_stop(self._starts) if flush else None
 
     def stop(self) -> None:
         """Decode no further: the text stays as it is."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
 from specjax.json_file import Fields, read_text
@@ -234,12 +235,14 @@ class IncrementalDecoder:
     A token can end inside a multi-byte character, and decoders treat the start of a text specially
     (a leading space is dropped). So each step decodes the tokens of the last emitted piece, which
     ends with a whole character, together with the new ones, and emits nothing behind the last whole
-    character. The pieces add up to ``tokenizer.decode`` of all tokens.
+    character. The pieces add up to ``tokenizer.decode`` of all tokens. Where tokens are but bytes
+    the new ones are decoded alone.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         # ids of tokens need no check
         self._decode = partial(tokenizer.backend.decode, skip_special_tokens=skip_special_tokens)
+        self._is_bytewise = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
         self._context: list[int] = []
         self._pending: list[int] = []
 
@@ -254,7 +257,7 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """The text still held back, incomplete characters as U+FFFD."""
-        return self._release(self._new_text())
+        return self._release(self._new_text()) if self._pending else ""
 
     def _take(self, ids: list[int]) -> str | None:
         """The text up to the end of ``ids``, unless that lies in a character."""
@@ -269,6 +272,7 @@ class IncrementalDecoder:
     def _release(self, text: str) -> str:
         # tokens without text (skipped, or a space that a decoder drops at the start of a text) are
         # context only together with what came before them
-        self._context = self._pending if text else self._context + self._pending
+        if not self._is_bytewise:
+            self._context = self._pending if text else self._context + self._pending
         self._pending = []
         return text

@@ -142,7 +142,7 @@ def test_the_first_and_shortest_stop_string_is_found_at_once(text, stops) -> Non
     completion, said = CompletionText(Letters(), stops), ""  # type: ignore[arg-type]
     for letter in text:
         said += letter
-        found = completion.add(ord(letter), flush=False)
+        _, found = completion.add([ord(letter)], flush=False)
         hits = [(said.find(stop), stop) for stop in stops if stop in said]
         if hits:
             at, stop = min(hits)
