@@ -58,9 +58,8 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="off",
-        # uvloop keeps the interpreter while it writes to a socket, and rounds wait for it: 64
-        # streams bring 0.67 to 0.76 of the tokens of Engine.generate with it, 0.69 to 0.83
-        # without (nine runs, rounds of 2 ms that are not computed, two CPU cores)
+        # uvloop keeps the interpreter while it writes to a socket, and rounds need it too: of
+        # 4,800 writes 2 let another thread in, and 145 to 240 of asyncio's
         loop="asyncio",
         server_header=False,
         proxy_headers=False,  # who is on the same host is told by the connection
