@@ -102,3 +102,10 @@ def test_addresses_of_both_kinds() -> None:
     for host in ("127.0.0.1", "localhost"):
         with bind(host, 0) as listener:
             assert listener.getsockname()[1] > 0
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection = listener.accept()[0]
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
