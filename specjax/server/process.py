@@ -1,6 +1,7 @@
 """A process that serves: its socket, the engine that is made meanwhile, and its end on a signal."""
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -80,6 +81,10 @@ def serve(
             server.has_begun.wait()
             server.should_exit = True
         else:
+            # what compiling leaves, 300,000 objects, stops all threads for 0.2 s whenever it is gone
+            # through for garbage
+            gc.collect()
+            gc.freeze()
             future.set_result(engine)
             print(f"serving {service.name} at {address}", flush=True)
 
