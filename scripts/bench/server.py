@@ -2,46 +2,49 @@
 
     python scripts/bench_server.py --dtype bfloat16 --clients 1,16,64
 
-Waves of as many requests as there are clients, all of a wave at once: given to the engine as a
-list, then sent to a ``specjax serve`` process, whose answers come whole or as a stream. Clients
-keep their connections, live in processes of their own, and look at nothing but the end of an
-answer. Engines without a tokenizer are asked for tokens, by ``/generate``.
+The same requests go to an engine here and to a ``specjax serve`` process, whose answers come whole
+or as a stream; the three take turns, since a machine's speed drifts. There are two loads:
+
+- ``burst``: a request of every client at once, the next ones when all have been answered; the
+  engine gets them as a list.
+- ``steady``: every client sends its next request when it has an answer; the engine is called by as
+  many threads.
+
+Clients over HTTP keep their connections, live in processes of their own, and look at nothing but
+the end of an answer. Engines without a tokenizer are asked for tokens, by ``/generate``. Both
+engines share the GPU's memory.
 """
 
 import argparse
-import asyncio
+import gc
 import json
-import multiprocessing
-import re
+import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import common
+from bench.clients import Clients, server
 from bench.data import PROMPTS, read_lines
 from specjax.cli.options import add_options, add_start_options, engine_arguments, with_preset
 from specjax.engine.args import EngineArgs
 
-CLIENTS_A_PROCESS = 8
+MEMORY_SHARE = "0.45"  # of the GPU, for each of the two engines
 COLUMNS = (
     ("clients", "clients", "d"),
+    ("load", "load", "s"),
     ("Engine.generate tok/s", "direct", ".0f"),
     ("whole tok/s", "whole", ".0f"),
     ("ratio", "whole_ratio", ".3f"),
     ("stream tok/s", "stream", ".0f"),
     ("ratio", "stream_ratio", ".3f"),
 )
-SERVES = "import sys; from specjax.cli import main; sys.exit(main())"
-TAIL = 4096  # bytes of an answer that are kept: its end has the counts
-COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -54,85 +57,12 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--max-tokens", type=int, default=128)
     add("--prompt-len", type=int, default=64, help="tokens, where there is no tokenizer")
     add("--temperature", type=float, default=0.0)
-    add("--waves", type=int, default=10)
+    add("--requests", type=int, default=8, help="of each client in a turn")
+    add("--turns", type=int, default=4, help="behind one that counts nothing")
     add("--output", type=Path, metavar="FILE", help="append one JSON line")
     args = parser.parse_args(argv)
-    common.check_at_least(parser, args, 1, "max_tokens", "prompt_len", "waves")
+    common.check_at_least(parser, args, 1, "max_tokens", "prompt_len", "requests", "turns")
     return args
-
-
-class Client(asyncio.Protocol):
-    """One connection: sends a request and waits for the end of its answer."""
-
-    transport: asyncio.Transport
-    done: asyncio.Future[int]
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-
-    def ask(self, request: bytes) -> "asyncio.Future[int]":
-        """Completion tokens of the answer."""
-        self.done = asyncio.get_running_loop().create_future()
-        self.tail, self.left = b"", -1
-        self.transport.write(request)
-        return self.done
-
-    def data_received(self, data: bytes) -> None:
-        if not self.tail:
-            head, _, body = data.partition(b"\r\n\r\n")
-            if b" 200 " not in head.split(b"\r\n", 1)[0]:
-                self.done.set_exception(ValueError(data.decode(errors="replace")))
-                return
-            length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-            self.left = int(length[1]) - len(body) if length else -1
-        elif self.left > 0:
-            self.left -= len(data)
-        self.tail = (self.tail + data)[-TAIL:]
-        if self.left == 0 or (self.left < 0 and self.tail.endswith(b"\r\n0\r\n\r\n")):
-            counts = COMPLETION_TOKENS.findall(self.tail)
-            self.done.set_result(int(counts[-1]))
-
-
-def clients_process(pipe: Any, port: int) -> None:
-    """Clients of one process: a list of requests comes in, their completion tokens go out."""
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        clients: list[Client] = []
-        while (requests := await loop.run_in_executor(None, pipe.recv)) is not None:
-            while len(clients) < len(requests):
-                _, client = await loop.create_connection(Client, "127.0.0.1", port)
-                clients.append(client)
-            asked = [client.ask(r) for client, r in zip(clients, requests, strict=False)]
-            pipe.send(sum(await asyncio.gather(*asked)))
-
-    asyncio.run(run())
-
-
-@contextmanager
-def server(options: Mapping[str, Any]) -> Any:
-    """Port of a ``specjax serve`` process, once it is ready."""
-    command = [sys.executable, "-c", SERVES, "serve", "--port", "0"]
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            command += [flag] if value else []
-        elif isinstance(value, list | tuple):
-            command += [flag, ",".join(map(str, value))]
-        else:
-            command += [flag, "none" if value is None else str(value)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if found := re.search(r"http://[^ ]*:(\d+)", line):
-                break
-        else:
-            raise ValueError(f"the server ended with status {process.wait()}")
-        yield int(found[1])
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
@@ -170,85 +100,79 @@ def prompts_of(args: argparse.Namespace, engine: Any) -> list[Any]:
     return [rng.integers(size, size=args.prompt_len).tolist() for _ in range(most)]
 
 
-def rate(waves: int, wave: Any) -> float:
-    """Median tokens a second of waves, behind two that count nothing."""
-    rates = []
-    for i in range(waves + 2):
-        started = time.perf_counter()
-        tokens = wave()
-        seconds = time.perf_counter() - started
-        if i > 1:
-            rates.append(tokens / seconds)
-    return statistics.median(rates)
+class Direct:
+    """Calls of an engine in this process."""
+
+    def __init__(self, engine: Any, prompts: list[Any], params: Mapping[str, Any]) -> None:
+        self._engine, self._prompts, self._params = engine, prompts, params
+        self._name = "prompt" if isinstance(prompts[0], str) else "input_ids"
+        self._pool = ThreadPoolExecutor(len(prompts))
+
+    def burst(self, times: int) -> int:
+        return sum(self._tokens(self._prompts) for _ in range(times))
+
+    def steady(self, times: int) -> int:
+        def call(prompt: Any) -> int:
+            return sum(self._tokens([prompt]) for _ in range(times))
+
+        return sum(self._pool.map(call, self._prompts))
+
+    def _tokens(self, prompts: list[Any]) -> int:
+        outs = self._engine.generate(sampling_params=self._params, **{self._name: prompts})
+        return sum(len(out["output_ids"]) for out in outs)
 
 
-def directly(args: argparse.Namespace, engine: Any, prompts: list[Any]) -> dict[int, float]:
-    params = sampling_params(args)
-    name = "prompt" if isinstance(prompts[0], str) else "input_ids"
-    found = {}
-    for count in args.clients:
+class Http:
+    """Requests to the server, one of each client."""
 
-        def wave(count: int = count) -> int:
-            outs = engine.generate(sampling_params=params, **{name: prompts[:count]})
-            return sum(len(out["output_ids"]) for out in outs)
+    def __init__(self, clients: Clients, requests: list[bytes]) -> None:
+        self._clients, self._requests = clients, requests
 
-        found[count] = rate(args.waves, wave)
-    return found
+    def burst(self, times: int) -> int:
+        return sum(self._clients.ask(self._requests, 1) for _ in range(times))
+
+    def steady(self, times: int) -> int:
+        return self._clients.ask(self._requests, times)
 
 
-def through_http(
-    args: argparse.Namespace, port: int, prompts: list[Any], *, stream: bool
-) -> dict[int, float]:
-    requests = [body_of(args, prompt, stream=stream) for prompt in prompts]
-    context = multiprocessing.get_context("spawn")
-    ends = []
-    for _ in range(0, max(args.clients), CLIENTS_A_PROCESS):
-        here, there = context.Pipe()
-        context.Process(target=clients_process, args=(there, port), daemon=True).start()
-        ends.append(here)
-    found = {}
-    for count in args.clients:
-
-        def wave(count: int = count) -> int:
-            used = []
-            # a few clients are spread over processes as many are
-            share = -(-count // len(ends))
-            for i, at in enumerate(range(0, count, share)):
-                ends[i].send(requests[at : min(at + share, count)])
-                used.append(ends[i])
-            return sum(end.recv() for end in used)
-
-        found[count] = rate(args.waves, wave)
-    for end in ends:
-        end.send(None)
-    return found
+def rates_of(args: argparse.Namespace, ways: Mapping[str, Any], load: str) -> dict[str, float]:
+    """Median tokens a second of turns, behind one that counts nothing."""
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(args.turns + 1):
+        for way, answers in ways.items():
+            started = time.perf_counter()
+            tokens = getattr(answers, load)(args.requests)
+            if turn:
+                rates[way].append(tokens / (time.perf_counter() - started))
+    return {way: statistics.median(found) for way, found in rates.items()}
 
 
 def main(door: str, argv: Sequence[str]) -> int:
     from specjax import Engine
 
     args = parse_arguments(door, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = with_preset(engine_arguments(args), args.preset, Path(folder))
         options.setdefault("max_running_requests", max(args.clients))
-        with Engine(**options) as engine:
-            prompts = prompts_of(args, engine)
-            direct = directly(args, engine, prompts)
+        with Engine(**options) as engine, server(options) as port:
+            gc.collect()
+            gc.freeze()  # as the server does
             settings = common.engine_settings(engine)
-        with server(options) as port:
-            whole = through_http(args, port, prompts, stream=False)
-            stream = through_http(args, port, prompts, stream=True)
-    rows = [
-        {
-            "clients": count,
-            "direct": direct[count],
-            "whole": whole[count],
-            "whole_ratio": whole[count] / direct[count],
-            "stream": stream[count],
-            "stream_ratio": stream[count] / direct[count],
-        }
-        for count in args.clients
-    ]
+            prompts = prompts_of(args, engine)
+            clients = Clients(port, max(args.clients))
+            for count in args.clients:
+                some = prompts[:count]
+                ways: dict[str, Any] = {"direct": Direct(engine, some, sampling_params(args))}
+                for way in ("whole", "stream"):
+                    bodies = [body_of(args, prompt, stream=way == "stream") for prompt in some]
+                    ways[way] = Http(clients, bodies)
+                for load in ("burst", "steady"):
+                    rates = rates_of(args, ways, load)
+                    ratios = {f"{way}_ratio": rates[way] / rates["direct"] for way in rates}
+                    rows.append({"clients": count, "load": load} | rates | ratios)
+            clients.close()
     common.append_json(args.output, {"rows": rows, "settings": settings})
     print("{model}, {dtype}, {num_devices} x {device_kind}\n".format(**settings))
     print(common.table_of(COLUMNS, rows))

@@ -1,0 +1,117 @@
+"""A ``specjax serve`` process, and clients that ask it as fast as it answers."""
+
+import asyncio
+import multiprocessing
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+CLIENTS_A_PROCESS = 8
+SERVES = "import sys; from specjax.cli import main; sys.exit(main())"
+TAIL = 4096  # bytes of an answer that are kept: its end has the counts
+COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+class Client(asyncio.Protocol):
+    """One connection: sends a request and waits for the end of its answer."""
+
+    transport: asyncio.Transport
+    done: asyncio.Future[int]
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def ask(self, request: bytes) -> "asyncio.Future[int]":
+        """Completion tokens of the answer."""
+        self.done = asyncio.get_running_loop().create_future()
+        self.tail, self.left = b"", -1
+        self.transport.write(request)
+        return self.done
+
+    def data_received(self, data: bytes) -> None:
+        if not self.tail:
+            head, _, body = data.partition(b"\r\n\r\n")
+            if b" 200 " not in head.split(b"\r\n", 1)[0]:
+                self.done.set_exception(ValueError(data.decode(errors="replace")))
+                return
+            length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+            self.left = int(length[1]) - len(body) if length else -1
+        elif self.left > 0:
+            self.left -= len(data)
+        self.tail = (self.tail + data)[-TAIL:]
+        if self.left == 0 or (self.left < 0 and self.tail.endswith(b"\r\n0\r\n\r\n")):
+            counts = COMPLETION_TOKENS.findall(self.tail)
+            self.done.set_result(int(counts[-1]))
+
+
+def clients_process(pipe: Any, port: int) -> None:
+    """Clients of one process: they get a request each and how often to send it."""
+
+    async def send(client: Client, request: bytes, times: int) -> int:
+        return sum([await client.ask(request) for _ in range(times)])
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        clients: list[Client] = []
+        while (task := await loop.run_in_executor(None, pipe.recv)) is not None:
+            requests, times = task
+            while len(clients) < len(requests):
+                _, client = await loop.create_connection(Client, "127.0.0.1", port)
+                clients.append(client)
+            sent = (send(client, r, times) for client, r in zip(clients, requests, strict=False))
+            pipe.send(sum(await asyncio.gather(*sent)))
+
+    asyncio.run(run())
+
+
+class Clients:
+    """Clients of a server, spread over processes; ``ask`` returns the completion tokens."""
+
+    def __init__(self, port: int, most: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        for _ in range(0, most, CLIENTS_A_PROCESS):
+            here, there = context.Pipe()
+            context.Process(target=clients_process, args=(there, port), daemon=True).start()
+            self._pipes.append(here)
+
+    def ask(self, requests: Sequence[bytes], times: int) -> int:
+        """Every request ``times`` in a row, by a client of its own."""
+        share = -(-len(requests) // len(self._pipes))
+        parts = [requests[at : at + share] for at in range(0, len(requests), share)]
+        for pipe, part in zip(self._pipes, parts, strict=False):
+            pipe.send((part, times))
+        return sum(pipe.recv() for pipe, _ in zip(self._pipes, parts, strict=False))
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+
+@contextmanager
+def server(options: Mapping[str, Any]) -> Iterator[int]:
+    """Port of a ``specjax serve`` process, once it is ready."""
+    command = [sys.executable, "-c", SERVES, "serve", "--port", "0"]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            command += [flag] if value else []
+        elif isinstance(value, list | tuple):
+            command += [flag, ",".join(map(str, value))]
+        else:
+            command += [flag, "none" if value is None else str(value)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if found := re.search(r"http://[^ ]*:(\d+)", line):
+                break
+        else:
+            raise ValueError(f"the server ended with status {process.wait()}")
+        yield int(found[1])
+    finally:
+        process.terminate()
+        process.wait()
