@@ -18,11 +18,9 @@ COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 class Client(asyncio.Protocol):
     """One connection: sends a request and waits for the end of its answer."""
 
-    transport: asyncio.Transport
-    done: asyncio.Future[int]
-
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+        self.done: asyncio.Future[int] | None = None
 
     def ask(self, request: bytes) -> "asyncio.Future[int]":
         """Completion tokens of the answer."""
@@ -35,7 +33,7 @@ class Client(asyncio.Protocol):
         if not self.tail:
             head, _, body = data.partition(b"\r\n\r\n")
             if b" 200 " not in head.split(b"\r\n", 1)[0]:
-                self.done.set_exception(ValueError(data.decode(errors="replace")))
+                self._end(ValueError(data.decode(errors="replace")))
                 return
             length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
             self.left = int(length[1]) - len(body) if length else -1
@@ -44,31 +42,48 @@ class Client(asyncio.Protocol):
         self.tail = (self.tail + data)[-TAIL:]
         if self.left == 0 or (self.left < 0 and self.tail.endswith(b"\r\n0\r\n\r\n")):
             counts = COMPLETION_TOKENS.findall(self.tail)
-            self.done.set_result(int(counts[-1]))
+            self._end(int(counts[-1]) if counts else ValueError(self.tail.decode(errors="replace")))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(ConnectionError(f"the server closed a connection: {exc}"))
+
+    def _end(self, result: int | Exception) -> None:
+        if self.done is None or self.done.done():
+            return
+        if isinstance(result, int):
+            self.done.set_result(result)
+        else:
+            self.done.set_exception(result)
 
 
 def clients_process(pipe: Any, port: int) -> None:
-    """Clients of one process: they get a request each and how often to send it."""
-
-    async def send(client: Client, request: bytes, times: int) -> int:
-        return sum([await client.ask(request) for _ in range(times)])
+    """Clients of one process: each gets requests to send one after the other."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         clients: list[Client] = []
-        while (task := await loop.run_in_executor(None, pipe.recv)) is not None:
-            requests, times = task
-            while len(clients) < len(requests):
+
+        async def send(index: int, requests: Sequence[bytes]) -> int:
+            # the server closes connections that were idle for long
+            if clients[index].transport.is_closing():
+                _, clients[index] = await loop.create_connection(Client, "127.0.0.1", port)
+            return sum([await clients[index].ask(request) for request in requests])
+
+        while (shares := await loop.run_in_executor(None, pipe.recv)) is not None:
+            while len(clients) < len(shares):
                 _, client = await loop.create_connection(Client, "127.0.0.1", port)
                 clients.append(client)
-            sent = (send(client, r, times) for client, r in zip(clients, requests, strict=False))
-            pipe.send(sum(await asyncio.gather(*sent)))
+            try:
+                answer = sum(await asyncio.gather(*map(send, range(len(shares)), shares)))
+            except (ValueError, OSError) as error:
+                answer = error
+            pipe.send(answer)
 
     asyncio.run(run())
 
 
 class Clients:
-    """Clients of a server, spread over processes; ``ask`` returns the completion tokens."""
+    """Clients of a server, spread over processes."""
 
     def __init__(self, port: int, most: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -78,15 +93,26 @@ class Clients:
             context.Process(target=clients_process, args=(there, port), daemon=True).start()
             self._pipes.append(here)
 
-    def ask(self, requests: Sequence[bytes], times: int) -> int:
-        """Every request ``times`` in a row, by a client of its own."""
-        share = -(-len(requests) // len(self._pipes))
-        parts = [requests[at : at + share] for at in range(0, len(requests), share)]
-        for pipe, part in zip(self._pipes, parts, strict=False):
-            pipe.send((part, times))
-        return sum(pipe.recv() for pipe, _ in zip(self._pipes, parts, strict=False))
+    def ask(self, shares: Sequence[Sequence[bytes]]) -> int:
+        """Completion tokens of requests, of which each client sends a share one after the other.
 
-    def close(self) -> None:
+        Raises:
+            ValueError, OSError: what the first answer that failed was, or why there was none.
+        """
+        size = -(-len(shares) // len(self._pipes))
+        parts = [shares[at : at + size] for at in range(0, len(shares), size)]
+        for pipe, part in zip(self._pipes, parts, strict=False):
+            pipe.send(part)
+        answers = [pipe.recv() for pipe, _ in zip(self._pipes, parts, strict=False)]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return sum(answers)
+
+    def __enter__(self) -> "Clients":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for pipe in self._pipes:
             pipe.send(None)
 

@@ -7,12 +7,13 @@ or as a stream; the three take turns, since a machine's speed drifts. There are 
 
 - ``burst``: a request of every client at once, the next ones when all have been answered; the
   engine gets them as a list.
-- ``steady``: every client sends its next request when it has an answer; the engine is called by as
-  many threads.
+- ``steady``: every client sends its next request when it has an answer, with the prompts in turn;
+  the engine is called by as many threads. A turn begins with empty places and ends with them.
 
 Clients over HTTP keep their connections, live in processes of their own, and look at nothing but
 the end of an answer. Engines without a tokenizer are asked for tokens, by ``/generate``. Both
-engines share the GPU's memory.
+engines are on the GPU at once, with 0.45 of its memory each; ``XLA_PYTHON_CLIENT_MEM_FRACTION``
+changes that. Prompts come again and again: but for their ends the prefix cache has them.
 """
 
 import argparse
@@ -35,7 +36,9 @@ from bench.data import PROMPTS, read_lines
 from specjax.cli.options import add_options, add_start_options, engine_arguments, with_preset
 from specjax.engine.args import EngineArgs
 
-MEMORY_SHARE = "0.45"  # of the GPU, for each of the two engines
+HTTP_WAYS = ("whole", "stream")
+# what says how much of the GPU's memory a process takes; both at once are refused by jax
+MEMORY_NAMES = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 COLUMNS = (
     ("clients", "clients", "d"),
     ("load", "load", "s"),
@@ -100,22 +103,31 @@ def prompts_of(args: argparse.Namespace, engine: Any) -> list[Any]:
     return [rng.integers(size, size=args.prompt_len).tolist() for _ in range(most)]
 
 
+def in_turn(items: Sequence[Any], times: int) -> list[list[Any]]:
+    """For each of as many clients ``times`` items, each time all of them, by another client each.
+
+    Prompts differ in how many drafts are accepted; nobody has but slow ones.
+    """
+    count = len(items)
+    return [[items[(i + k) % count] for k in range(times)] for i in range(count)]
+
+
 class Direct:
     """Calls of an engine in this process."""
 
     def __init__(self, engine: Any, prompts: list[Any], params: Mapping[str, Any]) -> None:
         self._engine, self._prompts, self._params = engine, prompts, params
         self._name = "prompt" if isinstance(prompts[0], str) else "input_ids"
-        self._pool = ThreadPoolExecutor(len(prompts))
 
     def burst(self, times: int) -> int:
         return sum(self._tokens(self._prompts) for _ in range(times))
 
     def steady(self, times: int) -> int:
-        def call(prompt: Any) -> int:
-            return sum(self._tokens([prompt]) for _ in range(times))
+        def call(prompts: list[Any]) -> int:
+            return sum(self._tokens([prompt]) for prompt in prompts)
 
-        return sum(self._pool.map(call, self._prompts))
+        with ThreadPoolExecutor(len(self._prompts)) as pool:
+            return sum(pool.map(call, in_turn(self._prompts, times)))
 
     def _tokens(self, prompts: list[Any]) -> int:
         outs = self._engine.generate(sampling_params=self._params, **{self._name: prompts})
@@ -123,16 +135,16 @@ class Direct:
 
 
 class Http:
-    """Requests to the server, one of each client."""
+    """Requests to the server."""
 
     def __init__(self, clients: Clients, requests: list[bytes]) -> None:
         self._clients, self._requests = clients, requests
 
     def burst(self, times: int) -> int:
-        return sum(self._clients.ask(self._requests, 1) for _ in range(times))
+        return sum(self._clients.ask(in_turn(self._requests, 1)) for _ in range(times))
 
     def steady(self, times: int) -> int:
-        return self._clients.ask(self._requests, times)
+        return self._clients.ask(in_turn(self._requests, times))
 
 
 def rates_of(args: argparse.Namespace, ways: Mapping[str, Any], load: str) -> dict[str, float]:
@@ -151,29 +163,33 @@ def main(door: str, argv: Sequence[str]) -> int:
     from specjax import Engine
 
     args = parse_arguments(door, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
+    if not MEMORY_NAMES & set(os.environ):
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.45"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = with_preset(engine_arguments(args), args.preset, Path(folder))
         options.setdefault("max_running_requests", max(args.clients))
-        with Engine(**options) as engine, server(options) as port:
+        with (
+            Engine(**options) as engine,
+            server(options) as port,
+            Clients(port, max(args.clients)) as clients,
+        ):
             gc.collect()
             gc.freeze()  # as the server does
             settings = common.engine_settings(engine)
             prompts = prompts_of(args, engine)
-            clients = Clients(port, max(args.clients))
             for count in args.clients:
                 some = prompts[:count]
                 ways: dict[str, Any] = {"direct": Direct(engine, some, sampling_params(args))}
-                for way in ("whole", "stream"):
+                for way in HTTP_WAYS:
                     bodies = [body_of(args, prompt, stream=way == "stream") for prompt in some]
                     ways[way] = Http(clients, bodies)
                 for load in ("burst", "steady"):
                     rates = rates_of(args, ways, load)
-                    ratios = {f"{way}_ratio": rates[way] / rates["direct"] for way in rates}
+                    ratios = {f"{way}_ratio": rates[way] / rates["direct"] for way in HTTP_WAYS}
                     rows.append({"clients": count, "load": load} | rates | ratios)
-            clients.close()
-    common.append_json(args.output, {"rows": rows, "settings": settings})
+    run = {name: getattr(args, name) for name in ("requests", "turns", "max_tokens", "temperature")}
+    common.append_json(args.output, {"rows": rows, "settings": settings, "run": run})
     print("{model}, {dtype}, {num_devices} x {device_kind}\n".format(**settings))
     print(common.table_of(COLUMNS, rows))
     return 0

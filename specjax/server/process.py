@@ -108,11 +108,11 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
+        # connections inherit it; asyncio sets it for sockets it opened itself only, and without it
+        # an answer's second packet waits for the client's delayed acknowledgement, 40 ms
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         raise OSError(f"cannot listen at {host}:{port}: {error}") from error
-    # connections inherit it; asyncio sets it for sockets it opened itself only, and without it an
-    # answer's second packet waits for the client's delayed acknowledgement, 40 ms
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
