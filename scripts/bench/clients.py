@@ -61,18 +61,17 @@ def clients_process(pipe: Any, port: int) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        clients: list[Client] = []
+        clients: dict[int, Client] = {}
 
         async def send(index: int, requests: Sequence[bytes]) -> int:
+            client = clients.get(index)
             # the server closes connections that were idle for long
-            if clients[index].transport.is_closing():
-                _, clients[index] = await loop.create_connection(Client, "127.0.0.1", port)
-            return sum([await clients[index].ask(request) for request in requests])
+            if client is None or client.transport.is_closing():
+                _, client = await loop.create_connection(Client, "127.0.0.1", port)
+                clients[index] = client
+            return sum([await client.ask(request) for request in requests])
 
         while (shares := await loop.run_in_executor(None, pipe.recv)) is not None:
-            while len(clients) < len(shares):
-                _, client = await loop.create_connection(Client, "127.0.0.1", port)
-                clients.append(client)
             try:
                 answer = sum(await asyncio.gather(*map(send, range(len(shares)), shares)))
             except (ValueError, OSError) as error:
@@ -101,9 +100,10 @@ class Clients:
         """
         size = -(-len(shares) // len(self._pipes))
         parts = [shares[at : at + size] for at in range(0, len(shares), size)]
-        for pipe, part in zip(self._pipes, parts, strict=False):
+        pipes = self._pipes[: len(parts)]
+        for pipe, part in zip(pipes, parts, strict=True):
             pipe.send(part)
-        answers = [pipe.recv() for pipe, _ in zip(self._pipes, parts, strict=False)]
+        answers = [pipe.recv() for pipe in pipes]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer

@@ -50,10 +50,10 @@ def serving(answer: Callable[[bytes], list[bytes] | None]) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, *requests: bytes) -> list[int | Exception]:
+def ask(port: int, *requests: bytes) -> list[int]:
     """What one client gets for requests one after the other."""
 
-    async def run() -> list[int | Exception]:
+    async def run() -> list[int]:
         loop = asyncio.get_running_loop()
         transport, client = await loop.create_connection(clients.Client, "127.0.0.1", port)
         try:
