@@ -19,6 +19,10 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 128 --context-length 512 --show-accepts --compare
+	@echo
+	@echo "next: $(BIN)/specjax generate \"Why is the sky blue?\" --show-accepts"
+	@echo "      $(BIN)/specjax --help"
+	@echo "or activate the environment once, and leave out $(BIN)/: . $(BIN)/activate"
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 -m "not slow and not parity and not clients and not gpu"

@@ -1,6 +1,8 @@
-"""Adaptive speculation beside fixed numbers of drafts: see bench/throughput.py."""
+"""Adaptive speculation and fixed numbers of drafts; the same as ``scripts/bench adaptive``."""
 
 import runpy
+import sys
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).with_name("bench")), {"DOOR": Path(__file__).stem}, "__main__")
+sys.argv.insert(1, "adaptive")
+runpy.run_path(str(Path(__file__).with_name("bench")), run_name="__main__")

@@ -6,6 +6,8 @@ itself), the target's answers to them, and training with an export in the publis
 
     python scripts/train_draft.py --model smollm2-135m --self-sample 2000 --output my-head
     python scripts/train_draft.py --model DIR --prompts questions.jsonl --output my-head
+
+A later run with the same target, prompts and options reads the generated text from --output.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import logging
 import os
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +56,42 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="name, directory, .gguf file or repo id")
-    add("--dtype", default="auto", help="float32, bfloat16 or auto (bfloat16 on a GPU)")
-    add("--output", type=Path, help="directory of the exported draft")
-    add("--seed", type=int)
+    dtypes = ("auto", "bfloat16", "float32")
+    add("--dtype", default="auto", choices=dtypes, help="auto is bfloat16 on a GPU, else float32")
+    add("--output", type=Path, help="directory of the exported draft; no default")
+    add("--seed", type=int, help="of prompts, answers, the held-out part and training")
     data = parser.add_argument_group("data")
     add = data.add_argument
-    add("--prompts", type=Path, action="append", default=[], metavar="FILE.jsonl")
-    add("--data", type=Path, help="corpus .npz: read if it exists, else written")
+    prompts = "file of prompts, repeatable; none by default"
+    add("--prompts", type=Path, action="append", default=[], metavar="FILE.jsonl", help=prompts)
+    text = "corpus .npz: read if it exists, else written (default: data-*.npz in --output)"
+    add("--data", type=Path, help=text)
     add("--generate-only", action="store_true", help="stop once --data is written")
-    add("--max-prompt-len", type=int, default=224)
+    add("--max-prompt-len", type=int, default=224, help="tokens; longer prompts are left out")
     add("--generator-rows", type=int, default=64, help="sequences generated at the same time")
-    add("--prefill-rows", type=int, default=16)
+    add("--prefill-rows", type=int, default=16, help="prompts prefilled at the same time")
     add = parser.add_argument_group("draft").add_argument
-    add("--draft-vocab-size", type=int, default=8192)
+    add("--draft-vocab-size", type=int, default=8192, help="most frequent tokens of the answers")
     add("--intermediate-size", type=int, help="default: the target's")
     switch = argparse.BooleanOptionalAction
     add("--fc-norm", action=switch, default=True, help="norm each feature (EAGLE 3.1)")
     add("--norm-output", action=switch, default=True, help="feed back the normed output (3.1)")
     training = parser.add_argument_group("training")
     add = training.add_argument
-    add("--stop-at", type=int, help="end this run early; --checkpoint-dir resumes it")
+    add("--stop-at", type=int, help="end this run early (default: at --steps)")
     add("--held-out", type=float, default=0.01, help="share of the prompts")
-    add("--checkpoint-dir", type=Path, help="orbax checkpoints; resumes from the newest")
-    add("--checkpoint-every", type=int, default=1000)
-    add("--log-every", type=int, default=50)
-    add("--report", type=Path, help="write figures as JSON")
+    checkpoints = "orbax checkpoints; resumes from the newest; no default"
+    add("--checkpoint-dir", type=Path, help=checkpoints)
+    add("--checkpoint-every", type=int, default=1000, help="steps between checkpoints")
+    add("--log-every", type=int, default=50, help="steps between updates of the progress bar")
+    add("--report", type=Path, help="write metrics as JSON; no default")
     for group, config in ((data, CollectConfig()), (training, TrainConfig())):
         add_options(group, type(config), [name for name in vars(config) if name != "seed"])
         parser.set_defaults(**vars(config))
     parser.set_defaults(learning_rate=None)  # depends on the width of the draft
+    for action in parser._actions:
+        if "default" not in str(action.help) and action.default != argparse.SUPPRESS:
+            action.help = f"{str(action.help).rstrip('.')} (default: %(default)s)"
     return parser.parse_args(argv)
 
 
@@ -123,17 +133,29 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"{option(name)} {path}: {there} is no directory to write to")
 
 
+def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, str]]) -> Path:
+    """File of ``--output`` for the text that these options, prompts and model files give."""
+    files = [path for path in (model, *model.glob("*")) if path.is_file()]
+    stamps = sorted((str(path.resolve()), path.stat().st_mtime_ns) for path in files)
+    options = (args.dtype, args.max_prompt_len, chosen(args, CollectConfig))
+    name = sha256(repr((stamps, options, entries)).encode()).hexdigest()[:12]
+    return args.output / f"data-{name}.npz"
+
+
 def make_corpus(
     args: argparse.Namespace, entries: list[tuple[str, str]], sampler: Sampler, tokenizer: Tokenizer
 ) -> Corpus:
-    if args.data is not None and args.data.exists():
-        return Corpus.load(args.data)
+    if args.data.exists():
+        logger.info("using the text in %s", args.data)
+        corpus = Corpus.load(args.data)
+        if (token := corpus.tokens.max(initial=0)) >= (limit := sampler.model.vocab_size):
+            raise ValueError(f"{args.data} is another model's: token {token} of {limit}")
+        return corpus
     config = CollectConfig(**chosen(args, CollectConfig))
     with tqdm(unit="tok", unit_scale=True, mininterval=2.0, desc="generating") as bar:
         corpus = collect(sampler, tokenizer, config, entries, lambda _, count: bar.update(count))
     logger.info("%d sequences, %d answer tokens", len(corpus), corpus.answer_tokens)
-    if args.data is not None:
-        corpus.save(args.data)
+    corpus.save(args.data)
     return corpus
 
 
@@ -164,8 +186,6 @@ def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: Packed
                 if len(held.tokens):
                     figures = trainer.evaluate(state.params, held)
                     tqdm.write(f"step {done} held out: {summary(figures)}", file=sys.stderr)
-    if manager is not None:
-        manager.wait_until_finished()
     return state
 
 
@@ -193,6 +213,20 @@ def run(args: argparse.Namespace) -> None:
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
     model, tokenizer = target.config, target.load_tokenizer()
+    draft = default_draft_config(
+        model,
+        intermediate_size=args.intermediate_size or model.intermediate_size,
+        draft_vocab_size=min(args.draft_vocab_size, model.vocab_size),
+        has_fc_norm=args.fc_norm,
+        norm_output=args.norm_output,
+    )
+    args.data = args.data or data_file(args, target.path, entries)
+    num_answers = args.self_sample + len(entries) * (1 + args.file_samples)
+    if args.batch_rows > num_answers and not (args.generate_only or args.data.exists()):
+        raise ValueError(
+            f"--batch-rows={args.batch_rows} is more than the {num_answers} answers to generate; "
+            "lower it, or use more prompts (--prompts, --self-sample)"
+        )
     flat = FlatModel.of(partial(CausalLM, model))
     weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
     sampler = Sampler(
@@ -209,13 +243,6 @@ def run(args: argparse.Namespace) -> None:
     report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
     if not args.generate_only:
         kept, held = corpus.split(args.held_out, args.seed)
-        draft = default_draft_config(
-            model,
-            intermediate_size=args.intermediate_size or model.intermediate_size,
-            draft_vocab_size=min(args.draft_vocab_size, model.vocab_size),
-            has_fc_norm=args.fc_norm,
-            norm_output=args.norm_output,
-        )
         args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
         args.warmup_steps = min(args.warmup_steps, args.steps - 1)
         config = TrainConfig(**chosen(args, TrainConfig))

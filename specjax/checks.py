@@ -2,10 +2,16 @@
 
 import math
 from operator import ge, gt, le, lt
+from reprlib import Repr
 from typing import Any
 
-_LIMITS = {"at_least": ("of at least", ge), "at_most": ("of at most", le)}
+_LIMITS = {"at_least": ("at least", ge), "at_most": ("at most", le)}
 _LIMITS |= {"above": ("above", gt), "below": ("below", lt)}
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 500
+short = _SHORT.repr  # of a value in an error message, which may be as long as a request
 
 
 def is_integer(value: Any) -> bool:
@@ -27,7 +33,7 @@ def check_integer(name: str, value: Any, at_least: int, at_most: int | None = No
     """``value`` if it is an integer within its limits; refuses it by name and limits if not."""
     if not is_integer(value) or value < at_least or (at_most is not None and value > at_most):
         limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ValueError(f"{name}={value!r} must be an integer {limit}")
+        raise ValueError(f"{name}={short(value)} must be an integer {limit}")
     return value
 
 
@@ -36,8 +42,9 @@ def check_number(name: str, value: Any, **limits: float) -> float:
 
     The limits are any of ``at_least``, ``above``, ``at_most`` and ``below``.
     """
-    given = [(*_LIMITS[name], limit) for name, limit in limits.items()]
-    if not is_number(value) or not all(holds(value, limit) for _, holds, limit in given):
-        words = " and ".join(f"{word} {limit}" for word, _, limit in given)
-        raise ValueError(f"{name}={value!r} must be a finite number {words}".rstrip())
+    given = [(*_LIMITS[limit], bound) for limit, bound in limits.items()]
+    if not is_number(value) or not all(holds(value, bound) for _, holds, bound in given):
+        kind = [] if is_number(value) else ["a finite number"]
+        words = kind + [f"{word} {bound}" for word, _, bound in given]
+        raise ValueError(f"{name}={short(value)} must be {' and '.join(words)}")
     return float(value)

@@ -75,7 +75,8 @@ class VerifyInput:
     parents: jax.Array  # i32 [B, T]; -1 for the root, parents come before children
     positions: jax.Array  # i32 [B, T] = seq_lens + depth
     tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
-    # f32 [B, T - 1, V] of a chain, what each draft was drawn from; where sampling asks for them
+    # f32 [B, T - 1, V] of a chain, what each draft was drawn from; where sampling asks for them.
+    # A row that is not finite, or has 0 for its draft, counts as no draft
     draft_probs: jax.Array | None = None
     # i32 [B, T] of a tree, where behind seq_lens drafting has left a row's KV; -1 for nowhere
     draft_rows: jax.Array | None = None

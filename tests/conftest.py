@@ -137,11 +137,21 @@ def _read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_executables() -> Iterator[None]:
-    """Executables go where there are many: each takes several memory mappings on a CPU.
+    yield
+    drop_executables()
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Tiny checkpoints, and the compile cache that engines share."""
+    return engine_files(tmp_path_factory.mktemp("engine"), COMPILED)
+
+
+def drop_executables() -> None:
+    """Executables go if there are many: each takes several memory mappings on a CPU.
 
     A process that has used up those that it may have crashes inside the compiler.
     """
-    yield
     if num_mappings() < MANY_MAPPINGS:
         return
     for name, module in list(sys.modules.items()):
@@ -153,12 +163,6 @@ def _few_executables() -> Iterator[None]:
     READ.clear()
     jax.clear_caches()
     gc.collect()
-
-
-@pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Tiny checkpoints, and the compile cache that engines share."""
-    return engine_files(tmp_path_factory.mktemp("engine"), COMPILED)
 
 
 def num_mappings() -> int:

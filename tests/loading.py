@@ -26,7 +26,7 @@ def load_bench(name: str) -> ModuleType:
     return importlib.import_module(f"bench.{name}")
 
 
-def run_bench(door: str, arguments: str, *more: str) -> int:
+def run_bench(name: str, arguments: str, *more: str) -> int:
     """The exit status of a benchmark; ``more`` arguments may hold spaces."""
-    status: int = load_bench("__main__").main([door, *arguments.split(), *more])
+    status: int = load_bench("__main__").main([name, *arguments.split(), *more])
     return status

@@ -1,1 +1,1 @@
-"""Benchmarks; the scripts beside this folder are their doors."""
+"""Benchmarks, which `python scripts/bench NAME` runs."""

@@ -3,7 +3,7 @@
 The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
 of user messages. Each turn goes through the chat template, behind the turns before it.
 
-    python scripts/eval_acceptance.py --prompts scripts/data/prompts.jsonl --output results.json
+    python scripts/bench acceptance --prompts scripts/data/prompts.jsonl --output results.json
 """
 
 import argparse
@@ -116,8 +116,8 @@ def by_category(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
     return {name: summarize([one for one in answers if one.category == name]) for name in names}
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"bench {name}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--prompts", type=Path, required=True, help="JSON lines, Spec-Bench form")
     add("--model", default="smollm2-135m")
@@ -142,10 +142,10 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(door: str, argv: Sequence[str]) -> int:
+def main(name: str, argv: Sequence[str]) -> int:
     from specjax import Engine
 
-    args = parse_arguments(door, argv)
+    args = parse_arguments(name, argv)
     prompts = read_lines(args.prompts, SPEC_BENCH)[: args.limit]
     shared = {name: getattr(args, name) for name in SHARED} | {
         "max_running_requests": args.batch_size,

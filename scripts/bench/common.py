@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.cli.options import add_engine_options
+from specjax.speculative.registry import DEFAULT
 
 COPIES, COPY_REPEATS = 4, 5
 # of an engine's server info
@@ -34,12 +35,13 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def engine_parser(door: str, doc: str) -> argparse.ArgumentParser:
+def engine_parser(name: str, doc: str) -> argparse.ArgumentParser:
     """A parser with the options of an engine, which stay unset where they are not given."""
     parser = argparse.ArgumentParser(
-        prog=f"{door}.py", description=doc.splitlines()[0], argument_default=argparse.SUPPRESS
+        prog=f"bench {name}", description=doc.splitlines()[0], argument_default=argparse.SUPPRESS
     )
     add_engine_options(parser)
+    parser.set_defaults(speculative_algorithm=DEFAULT)
     return parser
 
 
@@ -54,7 +56,7 @@ def check_at_least(
 
 def check_plot(parser: argparse.ArgumentParser, path: Path | None) -> None:
     if path is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'specjax[bench]'")
+        parser.error("--plot needs matplotlib: pip install '.[bench]'")
 
 
 def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Measures what long prompts cost the requests that decode beside them, with and without a split.
 
-    python scripts/bench_disaggregation.py --preset llama3.1-8b --dtype bfloat16 \\
+    python scripts/bench disaggregation --preset llama3.1-8b --dtype bfloat16 \\
         --speculative-algorithm none
 
 A few requests decode greedily while prompts of random tokens arrive at even intervals, each of
@@ -55,8 +55,8 @@ with Engine(**json.loads(sys.argv[1])) as engine:
 MS_A_ROUND = 3  # at least
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(door, __doc__)
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__)
     more = parser.add_argument_group("more of the engine")
     add_start_options(more)
     add_options(more, EngineArgs, ["load_format", "skip_tokenizer_init", "simulate_accept_length"])
@@ -201,10 +201,10 @@ def _median(function: Any) -> float:
     return statistics.median(seconds)
 
 
-def main(door: str, argv: Sequence[str]) -> int:
+def main(name: str, argv: Sequence[str]) -> int:
     from specjax import DisaggregatedEngine, Engine
 
-    args = parse_arguments(door, argv)
+    args = parse_arguments(name, argv)
     moved: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         options = with_preset(engine_arguments(args), args.preset, Path(folder))

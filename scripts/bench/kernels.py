@@ -1,8 +1,8 @@
 """Times the kernels of a round at the sizes of serving: XLA's fused reference against Pallas.
 
-    python scripts/bench_kernels.py --output kernels.jsonl    # the small ones
-    python scripts/bench_attention.py                         # paged attention, beside a copy
-    python scripts/bench_kernels.py --smoke                   # tiny sizes, also on a CPU
+    python scripts/bench kernels --output kernels.jsonl    # the small ones
+    python scripts/bench attention                         # paged attention, beside a copy
+    python scripts/bench kernels --smoke                   # tiny sizes, also on a CPU
 
 Each program calls a kernel many times in one dispatch, and every call needs the result of the one
 before. A figure is the median over repeats of the microseconds of one call, less those of the same
@@ -218,8 +218,8 @@ def _measure(kernel: str, case: Case, *, is_smoke: bool) -> dict[str, Any]:
     }
 
 
-def _cases(door: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
-    if door == "bench_attention":
+def _cases(name: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
+    if name == "attention":
         sizes: dict[str, Any] = ATTENTION_SMOKE if is_smoke else ATTENTION
         for page_size in sizes["pages"]:
             yield "attention", _attention(sizes, page_size)
@@ -231,8 +231,8 @@ def _cases(door: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
                 yield make.__name__[1:], make(grid, batch, width, rows)
 
 
-def main(door: str, argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
+def main(name: str, argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"bench {name}", description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, two of everything")
     parser.add_argument("--output", type=Path, help="append one JSON line a row")
     args = parser.parse_args(argv)
@@ -240,7 +240,7 @@ def main(door: str, argv: Sequence[str]) -> int:
         raise ValueError("no GPU found: on a CPU only --smoke runs, in the interpreter")
     bandwidth = common.copy_bandwidth()
     rows = []
-    for kernel, case in _cases(door, is_smoke=args.smoke):
+    for kernel, case in _cases(name, is_smoke=args.smoke):
         row = _measure(kernel, case, is_smoke=args.smoke)
         row |= {"copy": bandwidth, **common.software()}
         print(json.dumps(row), flush=True)

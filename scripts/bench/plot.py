@@ -1,4 +1,4 @@
-"""Plots: throughput by phase, latencies over time, and a grid of draft shapes."""
+"""Plots: throughput by phase and latencies over time."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,37 +59,6 @@ def draw_mix(result: Mapping[str, Any], traces: Sequence[Any], path: Path) -> No
     gaps.set_ylabel("between chunks, ms")
     gaps.set_xlabel("s")
     figure.suptitle(f"{about(settings)}, {row['request_rate']:.2f} requests/s")
-    figure.savefig(path, format="png", dpi=120)
-
-
-def draw_grid(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], path: Path) -> None:
-    """Tokens a second over plain decoding: shapes of drafts against requests at once."""
-    from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
-
-    def shape_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
-        return row["steps"], row["topk"], row["nodes"]
-
-    shapes = list(dict.fromkeys(map(shape_of, rows)))
-    batches = list(dict.fromkeys(row["batch"] for row in rows))
-    values = {(shape_of(row), row["batch"]): row["speedup"] for row in rows}
-    cells = [[values[shape, batch] for batch in batches] for shape in shapes]
-    size = 2.5 + 1.1 * len(batches), 1.4 + 0.32 * len(shapes)
-    figure = Figure(figsize=size, layout="constrained")
-    axis = figure.subplots()
-    # no change is white, whatever the range
-    norm = TwoSlopeNorm(1.0, min(*map(min, cells), 0.9), max(*map(max, cells), 1.1))
-    image = axis.imshow(cells, aspect="auto", cmap="RdBu", norm=norm)
-    for y, line in enumerate(cells):
-        for x, value in enumerate(line):
-            color = "white" if abs(norm(value) - 0.5) > 0.3 else "black"
-            axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=color)
-    labels = ["plain" if not s else f"{s} steps, top {k}, {t} rows" for s, k, t in shapes]
-    axis.set_yticks(range(len(shapes)), labels)
-    axis.set_xticks(range(len(batches)), batches)
-    axis.set_xlabel("requests at once")
-    figure.colorbar(image, label="tokens a second over plain decoding")
-    figure.suptitle(about(settings), fontsize="medium")
     figure.savefig(path, format="png", dpi=120)
 
 

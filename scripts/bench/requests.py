@@ -1,6 +1,6 @@
 """Times what requests feel: rounds of each kind of sampling, and bursts of prompts.
 
-    python scripts/bench_requests.py --preset llama3.1-8b --dtype bfloat16 --batch 1,8,32 \\
+    python scripts/bench requests --preset llama3.1-8b --dtype bfloat16 --batch 1,8,32 \\
         --speculative-num-steps 3 --max-running-requests 64 --context-length 1536
 
 A round is (time of 128 new tokens - time of 32) over the rounds between them, medians of
@@ -44,8 +44,8 @@ COLUMNS = (
 )
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(door, __doc__)
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__)
     run = parser.add_argument_group("run")
     add_start_options(run)
     add_options(run, EngineArgs, ["simulate_accept_length"])
@@ -98,8 +98,8 @@ def row_of(what: str, count: int, seconds: float, tokens: int) -> dict[str, Any]
     return {"what": what, "batch": count, "ms": seconds * 1e3, "tokens_s": tokens / seconds}
 
 
-def main(door: str, argv: Sequence[str]) -> int:
-    args = parse_arguments(door, argv)
+def main(name: str, argv: Sequence[str]) -> int:
+    args = parse_arguments(name, argv)
     rows: list[dict[str, Any]] = []
     bandwidth = common.copy_bandwidth()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """Times one round of decoding: draft, verify, accept, compact, extend and state update.
 
-    python scripts/bench_round.py --batch 1,8,32 --steps 0,1,3,7 --rounds 20
+    python scripts/bench round --batch 1,8,32 --steps 0,1,3,7 --rounds 20
 
 Two figures a row, both medians in ms: rounds dispatched back to back with the tokens left on the
 device, and rounds through ``Engine.generate`` with results read one round late. The floor is what
@@ -55,8 +55,8 @@ COLUMNS = (
 )
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"{door}.py", description=__doc__.splitlines()[0])
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"bench {name}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--preset", choices=[*PRESETS, REAL_PRESET], default="llama3.1-8b")
     add("--model", help="real weights instead of a preset: name, folder or file")
@@ -225,8 +225,8 @@ def measure(
     }
 
 
-def main(door: str, argv: Sequence[str]) -> int:
-    args = parse_arguments(door, argv)
+def main(name: str, argv: Sequence[str]) -> int:
+    args = parse_arguments(name, argv)
     bandwidth = common.copy_bandwidth()
     rng = np.random.default_rng(0)
     rows = []

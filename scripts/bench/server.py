@@ -1,6 +1,6 @@
 """Measures output tokens a second through HTTP against ``Engine.generate``.
 
-    python scripts/bench_server.py --dtype bfloat16 --clients 1,16,64
+    python scripts/bench server --dtype bfloat16 --clients 1,16,64
 
 The same requests go to an engine here and to a ``specjax serve`` process, whose answers come whole
 or as a stream; the three take turns, since a machine's speed drifts. There are two loads:
@@ -50,8 +50,8 @@ COLUMNS = (
 )
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(door, __doc__)
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__)
     more = parser.add_argument_group("more of the engine")
     add_start_options(more)
     add_options(more, EngineArgs, ["load_format", "skip_tokenizer_init", "simulate_accept_length"])
@@ -159,10 +159,10 @@ def rates_of(args: argparse.Namespace, ways: Mapping[str, Any], load: str) -> di
     return {way: statistics.median(found) for way, found in rates.items()}
 
 
-def main(door: str, argv: Sequence[str]) -> int:
+def main(name: str, argv: Sequence[str]) -> int:
     from specjax import Engine
 
-    args = parse_arguments(door, argv)
+    args = parse_arguments(name, argv)
     if not MEMORY_NAMES & set(os.environ):
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.45"
     rows: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """Measures what users feel while requests of a mixed load arrive at random.
 
-    python scripts/bench_serving_mix.py --preset llama3.1-8b --dtype bfloat16 \\
+    python scripts/bench serving_mix --preset llama3.1-8b --dtype bfloat16 \\
         --speculative-num-steps 3 --simulate-accept-length 2.5 --output mix.jsonl --plot mix.png
 
 Prompts are random tokens: most are short, one in ``--long-every`` is long. Half of the requests are
@@ -81,8 +81,8 @@ class Trace:
         return [(end, end - start, count) for (start, _), (end, count) in pairwise(self.chunks)]
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(door, __doc__)
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__)
     more = parser.add_argument_group("more of the engine")
     add_start_options(more)
     add_options(more, EngineArgs, [*MORE_OPTIONS, "disable_radix_cache"])
@@ -96,7 +96,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--utilization", type=float, default=0.7, help="share of the capacity")
     add("--warmup", type=int, help="requests before; by default as many as run at once")
     add("--output", type=Path, metavar="FILE", help="append one JSON line")
-    add("--plot", type=Path, metavar="PNG", help="needs specjax[bench]")
+    add("--plot", type=Path, metavar="PNG", help="needs the extra bench")
     args = parser.parse_args(argv)
     args.seed = getattr(args, "seed", EngineArgs.seed)
     common.check_at_least(parser, args, 1, "num_prompts", "long_prompt_len", "long_every")
@@ -265,10 +265,10 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{common.table_of(LATENCY_COLUMNS, rows)}")
 
 
-def main(door: str, argv: Sequence[str]) -> int:
+def main(name: str, argv: Sequence[str]) -> int:
     from specjax import Engine
 
-    args = parse_arguments(door, argv)
+    args = parse_arguments(name, argv)
     with tempfile.TemporaryDirectory() as folder:
         options = with_preset(engine_arguments(args), args.preset, Path(folder))
         longest = max(args.long_prompt_len, args.prompt_len[1]) + args.output_len[1]

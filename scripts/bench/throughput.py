@@ -1,6 +1,6 @@
 """Measures the throughput of engines that get all requests at once.
 
-    python scripts/bench_offline_throughput.py --dataset-name jsonl --num-prompts 64 \\
+    python scripts/bench throughput --dataset-name jsonl --num-prompts 64 \\
         --modes spec,plain,spec_sync,plain_sync --batch 1,4,16,64
     python scripts/bench_adaptive_speculative.py --workload transition --concurrency 8 \\
         --repeats 3 --json figures.json --plot tiers.png
@@ -79,8 +79,8 @@ class PhaseRun(NamedTuple):
     outputs: list[dict[str, Any]]
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(door, __doc__)
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__)
     more = parser.add_argument_group("more of the engine")
     add_options(more, EngineArgs, ["batch_buckets", "disable_radix_cache"])
     add = parser.add_argument
@@ -95,7 +95,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--warmup", type=int, default=16, help="requests of each phase before")
     add("--json", type=Path, default=None, metavar="FILE", help="append figures, a line a batch")
     add("--plot", type=Path, default=None, metavar="PNG", help="needs specjax[bench]")
-    if door == "bench_adaptive_speculative":
+    if name == "adaptive":
         parser.set_defaults(**ADAPTIVE_DEFAULTS)
     args = parser.parse_args(argv)
     is_plain = args.speculative_algorithm is None
@@ -289,8 +289,8 @@ def _show(result: Mapping[str, Any]) -> None:
         print(f"{mode}: {policy['switches']} switches, row rounds by drafted tokens {rounds}")
 
 
-def main(door: str, argv: Sequence[str]) -> int:
-    args = parse_arguments(door, argv)
+def main(name: str, argv: Sequence[str]) -> int:
+    args = parse_arguments(name, argv)
     first, shares = None, []
     phases: Phases = {}
     reference: list[PhaseRun] = []

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
+from specjax.adaptive.config import ConfigSource
+from specjax.adaptive.ema import AdaptiveSpeculativeParams
+
 logger = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2
@@ -96,17 +99,35 @@ class AdaptiveController:
     - if it dispatches rounds before earlier ones are read, :meth:`activate_for_batch` before every
       dispatch and :meth:`on_verify_complete` with the tier and the batch that the round ran with.
 
-    ``draft_tokens`` gives the rows of a verify for a tier; a chain has one more than its steps.
+    Args:
+        worker: whose tier changes.
+        policy: decides; by default the EMA policy from the worker's ``speculative_num_steps`` on.
+        draft_tokens: gives the rows of a verify for a tier; a chain has one more than its steps.
+        config_path: of the default policy, for :func:`specjax.adaptive.load_adaptive_config`.
+
+    Raises:
+        ValueError: ``policy`` is not a policy, or both it and ``config_path`` are given.
+
+    Attributes:
+        params: the policy, under SGLang's name.
     """
 
     def __init__(
         self,
         worker: AdaptiveSpecWorker[Any],
-        policy: AdaptiveSpecPolicy,
+        policy: AdaptiveSpecPolicy | None = None,
         draft_tokens: Callable[[int], int] = lambda steps: steps + 1,
+        *,
+        config_path: ConfigSource = None,
     ) -> None:
+        if policy is None:
+            policy = AdaptiveSpeculativeParams(worker.speculative_num_steps, config_path)
+        elif config_path is not None:
+            raise ValueError(f"{policy=} excludes {config_path=}; pass one of them")
+        elif not hasattr(policy, "on_verify_complete"):
+            raise ValueError(f"{policy=} is not a policy; pass a configuration as config_path")
         self.worker = worker
-        self.policy = policy
+        self.policy = self.params = policy
         self.switches = 0
         # all of them from the start, since other threads read the figures
         self.tiers = {steps: TierCounts() for steps in policy.candidate_steps}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from specjax.checkpoints.recipes import draft_recipes
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX
@@ -114,12 +114,13 @@ def _write_shards(directory: Path, tensors: Mapping[str, np.ndarray], max_shard_
         shards[-1][name] = array
     metadata = {"format": "pt"}
     if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata)
+        # save_file would make files that only their owner may read
+        (directory / "model.safetensors").write_bytes(save(shards[0], metadata))
         return
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata)
+        (directory / file).write_bytes(save(shard, metadata))
         weight_map |= dict.fromkeys(shard, file)
     total = sum(array.nbytes for array in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

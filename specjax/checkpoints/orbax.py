@@ -7,7 +7,9 @@ checkpoint of a plain dict of arrays by flat name) and, for a target, its tokeni
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,34 @@ from specjax.text.tokenizer import Tokenizer
 C = TypeVar("C", ModelConfig, DraftConfig)
 _KEY = "specjax_config"
 _WEIGHTS = "weights"
+_DIGESTS = "sha256.json"
+
+
+def write_digests(folder: Path) -> None:
+    """Store the digests of all files of a saved ``folder`` in it."""
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    (folder / _DIGESTS).write_text(json.dumps(_digests(folder, names)), encoding="utf-8")
+
+
+def check_digests(folder: Path) -> None:
+    """ValueError naming a file of ``folder`` that has changed since :func:`write_digests`."""
+    expected = read_json(folder / _DIGESTS)
+    for name, digest in _digests(folder, expected).items():
+        if digest != expected[name]:
+            raise ValueError(f"{folder / name} is damaged: it is not as it was saved")
+
+
+def _digests(folder: Path, names: Collection[str]) -> dict[str, str | None]:
+    """SHA-256 by name, ``None`` for a file that is missing."""
+
+    def digest(name: str) -> str | None:
+        if not (folder / name).is_file():
+            return None
+        with (folder / name).open("rb") as stream:
+            return file_digest(stream, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 def save_orbax(
@@ -39,6 +69,7 @@ def save_orbax(
     directory = Path(path).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     ocp.save(directory / _WEIGHTS, dict(weights), overwrite=True)
+    write_digests(directory / _WEIGHTS)
     write_config(directory, config)
     if tokenizer is not None:
         tokenizer.save(directory)
@@ -88,7 +119,7 @@ def check_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Non
 
     directory = (path / _WEIGHTS).absolute()
     try:
-        stored = ocp.metadata(directory).metadata
+        stored = dict(ocp.metadata(directory).metadata)
     except Exception as error:  # orbax raises several unrelated types
         raise ValueError(f"{directory} is not a complete orbax checkpoint: {error}") from error
     missing, unknown = sorted(set(abstract) - set(stored)), sorted(set(stored) - set(abstract))
@@ -105,9 +136,11 @@ def check_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Non
 
 
 def load_orbax(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-    """Weights of a saved directory, cast to the dtypes of ``abstract``."""
+    """Undamaged weights of a saved directory, cast to the dtypes of ``abstract``."""
     from orbax.checkpoint import v1 as ocp
 
+    if (path / _WEIGHTS / _DIGESTS).is_file():  # older directories have none
+        check_digests(path / _WEIGHTS)
     check_orbax(path, abstract)
     # numpy placeholders make orbax return numpy arrays, off any device, cast as needed
     like = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in abstract.items()}

@@ -17,6 +17,7 @@ from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
 from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, target_recipes
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import DTYPES, ModelConfig
+from specjax.json_file import read_text
 from specjax.text.tokenizer import Tokenizer
 
 
@@ -33,6 +34,27 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer; a ValueError if there is none, or its kind is not supported."""
         return self._open_tokenizer()
+
+    def with_tokenizer(
+        self, tokenizer: str | os.PathLike[str] | None, template: str | os.PathLike[str] | None
+    ) -> "TargetCheckpoint":
+        """The same with the tokenizer of a directory or repository, and with a Jinja file's text.
+
+        ``None`` keeps the checkpoint's own.
+        """
+
+        def load() -> Tokenizer:
+            if tokenizer is None:
+                found = self.load_tokenizer()
+            else:
+                name = os.fspath(tokenizer)
+                is_here = os.path.isdir(name)
+                found = Tokenizer.from_pretrained(name if is_here else download(name, "tokenizer"))
+            if template is not None:
+                found.chat_template = read_text(Path(template).expanduser())
+            return found
+
+        return dataclasses.replace(self, _open_tokenizer=load)
 
     def describe(self) -> str:
         """One line with family, place and sizes."""
@@ -52,7 +74,11 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
 
 
 def open_target(
-    model: str | os.PathLike[str], *, dtype: str = "auto", knob: str = "model"
+    model: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    knob: str = "model",
+    revision: str | None = None,
 ) -> TargetCheckpoint:
     """Find a target model and read its configuration.
 
@@ -62,6 +88,7 @@ def open_target(
         dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's own (float16 and
             quantised weights become bfloat16).
         knob: the argument that ``model`` came from, for errors.
+        revision: branch, tag or commit of a repository.
 
     Raises:
         ValueError: if the model is not found or not supported.
@@ -78,7 +105,8 @@ def open_target(
         return _open_gguf(name, path, dtype)
     if os.path.isfile(path):
         raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
-    return _open_directory(name, path if os.path.isdir(path) else download(name, knob), dtype)
+    directory = path if os.path.isdir(path) else download(name, knob, revision)
+    return _open_directory(name, directory, dtype)
 
 
 def _open_gguf(name: str, path: Path, dtype: str) -> TargetCheckpoint:

@@ -31,6 +31,7 @@ def add_generate_parser(commands: Any) -> None:
         description="Generate text from one prompt. The text goes to standard output; progress and "
         "the closing line of figures go to standard error.",
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from stdin")
     add_engine_options(parser, SERVING)
@@ -59,7 +60,7 @@ def run_generate(
     for option in ("compare", "show_accepts", "show_tree"):
         if getattr(args, option) and engine_args["speculative_algorithm"] is None:
             flag = f"--{option.replace('_', '-')}"
-            raise ValueError(f"{flag} needs speculation; leave out --speculative-algorithm none")
+            raise ValueError(f"{flag} needs speculation; give --draft or --speculative-algorithm")
     if args.json and args.show_accepts:
         raise ValueError(
             "--show-accepts colours a text and --json prints none; its output_is_draft says which "

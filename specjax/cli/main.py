@@ -24,7 +24,9 @@ EXIT_BROKEN_PIPE = 141
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="specjax", description="Lossless speculative decoding of language models in JAX."
+        prog="specjax",
+        description="Lossless speculative decoding of language models in JAX.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"specjax {version('specjax')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -7,6 +7,7 @@ defaults: the parser needs ``argument_default=argparse.SUPPRESS``.
 
 import argparse
 import inspect
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -14,11 +15,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from specjax.checkpoints.embedded import EMBEDDED_MODELS
 from specjax.checkpoints.presets import write_preset
-from specjax.engine.args import EngineArgs
+from specjax.engine.args import CHOICES, EngineArgs
 from specjax.speculative.registry import DEFAULT
 
-MODEL = ("model", "draft", "dtype")
+MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
+# of commands that do not serve
 MEMORY = (
     "context_length",
     "page_size",
@@ -32,29 +35,51 @@ MEMORY = (
 # --quiet says whether progress is shown
 ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
-SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION))
+SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # other users see flags
+SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION, SECRET))
 
 
 def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[str]) -> None:
     """Add a flag for each of the fields of a dataclass that are named."""
     hints, help_texts = get_type_hints(cls), _descriptions(cls)
+    defaults = {field.name: field.default for field in fields(cls)}
     for name in names:
-        options = _option(hints[name]) | {"help": help_texts.get(name)}
-        group.add_argument(f"--{name.replace('_', '-')}", **options)
+        text, default = help_texts.get(name, ""), defaults[name]
+        options = _option(hints[name], default)
+        if known := CHOICES.get(name):
+            options |= {"choices": [each for each in known if each], "metavar": None}
+        if default is not None and not isinstance(default, bool) and default != "":
+            text += f" (default: {default})"
+        group.add_argument(f"--{name.replace('_', '-')}", **options, help=text)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] = MEMORY) -> None:
-    """Add flags for fields of ``EngineArgs``; a command line speculates unless told otherwise."""
+    """Add flags for fields of ``EngineArgs``."""
     for title, names in (
         ("model", MODEL),
         ("speculation", SPECULATION),
         ("memory and start-up", memory),
     ):
-        add_options(parser.add_argument_group(title), EngineArgs, names)
-    parser.set_defaults(speculative_algorithm=DEFAULT)
+        group = parser.add_argument_group(title)
+        add_options(group, EngineArgs, names)
+    if "disaggregation_mode" in memory:
+        group.add_argument(
+            "--disaggregation-secret-file",
+            dest=SECRET,
+            type=_first_line,
+            metavar="FILE",
+            help=f"its first line is the secret of both sides; or in the environment: {VARIABLE}",
+        )
+        group.add_argument("--disaggregation-secret", type=_refused, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--tp-size", "--tp", "--tensor-parallel-size", type=_one_gpu, help=argparse.SUPPRESS
+    )
 
 
-def add_start_options(group: argparse._ArgumentGroup) -> None:
+def add_start_options(
+    group: argparse._ArgumentGroup,
+    names: Collection[str] = ("max_running_requests", "batch_buckets"),
+) -> None:
     """What a start compiles, for commands that serve nobody."""
     group.add_argument(
         "--preset",
@@ -62,11 +87,20 @@ def add_start_options(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="a published model's shape with random weights instead of --model and --draft",
     )
-    add_options(group, EngineArgs, ("max_running_requests", "batch_buckets"))
+    add_options(group, EngineArgs, names)
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ALL if hasattr(args, name)}
+    """Keyword arguments of ``Engine`` that were given; drafts are made if a head is at hand."""
+    given = {name: getattr(args, name) for name in ALL if hasattr(args, name)}
+    if "disaggregation_mode" in given:
+        given.setdefault(SECRET, os.environ.get(VARIABLE, ""))
+    has_head = (
+        given.get("draft") is not None
+        or given.get("model", EngineArgs.model) in EMBEDDED_MODELS
+        or getattr(args, "preset", None) is not None
+    )
+    return {"speculative_algorithm": DEFAULT if has_head else None} | given
 
 
 def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -> dict[str, Any]:
@@ -82,11 +116,12 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
     return engine_args | dummy | ({"draft": str(draft)} if has_head else {})
 
 
-def _option(hint: Any) -> dict[str, Any]:
+def _option(hint: Any, default: Any) -> dict[str, Any]:
     """How a value of a type is written on a command line."""
     kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
     if bool in kinds:
-        return {"action": argparse.BooleanOptionalAction if NoneType in kinds else "store_true"}
+        has_no = NoneType in kinds or default is True
+        return {"action": argparse.BooleanOptionalAction if has_no else "store_true"}
     if int in kinds or float in kinds:
         return {"type": int, "metavar": "N"} if int in kinds else {"type": float, "metavar": "X"}
     if list in kinds:
@@ -100,8 +135,31 @@ def _or_none(text: str) -> str | None:
     return None if text.lower() == "none" else text
 
 
+def _one_gpu(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError("an engine runs on one GPU; --base-gpu-id says on which")
+    return 1
+
+
 def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _first_line(path: str) -> str:
+    try:
+        line = Path(path).read_text().partition("\n")[0].strip()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not line:
+        raise argparse.ArgumentTypeError(f"{path!r} has no secret in its first line")
+    return line
+
+
+def _refused(_: str) -> str:
+    raise argparse.ArgumentTypeError(
+        "other users can see it there; give --disaggregation-secret-file, or set "
+        f"{VARIABLE} in the environment"
+    )
 
 
 def _descriptions(cls: type) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from specjax.checks import check_integer, check_number
 from specjax.cli.options import SERVING, add_engine_options
 
-API_KEY = "SPECJAX_API_KEY"
+API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
 
 
 def add_serve_parser(commands: Any) -> None:
@@ -18,18 +18,32 @@ def add_serve_parser(commands: Any) -> None:
         description="Serve a model over HTTP, with OpenAI's and SGLang's routes. A line with the "
         "address goes to standard output when it is ready.",
         argument_default=argparse.SUPPRESS,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
     )
     group = parser.add_argument_group("server")
     for flag, kind, default, text in (
         ("--host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this host"),
         ("--port", int, 30000, "port to listen at; 0 chooses one"),
         ("--served-model-name", str, None, "what clients call the model; by default as --model"),
-        ("--api-key", str, None, f"what clients have to show; or in the environment: {API_KEY}"),
-        ("--max-requests", int, None, "completions in hand at once, waiting ones included"),
-        ("--max-body-bytes", int, None, "longer request bodies are refused"),
+        ("--api-key", str, None, f"key that clients show; better in the environment: {API_KEY}"),
+        (
+            "--admin-api-key",
+            str,
+            None,
+            "key for abort_all, /flush_cache and /update_weights_from_disk, by default the API "
+            f"key; better in the environment: {ADMIN_API_KEY}",
+        ),
+        (
+            "--max-requests",
+            int,
+            None,
+            "completions in hand at once, waiting ones included (default: 4096)",
+        ),
+        ("--max-body-bytes", int, None, "longer request bodies are refused (default: 33554432)"),
         ("--shutdown-timeout", float, 30.0, "seconds that requests have to end after a signal"),
     ):
-        shown = "" if default is None else f" ({default})"
+        shown = "" if default is None else f" (default: {default})"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
     group.add_argument(
@@ -39,6 +53,14 @@ def add_serve_parser(commands: Any) -> None:
         default=[],
         help="pages of this origin may call from a browser; * for all; may be repeated",
     )
+    group.add_argument(
+        "--allowed-hosts",
+        type=lambda text: text.split(","),
+        metavar="NAME,NAME",
+        default=[],
+        help="names, besides loopback ones, in the Host header of requests to a server that "
+        "listens at a loopback address without a key, such as those that a proxy sends",
+    )
     group.add_argument("--quiet", action="store_true", default=False, help="no progress")
     add_engine_options(parser, SERVING)
 
@@ -47,6 +69,7 @@ def run_serve(
     args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
 ) -> int:
     """Run the command until a signal ends it."""
+    from specjax.server.access import LOOPBACK, Access
     from specjax.server.process import serve  # what it needs is an extra
 
     check_integer("--port", args.port, 0, 65535)
@@ -58,9 +81,14 @@ def run_serve(
         port=args.port,
         shutdown_timeout=args.shutdown_timeout,
         name=args.served_model_name,
-        # on a command line other users see it
-        api_key=os.environ.get(API_KEY) if args.api_key is None else args.api_key,
-        cors_allow_origins=args.cors_allow_origin,
+        access=Access(
+            # on a command line other users see it
+            api_key=os.environ.get(API_KEY) if args.api_key is None else args.api_key,
+            admin_api_key=os.environ.get(ADMIN_API_KEY, args.admin_api_key),
+            is_private=args.host in LOOPBACK,
+            allowed_hosts=args.allowed_hosts,
+            origins=args.cors_allow_origin,
+        ),
         **{name: value for name, value in limits.items() if value is not None},
     )
     return 0

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specjax.cli.options import add_engine_options, add_options, add_start_options, with_preset
+from specjax.cli.options import SERVING, add_engine_options, add_start_options, with_preset
 from specjax.compiling.cache import open_compile_cache
 from specjax.engine import warmup
 from specjax.engine.args import EngineArgs
@@ -22,11 +22,12 @@ def add_warmup_parser(commands: Any) -> None:
         description="Compile what an engine with these options dispatches, without loading its "
         "weights, into the cache that a start reads. What is present is left as it is.",
         argument_default=argparse.SUPPRESS,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
     )
-    add_engine_options(parser)
+    add_engine_options(parser, SERVING)
     group = parser.add_argument_group("warm-up")
-    add_start_options(group)
-    add_options(group, EngineArgs, ("simulate_accept_length",))
+    add_start_options(group, ())
     for flag, text in (
         ("--stages", "also draft, verify and extend as functions of their own"),
         ("--quiet", "no progress, no table"),

@@ -82,7 +82,9 @@ class CompilePool(dict[Hashable, Compiled]):
         jobs, self._jobs = self._jobs, []
         cache, started = self.cache, time.perf_counter()
         done: dict[Hashable, CompiledFunction] = {}
-        bar = tqdm(total=len(jobs), desc="compiling", unit="fn", disable=not show_progress)
+        # without a terminal the lines of the log are enough
+        is_off = None if show_progress else True
+        bar = tqdm(total=len(jobs), desc="compiling", unit="fn", disable=is_off)
 
         def finish(
             job: _Job, compiled: Compiled, num_bytes: int | None, began: float, *, is_hit: bool

@@ -33,6 +33,7 @@ def check_secret(address: str, secret: str) -> bytes:
     host, _ = parse_address(address)
     if not secret and not is_loopback(host):
         raise ValueError(
-            f"{address} is not on this machine: set disaggregation_secret, the same on both sides"
+            f"{address} is not on this machine: set disaggregation_secret, the same on both sides "
+            "(for a command: SPECJAX_DISAGGREGATION_SECRET or --disaggregation-secret-file)"
         )
     return secret.encode()

@@ -16,6 +16,7 @@ from specjax.disaggregation.handshake import Keys
 from specjax.disaggregation.messages import Hello, Message
 from specjax.disaggregation.values import WireError
 from specjax.disaggregation.wire import Packed, Reader, check, pack, seal
+from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,6 @@ class Channel:
         self._end_reason: Exception | None = None
         self._lock = threading.Lock()  # of the end and of the count
         self._writing = threading.Lock()  # of the socket's sending half, and of `_sequence`
-        self._sender = threading.Thread(target=self._send_all, name="specjax-send", daemon=True)
         sock.settimeout(pulse.interval)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
@@ -120,8 +120,8 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        receiver = partial(self._receive_all, deliver, lost)
-        self._sender.start()
+        sender = start_device_thread(self._send_all, "specjax-send", self.close)
+        receiver = partial(self._receive_all, deliver, lost, sender)
         threading.Thread(target=receiver, name="specjax-receive", daemon=True).start()
 
     def _end(self, reason: Exception) -> None:
@@ -138,7 +138,7 @@ class Channel:
 
     # The receiving thread.
 
-    def _receive_all(self, deliver: Deliver, lost: Lost) -> None:
+    def _receive_all(self, deliver: Deliver, lost: Lost, sender: threading.Thread) -> None:
         try:
             while True:
                 message = self._reader.read()
@@ -157,7 +157,7 @@ class Channel:
             lost(self._end_reason)
         except Exception:
             logger.exception("the end of a connection could not be told")
-        self._sender.join()
+        sender.join()
         self._sock.close()
 
     def _receive_into(self, view: memoryview) -> None:

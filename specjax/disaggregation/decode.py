@@ -8,7 +8,7 @@ queue. Whatever goes wrong, the prompt is computed here instead.
 import itertools
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 # tokens whose KV is taken between two rounds: 0.8 ms of the Llama-3.1-8B shape on an H200
 TOKENS_A_STEP = 1024
 TOKENS_OF_A_START = 128  # for which a request that begins counts
+# Seconds without progress after which a request that was asked for is computed here. A prefill side
+# sends KV after each chunk, every 0.2 s for that shape. One that is silent for longer has hung, or
+# computes 400,000 tokens of prompts for others first.
+MAX_SILENCE = 10.0
 MAX_SLEEP = 3600.0  # seconds without a look at the timeouts; a queue cannot wait for any number
 MAX_TEXT = 200  # characters of an id that are sent, and of a reason that is logged
 
@@ -61,7 +65,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(*inputs, **options)
         self._port = port
         self._peer: PrefillPeer | None = None
-        self._arrived: deque[Arrival] = deque()
+        self._arrived: deque[tuple[Arrival, Callable[[], None] | None]] = deque()
         self._ids = itertools.count()
         self._awaited: dict[int, RunningRequest] = {}
         self._here: WeakSet[Request] = WeakSet()  # not to be asked for again
@@ -76,6 +80,11 @@ class DecodeScheduler(Scheduler):
     def most_bytes(self) -> int:
         """Of the arrays of one message from a prefill side."""
         return self._port.most_bytes
+
+    @property
+    def peer_connected(self) -> bool:
+        """Whether there is somebody to ask. In any thread."""
+        return self._peer is not None
 
     def expect(self, facts: dict[str, Any]) -> None:
         """Make ready for a peer of these; ValueError where it does not fit. In any thread."""
@@ -119,21 +128,36 @@ class DecodeScheduler(Scheduler):
         if self._peer is not None:
             self.compare_weights(self._peer)
 
-    def take(self, message: Arrival) -> None:
-        """A message of the peer, for one of the next steps."""
-        self._arrived.append(message)
+    def take(self, message: Arrival, taken: Callable[[], None] | None = None) -> None:
+        """A message of the peer, for one of the next steps, which then calls ``taken``."""
+        self._arrived.append((message, taken))
+        if message.id in self._awaited:
+            # the peer works in the order of asking: this is progress of all later requests too
+            for job, row in self._awaited.items():
+                if job >= message.id:
+                    row.heard_time = self._clock()
 
     def step(self) -> None:
-        """Take what has arrived, not more than rounds hardly notice, and go on as ever."""
+        """Take what has arrived, give up what has made no progress, and go on as ever."""
+        self._take_arrived()
+        for row in reversed(self._running):
+            if row.is_awaited and self._clock() >= row.heard_time + MAX_SILENCE:
+                logger.warning("request %r is prefilled here: no answer", row.request.rid)
+                self._compute_here(row)
+        super().step()
+
+    def _take_arrived(self) -> None:
+        """Take what has arrived, not more than rounds hardly notice."""
         room = TOKENS_A_STEP if len(self._awaited) < len(self._running) else UNLIMITED
         while self._arrived and room > 0:
-            message = self._arrived.popleft()
+            message, taken = self._arrived.popleft()
+            if taken is not None:
+                taken()
             row = self._awaited.get(message.id)
             if row is None:
                 continue  # it does not wait any more
             room -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
             self._take(row, message)
-        super().step()
 
     def _take(self, row: RunningRequest, message: Arrival) -> None:
         try:
@@ -159,9 +183,11 @@ class DecodeScheduler(Scheduler):
 
     @property
     def idle_seconds(self) -> float | None:
-        """Seconds to the next timeout."""
-        moment = self._deadlines.next
-        return None if moment is None else min(MAX_SLEEP, max(0.0, moment - self._clock()))
+        """Seconds to the next timeout, or until a request has waited too long for the peer."""
+        moments = [row.heard_time + MAX_SILENCE for row in self._awaited.values()]
+        if (moment := self._deadlines.next) is not None:
+            moments.append(moment)
+        return min(MAX_SLEEP, max(0.0, min(moments) - self._clock())) if moments else None
 
     def _row_to_prefill(self, room: Room) -> RunningRequest | None:
         while (row := super()._row_to_prefill(room)) is not None:
@@ -192,7 +218,7 @@ class DecodeScheduler(Scheduler):
             return_hidden_states=request.return_hidden_states,
             timeout=left,
         )
-        row.is_awaited = True
+        row.is_awaited, row.heard_time = True, self._clock()
         self._awaited[job.id] = row
         try:
             peer.send(job)

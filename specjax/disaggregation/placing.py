@@ -4,13 +4,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
 
 import jax
 
 from specjax.disaggregation.decode import DecodeScheduler
-from specjax.disaggregation.messages import Arrival
-from specjax.scheduling.loop import EngineLoop
+from specjax.disaggregation.messages import Arrival, Piece
+from specjax.disaggregation.rows import MOST_TOKENS
+from specjax.scheduling.loop import EngineLoop, start_device_thread
+
+# pieces on the device that the scheduler has not taken, at most: those of two of its steps
+MOST_PIECES = 4
+TRANSIT_TOKENS = MOST_PIECES * MOST_TOKENS
 
 
 class Placing:
@@ -26,9 +30,11 @@ class Placing:
         self._loop, self._scheduler = side
         self._failed = failed
         self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
+        self._vacant: SimpleQueue[None] = SimpleQueue()  # an entry for each further piece
+        for _ in range(MOST_PIECES):
+            self._vacant.put(None)
         self._is_closed = False
-        self._thread = Thread(target=self._run, name="specjax-transfer", daemon=True)
-        self._thread.start()
+        self._thread = start_device_thread(self._run, "specjax-transfer", self.close)
 
     def put(self, message: Arrival) -> None:
         """Messages are handed on in this order; does not block."""
@@ -39,6 +45,7 @@ class Placing:
         """Hand on nothing more; does not wait."""
         self._is_closed = True
         self._messages.put(None)
+        self._vacant.put(None)  # the thread may wait for it
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None and not self._is_closed:
@@ -53,6 +60,12 @@ class Placing:
                 self._messages.get_nowait()
 
     def _place(self, message: Arrival) -> None:
+        taken = None
+        if isinstance(message, Piece):
+            self._vacant.get()
+            taken = partial(self._vacant.put, None)
+        if self._is_closed:
+            return
         placed = self._scheduler.placed(message)
         jax.block_until_ready(vars(placed))
-        self._loop.post(partial(self._scheduler.take, placed))
+        self._loop.post(partial(self._scheduler.take, placed, taken))

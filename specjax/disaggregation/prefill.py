@@ -54,6 +54,11 @@ class PrefillScheduler(Scheduler):
         """What a decode side has to know, as JSON values."""
         return self._port.facts
 
+    @property
+    def peer_connected(self) -> bool:
+        """Whether any decode side is joined. In any thread."""
+        return bool(self._askers)
+
     def hosted(self, message: Message) -> Message:
         """A message whose arrays are on their way to the host. In the loop's thread."""
         if isinstance(message, Piece):
@@ -82,7 +87,8 @@ class PrefillScheduler(Scheduler):
 
     def _send(self, row: RunningRequest) -> None:
         request = row.request
-        assert isinstance(request, PrefillRequest)
+        if not isinstance(request, PrefillRequest):
+            return  # nobody has asked for its KV
         job, total = request.job, len(row.prefill_ids)
         sent = self._sent.setdefault(row, job.start)
         if sent >= total:

@@ -11,6 +11,7 @@ from specjax.disaggregation.channel import PULSE, Accept, Channel, Deliver, Lost
 from specjax.disaggregation.connecting import SayHello, dial
 from specjax.disaggregation.messages import Hello
 from specjax.disaggregation.sockets import Sockets
+from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,7 @@ class Reconnecting:
         self._ended = threading.Event()  # the channel that was opened last
         self._channel: Channel | None = None
         self._logged: set[str] = set()  # since a channel was opened
-        self._thread = threading.Thread(target=self._run, name="specjax-reconnect", daemon=True)
-        self._thread.start()
+        self._thread = start_device_thread(self._run, "specjax-reconnect", self.close)
 
     def close(self) -> None:
         """Close the channel and open no more; returns at once, and ``lost`` follows."""

@@ -238,9 +238,9 @@ class RowPort:
                 put = jax.jit(partial(put_rows, **self._forms), donate_argnums=0)
                 kv = self._place.abstract(self._kv[width])
                 add(("put_rows", width), put, (state, index, kv))
-        if gives:
+        if gives and self._rows:
             add(("take_first",), jax.jit(take_first), (state, self._ints()))
-        else:
+        if not gives:
             self._add_begin(None)
             self._add_begin(self._rows)
         runner.compiled.compile(show_progress=show_progress)
@@ -298,6 +298,8 @@ class RowPort:
 
     def take_first(self, slot: int) -> tuple[jax.Array, ...]:
         """The algorithm's rows of a slot."""
+        if not self._rows:
+            return ()
         state, place = self._runner.on_device, self._place
         found: tuple[jax.Array, ...] = self._runner.compiled["take_first",](
             state, place.put(np.int32(slot))

@@ -25,11 +25,12 @@ LIMITS: dict[str, Any] = {
     "speculative_num_steps": {"at_least": 0, "at_most": MAX_STEPS},
     "request_timeout": {"above": 0},
     "mem_fraction_static": {"above": 0, "at_most": 1},
-    "speculative_accept_threshold_single": {"above": 0, "at_most": 1},
-    "speculative_accept_threshold_acc": {"above": 0, "at_most": 1},
+    "speculative_accept_threshold_single": {"at_least": 0, "at_most": 1},
+    "speculative_accept_threshold_acc": {"at_least": 0, "at_most": 1},
 }
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "disaggregation_mode": (None, "prefill", "decode"),
+    "dtype": ("auto", "float32", "bfloat16"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw", "processed"),
     "speculative_ngram_match_type": ("BFS", "PROB"),
@@ -51,7 +52,8 @@ class EngineArgs:
             ``"MULTI_LAYER_EAGLE"``, which has a module for each, and 11 of ``"NGRAM"``.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
         speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
-            has ``speculative_num_steps + 1``, a tree by default one a branch and level.
+            has ``speculative_num_steps + 1``, a tree by default one a branch and level. Needs
+            ``speculative_num_steps``, except for ``"NGRAM"``.
         speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
             ``speculative_num_steps`` is where it begins, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
@@ -61,11 +63,12 @@ class EngineArgs:
             from what p has more than q. The distribution stays the target's (in bfloat16 up to
             rounding), but a seed does not give the text of plain decoding any more. For chains.
         speculative_accept_threshold_single: accept a draft above temperature 0 wherever the target
-            gives it at least this probability. Below 1 it is lossy: neither the text of plain
-            decoding for a seed nor the target's distribution stays. 1 turns it off.
+            gives it at least this probability, from 0, which accepts every draft, to 1, which turns
+            it off. Below 1 it is lossy: neither the text of plain decoding for a seed nor the
+            target's distribution stays.
         speculative_accept_threshold_acc: divides the probability with which drafts above
-            temperature 0 are accepted, up to 1 at most. Below 1 it is lossy as well. 1 turns it
-            off.
+            temperature 0 are accepted, up to 1 at most. From 0, which accepts every draft that the
+            target may draw, to 1, which turns it off; below 1 it is lossy as well.
         speculative_ngram_min_match_window_size: last tokens that have to be found again, at least.
         speculative_ngram_max_match_window_size: those that are looked for, up to 16.
         speculative_ngram_max_bfs_breadth: places that a tree is made of, up to 16; with 1 it is a
@@ -76,6 +79,9 @@ class EngineArgs:
             are looked through beside the request's own text.
         speculative_ngram_external_corpus_max_tokens: a corpus of more is refused.
         draft_rope_theta: overrides the rotary base of the draft head.
+        tokenizer: directory or repo id of another tokenizer than the model's own.
+        chat_template: file of a Jinja template to use instead of the tokenizer's own.
+        revision: branch, tag or commit of a model that is a repo id.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
         context_length: prompt and completion together; the model's own limit by default.
         page_size: tokens a KV page.
@@ -135,6 +141,9 @@ class EngineArgs:
     speculative_ngram_external_corpus_path: str | PathLike[str] | None = None
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     draft_rope_theta: float | None = None
+    tokenizer: str | PathLike[str] | None = None
+    chat_template: str | PathLike[str] | None = None
+    revision: str | None = None
     dtype: str = "auto"
     context_length: int | None = None
     page_size: int = 16
@@ -172,12 +181,11 @@ class EngineArgs:
                 f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
                 "speculative_adaptive is False; set it"
             )
-        if self.disaggregation_address is not None:
-            if self.disaggregation_mode is None:
-                raise ValueError(
-                    f"disaggregation_address={self.disaggregation_address!r}, but "
-                    "disaggregation_mode is None; set it"
-                )
+        if self.disaggregation_mode is None:
+            for name in ("disaggregation_address", "disaggregation_secret"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is given, but disaggregation_mode is None; set it")
+        elif self.disaggregation_address is not None:
             check_secret(self.disaggregation_address, self.disaggregation_secret)
         self._check_acceptance()
         most = self.shapes[-1].steps

@@ -14,6 +14,7 @@ from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.config import ModelConfig
 from specjax.disaggregation.decode import DecodeScheduler
 from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.placing import TRANSIT_TOKENS
 from specjax.disaggregation.prefill import PrefillScheduler
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import RowPort
@@ -36,6 +37,7 @@ from specjax.runtime.temporaries import temporary_bytes
 from specjax.scheduling.loop import EngineLoop
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.algorithm import kv_pool
+from specjax.speculative.registry import HINT
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
 
@@ -154,13 +156,17 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
     placement = Placement.on(args.base_gpu_id)
     on_cpu, algorithm, largest = placement.on_cpu, args.algorithm, args.shapes[-1]
     dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
-    target = open_target(args.model, dtype=dtype)
+    target = open_target(args.model, dtype=dtype, revision=args.revision)
+    if args.tokenizer is not None or args.chat_template is not None:
+        target = target.with_tokenizer(args.tokenizer, args.chat_template)
     drafts = algorithm.open_draft(args, target, args.draft)
     for draft in drafts:
         _announce(args, f"draft: {draft.describe()}")
     if largest.steps > 0:
         sizes = f"topk {largest.topk}, {largest.nodes} rows a verify"
-        _announce(args, f"speculative decoding: {_describe_tiers(args)}, {sizes}")
+        _announce(args, f"{algorithm.name}: {_describe_tiers(args)}, {sizes}")
+    else:
+        _announce(args, f"plain decoding; {HINT}")
     networks = algorithm.networks(
         target.config,
         drafts[0].config if drafts else None,
@@ -203,7 +209,8 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         acceptance=args.acceptance,
     )
     pools = _plan_pools(args, networks, config)
-    _announce(args, f"{target.name} ({target.config.dtype}): {pools.describe()}")
+    kind = placement.device.device_kind
+    _announce(args, f"{target.name} ({target.config.dtype}) on {kind}: {pools.describe()}")
     config = replace(config, num_pages=pools.num_pages)
     return EnginePlan(target, drafts, networks, pools, config, context_length)
 
@@ -239,13 +246,15 @@ def _plan_pools(args: EngineArgs, networks: Networks, config: RunnerConfig) -> P
 
     token_bytes = state_bytes(2) - state_bytes(1)
     num_features = len(algorithm.feature_layers(networks))
+    transit_bytes = TRANSIT_TOKENS * token_bytes * (args.disaggregation_mode == "decode")
     return plan_pools(
         memory=device_memory(place.device) // MEMORY_GRANULE * MEMORY_GRANULE,
         on_cpu=place.on_cpu,
         # what does not grow with the tokens stands beside the weights
         weight_bytes=networks.weight_bytes + state_bytes(1) - token_bytes,
         # the draft may be the wider one
-        temporary_bytes=max(temporary_bytes(one, config, num_features) for one in networks.configs),
+        temporary_bytes=transit_bytes
+        + max(temporary_bytes(one, config, num_features) for one in networks.configs),
         token_bytes=token_bytes,
         page_size=args.page_size,
         context_length=config.context,

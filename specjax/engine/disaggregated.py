@@ -1,7 +1,7 @@
 """Two engines of one process that serve as one: prompts on one device, decoding on another."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -9,7 +9,11 @@ from specjax.disaggregation.local import LocalPeer
 from specjax.engine.engine import Engine
 
 
-class DisaggregatedEngine(Engine):
+class _Side(Engine):
+    _is_joined_here = True
+
+
+class DisaggregatedEngine(_Side):
     """An :class:`Engine` whose prompts are computed on another device of the process.
 
     Long prompts then do not hold up what decodes. Should the other side fail, prompts are computed
@@ -33,11 +37,9 @@ class DisaggregatedEngine(Engine):
         share_weights_with: Engine | None = None,
         **options: Any,
     ) -> None:
-        address = options.get("disaggregation_address")
-        if address is not None:
-            raise ValueError(
-                f"disaggregation_address={address!r}: both sides are in this process; leave it None"
-            )
+        for name in ("disaggregation_address", "disaggregation_secret"):
+            if options.get(name):
+                raise ValueError(f"{name} is given, but both sides are in this process; leave it")
         super().__init__(
             model,
             share_weights_with=share_weights_with,
@@ -46,7 +48,7 @@ class DisaggregatedEngine(Engine):
         )
         try:
             there = options | {"base_gpu_id": self.args.base_gpu_id + 1} | dict(prefill or {})
-            self.prefill = Engine(
+            self.prefill: Engine = _Side(
                 model, share_weights_with=self, disaggregation_mode="prefill", **there
             )
             self._peer = LocalPeer(self.prefill._side, self._side)
@@ -61,30 +63,9 @@ class DisaggregatedEngine(Engine):
         self.prefill.flush_cache()
         super().flush_cache()
 
-    def update_weights_from_disk(
-        self,
-        model_path: str | PathLike[str] | None = None,
-        draft_path: str | PathLike[str] | None = None,
-        *,
-        allow_nonfinite: bool = False,
-    ) -> None:
-        """As :meth:`Engine.update_weights_from_disk`, on both sides."""
-        paths = model_path, draft_path
-        self.prefill.update_weights_from_disk(*paths, allow_nonfinite=allow_nonfinite)
-        super().update_weights_from_disk(*paths, allow_nonfinite=allow_nonfinite)
-
-    def update_weights_from_tensor(
-        self,
-        named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-        *,
-        draft: bool = False,
-        allow_nonfinite: bool = False,
-    ) -> None:
-        """As :meth:`Engine.update_weights_from_tensor`, on both sides."""
-        tensors = dict(named_tensors)
-        options = {"draft": draft, "allow_nonfinite": allow_nonfinite}
-        self.prefill.update_weights_from_tensor(tensors, **options)
-        super().update_weights_from_tensor(tensors, **options)
+    @property
+    def _engines(self) -> tuple[Engine, ...]:
+        return self.prefill, self
 
     def get_server_info(self) -> dict[str, Any]:
         """That of this side, and under ``prefill`` that of the other."""

@@ -1,7 +1,7 @@
 """The engine: text or tokens in, text and figures out."""
 
-import atexit
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.checkpoints import TargetCheckpoint
 from specjax.checkpoints.assemble import Checkpoint
+from specjax.checks import check_number
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import (
@@ -45,9 +46,8 @@ from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# a step in flight is waited for; at the interpreter's end a device that hangs must not hold it up
+# Closing waits this long for the step in flight.
 CLOSE_SECONDS = 60.0
-EXIT_SECONDS = 5.0
 
 
 class Engine:
@@ -76,6 +76,8 @@ class Engine:
         ValueError: for arguments or checkpoints that do not work, with the knob to turn.
     """
 
+    _is_joined_here = False  # to another engine of the process, which needs no address
+
     def __init__(
         self,
         model: str | PathLike[str] = "smollm2-135m",
@@ -84,6 +86,12 @@ class Engine:
         **options: Any,
     ) -> None:
         self.args = args = EngineArgs(model=model, **options)
+        mode = args.disaggregation_mode
+        if mode and args.disaggregation_address is None and not self._is_joined_here:
+            raise ValueError(
+                f"disaggregation_mode={mode!r}, but disaggregation_address is None; set it, or make"
+                " a DisaggregatedEngine for two devices of one process"
+            )
         lender = None
         if share_weights_with is not None:
             share_weights_with._need_open()
@@ -127,10 +135,7 @@ class Engine:
         except BaseException:
             self._loop.stop()
             raise
-        # behind JAX's own hook and so before it: the thread needs a device until it ends
-        self._at_exit = partial(_close_at_exit, weakref.ref(self._loop))
-        atexit.register(self._at_exit)
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._peer, self._at_exit)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._peer)
         self._finalizer.atexit = False
 
     @property
@@ -142,6 +147,25 @@ class Engine:
     def disaggregation_address(self) -> str | None:
         """Where a prefill side listens, with the port that was chosen for port 0."""
         return getattr(self._peer, "address", None)
+
+    @property
+    def peer_connected(self) -> bool | None:
+        """Whether the other side of a split is connected; ``None`` without one."""
+        return getattr(self._scheduler, "peer_connected", None)
+
+    def wait_for_peer(self, timeout: float) -> bool:
+        """Whether the other side is connected, for which it waits ``timeout`` seconds at most.
+
+        ValueError without ``disaggregation_mode``. Any thread may ask.
+        """
+        check_number("timeout", timeout, at_least=0)
+        if self.peer_connected is None:
+            raise ValueError("disaggregation_mode is None, and no peer will come; set it")
+        end = time.monotonic() + timeout
+        while not self.peer_connected and (left := end - time.monotonic()) > 0:
+            self.check_health()
+            time.sleep(min(0.05, left))
+        return bool(self.peer_connected)
 
     @property
     def target(self) -> TargetCheckpoint:
@@ -261,6 +285,12 @@ class Engine:
             )
         return self._factory.make(*inputs, stream=stream, **options)
 
+    def make_probe(self, timeout: float) -> Call:
+        """A call of one prompt token that gives one more, on a prefill side too."""
+        self._need_open()
+        one = {"max_new_tokens": 1, "temperature": 0.0}
+        return self._factory.make(input_ids=[0], sampling_params=one, timeout=timeout, stream=False)
+
     async def async_run(self, call: Call) -> Any:
         """What :meth:`async_generate` returns, for a call that was made before; once."""
         if call.is_stream:
@@ -313,8 +343,7 @@ class Engine:
             draft_path,
             partial(self.args.algorithm.open_draft, self.args),
         )
-        self._replace_weights(weights, allow_nonfinite)
-        self._plan = replace(self._plan, target=target, drafts=drafts)
+        self._replace_weights(weights, allow_nonfinite, target=target, drafts=drafts)
 
     def update_weights_from_tensor(
         self,
@@ -331,8 +360,8 @@ class Engine:
         Args:
             named_tensors: arrays by name: Hugging Face names (with all the parts of a weight that
                 is stored in several tensors, such as ``q_proj``, ``k_proj`` and ``v_proj``), or the
-                engine's own (``engine.runner.networks.target.names``). Shapes and dtypes are those
-                of the running weights.
+                engine's own (``engine.runner.networks.target.names``). Shapes are those of the
+                running weights; floats of any kind are cast to their dtype.
             draft: they are of the draft.
             allow_nonfinite: take weights that are NaN or infinite too.
 
@@ -380,7 +409,6 @@ class Engine:
         if not self._loop.close(CLOSE_SECONDS):
             logger.warning("the engine's thread still runs after %.0f s", CLOSE_SECONDS)
         elif self._finalizer.detach() is not None:  # the first to get here
-            atexit.unregister(self._at_exit)
             self.runner.unload()
 
     def __enter__(self) -> "Engine":
@@ -394,27 +422,28 @@ class Engine:
         if self._is_closed:
             raise ValueError("the engine is closed")
 
-    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool) -> None:
+    @property
+    def _engines(self) -> "tuple[Engine, ...]":
+        """Those that have the same weights at any time."""
+        return (self,)
+
+    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool, **checkpoints: Any) -> None:
         if not allow_nonfinite:
             check_finite(new)
+        for engine in self._engines:  # all of them or none
+            engine.check_health()
+        for engine in self._engines:
+            engine._loop.run(partial(engine._replace_between_steps, new), is_vital=True)
+            engine._plan = replace(engine._plan, **checkpoints)
 
-        def replace_between_steps() -> None:
-            self._scheduler.flush_cache()
-            replace_weights(self.runner, new)
-            self.runner.reset()
-            self._scheduler.weights_replaced()
-
-        self._loop.run(replace_between_steps, is_vital=True)
+    def _replace_between_steps(self, new: NewWeights) -> None:
+        self._scheduler.flush_cache()
+        replace_weights(self.runner, new)
+        self.runner.reset()
+        self._scheduler.weights_replaced()
 
 
-def _stop(loop: EngineLoop, peer: Peer | None, at_exit: Any) -> None:
-    atexit.unregister(at_exit)
+def _stop(loop: EngineLoop, peer: Peer | None) -> None:
     if peer is not None:
         peer.close()
     loop.stop()
-
-
-def _close_at_exit(loop: "weakref.ref[EngineLoop]") -> None:
-    alive = loop()
-    if alive is not None:
-        alive.close(EXIT_SECONDS)

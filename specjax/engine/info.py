@@ -55,7 +55,7 @@ def _state(
         NAMES.get(figure.name, figure.name): figure.of(totals)
         for figure in FIGURES
         if figure.kind != "histogram"
-        and not figure.mode
+        and not figure.label
         and figure.needs in ("", "drafts")
         and (totals.drafts or not figure.name.startswith("spec_"))
     }

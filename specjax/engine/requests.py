@@ -1,13 +1,14 @@
 """From the arguments of ``generate`` to the requests that the engine runs."""
 
+import math
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.checks import check_integer, check_number, is_integer
+from specjax.checks import check_integer, check_number, is_integer, short
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import EnginePlan
 from specjax.sampling.params import SamplingParams
@@ -31,12 +32,18 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def tokenize_inputs(
-    tokenizer: Tokenizer | None, prompt: Any = None, input_ids: Any = None, messages: Any = None
+    tokenizer: Tokenizer | None,
+    prompt: Any = None,
+    input_ids: Any = None,
+    messages: Any = None,
+    *,
+    context_length: float = math.inf,
 ) -> tuple[list[list[int]], bool]:
     """Token ids of every input of the one kind that is given, and whether a list was given.
 
     Special tokens are added to raw text as the checkpoint asks, and by the chat template to
-    ``messages``. Arrays serve as ``input_ids`` too.
+    ``messages``. Arrays serve as ``input_ids`` too. ValueError for a text that has too many
+    characters for the context, before it is encoded.
     """
     given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
     names = [name for name, value in given.items() if value is not None]
@@ -48,14 +55,56 @@ def tokenize_inputs(
     if prompt is not None:
         texts = [prompt] if isinstance(prompt, str) else prompt
         if not _is_list(texts) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"prompt={prompt!r} must be a text or a list of texts")
+            raise ValueError(f"prompt={short(prompt)} must be a text or a list of texts")
+        for text in texts:
+            tokenizer.check_length(len(text), context_length)
         return [tokenizer.encode(text) for text in texts], not isinstance(prompt, str)
     is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
     conversations = messages if is_batch else [messages]
     if not all(_is_list(one) for one in conversations):
-        raise ValueError(f"messages={messages!r} must be a list of turns or a list of such lists")
-    rendered = [tokenizer.apply_chat_template(one) for one in conversations]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in rendered], is_batch
+        raise ValueError(
+            f"messages={short(messages)} must be a list of turns or a list of such lists"
+        )
+    return [encode_conversation(tokenizer, context_length, one) for one in conversations], is_batch
+
+
+def encode_conversation(
+    tokenizer: Tokenizer,
+    context_length: float,
+    messages: Messages,
+    /,
+    *,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> list[int]:
+    """Token ids of a conversation after the chat template, which sees ``variables`` too.
+
+    With ``continue_final_message`` they end with the content of the last message. ValueError for
+    too many characters for the context, before they are rendered or encoded.
+    """
+    contents = (one.get("content") for one in messages if isinstance(one, Mapping))
+    num_chars = sum(len(text) for text in contents if isinstance(text, str))
+    tokenizer.check_length(num_chars, context_length)
+    text = tokenizer.apply_chat_template(messages, **variables)
+    if continue_final_message:
+        text = _up_to_content(text, messages[-1].get("content"))
+    tokenizer.check_length(len(text), context_length)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _up_to_content(text: str, content: Any) -> str:
+    """The text of a conversation up to the end of its last content, as transformers cuts it."""
+    stripped = content.strip() if isinstance(content, str) else ""
+    at = text.rfind(stripped)
+    if not stripped or at < 0:
+        raise ValueError(
+            "continue_final_message=True needs a last message with text that the chat template "
+            "shows as it is"
+        )
+    kept = text[: at + len(stripped)]
+    # spaces at the end, unless the template has stripped them
+    end = content[len(content.rstrip()) :]
+    return kept + end if text.startswith(end, len(kept)) else kept
 
 
 def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> None:
@@ -64,10 +113,15 @@ def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> No
         raise ValueError("an input has no tokens; give at least one")
     _check_vocabulary("input_ids", ids, vocab_size)
     if len(ids) >= context_length:
-        raise ValueError(
-            f"a prompt of {len(ids)} tokens leaves no room in context_length={context_length}; "
-            "shorten it or raise context_length"
-        )
+        refuse_length(len(ids), context_length)
+
+
+def refuse_length(num_tokens: int, context_length: int) -> NoReturn:
+    """Raise the ValueError of a prompt that leaves no room for a completion."""
+    raise ValueError(
+        f"a prompt of {num_tokens} tokens leaves no room in context_length={context_length}; "
+        "shorten it or raise context_length"
+    )
 
 
 class RequestFactory:
@@ -97,9 +151,12 @@ class RequestFactory:
         timeout: float | None = None,
     ) -> Call:
         """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later."""
-        prompts, is_batch = tokenize_inputs(self._tokenizer, prompt, input_ids, messages)
+        length = self._plan.context_length
+        prompts, is_batch = tokenize_inputs(
+            self._tokenizer, prompt, input_ids, messages, context_length=length
+        )
         for ids in prompts:
-            check_prompt(ids, self._plan.target.config.vocab_size, self._plan.context_length)
+            check_prompt(ids, self._plan.target.config.vocab_size, length)
         count = len(prompts)
         if timeout is not None:
             check_number("timeout", timeout, above=0)
@@ -154,14 +211,20 @@ class RequestFactory:
                 seed = int(self._rng.integers(2**63))
         else:
             seed = sample_seed(params.sampling_seed, sample)
+        room = min(self._plan.context_length, self._scheduler.max_tokens) - len(ids)
+        decoder = None
+        if self._tokenizer is not None:
+            skips = params.skip_special_tokens
+            decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips)
         request = Request(
             rid,
             ids,
             params,
             seed=seed,
-            max_new_tokens=min(params.max_new_tokens, self._plan.context_length - len(ids)),
+            # the prompt has to fit, the completion is cut
+            max_new_tokens=min(params.max_new_tokens, max(1, room)),
             end_token_ids=frozenset(ends),
-            decoder=None if self._tokenizer is None else IncrementalDecoder(self._tokenizer),
+            decoder=decoder,
             spec_width=self._plan.config.largest.steps,
             spec_topk=self._plan.config.largest.topk,
             spec_simulated=self._plan.config.simulate_accept_length,
@@ -180,9 +243,9 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     rids = list(rid) if is_batch and _is_list(rid) else [rid]
     if len(rids) != count or not all(isinstance(one, str) and one for one in rids):
         kind = f"a list of {count} texts" if is_batch else "a text"
-        raise ValueError(f"rid={rid!r} must be {kind}, none empty")
+        raise ValueError(f"rid={short(rid)} must be {kind}, none empty")
     if len(set(rids)) != count:
-        raise ValueError(f"rid={rid!r} names an id twice")
+        raise ValueError(f"rid={short(rid)} names an id twice")
     return rids
 
 
@@ -201,7 +264,7 @@ def _bools(name: str, value: Any, count: int) -> list[bool]:
     values = _for_each_input(name, value, count)
     for one in values:
         if not isinstance(one, bool):
-            raise ValueError(f"{name}={one!r} must be a bool")
+            raise ValueError(f"{name}={short(one)} must be a bool")
     return values
 
 
@@ -237,7 +300,7 @@ def _id_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
     for row in rows:
         if not _is_list(row) or not all(is_integer(_without_arrays(i)) for i in row):
             raise ValueError(
-                f"input_ids={input_ids!r} must be a list of token ids or of such lists"
+                f"input_ids={short(input_ids)} must be a list of token ids or of such lists"
             )
     return [[int(i) for i in row] for row in rows], is_batch
 

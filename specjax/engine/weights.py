@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import TargetCheckpoint, open_target
-from specjax.checkpoints.assemble import Checkpoint, make_weight
+from specjax.checkpoints.assemble import Checkpoint, cast, make_weight
 from specjax.checkpoints.recipes import Recipe
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.models.flat import Weights
@@ -100,7 +100,7 @@ def weights_from_tensors(
 
     Flat names are those of ``FlatModel.names``, with matrices as ``[in, out]``; Hugging Face names
     those of the checkpoint, with matrices as ``[out, in]``. Of a weight that is made of several
-    checkpoint tensors all have to be given.
+    checkpoint tensors all have to be given. Floats of any kind are cast to the model's dtype.
     """
     if draft and not drafts:
         raise ValueError("draft=True, but the engine has no draft network")
@@ -109,7 +109,8 @@ def weights_from_tensors(
         given = dict(named_tensors)
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} are no arrays by name") from error
-    tensors = {str(name): _copied(name, value) for name, value in given.items()}
+    dtype = owner.config.jnp_dtype
+    tensors = {str(name): _copied(name, value, dtype) for name, value in given.items()}
     if not tensors:
         raise ValueError("named_tensors are empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
@@ -184,17 +185,19 @@ def _check_fits(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> No
         )
 
 
-def _copied(name: str, value: Any) -> Any:
-    """A copy that the caller can neither write to nor donate."""
+def _copied(name: str, value: Any, dtype: Any) -> Any:
+    """A copy that the caller can neither write to nor donate; floats are cast to ``dtype``."""
     if isinstance(value, jax.Array):
         try:
+            if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
+                return value.astype(dtype)
             return jax.device_put(value, may_alias=False)
         except RuntimeError as error:
             raise ValueError(f"named_tensors[{name!r}] cannot be copied: {error}") from error
     array = np.array(value)
     if array.dtype == object:
         raise ValueError(f"named_tensors[{name!r}] is a {type(value).__name__}, not an array")
-    return array
+    return cast(array, dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:

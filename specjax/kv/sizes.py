@@ -26,7 +26,7 @@ class PoolPlan:
     page_size: int
     weight_bytes: int
     kv_bytes: int
-    temporary_bytes: int  # at most, while a function runs
+    temporary_bytes: int  # at most, while a function runs and KV arrives from a prefill side
 
     @property
     def max_total_tokens(self) -> int:
@@ -66,7 +66,8 @@ def plan_pools(
         raise ValueError(
             f"no KV page fits: {memory / 1e9:.2f} GB hold {weight_bytes / 1e9:.2f} GB of weights "
             f"and {temporary_bytes / 1e9:.2f} GB that functions take; lower max_running_requests, "
-            "speculative_num_steps, speculative_num_draft_tokens or chunked_prefill_size"
+            "context_length, speculative_num_steps, speculative_num_draft_tokens or "
+            "chunked_prefill_size"
         )
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // page_size)

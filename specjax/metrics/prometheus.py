@@ -34,7 +34,7 @@ class Figure(NamedTuple):
     field: str  # of Totals
     help: str
     needs: str = ""  # the field of Totals without which an engine has no such figure
-    mode: str = ""  # value of the label of that name, where its family has one
+    label: tuple[str, str] | None = None  # of one member of a family
 
     def of(self, totals: Totals) -> Any:
         return attrgetter(self.field)(totals)
@@ -71,9 +71,17 @@ FIGURES = (
         "simulate_accept_length",
     ),
     Figure("spec_wasted_drafts", "counter", "wasted_drafts", "Drafts not accepted.", "adapts"),
-    Figure("realtime_tokens", "counter", "prefilled_tokens", _COMPUTED, mode="prefill_compute"),
-    Figure("realtime_tokens", "counter", "reused_tokens", _COMPUTED, mode="prefill_cache"),
-    Figure("realtime_tokens", "counter", "generated_tokens", _COMPUTED, mode="decode"),
+    Figure(
+        "realtime_tokens",
+        "counter",
+        "prefilled_tokens",
+        _COMPUTED,
+        label=("mode", "prefill_compute"),
+    ),
+    Figure(
+        "realtime_tokens", "counter", "reused_tokens", _COMPUTED, label=("mode", "prefill_cache")
+    ),
+    Figure("realtime_tokens", "counter", "generated_tokens", _COMPUTED, label=("mode", "decode")),
     Figure("queue_time_seconds", "histogram", "queue_time", "From making to prefill."),
     Figure("time_to_first_token_seconds", "histogram", "time_to_first_token", "From making."),
     Figure("inter_token_latency_seconds", "histogram", "inter_token_latency", "Of later tokens."),
@@ -90,27 +98,33 @@ class EngineMetrics(Collector):
     """
 
     def __init__(self, model_name: str, totals: Totals) -> None:
-        self._labels = {"model_name": model_name}
+        self._model_name = model_name
         self.snapshot = totals.snapshot
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     def collect(self) -> Iterable[Any]:
         """All families; called by the registry at a scrape."""
-        totals = self.snapshot()
-        families: dict[str, Any] = {}
-        for figure in FIGURES:
-            if figure.needs and not getattr(totals, figure.needs):
-                continue
-            labels = self._labels | ({"mode": figure.mode} if figure.mode else {})
-            name, values = PREFIX + figure.name, tuple(labels.values())
-            if name not in families:
-                families[name] = _KINDS[figure.kind](name, figure.help, labels=tuple(labels))
-            value = figure.of(totals)
-            if isinstance(value, Histogram):
-                bounds = [*map(floatToGoString, value.bounds), "+Inf"]
-                buckets = list(zip(bounds, accumulate(value.counts), strict=True))
-                families[name].add_metric(values, buckets, value.total)
-            else:
-                families[name].add_metric(values, value)
-        return families.values()
+        return families(self.snapshot(), FIGURES, PREFIX, self._model_name)
+
+
+def families(
+    totals: Totals, figures: Iterable[Figure], prefix: str, model_name: str
+) -> Iterable[Any]:
+    """Figures as Prometheus families, each sample with the label ``model_name``."""
+    found: dict[str, Any] = {}
+    for figure in figures:
+        if figure.needs and not getattr(totals, figure.needs):
+            continue
+        labels = {"model_name": model_name} | dict([figure.label] if figure.label else ())
+        name, values = prefix + figure.name, tuple(labels.values())
+        if name not in found:
+            found[name] = _KINDS[figure.kind](name, figure.help, labels=tuple(labels))
+        value = figure.of(totals)
+        if isinstance(value, Histogram):
+            bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+            found[name].add_metric(values, buckets, value.total)
+        else:
+            found[name].add_metric(values, value)
+    return found.values()

@@ -22,6 +22,7 @@ INTER_TOKEN_BOUNDS = (
     *(0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
 )
 LATENCY_BOUNDS = (*FIRST_TOKEN_BOUNDS, 600, 1200, 1800, 2400)
+LENGTH_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))  # tokens
 _PLAIN = DraftShape.chain(0)
 
 
@@ -75,6 +76,8 @@ class Totals:
     generated_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_stopped: int = 0  # ended by an end token or a stop string
+    num_cut: int = 0  # ended by their length
     num_retracted: int = 0
     num_verifies: int = 0
     num_proposed_drafts: int = 0
@@ -84,6 +87,8 @@ class Totals:
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
+    completion_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
     gen_throughput: float = 0.0  # tokens/s over the last window with work, 0 after an idle one
     last_gen_throughput: float = 0.0  # the same, and what it was last where there is no work
     throughput: Throughput = field(default_factory=Throughput)
@@ -140,14 +145,19 @@ class Totals:
                     self.verifies_by_accepted.append(0)
                 self.verifies_by_accepted[count] += 1
 
-    def request_finished(self, reason: str, seconds: float) -> None:
+    def request_finished(
+        self, reason: str, seconds: float, num_prompt_tokens: int, num_completion_tokens: int
+    ) -> None:
         """Count an end, ``seconds`` after the request was made."""
         with self.lock:
             self.num_finished += 1
-            if reason == "abort":
-                self.num_aborted += 1
-            else:
+            self.num_aborted += reason == "abort"
+            self.num_stopped += reason == "stop"
+            self.num_cut += reason == "length"
+            if reason != "abort":
                 self.e2e_latency.observe(seconds)
+                self.prompt_length.observe(num_prompt_tokens)
+                self.completion_length.observe(num_completion_tokens)
 
     @property
     def token_usage(self) -> float:

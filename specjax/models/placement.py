@@ -1,5 +1,6 @@
 """Where an engine's arrays live."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,13 @@ class Placement:
     @classmethod
     def on(cls, index: int = 0) -> "Placement":
         """Device ``index`` of the default backend."""
-        devices = jax.devices()
+        try:
+            devices = jax.devices()
+        except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails
+            raise ValueError(
+                f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: "
+                f"{error!r}; install the extra cuda12 or cuda13 (pip install '.[cuda13]')"
+            ) from error
         if not 0 <= index < len(devices):
             raise ValueError(
                 f"base_gpu_id={index}, but there are {len(devices)} devices of kind "

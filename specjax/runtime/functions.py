@@ -109,7 +109,8 @@ class RoundFunctions:
         yield from first.values()
         options = PREFILL_OPTIONS if config.on_gpu else None
         prefills = [("prefill", width, False) for width in config.prefill_buckets]
-        for name, width, logs in [*prefills, ("prefill_logprobs", config.logprob_bucket, True)]:
+        prefills += [("prefill_logprobs", width, True) for width in config.logprob_buckets]
+        for name, width, logs in prefills:
             limit = config.max_chunks(width)
             prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=logs)
             yield (name, width), prefill, self._with(limit * HEADER + width), options

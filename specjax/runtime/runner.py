@@ -13,14 +13,14 @@ from specjax.models.flat import Weights
 from specjax.models.networks import Networks
 from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.functions import Job, RoundFunctions
+from specjax.runtime.functions import STAGES, Job, RoundFunctions
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.runtime.staged import Watch, staged
 from specjax.runtime.state import ByBucket, SpecRuntimeState
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
-from specjax.speculative.future_map import DeviceState
+from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
 from specjax.types import KVPools, RoundOutput
 
@@ -62,6 +62,11 @@ class ModelRunner:
             nets.placement.device,
             rows=algorithm.abstract_rows(nets, sizes),
         )
+        if type(future) is not FutureMap:
+            raise ValueError(
+                f"create_future_map of {algorithm.name} gave a {type(future).__name__}, but stages "
+                "read and write the rows of a FutureMap alone; pass further leaves as rows"
+            )
         placed: DeviceState = nets.placement.abstract(DeviceState(pools, future))
         return placed
 
@@ -230,10 +235,10 @@ class ModelRunner:
 
         Brings i32 ``[chunks]``, then padding: the first sampled token where a prompt ends. With
         ``with_logprobs`` also log-probabilities of the prompts, for what fits
-        ``config.logprob_bucket``.
+        ``config.logprob_buckets``.
         """
         config, name = self.config, "prefill_logprobs" if with_logprobs else "prefill"
-        buckets = (config.logprob_bucket,) if with_logprobs else config.prefill_buckets
+        buckets = config.logprob_buckets if with_logprobs else config.prefill_buckets
         fitting = [width for width in buckets if config.max_chunks(width) >= len(chunks)]
         width = pick_bucket(sum(len(chunk.tokens) for chunk in chunks), fitting)
         packed = pack_chunks(chunks, width, config.max_chunks(width))
@@ -260,8 +265,13 @@ class ModelRunner:
             keys = ((batch, (name, steps, batch)) for batch in self.config.batch_buckets)
             return {batch: self.compiled[key] for batch, key in keys if key in self.compiled}
 
-        names = ("round", "greedy_round")
-        return SpecRuntimeState(shape=shape, **{name: by_bucket(name) for name in names})
+        names = ("round", "greedy_round", *STAGES)
+        return SpecRuntimeState(
+            speculative_num_steps=steps,
+            speculative_num_draft_tokens=shape.nodes,
+            speculative_eagle_topk=shape.topk,
+            **{name: by_bucket(name) for name in names},
+        )
 
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
@@ -278,8 +288,9 @@ class ModelRunner:
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
         """Run rounds with this state from the next dispatch on."""
         if self._watch is not None:
-            num_rounds = self.config.rounds_per_dispatch
-            state = staged(state, self.compiled, num_rounds, self._watch)
+            # a state that was built before the stages were compiled lacks them
+            state = self.state_of(state.speculative_num_steps)
+            state = staged(state, self.config.rounds_per_dispatch, self._watch)
         self.state = state
 
     def watch_rounds(self, watch: Watch | None) -> None:

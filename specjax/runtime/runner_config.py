@@ -59,23 +59,23 @@ class RunnerConfig:
         """Chunks, each of another request, that a prefill of ``width`` tokens takes."""
         return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
 
-    def prefill_width(self, num_tokens: int) -> int:
+    def prefill_width(self, num_tokens: int, *, with_logprobs: bool = False) -> int:
         """The bucket for tokens that wait: one that they nearly fill, or the largest that is full.
 
         What does not fit a full one waits for the next call. At most a quarter is padding, and no
         more than what a further call costs.
         """
-        buckets = self.prefill_buckets
+        buckets = self.logprob_buckets if with_logprobs else self.prefill_buckets
         fitting = next((width for width in buckets if width >= num_tokens), buckets[-1])
         full = [width for width in buckets if width <= num_tokens]
         padding = fitting - num_tokens
         return full[-1] if full and padding > min(fitting // 4, MOST_PADDING) else fitting
 
     @property
-    def logprob_bucket(self) -> int:
-        """Width of a prefill that reports log-probabilities, which needs the logits of all rows."""
-        small = [width for width in self.prefill_buckets if width <= MAX_LOGPROB_ROWS]
-        return small[-1] if small else self.prefill_buckets[0]
+    def logprob_buckets(self) -> tuple[int, ...]:
+        """Widths of prefills that report log-probabilities, with the logits of all rows."""
+        small = tuple(width for width in self.prefill_buckets if width <= MAX_LOGPROB_ROWS)
+        return small or self.prefill_buckets[:1]
 
     @property
     def context(self) -> int:

@@ -1,6 +1,6 @@
 """Rounds whose stages are dispatched one by one, so that a tool sees what lies between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.flat import Weights
-from specjax.runtime.functions import STAGES
 from specjax.runtime.state import SpecRuntimeState
 from specjax.speculative.future_map import DeviceState
 from specjax.types import RoundOutput, VerifyInput, VerifyOutput
@@ -39,15 +38,10 @@ class StagedRounds:
         return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
-def staged(
-    state: SpecRuntimeState,
-    compiled: Mapping[Any, Callable[..., Any]],
-    num_rounds: int,
-    watch: Watch,
-) -> SpecRuntimeState:
-    """The state with ``num_rounds`` staged rounds a call, of the stages in ``compiled``."""
+def staged(state: SpecRuntimeState, num_rounds: int, watch: Watch) -> SpecRuntimeState:
+    """The state with ``num_rounds`` staged rounds a call, of its compiled stages."""
     rounds = {}
     for batch in state.round:
-        stages = tuple(compiled[name, state.shape.steps, batch] for name in STAGES)
+        stages = state.draft[batch], state.verify[batch], state.extend[batch]
         rounds[batch] = StagedRounds(stages, num_rounds, watch)
     return replace(state, round=rounds, greedy_round={})

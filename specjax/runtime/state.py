@@ -13,21 +13,23 @@ ByBucket = Mapping[int, Callable[..., Any]]
 class SpecRuntimeState:
     """Everything that a round of one tier runs with; a switch replaces it as a whole.
 
-    Compiled functions are by batch bucket; a worker of another kind may leave them out.
-    ``greedy_round`` is for batches of which no row asks for more than the best token, empty where
-    it would be no faster.
+    The engine's own has compiled functions by batch bucket: fused rounds, and their stages if these
+    were compiled by then (:meth:`ModelRunner.compile_stages`). A worker of another kind fills in
+    what it dispatches, in any form.
     """
 
-    shape: DraftShape
+    speculative_num_steps: int  # drafted levels; 0 for plain decoding
+    speculative_num_draft_tokens: int  # rows of one verify, the root included
+    speculative_eagle_topk: int = 1  # branches per level; 1 is a chain
+    draft: Any = None
+    verify: Any = None
+    extend: Any = None
     round: ByBucket = field(default_factory=dict)
+    # for batches of which no row asks for more than the best token; empty if it is not faster
     greedy_round: ByBucket = field(default_factory=dict)
 
     @property
-    def speculative_num_steps(self) -> int:
-        """Drafted levels; 0 for plain decoding."""
-        return self.shape.steps
-
-    @property
-    def speculative_num_draft_tokens(self) -> int:
-        """Rows of one verify, the root included."""
-        return self.shape.nodes
+    def shape(self) -> DraftShape:
+        """The tier."""
+        steps, nodes = self.speculative_num_steps, self.speculative_num_draft_tokens
+        return DraftShape(steps, self.speculative_eagle_topk, nodes)

@@ -21,6 +21,7 @@ from specjax.types import SamplingTable, VerifyInput
 
 # What is added to a position; the target's own draws have 0. Far above any context.
 DRAFT_STREAM, COIN_STREAM, RESIDUAL_STREAM = 1 << 28, 2 << 28, 3 << 28
+LEAST_ACC = 1e-9  # replaces a lower threshold_acc, as in SGLang
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def rejection_tokens(
 
     The draft ``x`` behind a row, drawn from q = ``tree.draft_probs``, is accepted with probability
     ``min(1, p(x) / q(x))`` of p = ``probs``; else the token is drawn from ``max(p - q, 0)``,
-    normalised. The token is distributed as p then. ``seeds`` are u32 ``[B, 2]``.
+    normalised. The token is distributed as p then. A draft of ``q(x) = 0``, or a q that is not
+    finite, counts as no draft: the token is drawn from p. ``seeds`` are u32 ``[B, 2]``.
 
     ValueError for a tree without ``draft_probs``.
     """
@@ -107,8 +109,9 @@ def rejection_tokens(
         jnp.take_along_axis(each, drafts[:, :, None], axis=2)[:, :, 0]
         for each in (probs, draft_probs)
     )
-    accepted = draw_coins(seeds, tree) * q < p
-    residual = jnp.maximum(probs - draft_probs, 0.0)
+    is_drawn = (q > 0) & jnp.isfinite(draft_probs).all(-1)
+    accepted = is_drawn & (draw_coins(seeds, tree) * q < p)
+    residual = jnp.maximum(jnp.where(is_drawn[:, :, None], probs - draft_probs, probs), 0.0)
     return jnp.where(accepted, drafts, _draw_residual(residual, probs, seeds, tree, kernels))
 
 
@@ -134,7 +137,7 @@ def threshold_tokens(
     # coins are below 1: the strict comparison never accepts what has no probability
     index = jnp.arange(rows, dtype=jnp.int32)
     up_to = jnp.sum(jnp.where(index[:, None] >= index, p[:, :, None, :], 0.0), axis=3)
-    is_likely = coins < up_to / acceptance.threshold_acc
+    is_likely = coins < up_to / max(acceptance.threshold_acc, LEAST_ACC)
     accepted = is_child & (is_likely | (p >= acceptance.threshold_single))
     first = jnp.argmax(accepted, axis=2)
     drafts = jnp.take_along_axis(tree.draft_tokens, first, axis=1)

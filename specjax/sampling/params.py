@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checks import check_integer, check_number, is_integer
+from specjax.checks import check_integer, check_number, is_integer, short
 
 # below this SGLang treats a temperature as greedy
 GREEDY_TEMPERATURE = 1e-6
@@ -22,9 +22,7 @@ _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 REFUSED = {
     **dict.fromkeys(_GRAMMARS, "constrained decoding is not supported"),
     "stop_regex": "stop takes plain strings; patterns are not supported",
-    "no_stop_trim": "stop strings are always cut from the text",
-    "skip_special_tokens": "special tokens are always left out of the text",
-    "spaces_between_special_tokens": "special tokens are always left out of the text",
+    "spaces_between_special_tokens": "special tokens are written as the tokenizer does",
     "custom_params": "custom logit processors are not supported",
     "stream_interval": "a stream yields as soon as there is something new",
 }
@@ -41,7 +39,8 @@ class SamplingParams:
     """How the tokens of a request are chosen and when it ends.
 
     Attributes:
-        max_new_tokens: completion tokens at most; the context limit may end a request earlier.
+        max_new_tokens: completion tokens at most; the context limit may end a request earlier. 0
+            only scores the prompt.
         temperature: 0 (or below 1e-6) is greedy.
         top_k: keep the k most likely tokens; -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
@@ -58,6 +57,8 @@ class SamplingParams:
         n: completions of each prompt.
         stop: strings that end the request, at most 128 of at most 256 characters; they are cut
             from the text.
+        no_stop_trim: leave the stop string or end token that ended the request in the text.
+        skip_special_tokens: leave special tokens out of the text.
         stop_token_ids: token ids that end the request, beside the model's own end tokens.
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: with a seed the output of a request depends on nothing but the request.
@@ -79,12 +80,14 @@ class SamplingParams:
     n: int = 1
     stop: str | tuple[str, ...] | list[str] | None = None
     stop_token_ids: tuple[int, ...] | list[int] | None = None
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     sampling_seed: int | None = None
     speculative: bool = True
 
     def __post_init__(self) -> None:
-        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_integer("max_new_tokens", self.max_new_tokens, 0)
         check_integer("min_new_tokens", self.min_new_tokens, 0, INT32_MAX)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
@@ -92,17 +95,20 @@ class SamplingParams:
                 f"max_new_tokens={self.max_new_tokens}"
             )
         check_integer("n", self.n, 1)
-        check_number("temperature", self.temperature, at_least=0, at_most=FLOAT32_MAX)
+        check_number("temperature", self.temperature, at_least=0)
+        check_number("temperature", self.temperature, at_most=FLOAT32_MAX)
         check_number("top_p", self.top_p, above=0, at_most=1)
         check_number("min_p", self.min_p, at_least=0, at_most=1)
         check_number("frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
         check_number("presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
         check_number("repetition_penalty", self.repetition_penalty, at_least=0.01, at_most=2)
         if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
-            raise ValueError(f"top_k={self.top_k!r} must be -1 (off) or an integer of at least 1")
-        for name in ("ignore_eos", "speculative"):
+            raise ValueError(
+                f"top_k={short(self.top_k)} must be -1 (off) or an integer of at least 1"
+            )
+        for name in ("ignore_eos", "speculative", "no_stop_trim", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a bool")
+                raise ValueError(f"{name}={short(getattr(self, name))} must be a bool")
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
         self._copy_stops()
@@ -113,33 +119,35 @@ class SamplingParams:
         if isinstance(stop, list | tuple):
             object.__setattr__(self, "stop", tuple(stop))
         elif stop is not None and not isinstance(stop, str):
-            raise ValueError(f"stop={stop!r} must be a string or a list of strings")
+            raise ValueError(f"stop={short(stop)} must be a string or a list of strings")
         strings = self.stop_strings
         if len(strings) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(strings)} strings; {MAX_STOP_STRINGS} are supported")
         for text in strings:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise ValueError(f"stop={stop!r} must have 1 to {MAX_STOP_LENGTH} characters each")
+                raise ValueError(
+                    f"stop={short(stop)} must have 1 to {MAX_STOP_LENGTH} characters each"
+                )
         if ids is not None:
             if not isinstance(ids, list | tuple) or not all(map(is_integer, ids)):
-                raise ValueError(f"stop_token_ids={ids!r} must be a list of integers")
+                raise ValueError(f"stop_token_ids={short(ids)} must be a list of integers")
             object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     def _copy_biases(self) -> None:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias={self.logit_bias!r} must be a mapping of token ids")
+            raise ValueError(f"logit_bias={short(self.logit_bias)} must be a mapping of token ids")
         bias = dict(self.logit_bias)
         object.__setattr__(self, "logit_bias", bias)
         for token, value in bias.items():
             # SGLang and OpenAI write the ids as digits, since JSON knows no other keys
             is_id = token.isdecimal() if isinstance(token, str) else is_integer(token)
             if not is_id or int(token) < 0:
-                raise ValueError(f"logit_bias={bias!r}: {token!r} is not a token id")
-            check_number(f"logit_bias[{token!r}]", value, at_least=-100, at_most=100)
+                raise ValueError(f"logit_bias={short(bias)}: {short(token)} is not a token id")
+            check_number(f"logit_bias[{short(token)}]", value, at_least=-100, at_most=100)
         if len(dict(self.biases)) < len(self.biases):
-            raise ValueError(f"logit_bias={bias!r} must not give a token twice")
+            raise ValueError(f"logit_bias={short(bias)} must not give a token twice")
 
     @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -170,15 +178,17 @@ class SamplingParams:
             return params
         if not isinstance(params, Mapping):
             raise ValueError(
-                f"sampling_params={params!r} must be SamplingParams, a mapping or None"
+                f"sampling_params={short(params)} must be SamplingParams, a mapping or None"
             )
         names = [f.name for f in fields(cls)]
         unknown = sorted(map(str, set(params) - set(names)))
         for name in unknown:
             if name in REFUSED:
-                raise ValueError(f"{name}={params[name]!r} is not supported: {REFUSED[name]}")
+                raise ValueError(f"{name}={short(params[name])} is not supported: {REFUSED[name]}")
             if name in OTHER_NAMES:
-                raise ValueError(f"{name!r} is called {OTHER_NAMES[name]!r} here")
+                raise ValueError(f"{short(name)} is called {OTHER_NAMES[name]!r} here")
         if unknown:
-            raise ValueError(f"sampling parameters {unknown} are not supported; supported: {names}")
+            raise ValueError(
+                f"sampling parameters {short(unknown)} are not supported; supported: {names}"
+            )
         return cls(**params)

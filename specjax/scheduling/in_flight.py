@@ -96,6 +96,8 @@ class InFlight:
         request = row.request
         row.awaits_first = False
         request.append_first(token, *beside)
+        if not request.output_ids:
+            return
         if request.first_token_time is None:
             request.first_token_time = now
             self._metrics.time_to_first_token.observe(now - request.created_time)

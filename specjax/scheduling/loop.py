@@ -1,9 +1,11 @@
 """The engine loop: the one thread that owns the scheduler, and how callers wait for it."""
 
 import asyncio
+import atexit
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -20,12 +22,55 @@ from specjax.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# The interpreter waits this long at its end for threads that call JAX.
+EXIT_SECONDS = 60.0
 # results of more are made in another thread than the event loop's
 MANY_TOKENS = 4096
 
 
 class EngineFault(RuntimeError):
     """The engine loop failed, and every request with it; ``__cause__`` is what happened."""
+
+
+# Running threads that call JAX, with what makes each end soon. A forked process has none of them.
+_device_threads: dict[threading.Thread, Callable[[], None]] = {}
+os.register_at_fork(after_in_child=_device_threads.clear)
+
+
+def start_device_thread(
+    run: Callable[[], None], name: str, stop: Callable[[], None]
+) -> threading.Thread:
+    """Start a daemon thread that calls JAX; the end of the interpreter stops it and waits for it.
+
+    A daemon thread that returns from C++ code into an interpreter that has gone aborts the process.
+
+    Args:
+        run: what the thread does.
+        stop: makes ``run`` return soon; any thread may call it, several times.
+    """
+
+    def run_to_end() -> None:
+        try:
+            run()
+        finally:
+            del _device_threads[thread]
+
+    thread = threading.Thread(target=run_to_end, name=name, daemon=True)
+    # The last registered hook runs first: the threads need JAX's devices until they end.
+    atexit.unregister(_end_device_threads)
+    atexit.register(_end_device_threads)
+    _device_threads[thread] = stop
+    thread.start()
+    return thread
+
+
+def _end_device_threads() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    threads = dict(_device_threads)
+    for stop in threads.values():
+        stop()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Courier:
@@ -90,8 +135,7 @@ class EngineLoop:
         self._is_stopping = False
         self._has_ended = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_device_thread(self._run, "specjax-engine", self.stop)
 
     def wait(self, call: Call) -> Any:
         """Results of all requests of a call that is no stream, when the last has ended."""

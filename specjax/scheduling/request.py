@@ -66,7 +66,8 @@ class Request:
     ) -> None:
         is_speculative = spec_width > 0 and self.params.speculative
         self.spec = SpecCounts(spec_width, spec_topk, spec_simulated) if is_speculative else None
-        self._text = CompletionText(decoder, self.params.stop_strings)
+        keeps_stop = self.params.no_stop_trim
+        self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()
 
     @property
@@ -76,7 +77,16 @@ class Request:
     @property
     def max_kv_tokens(self) -> int:
         """Tokens that ever need a place in the KV pool: the last one is never read back."""
-        return len(self.input_ids) + self.max_new_tokens - 1
+        return len(self.input_ids) + max(1, self.max_new_tokens) - 1
+
+    @property
+    def max_reported(self) -> int:
+        """Log-probabilities that it reports at most, those of the best other tokens included."""
+        if self.top_logprobs is None:
+            return 0
+        start = self.logprob_start_len
+        num_scored = 0 if start is None else len(self.input_ids) - start
+        return (num_scored + self.max_new_tokens) * (1 + self.top_logprobs)
 
     @property
     def known_ids(self) -> list[int]:
@@ -134,7 +144,13 @@ class Request:
     def append_first(
         self, token: int, logprobs: Logprobs | None = None, states: np.ndarray | None = None
     ) -> None:
-        """Take the token that prefill sampled, with log probabilities and hidden states ``[1]``."""
+        """Take the token that prefill sampled, with log probabilities and hidden states ``[1]``.
+
+        A request of no new tokens ends without it: its prompt is only scored.
+        """
+        if not self.max_new_tokens:
+            self.finish({"type": "length", "length": 0})
+            return
         self._append([token], 0)
         self._append_beside([token], logprobs, states)
 
@@ -177,7 +193,8 @@ class Request:
             end = next(i for i, token in enumerate(tokens) if token in ends)
             tokens = tokens[: end + 1]
         is_last = end is not None or len(tokens) == room
-        count, matched = self._text.add(tokens[:end], flush=is_last)
+        shown = tokens if self.params.no_stop_trim else tokens[:end]
+        count, matched = self._text.add(shown, flush=is_last)
         if matched is not None:
             tokens = tokens[:count]
         num_drafts = min(num_drafts, len(tokens))
@@ -256,6 +273,7 @@ class RunningRequest(PageHolding):
     request: Request
     awaits_first: bool = False  # the token that prefill sampled is not read
     is_awaited: bool = False  # computed elsewhere, and not here yet
+    heard_time: float = 0.0  # last progress of what is awaited
     is_released: bool = False  # slot and pages are given back; what is in flight is ignored
 
     @property

@@ -108,6 +108,13 @@ class Scheduler:
     def vocab_size(self) -> int:
         return self._runner.networks.target_config.vocab_size
 
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and completion tokens that the KV pool has room for in one request."""
+        tail = self._runner.config.reach.overhang
+        # the last token is never read back
+        return (self._allocator.num_pages - 1) * self._runner.config.page_size - tail + 1
+
     def weights_replaced(self) -> None:
         """Told when the runner has other weights, and no KV of the old ones."""
 
@@ -124,7 +131,7 @@ class Scheduler:
                 raise ValueError(
                     f"a request of {len(request.input_ids)} prompt tokens and max_new_tokens="
                     f"{request.max_new_tokens} needs {needed * config.page_size} KV tokens, but "
-                    f"{holder} {limit * config.page_size}; lower max_new_tokens or raise {knobs}"
+                    f"{holder} {limit * config.page_size}; shorten it or raise {knobs}"
                 )
 
     def check_queue(self, num_new: int) -> None:
@@ -276,9 +283,8 @@ class Scheduler:
         config = self._runner.config
         with_logprobs = pieces[0].wants_logprobs
         alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
-        width = config.logprob_bucket
-        if not with_logprobs:
-            width = config.prefill_width(sum(piece.num_tokens for piece in alike))
+        num_tokens = sum(piece.num_tokens for piece in alike)
+        width = config.prefill_width(num_tokens, with_logprobs=with_logprobs)
         taken: list[PromptPiece] = []
         rest, room = deque(pieces), width
         while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
@@ -395,7 +401,9 @@ class Scheduler:
         if self._controller is not None and request.spec is not None:
             request.spec.ema_accept_len = self._controller.ema_accept_len
         assert request.finish_reason is not None
-        self._metrics.request_finished(request.finish_reason["type"], request.latency)
+        lengths = len(request.input_ids), len(request.output_ids)
+        reason = request.finish_reason["type"]
+        self._metrics.request_finished(reason, request.latency, *lengths)
 
     def _retract(self, row: RunningRequest, *, is_cached: bool = True) -> None:
         """Take a row's pages away; the request waits before all others to resume.

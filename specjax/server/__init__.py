@@ -3,9 +3,7 @@
 try:
     import starlette  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "the server needs starlette and uvicorn: pip install 'specjax[serve]'"
-    ) from error
+    raise ImportError("the server needs starlette and uvicorn: pip install '.[serve]'") from error
 
 from specjax.server.app import make_app as make_app
 

@@ -28,6 +28,7 @@ class Sent:
     chars: int = 0
     tokens: int = 0
     offset: int = 0  # in the text, of the next token with a log-probability
+    ids: int = 0  # of tokens, where they are reported
     pieces: AcceptPieces | None = None  # where drafts are told
 
 
@@ -42,9 +43,13 @@ class Answer(ABC):
     wants_logprobs: bool = False
     include_usage: bool = False
     include_drafts: bool = False
-    counts_completion: bool = True
+    skips_special: bool = True  # special tokens are not in the text
+    # ids of each prompt, where token ids are reported
+    prompt_ids: Sequence[Sequence[int]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    # whether prompt token ids are in the answer itself or in each choice, as vLLM has it
+    has_one_prompt: ClassVar[bool] = False
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
@@ -55,7 +60,7 @@ class Answer(ABC):
 
     @property
     def is_brief(self) -> bool:
-        return not (self.wants_logprobs or self.include_drafts)
+        return not (self.wants_logprobs or self.include_drafts or self.prompt_ids is not None)
 
     @abstractmethod
     def choice(self, index: int, result: Result) -> Result:
@@ -77,7 +82,8 @@ class Answer(ABC):
         """The whole answer."""
         metas = [result["meta_info"] for result in results]
         choices = [self._ended(i, result) for i, result in enumerate(results)]
-        return dump(self._head(self.kind) | {"choices": choices} | self._closing(metas)).encode()
+        head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
+        return dump(head | {"choices": choices} | self._closing(metas)).encode()
 
     def chunk(self, result: Result) -> bytes:
         """The events of a cumulative result; none where nothing has come that can be sent."""
@@ -85,12 +91,12 @@ class Answer(ABC):
         sent = self._sent.get(index)
         events = ""
         if sent is None:
-            pieces = self.texts.accept_pieces() if self.include_drafts else None
+            pieces = self.texts.accept_pieces(self.skips_special) if self.include_drafts else None
             sent = self._sent[index] = Sent(pieces=pieces)
             opening = self.opening(index, sent, result)
             if opening is not None:
                 events = self._event([{"index": index} | opening | {"finish_reason": None}])
-        text = result["text"] if self.counts_completion else ""
+        text = result["text"]
         new = text[sent.chars :]
         sent.chars = len(text)
         meta = result.get("meta_info")  # brief where only the text is asked for
@@ -101,18 +107,24 @@ class Answer(ABC):
             return events.encode()
         is_final = meta["finish_reason"] is not None
         told: Result = {}
+        top = {} if sent.ids else self._prompt_ids(index, is_top=True)
         if sent.pieces is not None:
             ids, flags = result["output_ids"], meta["output_is_draft"]
             parts = sent.pieces.take(text, ids, flags, final=is_final)
             told["pieces"] = [{"text": part, "is_draft": flag} for part, flag in parts]
             new = "".join(part for part, _ in parts)
+        if self.prompt_ids is not None:
+            told["token_ids"] = result["output_ids"][sent.ids :]
+            if not sent.ids:
+                told |= self._prompt_ids(index)
+            sent.ids = len(result["output_ids"])
         logprobs = self._new_logprobs(sent, meta)
         choice = {"index": index} | self.part(new) | told | {"logprobs": logprobs}
         if not is_final:
-            events += self._event([choice | {"finish_reason": None}])
+            events += self._event([choice | {"finish_reason": None}], **top)
         else:
             self._last[index] = meta
-            events += self._event([choice | _end(meta)])
+            events += self._event([choice | _end(meta)], **top)
         return events.encode()
 
     def closing(self) -> bytes:
@@ -124,12 +136,19 @@ class Answer(ABC):
         return f"data: {dump(body)}\n\n".encode()
 
     def _closing(self, metas: Sequence[Result]) -> Result:
-        figures = usage(metas, self.num_samples, counts_completion=self.counts_completion)
-        metrics = speculative_metrics(metas)
-        return {"usage": figures} | ({} if metrics is None else {"metrics": metrics})
+        counts, metrics = usage(metas, self.num_samples), speculative_metrics(metas)
+        return {"usage": counts} | ({} if metrics is None else {"metrics": metrics})
 
     def _ended(self, index: int, result: Result) -> Result:
-        return {"index": index} | self.choice(index, result) | _end(result["meta_info"])
+        ids = self._prompt_ids(index)
+        if self.prompt_ids is not None:
+            ids["token_ids"] = result["output_ids"]
+        return {"index": index} | self.choice(index, result) | ids | _end(result["meta_info"])
+
+    def _prompt_ids(self, index: int, *, is_top: bool = False) -> Result:
+        if self.prompt_ids is None or is_top != self.has_one_prompt:
+            return {}
+        return {"prompt_token_ids": self.prompt_ids[index // self.num_samples]}
 
     def _head(self, kind: str) -> Result:
         return {
@@ -140,8 +159,8 @@ class Answer(ABC):
             "system_fingerprint": f"specjax-{specjax.__version__}",
         }
 
-    def _event(self, choices: list[Result]) -> str:
-        body = self._head(self.chunk_kind) | {"choices": choices}
+    def _event(self, choices: list[Result], **top: Any) -> str:
+        body = self._head(self.chunk_kind) | {"choices": choices} | top
         if self.include_usage:
             body["usage"] = None
         return f"data: {dump(body)}\n\n"
@@ -153,7 +172,7 @@ class Answer(ABC):
         return before, behind
 
     def _new_logprobs(self, sent: Sent, meta: Result) -> Result | None:
-        if not (self.wants_logprobs and self.counts_completion):
+        if not self.wants_logprobs:
             return None
         chosen = meta["output_token_logprobs"][sent.tokens :]
         tops = meta.get("output_top_logprobs", [])[sent.tokens :]

@@ -3,16 +3,16 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
+from specjax.checks import short
 from specjax.server.answers import Answer, Result, Sent
 from specjax.server.body import Body
-from specjax.server.completions import MAX_LOGPROBS, check_best_of, take_stream
+from specjax.server.completions import MAX_LOGPROBS, check_best_of, take_shown
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.fields import refuse_rest
-from specjax.server.generating import Job, generate
+from specjax.server.fields import finish_fields
+from specjax.server.generating import MAX_REPORTED, Job, generate
 from specjax.server.logprobs import chat_logprobs
 from specjax.server.messages import take_conversation
 from specjax.server.sampling import client_names, take_sampling
@@ -20,32 +20,32 @@ from specjax.server.service import Service
 
 
 async def answer_chat(service: Service, exchange: Exchange) -> None:
-    await generate(service, exchange, partial(read_chat, is_quick=True), otherwise=read_chat)
+    # the chat template is rendered by another process
+    await generate(service, exchange, read_chat, is_quick=False)
 
 
-def read_chat(service: Service, body: Body, *, is_quick: bool = False) -> Job:
-    """Check a request, put it through the chat template and tokenise it.
-
-    With ``is_quick`` TooSlowError where that takes a while.
-    """
+def read_chat(service: Service, body: Body) -> Job:
+    """Check a request, put it through the chat template and tokenise it."""
     model = service.check_model(body)
     conversation = take_conversation(body)
     wants_logprobs = body.flag("logprobs")
     num_top = body.integer("top_logprobs", 0, at_least=0, at_most=MAX_LOGPROBS)
     if num_top and not wants_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    is_stream, include_usage, include_drafts = take_stream(body)
+    is_stream, shown = take_shown(body)
     _merge_limits(body)
-    has_limit = "max_tokens" in body
-    params = take_sampling(body, service.max_tokens)
+    length = service.engine.context_length
+    is_cut = wants_logprobs and "max_tokens" not in body
+    params = take_sampling(body, length)
     check_best_of(body, params)
-    refuse_rest(body)
+    finish_fields(body, service.ignored_fields)
     service.check_count(params.n)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     with client_names("messages", top_logprobs_num="top_logprobs"):
-        ids = conversation.ids(service.engine.tokenizer, is_quick=is_quick)
-        if not has_limit:
-            params = replace(params, max_new_tokens=max(1, service.max_tokens - len(ids)))
+        if is_cut:
+            most = MAX_REPORTED // (params.n * (1 + num_top))
+            params = replace(params, max_new_tokens=min(length, most))
+        ids = conversation.ids(service.engine.tokenizer, length)
         call = service.engine.make_call(
             stream=is_stream,
             sampling_params=params,
@@ -60,8 +60,9 @@ def read_chat(service: Service, body: Body, *, is_quick: bool = False) -> Job:
         texts=service.texts,
         num_samples=params.n,
         wants_logprobs=wants_logprobs,
-        include_usage=include_usage,
-        include_drafts=include_drafts,
+        skips_special=params.skip_special_tokens,
+        prompt_ids=[ids] if shown.pop("ids") else None,
+        **shown,
     )
     return Job(call, answer)
 
@@ -73,7 +74,9 @@ def _merge_limits(body: Body) -> None:
         return
     older = body.take("max_tokens", newer)
     if older != newer:
-        message = f"max_tokens={older!r} and max_completion_tokens={newer!r}: give one of them"
+        message = (
+            f"max_tokens={short(older)} and max_completion_tokens={short(newer)}: give one of them"
+        )
         raise ApiError(400, message, param="max_completion_tokens")
     body.put("max_tokens", newer)
 
@@ -82,6 +85,7 @@ def _merge_limits(body: Body) -> None:
 class ChatAnswer(Answer):
     """Choices with a ``message``, or with a ``delta`` of one."""
 
+    has_one_prompt = True
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 

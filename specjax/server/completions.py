@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.checks import is_integer
+from specjax.checks import is_integer, short
 from specjax.sampling.params import SamplingParams
 from specjax.server.answers import Answer, Result, Sent
-from specjax.server.body import Body
+from specjax.server.body import INPUTS, Body
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.fields import refuse_rest
+from specjax.server.fields import finish_fields
 from specjax.server.generating import Job, generate
 from specjax.server.logprobs import completion_logprobs
 from specjax.server.sampling import client_names, take_sampling
@@ -28,17 +28,12 @@ async def answer_completion(service: Service, exchange: Exchange) -> None:
 def read_completion(service: Service, body: Body) -> Job:
     """Check and tokenise a request."""
     model = service.check_model(body)
-    prompts, is_text = _prompts(body)
+    prompts, is_text = _prompts(service, body)
     echo, logprobs = body.flag("echo"), body.integer("logprobs", at_least=0, at_most=MAX_LOGPROBS)
-    is_stream, include_usage, include_drafts = take_stream(body)
-    # to score a prompt, which the engine does on its way to a first token
-    limit = body.peek("max_tokens")
-    keeps = not (echo and is_integer(limit) and limit == 0)
-    if not keeps:
-        body.put("max_tokens", 1)
+    is_stream, shown = take_shown(body)
     params = take_sampling(body, DEFAULT_TOKENS)
     check_best_of(body, params)
-    refuse_rest(body)
+    finish_fields(body, service.ignored_fields)
     service.check_count(len(prompts) * params.n)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     rids = [f"{request_id}-{i}" for i in range(len(prompts))]
@@ -66,51 +61,45 @@ def read_completion(service: Service, body: Body) -> Job:
         texts=service.texts,
         num_samples=params.n,
         wants_logprobs=logprobs is not None,
-        include_usage=include_usage,
-        include_drafts=include_drafts,
-        counts_completion=keeps,
+        skips_special=params.skip_special_tokens,
+        prompt_ids=[request.input_ids for request in firsts] if shown.pop("ids") else None,
         echoed=echoed,
+        **shown,
     )
     return Job(call, answer)
 
 
-def take_stream(body: Body) -> tuple[bool, bool, bool]:
-    """Whether to stream, whether the stream ends with usage, and whether it tells drafts."""
+def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
+    """Whether to stream, and what else is shown: usage and drafts of a stream, token ids."""
     is_stream = body.flag("stream")
     has_options = "stream_options" in body
     options = body.fields("stream_options")
     if has_options and not is_stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    include_usage, include_drafts = options.flag("include_usage"), options.flag("include_drafts")
+    shown = {name: options.flag(name) for name in ("include_usage", "include_drafts")}
     for ignored in ("include_obfuscation", "continuous_usage_stats"):
         options.take(ignored)
     if options.left:
         message = f"stream_options: unknown field {options.left[0]!r}"
         raise ApiError(400, message, param="stream_options", code="unknown_field")
-    return is_stream, include_usage, include_drafts
+    return is_stream, shown | {"ids": body.flag("return_token_ids")}
 
 
 def check_best_of(body: Body, params: SamplingParams) -> None:
     best_of = body.take("best_of", params.n)
     if best_of != params.n or isinstance(best_of, bool):
-        message = f"best_of={best_of!r} must be n={params.n}: samples are not ranked"
+        message = f"best_of={short(best_of)} must be n={params.n}: samples are not ranked"
         raise ApiError(400, message, param="best_of", code="unsupported_field")
 
 
-def _prompts(body: Body) -> tuple[list[Any], bool]:
+def _prompts(service: Service, body: Body) -> tuple[list[Any], bool]:
     """Texts, or lists of token ids, and which of both they are."""
-    prompt = body.take("prompt")
-    if isinstance(prompt, str):
-        return [prompt], True
-    if isinstance(prompt, list) and prompt:
-        if is_integer(prompt[0]):
-            return [prompt], False
-        for kind in (str, list):
-            if all(isinstance(one, kind) for one in prompt):
-                return prompt, kind is str
-    raise ApiError(
-        400, "prompt must be a text, a list of token ids, or a list of either", param="prompt"
-    )
+    with client_names("prompt"):
+        prompt = service.take_inputs(body, "prompt")
+    if not prompt and prompt != "":
+        raise ApiError(400, f"prompt must be {INPUTS}", param="prompt")
+    prompts = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
+    return prompts, isinstance(prompts[0], str)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,15 +112,13 @@ class CompletionAnswer(Answer):
 
     def choice(self, index: int, result: Result) -> Result:
         meta, prompt = result["meta_info"], self._prompt(index)
-        text = result["text"] if self.counts_completion else ""
         logprobs = None
         if self.wants_logprobs:
             chosen, tops = self._scored(meta)
-            if self.counts_completion:
-                chosen += meta["output_token_logprobs"]
-                tops += meta.get("output_top_logprobs", [])
+            chosen += meta["output_token_logprobs"]
+            tops += meta.get("output_top_logprobs", [])
             logprobs = self.logprobs(Sent(), chosen, tops)
-        return {"text": prompt + text, "logprobs": logprobs}
+        return {"text": prompt + result["text"], "logprobs": logprobs}
 
     def opening(self, index: int, sent: Sent, result: Result) -> Result | None:
         if self.echoed is None:

@@ -39,9 +39,9 @@ class Endpoint:
             if scope["method"] not in self._methods:
                 raise unknown_route(exchange, 405)
             if not self._is_open:
-                self._service.check_key(exchange)
+                self._service.access.check(exchange)
             if self._is_admin:
-                self._service.check_admin(exchange)
+                self._service.access.check_admin(exchange)
             if self._needs_engine:
                 self._service.engine  # noqa: B018 - raises where there is none
             await self._handler(self._service, exchange)

@@ -1,7 +1,15 @@
 """One HTTP request and its answer, over the bare ASGI channels."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+)
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from specjax.server.body import Body, parse_object
@@ -16,6 +24,10 @@ Header = tuple[bytes, bytes]
 JSON = b"application/json"
 # a body that takes longer to come is given up
 READ_SECONDS = 60.0
+# A body of more bytes counts against a budget, has to come at a rate in bytes per second after some
+# seconds, and is read while at most one other such body is.
+LARGE_BYTES, LARGE_AT_ONCE = 2**20, 2
+MIN_RATE, RATE_GRACE_SECONDS = 2**20, 5.0
 # of a body that is too long, read as well: so many times what it may have, and not less than this
 DISCARDED, LEAST_DISCARDED = 4, 2**24
 PIECE_BYTES = 2**18  # of a long answer
@@ -27,11 +39,46 @@ EVENT_HEADERS: list[Header] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+ABORT = "specjax.abort"  # an extension of the scope: closes the connection at once
+MAX_REQUEST_ID = 128  # characters of what a client calls its request
 DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
     """Nobody waits for the answer."""
+
+
+class LargeBodies:
+    """The budget of all connections for bodies of more than ``LARGE_BYTES``, in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.left = max_bytes
+        self.turns = asyncio.Semaphore(LARGE_AT_ONCE)
+
+
+class UnreadAnswers:
+    """Answers that their clients have not taken; of too many bytes the oldest is given up."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._sizes: dict[Exchange, int] = {}
+
+    @contextmanager
+    def holding(self, exchange: "Exchange", size: int) -> Iterator[None]:
+        """Count the bytes of an answer while it is being sent."""
+        self._sizes[exchange] = size
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            self._forget(oldest)
+            oldest.give_up()
+        try:
+            yield
+        finally:
+            self._forget(exchange)
+
+    def _forget(self, exchange: "Exchange") -> None:
+        self._num_bytes -= self._sizes.pop(exchange, 0)
 
 
 class Exchange:
@@ -42,19 +89,43 @@ class Exchange:
         self._receive, self._send = receive, send
         self._is_streaming = self._has_answered = self._is_sending = False
         self._num_sent = 0
+        self._watch: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header, whose name is in lower case."""
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
-    async def read(self, limit: int) -> bytes:
-        """The body, of ``limit`` bytes at most."""
+    @asynccontextmanager
+    async def body(self, limit: int, large: LargeBodies) -> AsyncIterator[bytearray]:
+        """The body of at most ``limit`` bytes; a large one may be used inside the block only."""
+        claimed = 0
+
+        def claim(size: int) -> bool:
+            nonlocal claimed
+            if size > large.left:
+                return False
+            claimed = size
+            large.left -= size
+            return True
+
+        try:
+            data = await self._read(limit, claim)
+            if claimed:
+                async with large.turns:
+                    yield data
+            else:
+                yield data
+        finally:
+            large.left += claimed
+
+    async def _read(self, limit: int, claim: Callable[[int], bool]) -> bytearray:
         if self.header(b"content-encoding") not in (None, b"identity"):
             raise ApiError(415, "the body is compressed; send it as it is")
-        parts: list[bytes] = []
-        size, has_more = 0, True
+        total = min(limit, int(self.header(b"content-length") or limit))
+        data = bytearray()
+        size, has_more, is_claimed, is_refused = 0, True, False, False
         try:
-            async with asyncio.timeout(READ_SECONDS):
+            async with asyncio.timeout(READ_SECONDS) as timeout:
                 # many clients look for an answer only when they have sent all
                 while has_more and size <= max(DISCARDED * limit, LEAST_DISCARDED):
                     message = await self._receive()
@@ -63,19 +134,37 @@ class Exchange:
                     body = message.get("body", b"")
                     size += len(body)
                     has_more = message.get("more_body", False)
-                    if size <= limit:
-                        parts.append(body)
+                    if LARGE_BYTES < size <= limit and not (is_claimed or is_refused):
+                        is_claimed = claim(total)
+                        is_refused = not is_claimed
+                        if is_claimed:
+                            seconds = RATE_GRACE_SECONDS + (total - size) / MIN_RATE
+                            timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+                    if size > limit or is_refused:
+                        data.clear()
+                    else:
+                        data += body
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {READ_SECONDS:g} s") from None
+            raise ApiError(
+                408,
+                f"the body did not come within {READ_SECONDS:g} s or, above {LARGE_BYTES} bytes, "
+                f"at {MIN_RATE} bytes per second",
+            ) from None
         if size > limit:
             raise ApiError(
                 413, f"the body is longer than {limit} bytes; send less or raise max_body_bytes"
             )
-        return b"".join(parts)
+        if is_refused:
+            raise ApiError(
+                429,
+                f"bodies above {LARGE_BYTES} bytes of other requests are in hand; try again later",
+                code="too_many_bytes",
+            )
+        return data
 
     async def read_object(self, limit: int) -> Body:
-        """The body, a JSON object; no body at all is an empty one."""
-        data = await self.read(limit)
+        """A short body, a JSON object; no body at all is an empty one."""
+        data = await self._read(min(limit, LARGE_BYTES), lambda size: False)
         return Body(parse_object(data) if data else {})
 
     async def reply(
@@ -86,10 +175,10 @@ class Exchange:
         await self._start(status, [(b"content-type", kind), length, *headers])
         self._has_answered = True
         # in pieces, each of which waits until the client has taken most of those before
-        while len(body) > PIECE_BYTES:
-            piece, body = body[:PIECE_BYTES], body[PIECE_BYTES:]
-            await self._deliver({"type": "http.response.body", "body": piece, "more_body": True})
-        await self._deliver({"type": "http.response.body", "body": body})
+        for start in range(0, len(body) or 1, PIECE_BYTES):
+            piece, has_more = body[start : start + PIECE_BYTES], start + PIECE_BYTES < len(body)
+            message = {"type": "http.response.body", "body": piece, "more_body": has_more}
+            await self._deliver(message)
 
     async def start_events(self) -> None:
         await self._start(200, EVENT_HEADERS)
@@ -125,7 +214,7 @@ class Exchange:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        gone = asyncio.ensure_future(self._gone())
+        self._watch = gone = asyncio.ensure_future(self._gone())
         timer = loop.call_later(STALL_SECONDS, lambda: look(-1))
         is_over = False
 
@@ -146,17 +235,27 @@ class Exchange:
             if not gone.done():
                 raise
             task.uncancel()
+            if (extension := self.scope.get("extensions", {}).get(ABORT)) is not None:
+                extension["abort"]()
             raise ClientGoneError from None
         finally:
             is_over = True
             timer.cancel()
             gone.cancel()
 
+    def give_up(self) -> None:
+        """End :meth:`while_connected` as if the client had gone."""
+        if self._watch is not None:
+            self._watch.cancel()
+
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def _start(self, status: int, headers: list[Header]) -> None:
+        given = self.header(b"x-request-id") or b""
+        if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.decode().isprintable():
+            headers = [*headers, (b"x-request-id", given)]
         await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _deliver(self, message: MutableMapping[str, Any]) -> None:

@@ -1,9 +1,17 @@
-"""Fields of OpenAI's requests that change nothing here, or that are refused by name."""
+"""Fields of requests that change nothing here, that are refused by name, or that are unknown."""
 
+import logging
+from difflib import get_close_matches
 from typing import Any
 
+from specjax.checks import short
 from specjax.server.body import Body
 from specjax.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES, MAX_NAME = 32, 64  # that are logged, and characters of one
+LIKENESS = 0.8  # of a misspelt name, up to 1
 
 # about the caller, the account or the transport: the text would be the same
 IGNORED = frozenset(
@@ -12,9 +20,9 @@ IGNORED = frozenset(
     "no_logs priority request_id".split()
 )
 _GRAMMAR = "constrained decoding is not supported"
-_TOOLS = "tool calls are not supported"
+_TOOLS = "tool calls are not supported; with tool_choice 'none' the template sees tools"
 _TEXT = "only text is supported"
-_SPECIAL = "special tokens are always left out of the text"
+_SAMPLER = "this way to sample is not supported"
 # why a field is refused, and the values that ask for nothing
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "response_format": (_GRAMMAR, ({"type": "text"},)),
@@ -28,7 +36,10 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("none", "auto")),
     "web_search_options": (_TOOLS, ()),
-    "audio": (_TEXT, ()),
+    **dict.fromkeys(
+        "audio image_data audio_data video_data multi_modal_data input_embeds".split(),
+        (_TEXT, ([],)),
+    ),
     "modalities": (_TEXT, (["text"],)),
     "mm_processor_kwargs": (_TEXT, ({},)),
     "suffix": ("text is only continued at its end", ("",)),
@@ -41,21 +52,37 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logits_processors": ("custom logit processors are not supported", ([],)),
     "custom_logit_processor": ("custom logit processors are not supported", ()),
     "stop_regex": ("stop takes plain strings", ([],)),
-    "no_stop_trim": ("stop strings are always cut from the text", (False,)),
-    "include_stop_str_in_output": ("stop strings are always cut from the text", (False,)),
-    "skip_special_tokens": (_SPECIAL, (True,)),
-    "spaces_between_special_tokens": (_SPECIAL, (True, False)),
+    "spaces_between_special_tokens": ("the tokenizer decides", (True, False)),
+    **dict.fromkeys(
+        "typical_p top_a top_n_sigma tfs mirostat mirostat_mode dry_multiplier xtc_probability "
+        "epsilon_cutoff eta_cutoff dynatemp_range".split(),
+        (_SAMPLER, (0, 0.0)),
+    ),
     "lora_path": ("adapters are not supported", ()),
     "chat_template": ("the checkpoint's own is used", ()),
     "documents": ("give them in chat_template_kwargs", ([],)),
     "reasoning_effort": ("give it in chat_template_kwargs", ()),
-    "continue_final_message": ("an answer is always a new message", (False,)),
     "return_hidden_states": ("they are not sent over HTTP", (False,)),
     "return_bytes": ("answers are text", (False,)),
     "return_entropy": ("give return_logprob and top_logprobs_num", (False,)),
     "background": ("an answer is waited for", (False,)),
     "return_tokens_as_token_ids": ("logprobs name tokens by their text", (False,)),
 }
+
+
+class IgnoredFields:
+    """Counts unknown fields of requests, and logs the first names once each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._names: set[str] = set()
+
+    def add(self, name: str) -> None:
+        self.count += 1
+        name = name[:MAX_NAME]
+        if len(self._names) < MAX_NAMES and name not in self._names:
+            self._names.add(name)
+            logger.warning("the field %r of requests is unknown and ignored", name)
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -65,13 +92,21 @@ def is_neutral(name: str, value: Any) -> bool:
     return any(value == one and type(value) is type(one) for one in REFUSED[name][1])
 
 
-def refuse_rest(body: Body) -> None:
-    """Refuse fields that nobody has taken, by name, except those that change nothing."""
+def finish_fields(body: Body, ignored: IgnoredFields) -> None:
+    """Ignore the fields that nobody has taken, but refuse those that would change the answer.
+
+    What looks like a misspelt name of a known field is refused too.
+    """
+    known = {*body.known, *REFUSED}
     for name in body.left:
         value = body.take(name)
         if name in IGNORED or is_neutral(name, value):
             continue
-        if name not in REFUSED:
-            raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_field")
-        message = f"{name} is not supported: {REFUSED[name][0]}"
-        raise ApiError(400, message, param=name, code="unsupported_field")
+        if name in REFUSED:
+            message = f"{name} is not supported: {REFUSED[name][0]}"
+            raise ApiError(400, message, param=name, code="unsupported_field")
+        near = get_close_matches(name[:MAX_NAME], known, 1, LIKENESS)
+        if near:
+            message = f"unknown field {short(name)}; did you mean {near[0]!r}?"
+            raise ApiError(400, message, param=name, code="unknown_field")
+        ignored.add(name)

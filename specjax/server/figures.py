@@ -12,11 +12,11 @@ _LONG = frozenset(
 )
 
 
-def usage(metas: Sequence[Meta], num_samples: int, *, counts_completion: bool = True) -> Meta:
+def usage(metas: Sequence[Meta], num_samples: int) -> Meta:
     """Tokens of a request; samples of one prompt follow each other, and count it once."""
     firsts = metas[::num_samples]
     prompt = sum(meta["prompt_tokens"] for meta in firsts)
-    completion = sum(meta["completion_tokens"] for meta in metas) if counts_completion else 0
+    completion = sum(meta["completion_tokens"] for meta in metas)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

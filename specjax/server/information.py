@@ -21,13 +21,31 @@ async def answer_health(service: Service, exchange: Exchange) -> None:
     await exchange.reply(b"{}")
 
 
+async def answer_version(service: Service, exchange: Exchange) -> None:
+    await exchange.reply(dump({"version": specjax.__version__}).encode())
+
+
+async def answer_tokenizer_info(service: Service, exchange: Exchange) -> None:
+    """The chat template and what texts are made of."""
+    tokenizer = service.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "the server has no tokenizer (skip_tokenizer_init)")
+    info = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": service.engine.context_length,
+        "chat_template": tokenizer.chat_template,
+        "eos_token_ids": tokenizer.eos_token_ids,
+        **tokenizer.special_tokens,
+    }
+    await exchange.reply(dump(info).encode())
+
+
 async def answer_health_generate(service: Service, exchange: Exchange) -> None:
     """200 where a token has come out of the engine."""
     service.check_open()
-    engine, one = service.engine, {"max_new_tokens": 1, "temperature": 0.0}
     with service.refusals():
-        call = engine.make_call(input_ids=[0], sampling_params=one, timeout=HEALTH_SECONDS)
-        result = await engine.async_run(call)
+        result = await service.engine.async_run(service.engine.make_probe(HEALTH_SECONDS))
     if not result["output_ids"]:
         raise ApiError(503, f"no token came within {HEALTH_SECONDS:g} s", code="engine_slow")
     await exchange.reply(b"{}")

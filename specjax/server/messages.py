@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from specjax.checks import short
+from specjax.engine.requests import encode_conversation
 from specjax.server.body import Body
 from specjax.server.errors import ApiError
 from specjax.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # fields of the request itself
-_RESERVED = ("messages", "add_generation_prompt")
-
-
-class TooSlowError(Exception):
-    """The chat template cannot be waited for here."""
+_RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,13 @@ class Conversation:
     """Messages with plain text, and what else the chat template is told."""
 
     messages: list[dict[str, Any]]
-    add_generation_prompt: bool
     variables: dict[str, Any]
 
-    def ids(self, tokenizer: Tokenizer | None, *, is_quick: bool = False) -> list[int]:
-        """Token ids of what the chat template makes of it; TooSlowError if ``is_quick`` fails."""
+    def ids(self, tokenizer: Tokenizer | None, context_length: int) -> list[int]:
+        """Token ids of what the chat template makes of it."""
         if tokenizer is None:
             raise ApiError(400, "the server has no tokenizer; give /v1/completions token ids")
-        scope = self.variables | {"add_generation_prompt": self.add_generation_prompt}
-        text = tokenizer.try_chat_template(self.messages, scope, is_quick=is_quick)
-        if text is None:
-            raise TooSlowError
-        return tokenizer.encode(text, add_special_tokens=False)
+        return encode_conversation(tokenizer, context_length, self.messages, **self.variables)
 
 
 def take_conversation(body: Body) -> Conversation:
@@ -47,8 +42,16 @@ def take_conversation(body: Body) -> Conversation:
             f"chat_template_kwargs must be an object without {', '.join(_RESERVED)}",
             param="chat_template_kwargs",
         )
-    adds = body.flag("add_generation_prompt", True)
-    return Conversation([_message(i, m) for i, m in enumerate(messages)], adds, variables)
+    if body.peek("tool_choice") == "none" and "tools" in body:
+        variables["tools"] = tools = body.take("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ApiError(400, f"tools={short(tools)} must be a list of objects", param="tools")
+    for name, default in zip(_RESERVED[1:], (True, False), strict=True):
+        variables[name] = body.flag(name, default)
+    if all(variables[name] for name in _RESERVED[1:]):
+        message = "continue_final_message=true needs add_generation_prompt=false"
+        raise ApiError(400, message, param="continue_final_message")
+    return Conversation([_message(i, m) for i, m in enumerate(messages)], variables)
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
@@ -68,11 +71,31 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise ApiError(400, f"{where}.name must be a string", param=where)
         plain["name"] = name
-    for neutral in ("refusal", "annotations", "audio", "tool_calls", "function_call"):
+    if calls := fields.take("tool_calls"):
+        plain["tool_calls"] = _tool_calls(where, calls)
+    for neutral in ("refusal", "annotations", "audio", "function_call"):
         if value := fields.take(neutral):
-            raise ApiError(400, f"{where}.{neutral}={value!r} is not supported", param=where)
+            raise ApiError(400, f"{where}.{neutral}={short(value)} is not supported", param=where)
     # of a template's own making, such as the reasoning of an earlier answer
     return plain | {name: fields.take(name) for name in fields.left}
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls of an earlier answer; templates want arguments as objects, and clients send JSON."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        message = f"{where}.tool_calls={short(calls)} must be a list of calls with a function"
+        raise ApiError(400, message, param=where)
+    return [call | {"function": _with_object(call["function"])} for call in calls]
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return function
+    return function | {"arguments": arguments} if isinstance(arguments, dict) else function
 
 
 def _text(where: str, content: Any) -> str:
@@ -88,7 +111,7 @@ def _text(where: str, content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if kind == "text" else None
         if not isinstance(text, str):
-            message = f"{where}.content has a part of type {kind!r}; only text is supported"
+            message = f"{where}.content has a part of type {short(kind)}; only text is supported"
             raise ApiError(400, message, param=where)
         texts.append(text)
     return "\n".join(texts)

@@ -1,7 +1,7 @@
 """``POST /generate`` and ``/abort_request``: SGLang's own way to ask for text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.sampling.params import SamplingParams
@@ -9,7 +9,7 @@ from specjax.server.answers import dump
 from specjax.server.body import Body
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.fields import REFUSED, is_neutral, refuse_rest
+from specjax.server.fields import REFUSED, finish_fields, is_neutral
 from specjax.server.generating import Job, generate
 from specjax.server.logprobs import finite
 from specjax.server.sampling import client_names
@@ -27,7 +27,8 @@ async def answer_generate(service: Service, exchange: Exchange) -> None:
 def read_generate(service: Service, body: Body) -> Job:
     """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
     service.check_model(body)
-    text, ids = body.take("text"), body.take("input_ids")
+    with client_names(is_native=True):
+        text, ids = (service.take_inputs(body, name) for name in ("text", "input_ids"))
     inputs = text if ids is None else ids
     if inputs == []:
         raise ApiError(400, "text or input_ids is an empty list; give at least one input")
@@ -35,19 +36,19 @@ def read_generate(service: Service, body: Body) -> Job:
     is_batch = isinstance(inputs, list) and isinstance(inputs[0], str | list)
     count = len(inputs) if is_batch else 1
     sampling = body.take("sampling_params")
-    is_stream = body.flag("stream")
+    is_stream, is_incremental = body.flag("stream"), body.flag("incremental")
     options = {name: body.take(name) for name in ("rid", "return_logprob") if name in body}
     for name in ("top_logprobs_num", "logprob_start_len"):
         if name in body:
             options[name] = body.take(name)
     has_texts = body.flag("return_text_in_logprobs")
-    refuse_rest(body)
+    finish_fields(body, service.ignored_fields)
     service.check_count(count)
     given = sampling if isinstance(sampling, list) else [sampling]
     if given is sampling and len(given) != count:
         message = f"{len(given)} sampling_params for {count} inputs"
         raise ApiError(400, message, param="sampling_params")
-    with client_names():
+    with client_names(is_native=True):
         made = [_sampling(one) for one in given]
         service.check_count(count * max((params.n for params in made), default=1))
         call = service.engine.make_call(
@@ -59,7 +60,7 @@ def read_generate(service: Service, body: Body) -> Job:
         )
     has_logprobs = any(request.top_logprobs is not None for request in call.requests)
     texts = service.texts if has_texts else None
-    return Job(call, NativeAnswer(call.is_batch, has_logprobs, texts))
+    return Job(call, NativeAnswer(call.is_batch, has_logprobs, texts, is_incremental))
 
 
 def _sampling(given: Any) -> SamplingParams:
@@ -73,13 +74,16 @@ def _sampling(given: Any) -> SamplingParams:
     return SamplingParams.of(given)
 
 
-@dataclass(frozen=True)
+@dataclass
 class NativeAnswer:
-    """Results as the engine gives them; those of a stream are cumulative."""
+    """Results as the engine gives them; those of a stream are cumulative or incremental."""
 
     is_batch: bool
     wants_logprobs: bool
     texts: TokenTexts | None  # of tokens, where log-probabilities are to name them
+    is_incremental: bool = False
+    # of each choice, the characters and tokens that its client has
+    sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     is_brief = False
 
     def whole(self, results: Sequence[dict[str, Any]]) -> bytes:
@@ -87,10 +91,25 @@ class NativeAnswer:
         return dump(shown if self.is_batch else shown[0]).encode()
 
     def chunk(self, result: dict[str, Any]) -> bytes:
-        return f"data: {dump(self._plain(result))}\n\n".encode()
+        new = self._new(result) if self.is_incremental else result
+        return f"data: {dump(self._plain(new))}\n\n".encode()
 
     def closing(self) -> bytes:
         return b""
+
+    def _new(self, result: dict[str, Any]) -> dict[str, Any]:
+        """What of a result no earlier chunk has had."""
+        index, text, ids = result.get("index", 0), result["text"], result["output_ids"]
+        chars, tokens = self.sent.get(index, (0, 0))
+        self.sent[index] = len(text), len(ids)
+        meta = dict(result["meta_info"])
+        for name in ("output_token_logprobs", "output_top_logprobs", "output_is_draft"):
+            if name in meta:
+                meta[name] = meta[name][tokens:]
+        if tokens:
+            for name in ("input_token_logprobs", "input_top_logprobs"):
+                meta.pop(name, None)
+        return result | {"text": text[chars:], "output_ids": ids[tokens:], "meta_info": meta}
 
     def _plain(self, result: dict[str, Any]) -> dict[str, Any]:
         if not self.wants_logprobs:
@@ -115,9 +134,9 @@ async def answer_abort(service: Service, exchange: Exchange) -> None:
     """End a request by its id, or all of them."""
     body = await exchange.read_object(service.max_body_bytes)
     rid, abort_all = body.text("rid", ""), body.flag("abort_all")
-    refuse_rest(body)
+    finish_fields(body, service.ignored_fields)
     if abort_all:
-        service.check_admin(exchange)
+        service.access.check_admin(exchange)
     try:
         service.engine.abort_request(rid, abort_all)
     except ValueError as error:

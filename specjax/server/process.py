@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
@@ -16,12 +16,20 @@ from typing import Any
 import uvicorn
 
 from specjax.engine import Engine
+from specjax.server.access import LOOPBACK, Access
 from specjax.server.app import route
-from specjax.server.service import LOOPBACK, Service
+from specjax.server.protocol import (
+    ACCEPT_BATCH,
+    AcceptFailures,
+    LimitedProtocol,
+    raise_descriptor_limit,
+)
+from specjax.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75  # more than the minute that load balancers keep idle connections
+BACKLOG = 2048  # connections that wait to be accepted
 # what was aborted is answered at once; a client that does not read may keep its answer waiting
 ANSWER_SECONDS = 5
 
@@ -32,7 +40,7 @@ def serve(
     host: str,
     port: int,
     shutdown_timeout: float,
-    cors_allow_origins: Sequence[str] = (),
+    access: Access,
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM; the engine is closed then.
@@ -44,7 +52,7 @@ def serve(
     Args:
         make_engine: called in a thread of its own.
         port: 0 chooses one.
-        cors_allow_origins: as of :func:`~specjax.server.app.make_app`.
+        access: who may use which routes.
         **options: of :class:`~specjax.server.service.Service`.
 
     Raises:
@@ -52,25 +60,29 @@ def serve(
         Exception: what ``make_engine`` raised.
     """
     future: Future[Engine] = Future()
-    service = Service(future, **options)
+    service = Service(future, access=access, **options)
     listener = bind(host, port)
     config = uvicorn.Config(
-        route(service, cors_allow_origins),
+        route(service),
         log_config=None,
         access_log=False,
         lifespan="off",
         # uvloop keeps the interpreter while it writes to a socket, and rounds need it too: of
         # 4,800 writes 2 let another thread in, and 145 to 240 of asyncio's
         loop="asyncio",
+        http=LimitedProtocol,
+        # connections accepted at once; the socket has its own queue
+        backlog=ACCEPT_BATCH,
         server_header=False,
         proxy_headers=False,  # who is on the same host is told by the connection
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=ANSWER_SECONDS,
         ws="none",
     )
+    LimitedProtocol.max_connections = raise_descriptor_limit()
     server = _Server(config, service, shutdown_timeout)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    if host not in LOOPBACK and options.get("api_key") is None:
+    if host not in LOOPBACK and not access.has_key:
         logger.warning("%s is open to everybody who reaches it; set --api-key", address)
 
     def make() -> None:
@@ -107,7 +119,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 chooses one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         # connections inherit it; asyncio sets it for sockets it opened itself only, and without it
         # an answer's second packet waits for the client's delayed acknowledgement, 40 ms
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -137,7 +149,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # uvicorn has shortened the queue
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(AcceptFailures())
         self.has_begun.set()
         if self._deadline is not None:
             await self._drain()

@@ -18,8 +18,10 @@ NAMES = {
     **{
         name: name
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
-        "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative".split()
+        "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative no_stop_trim "
+        "skip_special_tokens".split()
     },
+    "include_stop_str_in_output": "no_stop_trim",
 }
 _CLIENT_NAMES = {theirs: ours for ours, theirs in NAMES.items() if ours != theirs}
 _ENGINE_NAMES = re.compile(rf"\b({'|'.join(_CLIENT_NAMES)})\b")
@@ -39,20 +41,26 @@ def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
 
 
 @contextmanager
-def client_names(source: str | None = None, **others: str) -> Iterator[None]:
-    """A ValueError about an engine's name becomes one about the client's name of it.
+def client_names(
+    source: str | None = None, *, is_native: bool = False, **others: str
+) -> Iterator[None]:
+    """A ValueError about an engine's name becomes one about OpenAI's name of it.
 
-    ``source`` is the field that the prompt comes from; ``others`` are further names of the engine
-    with the client's.
+    Args:
+        source: the field that the prompt comes from.
+        is_native: the client uses the engine's names.
+        **others: further names of the engine with the client's.
     """
     try:
         yield
     except ValueError as error:
-        message = _ENGINE_NAMES.sub(lambda found: _CLIENT_NAMES[found[0]], str(error))
+        message = str(error)
+        if not is_native:
+            message = _ENGINE_NAMES.sub(lambda found: _CLIENT_NAMES[found[0]], message)
         for ours, theirs in others.items():
             message = message.replace(ours, theirs)
         first = re.match(r"\w+", message)
-        known = {*NAMES, *others.values()}
+        known = () if is_native else {*NAMES, *others.values()}
         param = first[0] if first is not None and first[0] in known else None
         code = None
         if "leaves no room" in message:

@@ -1,29 +1,37 @@
 """``POST /tokenize`` and ``/detokenize``, with the fields of vLLM and of SGLang."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from specjax.checks import is_integer
 from specjax.server.answers import dump
-from specjax.server.body import Body
+from specjax.server.body import Body, parse_object
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.fields import refuse_rest
+from specjax.server.fields import finish_fields
 from specjax.server.messages import take_conversation
 from specjax.server.sampling import client_names
 from specjax.server.service import Service
 from specjax.text.tokenizer import Tokenizer
 
+# ids of one text
+MAX_DETOKENIZED = 2**20
+
 
 async def answer_tokenize(service: Service, exchange: Exchange) -> None:
-    body = await exchange.read_object(service.max_body_bytes)
-    result = await asyncio.to_thread(_tokenize, service, body)
-    await exchange.reply(result)
+    await _answer(service, exchange, _tokenize)
 
 
 async def answer_detokenize(service: Service, exchange: Exchange) -> None:
-    body = await exchange.read_object(service.max_body_bytes)
-    result = await asyncio.to_thread(_detokenize, service, body)
+    await _answer(service, exchange, _detokenize)
+
+
+async def _answer(
+    service: Service, exchange: Exchange, read: Callable[[Service, Body], bytes]
+) -> None:
+    async with exchange.body(service.max_body_bytes, service.large_bodies) as data:
+        result = await asyncio.to_thread(lambda: read(service, Body(parse_object(data))))
     await exchange.reply(result)
 
 
@@ -32,18 +40,22 @@ def _tokenize(service: Service, body: Body) -> bytes:
     service.check_model(body)
     tokenizer = _tokenizer(service)
     conversation = take_conversation(body) if "messages" in body else None
-    prompt = body.take("prompt")
+    with client_names("prompt"):
+        prompt = service.take_inputs(body, "prompt")
     adds_special = body.flag("add_special_tokens", True)
     wants_texts = body.flag("return_token_strs")
-    refuse_rest(body)
+    finish_fields(body, service.ignored_fields)
     is_batch = isinstance(prompt, list)
-    with client_names():
+    length = service.engine.context_length
+    with client_names("prompt" if conversation is None else "messages"):
         if conversation is not None:
-            ids = [conversation.ids(tokenizer)]
+            ids = [conversation.ids(tokenizer, length)]
         else:
             texts = prompt if is_batch else [prompt]
             if not all(isinstance(text, str) for text in texts):
                 raise ApiError(400, "prompt must be a text or a list of texts", param="prompt")
+            for text in texts:
+                tokenizer.check_length(len(text), length)
             ids = [tokenizer.encode(text, adds_special) for text in texts]
     names = None
     if wants_texts:
@@ -66,9 +78,9 @@ def _detokenize(service: Service, body: Body) -> bytes:
     """The text of ``tokens``, or the texts of several lists of them."""
     service.check_model(body)
     tokenizer = _tokenizer(service)
-    tokens = body.take("tokens")
+    tokens = body.inputs("tokens", max_ids=MAX_DETOKENIZED, max_rows=service.max_requests)
     skips_special = body.flag("skip_special_tokens", False)
-    refuse_rest(body)
+    finish_fields(body, service.ignored_fields)
     is_batch = isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
     rows = tokens if is_batch else [tokens]
     size = service.engine.target.config.vocab_size

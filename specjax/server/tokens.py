@@ -42,11 +42,12 @@ class TokenTexts:
         """Whether it is left out of the text."""
         return token in self._special
 
-    def accept_pieces(self) -> AcceptPieces:
+    def accept_pieces(self, skips_special: bool) -> AcceptPieces:
         """What tells the accepted drafts in a completion's text."""
         if self._tokenizer is None:
             return AcceptPieces(lambda ids: "")
-        return AcceptPieces(IncrementalDecoder(self._tokenizer).push)
+        decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips_special)
+        return AcceptPieces(decoder.push)
 
     def of(self, token: int) -> tuple[str, bytes]:
         """Text and bytes; ``bytes:\\xe2``, as OpenAI writes it, for a part of a character."""

@@ -20,8 +20,7 @@ from specjax.models.layers import Attend
 from specjax.models.networks import Networks
 from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
-from specjax.speculative.custom import CustomSpecAlgo, source_facts
-from specjax.speculative.future_map import FutureMap
+from specjax.speculative.custom import CommonAlgorithm, CustomSpecAlgo, source_facts
 from specjax.speculative.registry import find
 from specjax.speculative.registry import register_algorithm as register_algorithm
 from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
@@ -86,13 +85,31 @@ class StateSizes(NamedTuple):
     shape: DraftShape  # the largest tier
 
 
+class _BuiltIn:
+    """A built-in algorithm as a class attribute of its name, imported when it is read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> "SpeculativeAlgorithm":
+        found: SpeculativeAlgorithm = find(self._name)
+        return found
+
+
 @dataclass(frozen=True)
-class SpeculativeAlgorithm(ABC):
+class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     """How tokens are drafted. Stateless: what it keeps are its ``State`` and ``Rows`` pytrees.
 
     Attributes:
         name: under which the registry has it.
     """
+
+    NONE = _BuiltIn()
+    EAGLE = _BuiltIn()
+    EAGLE3 = _BuiltIn()
+    NGRAM = _BuiltIn()
+    STANDALONE = _BuiltIn()
+    MULTI_LAYER_EAGLE = _BuiltIn()
 
     name: str
 
@@ -127,29 +144,6 @@ class SpeculativeAlgorithm(ABC):
         ``batch`` and ``rows`` are as when the round began: lengths and bonus tokens before
         acceptance. With 0 steps the next round is not expected to draft.
         """
-
-    def build_disagg_draft_input(
-        self,
-        rows: Rows | None,
-        bonus_tokens: jax.Array,
-        seq_lens: jax.Array,
-        slots: jax.Array,
-        future: FutureMap,
-    ) -> Rows | None:
-        """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
-
-        Args:
-            rows: what prefill left there, ``None`` where they did not come along.
-            bonus_tokens: i32 ``[B]``.
-            seq_lens: i32 ``[B]``, tokens in the KV pools.
-            slots: i32 ``[B]``, request slots here.
-            future: of this side, which has lengths, bonus tokens and history of the slots already.
-
-        Returns:
-            What the first round here starts from. ``None`` stands for zeros: that round drafts
-            nothing, the later ones as usual.
-        """
-        return rows
 
     # host side
 
@@ -222,26 +216,6 @@ class SpeculativeAlgorithm(ABC):
         """
         return ()
 
-    def create_future_map(
-        self,
-        max_running_requests: int,
-        chunked_prefill_size: int,
-        context_len: int,
-        device: jax.Device,
-        *,
-        rows: Rows = (),
-    ) -> FutureMap:
-        """Shapes and dtypes of all that waits for the next round, by request slot.
-
-        Args:
-            max_running_requests: requests decoded at once; slot 0, the padding, is one more.
-            chunked_prefill_size: prompt tokens that are computed beside a round.
-            context_len: C, tokens of a request.
-            device: that it will lie on.
-            rows: what :meth:`abstract_rows` gave.
-        """
-        return FutureMap.abstract(max_running_requests + 1, context_len, rows)
-
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
         """Target layers whose outputs are the features; empty for the last hidden state."""
         return ()
@@ -255,6 +229,10 @@ class SpeculativeAlgorithm(ABC):
     def needs_history(self) -> bool:
         """Whether :attr:`Batch.history` has to be whole also behind a prefix-cache hit."""
         return False
+
+    def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
+        """Upper bound of the device memory that ``propose`` takes besides logits, for the plan."""
+        return 0
 
     @property
     def supports_overlap(self) -> bool:
@@ -277,37 +255,6 @@ class SpeculativeAlgorithm(ABC):
         traced: code of other packages, and arrays, which a repr shortens.
         """
         return source_facts(type(self))
-
-    # which one it is: for authors; the engine does not ask
-
-    def is_none(self) -> bool:
-        return False
-
-    def is_speculative(self) -> bool:
-        return not self.is_none()
-
-    def is_eagle(self) -> bool:
-        return False
-
-    def is_eagle3(self) -> bool:
-        return False
-
-    def is_standalone(self) -> bool:
-        return False
-
-    def is_ngram(self) -> bool:
-        return False
-
-    def is_dflash(self) -> bool:
-        return False
-
-    def supports_target_verify_for_draft(self) -> bool:
-        """Whether drafting is one pass of its network over all T rows, as a verify is one.
-
-        Such a pass is compiled with the round of each batch bucket, or as its draft stage. It has
-        the logits of all rows at once, which the memory plan counts.
-        """
-        return self.is_dflash()
 
     @staticmethod
     def from_string(name: str | None) -> "SpeculativeAlgorithm | CustomSpecAlgo":

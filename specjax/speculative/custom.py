@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import packages_distributions, version
@@ -10,15 +11,102 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import jax
+
+from specjax.speculative.future_map import FutureMap
+
 # digests of packages when they were first looked at: what this process runs
 _first_digests: dict[str, str] = {}
 
 
+class CommonAlgorithm:
+    """What built-in and registered algorithms share, under SGLang's names."""
+
+    # which one it is: for authors; the engine does not ask
+
+    def is_none(self) -> bool:
+        return False
+
+    def is_some(self) -> bool:
+        return not self.is_none()
+
+    def is_speculative(self) -> bool:
+        return not self.is_none()
+
+    def is_eagle(self) -> bool:
+        return False
+
+    def is_eagle3(self) -> bool:
+        return False
+
+    def is_standalone(self) -> bool:
+        return False
+
+    def is_ngram(self) -> bool:
+        return False
+
+    def is_dflash(self) -> bool:
+        return False
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """Whether drafting is one pass of its network over all T rows, as a verify is one.
+
+        Only the memory planner reads it: such a pass has the logits of all rows at once.
+        """
+        return self.is_dflash()
+
+    def create_future_map(
+        self,
+        max_running_requests: int,
+        chunked_prefill_size: int,
+        context_len: int,
+        device: jax.Device,
+        *,
+        rows: Any = (),
+    ) -> FutureMap:
+        """Shapes and dtypes of all that waits for the next round, by request slot.
+
+        Stages read and write its rows alone, so an engine refuses a subclass with further leaves.
+
+        Args:
+            max_running_requests: requests decoded at once; slot 0, the padding, is one more.
+            chunked_prefill_size: prompt tokens that are computed beside a round.
+            context_len: C, tokens of a request.
+            device: that it will lie on.
+            rows: what ``abstract_rows`` gave.
+        """
+        return FutureMap.abstract(max_running_requests + 1, context_len, rows)
+
+    def build_disagg_draft_input(
+        self,
+        rows: Any,
+        bonus_tokens: jax.Array,
+        seq_lens: jax.Array,
+        slots: jax.Array,
+        future: FutureMap,
+    ) -> Any:
+        """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
+
+        Args:
+            rows: what prefill left there, ``None`` where they did not come along.
+            bonus_tokens: i32 ``[B]``.
+            seq_lens: i32 ``[B]``, tokens in the KV pools.
+            slots: i32 ``[B]``, request slots here.
+            future: of this side, which has lengths, bonus tokens and history of the slots already.
+
+        Returns:
+            What the first round here starts from. ``None`` stands for zeros: that round drafts
+            nothing, the later ones as usual.
+        """
+        return rows
+
+
 @dataclass(frozen=True)
-class CustomSpecAlgo:
+class CustomSpecAlgo(CommonAlgorithm):
     """A registered algorithm, before an engine's arguments make one of it.
 
-    It is none of the algorithms that are built in.
+    It is none of the algorithms that are built in. The methods of :class:`CommonAlgorithm` that a
+    subclass overrides take the place of those of the ``SpeculativeAlgorithm`` that it makes.
 
     Attributes:
         name: under which it is registered.
@@ -52,31 +140,21 @@ class CustomSpecAlgo:
             raise ValueError(f"the factory of {knob} failed: {error!r}") from error
         if not isinstance(worker, SpeculativeAlgorithm):
             raise ValueError(f"the factory of {knob} made {worker!r}, no SpeculativeAlgorithm")
-        return worker.create_worker(args)
+        return self._overridden(worker.create_worker(args))
 
-    def is_none(self) -> bool:
-        return False
-
-    def is_speculative(self) -> bool:
-        return True
-
-    def is_eagle(self) -> bool:
-        return False
-
-    def is_eagle3(self) -> bool:
-        return False
-
-    def is_standalone(self) -> bool:
-        return False
-
-    def is_ngram(self) -> bool:
-        return False
-
-    def is_dflash(self) -> bool:
-        return False
-
-    def supports_target_verify_for_draft(self) -> bool:
-        return False
+    def _overridden(self, worker: Any) -> Any:
+        """The worker with the methods that this class overrides, and their sources in its facts."""
+        own = {
+            name: getattr(self, name)
+            for name, common in vars(CommonAlgorithm).items()
+            if name[0] != "_" and getattr(type(self), name) is not common
+        }
+        if own:
+            worker = copy(worker)  # the factory may give one to all engines
+            facts = (*worker.cache_facts(), *source_facts(type(self)))
+            for name, value in (own | {"cache_facts": lambda: facts}).items():
+                object.__setattr__(worker, name, value)  # a frozen dataclass
+        return worker
 
 
 def source_facts(kind: type) -> tuple[str, ...]:

@@ -58,6 +58,10 @@ def draft_shape(args: Any, steps: int | None = None, *, default: int = DEFAULT_S
             return DraftShape.chain(steps)
         return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
     steps = args.speculative_num_steps
+    if steps is None and nodes is not None:
+        raise ValueError(
+            f"speculative_num_draft_tokens={nodes}, but speculative_num_steps is None; set it too"
+        )
     steps = default if steps is None else steps
     least = 0 if args.speculative_adaptive else 1
     if type(steps) is not int or not least <= steps <= MAX_STEPS:

@@ -62,6 +62,9 @@ class ModuleInput:
 class MultiLayerEagle(SpeculativeAlgorithm):
     """Chains of at most as many drafts as there are modules.
 
+    Trees are refused: the last ``k`` KV indices of module ``k`` stand at tokens of the text but
+    depend on drafts, so every branch would need its own values at the same indices.
+
     State is the KV pool of all modules ``[M, num_kv, 2, KV, H]``; rows are a :class:`ModuleInput`.
 
     Attributes:
@@ -85,7 +88,8 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         topk = args.speculative_eagle_topk
         if topk != 1:
             raise ValueError(
-                f"speculative_eagle_topk={topk} must be 1: a module a drafted token drafts chains"
+                f"speculative_eagle_topk={topk} must be 1: {self.name} drafts chains, since drafts "
+                "change keys and values of the text itself, which branches would have to share"
             )
         return draft_shape(args, steps, default=1)
 

@@ -145,6 +145,11 @@ class Ngram(SpeculativeAlgorithm):
     def needs_history(self) -> bool:
         return True
 
+    def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
+        # The search has arrays [B, C], and the tree compares all candidates with each other. On a
+        # CPU XLA takes 12.1 bytes per token of a history, and 4.2 to 4.6 per pair.
+        return batch * (16 * context + 5 * (shape.steps * self.breadth) ** 2)
+
     def is_ngram(self) -> bool:
         return True
 

@@ -10,6 +10,9 @@ from specjax.speculative.custom import CustomSpecAlgo, note_sources
 
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
+HINT = (
+    "for drafts set draft to an EAGLE-3 head, or speculative_algorithm to 'NGRAM', which needs none"
+)
 ALIASES = {"NEXTN": "EAGLE"}
 # of installed packages: a name, and the module that registers it
 GROUP = "specjax.algorithms"
@@ -29,7 +32,9 @@ _custom: dict[str, Any] = {}
 _loading = RLock()  # held while a package is imported, whose names are there before it is done
 # what a class in the place of CustomSpecAlgo must have
 _METHODS = [
-    name for name, value in vars(CustomSpecAlgo).items() if callable(value) and name[0] != "_"
+    name
+    for name in dir(CustomSpecAlgo)
+    if name[0] != "_" and callable(getattr(CustomSpecAlgo, name))
 ]
 Factory = TypeVar("Factory", bound=Callable[[Any], Any])
 
@@ -100,11 +105,15 @@ def register_algorithm(
         supports_overlap: whether a round may be dispatched before the one before it is read, which
             ``overlap=None`` follows.
         validate_server_args: called with an engine's arguments first; refuses by a ValueError.
-        spec_class: takes name, factory and both options in the place of :class:`CustomSpecAlgo`.
+        spec_class: takes name, factory and both options in the place of :class:`CustomSpecAlgo`;
+            what a subclass overrides is called.
 
     Raises:
-        ValueError: the name is reserved or taken, or ``spec_class`` lacks a method.
+        ValueError: the name is reserved or taken, or ``spec_class`` lacks a method or has one that
+            belongs in the ``SpeculativeAlgorithm``.
     """
+    from specjax.speculative.algorithm import SpeculativeAlgorithm
+
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ValueError(f"name={name!r} of an algorithm must be letters, digits, _ and -")
     key = name.upper()
@@ -114,12 +123,25 @@ def register_algorithm(
         method for method in _METHODS if not callable(getattr(spec_class, method, None))
     ]:
         raise ValueError(f"spec_class={spec_class!r} of {name!r} lacks {missing}")
+    unread = [
+        each
+        for each in dir(spec_class)
+        if each[0] != "_"
+        and hasattr(SpeculativeAlgorithm, each)
+        and not hasattr(CustomSpecAlgo, each)
+    ]
+    if unread and spec_class.create_worker is CustomSpecAlgo.create_worker:
+        raise ValueError(
+            f"spec_class={spec_class!r} of {name!r} has {unread}, which nothing reads there; they "
+            "belong in the SpeculativeAlgorithm that the factory makes"
+        )
 
     def register(factory: Factory) -> Factory:
         if not callable(factory):
             raise ValueError(f"the factory {factory!r} of {name!r} must be callable")
         taken = getattr(_custom.get(key), "factory", None)
-        if key in _custom and _origin(taken) != _origin(factory):  # a module may be reloaded
+        # a module may be reloaded, the cell of a notebook run again
+        if key in _custom and _origin(taken) != _origin(factory):
             raise ValueError(f"name={name!r} is taken by {_origin(taken)}")
         try:
             made = spec_class(key, factory, supports_overlap, validate_server_args)
@@ -133,4 +155,6 @@ def register_algorithm(
 
 
 def _origin(factory: Any) -> str:
-    return f"{getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', '')}"
+    """Where a factory is defined; a lambda, local function or object is known by its identity."""
+    name = getattr(factory, "__qualname__", "<object>")
+    return repr(factory) if "<" in name else f"{factory.__module__}.{name}"

@@ -9,16 +9,20 @@ import atexit
 import json
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax.checks import short
+
 MAX_SECONDS = 5.0
-# an event loop waits no longer; 70 us are common
-QUICK_SECONDS = 0.1
+GRACE_SECONDS = 1.0
+PIPE_BYTES = 2**16
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 
 
@@ -41,20 +45,18 @@ class _Renderer:
                     stdout=subprocess.PIPE,
                     start_new_session=True,
                 )
+                assert self._process.stdin is not None
+                os.set_blocking(self._process.stdin.fileno(), False)
             return self._process
 
-    def render(self, template: str, variables: Mapping[str, Any], is_quick: bool) -> str | None:
-        """The text; with ``is_quick`` ``None`` where that would take long, or is not tried now."""
-        seconds = QUICK_SECONDS if is_quick else MAX_SECONDS
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
         try:
-            request = pickle.dumps((template, variables, seconds))
+            request = pickle.dumps((template, variables, MAX_SECONDS))
         except Exception as error:  # pickle raises several unrelated types
             raise ValueError(f"a variable cannot be copied: {error}") from error
-        if not self._lock.acquire(blocking=not is_quick):
-            return None
+        if not self._lock.acquire(timeout=MAX_SECONDS):
+            raise ValueError(f"other conversations took the template {MAX_SECONDS:g} seconds")
         try:
-            if is_quick and self._process is None:
-                return None
             answer = b""
             try:
                 answer = _ask(self.start(), request)
@@ -64,8 +66,6 @@ class _Renderer:
         finally:
             self._lock.release()
         if not answer.endswith(b"\n"):
-            if is_quick:
-                return None
             raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
         went_well, text = json.loads(answer)
         if not went_well:
@@ -80,14 +80,30 @@ class _Renderer:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """The answer's line, incomplete if the process ends or does not answer in time."""
     assert process.stdin is not None
     assert process.stdout is not None
-    try:
-        process.stdin.write(len(request).to_bytes(8) + request)
-        process.stdin.flush()
-    except BrokenPipeError:
-        return b""
-    return process.stdout.readline()
+    source, sink = process.stdin.fileno(), process.stdout.fileno()
+    left, answer = memoryview(len(request).to_bytes(8) + request), bytearray()
+    # The process ends itself after MAX_SECONDS, unless a signal has stopped it.
+    deadline = time.monotonic() + MAX_SECONDS + GRACE_SECONDS
+    ready = select.poll()
+    ready.register(source, select.POLLOUT)
+    ready.register(sink, select.POLLIN)
+    while not answer.endswith(b"\n") and (seconds := deadline - time.monotonic()) > 0:
+        for pipe, _ in ready.poll(1e3 * seconds):
+            try:
+                if pipe == source:
+                    left = left[os.write(source, left) :]
+                elif piece := os.read(sink, PIPE_BYTES):
+                    answer += piece
+                else:
+                    return bytes(answer)
+            except BrokenPipeError:
+                return bytes(answer)
+        if not left:
+            ready.modify(source, 0)
+    return bytes(answer)
 
 
 _RENDERER = _Renderer()
@@ -98,16 +114,11 @@ start_renderer = _RENDERER.start  # ahead of the first conversation, which would
 
 
 def render_chat_template(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    *,
-    is_quick: bool = False,
-) -> str | None:
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:
     """Text of a conversation by Jinja source, which sees the messages and ``variables``.
 
-    With ``is_quick`` it is ``None`` where it takes more than ``QUICK_SECONDS``, or another thread
-    is waiting for a text.
+    It waits for another process: call it from a thread that may wait.
 
     Raises:
         ValueError: if there is no message, one is malformed, the template refuses them or fails,
@@ -117,9 +128,11 @@ def render_chat_template(
         raise ValueError("messages=[] is a conversation without turns; give at least one")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{i}]={message!r} must be a mapping with 'role', a text")
+            raise ValueError(
+                f"messages[{i}]={short(message)} must be a mapping with 'role', a text"
+            )
     try:
         plain = [dict(message) for message in messages]
-        return _RENDERER.render(template, {"messages": plain, **variables}, is_quick)
+        return _RENDERER.render(template, {"messages": plain, **variables})
     except ValueError as error:
         raise ValueError(f"the chat template refused the conversation: {error}") from error

@@ -15,8 +15,11 @@ class CompletionText:
     scheduler's step. Without a decoder, the text stays empty.
     """
 
-    def __init__(self, decoder: IncrementalDecoder | None, stops: Sequence[str]) -> None:
+    def __init__(
+        self, decoder: IncrementalDecoder | None, stops: Sequence[str], *, keeps_stop: bool = False
+    ) -> None:
         self._decoder = decoder
+        self._keeps_stop = keeps_stop
         # a stop string that begins with another is never the one found, so it is left out
         self._stops: list[str] = []
         for stop in sorted(stops):
@@ -72,7 +75,10 @@ class CompletionText:
             self._is_flush_pending = False
 
     def _find_stop(self, starts: re.Pattern[str]) -> str | None:
-        """Cut the text at the first stop string in it, the shortest of those that start there."""
+        """Cut the text at the first stop string in it, the shortest of those that start there.
+
+        With ``keeps_stop`` it is cut after that string.
+        """
         self._decode()
         held = None
         for first in starts.finditer(self._text, self._num_safe):
@@ -82,8 +88,9 @@ class CompletionText:
             # up to it in sorted order, and what begins with `rest` would come next
             i = bisect_right(self._stops, rest)
             if i > 0 and rest.startswith(self._stops[i - 1]):
-                self._text = self._text[:at]
-                return self._stops[i - 1]
+                stop = self._stops[i - 1]
+                self._text = self._text[: at + len(stop) * self._keeps_stop]
+                return stop
             if held is None and i < len(self._stops) and self._stops[i].startswith(rest):
                 held = at
         self._num_safe = len(self._text) if held is None else held

@@ -45,6 +45,8 @@ class CollectConfig:
     Attributes:
         self_sample: prompts sampled from the target.
         file_samples: sampled answers for each prompt of a file, besides the greedy one.
+        max_user_tokens: longest sampled user turn, in tokens.
+        max_answer_tokens: longest answer, in tokens.
     """
 
     self_sample: int = 0

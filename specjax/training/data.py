@@ -85,7 +85,7 @@ class Corpus:
         if num_held >= len(members):
             raise ValueError(
                 f"holding out {fraction} of {len(members)} distinct prompts leaves nothing to "
-                "train on; lower the held-out fraction or use more prompts"
+                "train on; lower --held-out or use more prompts"
             )
         held = np.isin(np.arange(len(self)), [i for g in order[:num_held] for i in members[g]])
         return self.select(np.flatnonzero(~held)), self.select(np.flatnonzero(held))
@@ -178,8 +178,8 @@ def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> It
     num_rows = len(rows.tokens)
     if num_rows < batch_rows:
         raise ValueError(
-            f"batch_rows={batch_rows} is more than the {num_rows} packed rows of the training "
-            "data; lower batch_rows or generate more data"
+            f"--batch-rows={batch_rows} is more than the {num_rows} packed rows of the training "
+            "data; lower --batch-rows or --row-length, or generate more data"
         )
     for index in count(first):
         epoch, at = divmod(index, num_rows // batch_rows)

@@ -68,8 +68,9 @@ class Sampler:
         for what, limit in (("the model's context", context), (window, self.model.sliding_window)):
             if limit is not None and self.max_prompt_len + self.max_new_tokens > limit:
                 raise ValueError(
-                    f"max_prompt_len={self.max_prompt_len} plus max_new_tokens="
-                    f"{self.max_new_tokens} exceeds {what} of {limit} tokens"
+                    f"--max-prompt-len={self.max_prompt_len} plus {self.max_new_tokens} tokens "
+                    "(the larger of --max-answer-tokens and --max-user-tokens) exceeds "
+                    f"{what} of {limit} tokens"
                 )
 
     def generate(
@@ -92,7 +93,7 @@ class Sampler:
             if not 1 <= len(prompt) <= self.max_prompt_len:
                 raise ValueError(
                     f"prompt {i} has {len(prompt)} tokens; it must have 1 to "
-                    f"max_prompt_len={self.max_prompt_len}"
+                    f"--max-prompt-len={self.max_prompt_len}"
                 )
         prefill, decode = self._compiled
         requests = list(zip(prompts, temperatures, strict=True))

@@ -26,8 +26,12 @@ class TrainConfig:
     """Optimisation of a draft. One step reads ``batch_rows * row_length`` tokens.
 
     Attributes:
+        steps: optimiser steps of the whole run.
+        batch_rows: packed rows of a step.
+        row_length: tokens of a packed row.
         ttt_steps: unrolled steps of training-time test.
         learning_rate: at its peak; by default 3e-3, less for drafts wider than 576.
+        warmup_steps: steps in which the rate rises to its peak.
         hard_weight: share of the one-hot label.
     """
 
@@ -64,6 +68,8 @@ class TrainState:
 
 def default_draft_config(model: ModelConfig, **changes: Any) -> DraftConfig:
     """An EAGLE 3.1 draft in the shape of the target's own layers, but for the changes."""
+    if min(model.default_feature_layers) < 0:
+        raise ValueError(f"--model has {model.num_layers} layers; EAGLE-3 needs 4 or more")
     shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
     draft = {
         "checkpoint_format": "eagle-3",

@@ -2,9 +2,10 @@ import json
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from specjax.adaptive import (
@@ -13,7 +14,9 @@ from specjax.adaptive import (
     AdaptiveSpeculativeParams,
     AdaptiveSpecWorker,
     CostAwarePolicy,
+    SpecRuntimeState,
 )
+from specjax.engine.args import EngineArgs
 
 from .simulation import LLAMA_8B, round_seconds
 
@@ -67,6 +70,36 @@ def test_the_parts_fit_their_protocols() -> None:
         controller.init_states()
         assert controller.activate_for_batch(1).speculative_num_steps == policy.current_steps == 3
         assert json.loads(json.dumps(controller.describe())) == controller.describe()
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    path = tmp_path / "tiers.json"
+    path.write_text(json.dumps({**AT_ONCE, "candidate_steps": [1, 4]}))
+    return path
+
+
+def test_a_configuration_makes_the_policy(config_path: Path) -> None:
+    controller = AdaptiveController(FakeWorker(3), config_path=config_path)
+    assert isinstance(controller.params, AdaptiveSpeculativeParams)
+    assert controller.params is controller.policy
+    assert controller.params.candidate_steps == (1, 4)
+    assert controller.params.current_steps == 4  # the nearest to the worker's
+    assert AdaptiveController(FakeWorker(3)).params.candidate_steps == (1, 3, 7)
+    policy = AdaptiveSpeculativeParams(3)
+    assert AdaptiveController(FakeWorker(3), policy).params is policy
+
+
+@pytest.mark.parametrize("policy", ["tiers.json", Path("tiers.json"), {"candidate_steps": [1]}])
+def test_a_configuration_is_not_a_policy(policy: Any) -> None:
+    found = re.escape(repr(policy))
+    with pytest.raises(ValueError, match=f"policy={found} is not a policy; .* as config_path"):
+        AdaptiveController(FakeWorker(3), policy)
+
+
+def test_a_policy_has_its_configuration_already() -> None:
+    with pytest.raises(ValueError, match=r"excludes config_path='tiers.json'; pass one"):
+        AdaptiveController(FakeWorker(3), AdaptiveSpeculativeParams(3), config_path="tiers.json")
 
 
 def test_states_are_built_once_and_for_all_candidates() -> None:
@@ -233,8 +266,7 @@ def test_the_worker_of_the_docs_switches() -> None:
     (source,) = re.findall(r"```python\n(class \w+Worker.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {
         "AdaptiveController": AdaptiveController,
-        "AdaptiveSpeculativeParams": AdaptiveSpeculativeParams,
-        "SimpleNamespace": SimpleNamespace,
+        "SpecRuntimeState": SpecRuntimeState,
     }
     exec(source, names)
     worker = names["ChainWorker"]()
@@ -243,3 +275,105 @@ def test_the_worker_of_the_docs_switches() -> None:
         worker.verify([worker.speculative_num_steps])
     assert worker.speculative_num_steps == 7
     assert worker.state == worker.states[7]
+
+
+def following(tokens: jax.Array) -> jax.Array:
+    """What a toy target writes behind tokens below 40."""
+    return (7 * tokens + 3) % 40
+
+
+class EAGLEWorker:
+    """SGLang's worker by its own names, with compiled stages of a toy target.
+
+    The draft knows what follows tokens below 20 only.
+    """
+
+    def __init__(self, server_args: EngineArgs) -> None:
+        assert server_args.speculative_num_steps is not None
+        self.speculative_num_steps = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = server_args.speculative_num_steps + 1
+        self.draft, self.verify, self.extend = self.compiled(self.speculative_num_steps)
+        self.adaptive_controller: AdaptiveController | None = None
+        if server_args.speculative_adaptive:
+            path = server_args.speculative_adaptive_config
+            self.adaptive_controller = AdaptiveController(self, config_path=path)
+            self.adaptive_controller.register(
+                SpecRuntimeState(
+                    speculative_num_steps=self.speculative_num_steps,
+                    speculative_num_draft_tokens=self.speculative_num_draft_tokens,
+                    draft=self.draft,
+                    verify=self.verify,
+                    extend=self.extend,
+                )
+            )
+            self.adaptive_controller.init_states()
+
+    def compiled(self, num_steps: int) -> list[Any]:
+        def draft(newest: jax.Array) -> jax.Array:
+            chain = [newest]
+            for _ in range(num_steps):
+                chain.append(jnp.where(chain[-1] < 20, following(chain[-1]), 0))
+            return jnp.stack(chain)
+
+        def verify(chain: jax.Array) -> tuple[jax.Array, jax.Array]:
+            tokens = following(chain)
+            return tokens, jnp.sum(jnp.cumprod(tokens[:-1] == chain[1:]))
+
+        def extend(tokens: jax.Array, count: jax.Array) -> jax.Array:
+            return tokens[count]
+
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        chain = jax.ShapeDtypeStruct((num_steps + 1,), jnp.int32)
+        stages: Any = ((draft, (one,)), (verify, (chain,)), (extend, (chain, one)))
+        return [jax.jit(stage).lower(*shapes).compile() for stage, shapes in stages]
+
+    def build_adaptive_runtime_state(
+        self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
+    ) -> SpecRuntimeState:
+        draft, verify, extend = self.compiled(speculative_num_steps)
+        return SpecRuntimeState(
+            speculative_num_steps=speculative_num_steps,
+            speculative_num_draft_tokens=speculative_num_draft_tokens,
+            draft=draft,
+            verify=verify,
+            extend=extend,
+        )
+
+    def apply_runtime_state(self, state: SpecRuntimeState) -> None:
+        if self.speculative_num_steps == state.speculative_num_steps:
+            return
+        self.speculative_num_steps = state.speculative_num_steps
+        self.speculative_num_draft_tokens = state.speculative_num_draft_tokens
+        self.draft, self.verify, self.extend = state.draft, state.verify, state.extend
+
+    def forward_batch_generation(self, newest: jax.Array) -> tuple[list[int], jax.Array]:
+        chain = self.draft(newest)
+        assert chain.shape == (self.speculative_num_draft_tokens,)
+        tokens, count = self.verify(chain)
+        newest = self.extend(tokens, count)
+        if self.adaptive_controller is not None:
+            self.adaptive_controller.on_verify_complete([int(count)])
+        return tokens[: int(count) + 1].tolist(), newest
+
+
+def test_the_worker_of_sglang_runs_by_its_own_names(config_path: Path) -> None:
+    """Its text is the target's whatever the tier, and good drafts are followed by deeper ones."""
+    args = EngineArgs(
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=1,
+        speculative_adaptive=True,
+        speculative_adaptive_config=config_path,
+    )
+    worker = EAGLEWorker(args)
+    newest, text, expected, tiers = jnp.int32(11), [], [11], set()
+    while len(text) < 60:
+        tiers.add(worker.speculative_num_steps)
+        tokens, newest = worker.forward_batch_generation(newest)
+        text += tokens
+    for _ in text:
+        expected.append((7 * expected[-1] + 3) % 40)
+    assert text == expected[1:]
+    assert tiers == {1, 4}
+    assert worker.adaptive_controller is not None
+    assert worker.adaptive_controller.params.candidate_steps == (1, 4)
+    assert worker.adaptive_controller.switches > 0

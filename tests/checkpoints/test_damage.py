@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import open_draft, open_target
+from specjax.checkpoints import open_draft, open_target, save_orbax
 
+from ..damage import Saved
 from .files import (
     CONFIG,
     HEAD_CONFIG,
@@ -184,6 +186,34 @@ def test_damaged_safetensors(tmp_path: Path) -> None:
         damage_bytes(path, random.Random(seed))
         check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "count", [None, pytest.param(126, marks=(pytest.mark.slow, pytest.mark.long))]
+)
+def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
+    tmp_path: Path, count: int | None
+) -> None:
+    """One in each file of an orbax directory, or ``count`` evenly over all bytes."""
+    original = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
+    weights = original.load_weights()
+    save_orbax(tmp_path / "saved", original.config, weights)
+    # config.json is for people to edit
+    for _ in Saved(tmp_path / "saved" / "weights").flips(count):
+        with pytest.raises(ValueError, match=f"{tmp_path / 'saved' / 'weights'}"):
+            open_target(tmp_path / "saved").load_weights()
+    found = open_target(tmp_path / "saved").load_weights()
+    assert all(np.array_equal(found[name], weights[name]) for name in weights)
+
+
+def test_saved_weights_without_a_digest_load(tmp_path: Path) -> None:
+    """What older versions saved."""
+    original = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
+    weights = original.load_weights()
+    save_orbax(tmp_path / "saved", original.config, weights)
+    ocp.save(tmp_path / "saved" / "weights", weights, overwrite=True)
+    found = open_target(tmp_path / "saved").load_weights()
+    assert all(np.array_equal(found[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -573,6 +574,18 @@ def test_export_is_the_published_format(tmp_path: Path) -> None:
     assert tensors["t2d"].dtype == bool
     ids = tensors["d2t"] + np.arange(20)
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), ids)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 2**30])
+def test_what_is_written_follows_the_umask(tmp_path: Path, max_shard_bytes: int) -> None:
+    weights, before = random_weights(HEAD, 1), os.umask(0o027)
+    try:
+        export_draft(tmp_path / "head", HEAD, weights, max_shard_bytes=max_shard_bytes)
+        save_orbax(tmp_path / "saved", HEAD, weights)
+    finally:
+        os.umask(before)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
 
 
 def test_export_refusals(tmp_path: Path) -> None:

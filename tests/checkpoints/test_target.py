@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from specjax.checkpoints.recipes import Part, Recipe
 from specjax.checkpoints.tensors import TensorSource
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.models.placement import Placement
 
+from ..tiny_checkpoints import write_target as tiny_target
 from .files import (
     CONFIG,
     INNER,
@@ -261,3 +264,47 @@ def test_blocked_transposition(widths: list[int], in_size: int, dtype: np.dtype)
     np.testing.assert_array_equal(
         make_weight(recipe, TensorSource(Path("memory"), {}, parts.__getitem__), dtype), expected
     )
+
+
+def test_another_tokenizer_and_template(tmp_path) -> None:
+    model, other = tiny_target(tmp_path / "model"), tiny_target(tmp_path / "other")
+    (other / "chat_template.jinja").write_text("other")
+    (tmp_path / "mine.jinja").write_text("mine: {{ messages[0].content }}")
+    opened = open_target(model)
+    own = opened.load_tokenizer().chat_template
+    for tokenizer, template, expected in (
+        (None, None, own),
+        (other, None, "other"),
+        (None, tmp_path / "mine.jinja", "mine: {{ messages[0].content }}"),
+        (other, tmp_path / "mine.jinja", "mine: {{ messages[0].content }}"),
+    ):
+        found = opened.with_tokenizer(tokenizer, template).load_tokenizer()
+        assert found.chat_template == expected
+    with pytest.raises(ValueError, match=r"none\.jinja"):
+        opened.with_tokenizer(None, tmp_path / "none.jinja").load_tokenizer()
+    with pytest.raises(ValueError, match="tokenizer='nowhere' is neither"):
+        opened.with_tokenizer("nowhere", None).load_tokenizer()
+
+
+def test_a_revision_reaches_the_hub_and_its_error_reads_well(monkeypatch) -> None:
+    seen = []
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        seen.append((repo_id, options["revision"]))
+        raise OSError("it is not there.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"it is not there\. Without a network"):
+        open_target("owner/name", revision="v2")
+    assert seen == [("owner/name", "v2")]
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no plugin")])
+def test_a_platform_without_a_plugin_says_what_to_install(monkeypatch, error) -> None:
+    def devices() -> None:
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(ValueError, match=r"JAX_PLATFORMS='cuda'.*install the extra cuda12 or"):
+        Placement.on()

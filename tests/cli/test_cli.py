@@ -471,11 +471,83 @@ def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None
         assert f"--{name.replace('_', '-')}" in out
     described = inspect.getdoc(EngineArgs) or ""
     for field in dataclasses.fields(EngineArgs):
-        if field.name == "show_progress":  # that is --quiet
+        if field.name in ("show_progress", "disaggregation_secret"):  # --quiet, and in a file
             continue
         assert f"--{field.name.replace('_', '-')} " in out
         text = described.partition(f"{field.name}: ")[2].partition(".")[0]
         assert " ".join(text.split()).replace("``", "")[:40] in out
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            assert f"(default: {field.default})" in out
+    assert "--dtype {auto,float32,bfloat16}" in out
+    assert "--no-skip-special-tokens" in out
+
+
+def test_a_model_without_a_head_is_decoded_plainly() -> None:
+    for options, algorithm in (
+        ("--model m", None),
+        ("--model m --draft d", "EAGLE3"),
+        ("--model smollm2-135m", "EAGLE3"),
+        ("--model m --speculative-algorithm ngram", "ngram"),
+        ("--speculative-algorithm none", None),
+    ):
+        engine = FakeEngine(answer="ok")
+        assert run("Hi", *options.split(), engine=engine) == 0
+        assert engine.made[0]["speculative_algorithm"] == algorithm
+
+
+def test_abbreviations_and_more_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", "Hi"], ["serve"], ["warmup"]):
+        for option, message in (
+            ("--context-len 5", "unrecognized arguments: --context-len 5"),
+            ("--tp-size 2", "an engine runs on one GPU"),
+            ("--tensor-parallel-size 8", "an engine runs on one GPU"),
+            ("--dtype float64", "invalid choice: 'float64'"),
+        ):
+            with pytest.raises(SystemExit):
+                build_parser().parse_args([*command, *option.split()])
+            assert message in capsys.readouterr().err
+
+
+def test_options_come_from_a_file(tmp_path) -> None:
+    (tmp_path / "options").write_text("--context-length=64\n--page-size=8\n")
+    for command in ("serve", "warmup"):
+        args = build_parser().parse_args([command, f"@{tmp_path / 'options'}", "--page-size=4"])
+        assert (args.context_length, args.page_size) == (64, 4)
+    assert build_parser().parse_args(["generate", "@someone hello"]).prompt == "@someone hello"
+
+
+SPLIT = ("--disaggregation-mode", "decode", "--disaggregation-address", "10.0.0.1:8998")
+
+
+def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
+    """The file first; without a mode nothing of the environment is used."""
+    file, engine = tmp_path / "secret", FakeEngine(answer="ok")
+    file.write_text("  of the file \nsecond line\n")
+    monkeypatch.setenv("SPECJAX_DISAGGREGATION_SECRET", "of the environment")
+    for options in ([], SPLIT, [*SPLIT, "--disaggregation-secret-file", str(file)]):
+        assert run("Hi", *options, engine=engine) == 0
+    monkeypatch.delenv("SPECJAX_DISAGGREGATION_SECRET")
+    assert run("Hi", *SPLIT, engine=engine) == 0
+    secrets = [made.get("disaggregation_secret") for made in engine.made]
+    assert secrets == [None, "of the environment", "of the file", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--disaggregation-secret", "hunter2"], "other users can see it"),
+        (["--disaggregation-secret=hunter2"], "SPECJAX_DISAGGREGATION_SECRET"),
+        (["--disaggregation-secret-file", "/nowhere"], "/nowhere"),
+        (["--disaggregation-secret-file", os.devnull], "no secret in its first line"),
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused(options, reason, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["generate", "Hi", *SPLIT, *options])
+    assert exit_info.value.code == 2
+    err = capsys.readouterr().err
+    assert reason in err
+    assert "hunter2" not in err
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_errors_are_exceptions_of_their_class(found) -> None:
     assert found["errors"] == {
         "value": ["BadRequestError", 400, None, "temperature"],
         "type": ["BadRequestError", 400, None, "max_tokens"],
-        "unknown": ["BadRequestError", 400, "unknown_field", "nonsense"],
+        "unknown": ["BadRequestError", 400, "unknown_field", "max_tokns"],
         "tools": ["BadRequestError", 400, "unsupported_field", "tools"],
         "length": ["BadRequestError", 400, "context_length_exceeded", "messages"],
         "model": ["NotFoundError", 404, "model_not_found", "model"],

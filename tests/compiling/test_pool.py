@@ -1,5 +1,6 @@
 """The pool of compiled functions, and where the persistent cache lies."""
 
+import sys
 from pathlib import Path
 
 import jax
@@ -104,14 +105,16 @@ def test_a_named_folder_that_cannot_be_made_is_refused(no_cache, tmp_path) -> No
         folder_of(tmp_path / "file" / "cache")
 
 
-def test_pool_compiles_and_refuses_other_shapes(capsys) -> None:
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_pool_compiles_and_refuses_other_shapes(capsys, monkeypatch, is_terminal) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     pool = CompilePool()
     double = jax.jit(lambda x: 2 * x)
     for n in (2, 3):
         pool.add(("double", n), double, (jax.ShapeDtypeStruct((n,), jnp.float32),))
     assert len(pool) == 0
     pool.compile(show_progress=True)
-    assert "compiling: 100%" in capsys.readouterr().err
+    assert ("compiling: 100%" in capsys.readouterr().err) is is_terminal
     assert len(pool) == 2
     assert pool["double", 3](jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
     with pytest.raises(TypeError):

@@ -1,6 +1,8 @@
-"""Files that algorithms draft with."""
+"""Files that algorithms draft with, and the plugin under examples/."""
 
 import json
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,19 @@ import pytest
 from ..tiny_checkpoints import write_draft_model, write_eagle_head, write_modules
 from ..tiny_engines import Files
 from .draws import MODULES, Drafts
+
+PLUGIN = Path(__file__).parents[2] / "examples" / "specjax-markov"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin() -> Iterator[None]:
+    """Make the plugin importable, here and in the processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PLUGIN))
+        patch.setenv("PYTHONPATH", str(PLUGIN))
+        found = import_module("specjax_markov").__file__ or ""
+        assert Path(found).is_relative_to(PLUGIN)
+        yield
 
 
 @pytest.fixture(scope="module")

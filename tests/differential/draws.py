@@ -5,15 +5,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from specjax import DisaggregatedEngine
 from specjax.sampling.params import SamplingParams
 
+from ..disaggregation.process import ApartEngine
 from ..tiny_checkpoints import CONFIG, EOS_ID, LETTERS
 
 CONTEXT = CONFIG.max_position_embeddings
 CANDIDATES = ([0, 1, 3], [0, 2], [1, 4], [2, 3])
 MODULES = 4
+SPLIT = 0.4  # share of engines whose prompts another engine computes
+APART = 0.2  # share of those whose other engine is in another process; it takes seconds to start
 Options = dict[str, Any]
 
 
@@ -36,6 +41,7 @@ class Wish:
         options: of ``generate``, what is to be reported.
         is_stream: the caller reads a stream.
         abort_at: tokens of a stream at which the caller aborts it.
+        timeout: seconds after which the engine aborts it.
     """
 
     prompt: list[int]
@@ -43,6 +49,11 @@ class Wish:
     options: Options = field(default_factory=dict)
     is_stream: bool = False
     abort_at: int | None = None
+    timeout: float | None = None
+
+    @property
+    def may_abort(self) -> bool:
+        return self.abort_at is not None or self.timeout is not None
 
 
 def one_of(rng: np.random.Generator, values: Any) -> Any:
@@ -70,15 +81,15 @@ def _adaptive(rng: np.random.Generator) -> Options:
 
 def _head(rng: np.random.Generator, draft: Path) -> Options:
     """Chains and trees of a head; trees with any number of rows that its branches can fill."""
-    topk = one_of(rng, (1, 1, 2, 3, 4))
+    topk = one_of(rng, (1, 1, 2, 3, 4, 8))
     options: Options = {"draft": draft, "speculative_eagle_topk": topk}
     if chance(rng, 0.3):
         return options | _adaptive(rng)
-    steps = int(rng.integers(1, 6))
+    steps = int(rng.integers(1, 4 if topk == 8 else 7))
     if topk > 1:
         candidates = topk + (steps - 1) * topk**2
         options["speculative_num_draft_tokens"] = int(
-            rng.integers(min(topk, candidates) + 1, min(candidates, 15) + 2)
+            rng.integers(topk + 1, min(candidates, 23) + 2)
         )
     return options | {"speculative_num_steps": steps}
 
@@ -111,30 +122,58 @@ def _ngram(rng: np.random.Generator, corpus: Path) -> Options:
     }
 
 
-# options of an engine by the algorithm that it drafts with
+def _markov(rng: np.random.Generator) -> Options:
+    if chance(rng, 0.3):
+        return _adaptive(rng)
+    return {"speculative_num_steps": int(rng.integers(1, 7))}
+
+
+# options of an engine by the algorithm that it drafts with; markov is the example of a plugin
 ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
     "EAGLE3": lambda rng, drafts: _head(rng, drafts.eagle3),
     "EAGLE": lambda rng, drafts: _head(rng, drafts.eagle),
     "NGRAM": lambda rng, drafts: _ngram(rng, drafts.corpus),
     "STANDALONE": lambda rng, drafts: _head(rng, drafts.model),
     "MULTI_LAYER_EAGLE": lambda rng, drafts: _modules(rng, drafts.modules),
+    "markov": lambda rng, drafts: _markov(rng),
 }
 
 
 def draw_engine(rng: np.random.Generator, algorithm: str, drafts: Drafts) -> Options:
     """Options of an engine; three pools of four are too small for the requests that run at once."""
-    running = int(rng.integers(2, 7))
-    return {
+    running = int(rng.integers(2, 9))
+    options = {
         "speculative_algorithm": algorithm,
         "page_size": one_of(rng, (1, 4, 16)),
         "max_running_requests": running,
         "batch_buckets": one_of(rng, (*[(running,)] * 2, (running + 1,), (1, running + 1))),
         "max_total_tokens": int(rng.integers(80, 160) if chance(rng, 0.75) else 170 * running),
         "chunked_prefill_size": one_of(rng, (1, 5, 16, 24)),
-        "rounds_per_dispatch": one_of(rng, (1, 1, 4)),
+        "rounds_per_dispatch": one_of(rng, (1, 1, 2, 4)),
         "overlap": chance(rng, 0.6),
         "disable_radix_cache": chance(rng, 0.3),
     } | ALGORITHMS[algorithm](rng, drafts)
+    is_split, is_apart = chance(rng, SPLIT), chance(rng, APART)
+    sizes = {
+        "page_size": one_of(rng, (1, 4, 16)),
+        "chunked_prefill_size": one_of(rng, (5, 16, 24)),
+        "max_total_tokens": 400,
+    }
+    if not is_split:
+        return options
+    # two processes do not share a GPU
+    return options | split(sizes, is_apart=is_apart and jax.default_backend() == "cpu")
+
+
+def split(sizes: Options, *, is_apart: bool = False) -> Options:
+    """Options of an engine whose prompts another engine of these sizes computes.
+
+    The other engine is on the last device of this process, or in another process.
+    """
+    if is_apart:
+        return {"kind": ApartEngine, "prefill": sizes, "modules": ["specjax_markov"]}
+    last = len(jax.devices()) - 1
+    return {"kind": DisaggregatedEngine, "prefill": sizes | {"base_gpu_id": last}}
 
 
 # Requests
@@ -162,7 +201,8 @@ def draw_wish(rng: np.random.Generator, phrases: list[list[int]], room: int) -> 
         options["return_hidden_states"] = True
     is_stream = chance(rng, 0.6)
     abort_at = int(rng.integers(1, 1 + count)) if is_stream and chance(rng, 0.3) else None
-    return Wish(prompt, params, options, is_stream, abort_at)
+    timeout = one_of(rng, (0.003, 0.03, 0.3)) if chance(rng, 0.08) else None
+    return Wish(prompt, params, options, is_stream, abort_at, timeout)
 
 
 def _prompt(rng: np.random.Generator, phrases: list[list[int]], limit: int) -> list[int]:
@@ -214,6 +254,23 @@ def _params(rng: np.random.Generator, count: int) -> SamplingParams:
     )
 
 
+def to_the_end(wish: Wish, temperature: float, room: int) -> Wish:
+    """The same request with as many tokens as there is room for; nothing ends it early."""
+    prompt = wish.prompt[:30]
+    params = replace(
+        wish.params,
+        temperature=temperature,
+        max_new_tokens=min(CONTEXT - 1, room) + 1 - len(prompt),
+        min_new_tokens=0,
+        ignore_eos=True,
+        stop_token_ids=None,
+        stop=None,
+        n=1,
+    )
+    options = {name: value for name, value in wish.options.items() if name != "logprob_start_len"}
+    return replace(wish, prompt=prompt, params=params, options=options, abort_at=None, timeout=None)
+
+
 def without_count(wish: Wish) -> Wish:
     """The same where tokens depend on the text and the seed alone, not on where the prompt ends."""
     params = replace(
@@ -225,3 +282,10 @@ def without_count(wish: Wish) -> Wish:
         stop=None,
     )
     return replace(wish, params=params, options={})
+
+
+def quiet(wish: Wish) -> Wish:
+    """A greedy request that reports nothing: on a GPU, batches of these have their own rounds."""
+    return without_count(
+        replace(wish, params=replace(wish.params, temperature=0.0, logit_bias=None))
+    )

@@ -1,29 +1,37 @@
 """Random engines write what plain decoding writes, whatever happens to them meanwhile.
 
-More of them: ``DIFFERENTIAL_TOKENS=100000 DIFFERENTIAL_SEED=7 pytest -n 0 -s tests/differential``.
-With code that XLA has optimised, ``XLA_FLAGS=--xla_backend_optimization_level=1``, an engine takes
-three times as long to compile and a third of the time to run. What fails names its seed and, as
-``DIFFERENTIAL_FIRST``, the engine to begin with.
+Run it before and after a large change: ``pytest -n 0 -s -m long tests/differential``. It takes ten
+minutes, or ``DIFFERENTIAL_SECONDS``. Its seed is the date and time, or ``DIFFERENTIAL_SEED``. Each
+engine prints one line, which begins with the variables that repeat this engine alone; a failure
+prints the command.
+
+``XLA_FLAGS=--xla_backend_optimization_level=1`` runs optimised code: an engine takes three times as
+long to compile and a third of the time to run.
 """
 
 import os
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from ..conftest import drop_executables
 from .draws import ALGORITHMS, draw_engine
 from .trial import Reference, Trial
 
-SEED = int(os.environ.get("DIFFERENTIAL_SEED", "2"))
+SECONDS = float(os.environ.get("DIFFERENTIAL_SECONDS", "600"))
+SEED = int(os.environ.get("DIFFERENTIAL_SEED", time.strftime("%Y%m%d%H%M%S")))
 FIRST = int(os.environ.get("DIFFERENTIAL_FIRST", "0"))
-TOKENS = int(os.environ.get("DIFFERENTIAL_TOKENS", "2500"))
-# so that no run passes without having seen them, for each 1,000 tokens
+# a run of this many tokens has to see these, per 1,000 tokens
+MANY = 20_000
 LEAST = {
     "retractions": 1,
     "aborts": 1,
+    "timeouts": 0.1,
     "cached tokens": 50,
     "accepted drafts": 100,
+    "tokens prefilled elsewhere": 50,
     "flush": 0.1,
     "other weights": 0.5,
     "samples of two sets of weights": 0.5,
@@ -32,28 +40,32 @@ LEAST = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_random_engines_write_what_plain_decoding_writes(files, drafts, device) -> None:
     counts: Counter[str] = Counter()
     plain = Reference.of(files)
-    index = FIRST
+    index, end = FIRST, time.monotonic() + SECONDS
     try:
-        while counts["tokens"] < TOKENS or index - FIRST < len(ALGORITHMS):
+        while index == FIRST or time.monotonic() < end:
             rng = np.random.default_rng((SEED, index))
             algorithm = list(ALGORITHMS)[index % len(ALGORITHMS)]
-            trial = Trial(files, plain, rng, draw_engine(rng, algorithm, drafts))
+            options = draw_engine(rng, algorithm, drafts)
+            same = f"DIFFERENTIAL_SEED={SEED} DIFFERENTIAL_FIRST={index} DIFFERENTIAL_SECONDS=0"
+            # printed first: a crash ends this process
+            print(same, options, end=" ", flush=True)
             try:
-                counts += trial.run(max(4, TOKENS // 2000))
+                found = Trial(files, plain, rng, options).run(int(rng.integers(4, 13)))
             except BaseException as error:
-                error.add_note(
-                    f"DIFFERENTIAL_SEED={SEED} DIFFERENTIAL_FIRST={index} "
-                    f"DIFFERENTIAL_TOKENS={TOKENS}: {trial.options}"
-                )
+                error.add_note(f"{same} pytest -n 0 -s -m long tests/differential: {options}")
                 raise
-            print(index, dict(trial.counts), trial.options, flush=True)
+            print(dict(found), flush=True)
+            counts += found
             index += 1
+            drop_executables()
     finally:
         plain.close()
-        print(dict(counts), flush=True)
-    for name, least in LEAST.items():
-        assert counts[name] >= least * counts["tokens"] / 1000, name
+        print(f"{index - FIRST} engines: {dict(counts)}", flush=True)
+    if counts["tokens"] >= MANY:
+        for name, least in LEAST.items():
+            assert counts[name] >= least * counts["tokens"] / 1000, name

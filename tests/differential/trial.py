@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specjax import Engine
+from specjax import DisaggregatedEngine, Engine
 from specjax.engine.requests import sample_seed
 
+from ..disaggregation.process import ApartEngine
 from ..tiny_engines import Files, is_idle, num_held
 from .draws import (
     Options,
@@ -21,6 +23,8 @@ from .draws import (
     draw_phrases,
     draw_wish,
     one_of,
+    quiet,
+    to_the_end,
     without_count,
 )
 
@@ -74,16 +78,8 @@ class Reference:
 
     def results(self, wishes: Sequence[Wish], *, has_new: bool) -> list[list[Result]]:
         """What plain decoding gives: for each request its samples."""
-        still = [replace(wish, is_stream=False, abort_at=None) for wish in wishes]
+        still = [replace(wish, is_stream=False, abort_at=None, timeout=None) for wish in wishes]
         return asyncio.run(_served(self.engines[has_new], still, _Progress()))
-
-    def continued(self, wish: Wish, sample: int, ids: list[int], *, has_new: bool) -> list[int]:
-        """What comes behind the first tokens of a sample."""
-        seed = sample_seed(wish.params.sampling_seed or 0, sample)
-        count = wish.params.max_new_tokens - len(ids)
-        params = replace(wish.params, max_new_tokens=count, n=1, sampling_seed=seed)
-        ((result,),) = self.results([Wish(wish.prompt + ids, params)], has_new=has_new)
-        return result["output_ids"]
 
 
 @dataclass
@@ -103,7 +99,7 @@ class _Progress:
 async def _answer(engine: Engine, wish: Wish, rid: str, progress: _Progress) -> list[Result]:
     """The samples of one request."""
     call: Options = {"input_ids": wish.prompt, "sampling_params": wish.params, "rid": rid}
-    call |= wish.options
+    call |= wish.options | {"timeout": wish.timeout}
     if not wish.is_stream:
         result = await engine.async_generate(**call)
         return result if wish.params.n > 1 else [result]
@@ -141,6 +137,16 @@ async def _served(
     return results
 
 
+@contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Add a note to an assertion that fails."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(text)
+        raise
+
+
 class Trial:
     """Requests to one engine, compared with plain decoding.
 
@@ -175,6 +181,7 @@ class Trial:
             for i, (name, after) in enumerate(events):
                 self.serve(batches[i], plain[i], name, after)
             self.check_totals()
+            self.counts["tokens prefilled elsewhere"] = prefilled_elsewhere(self.engine)
             self.engine.flush_cache()
             assert self.engine.debug_state()["pages_free"] == config.num_pages - 1
         return self.counts
@@ -185,12 +192,18 @@ class Trial:
         while len(names) < count:
             flush = one_of(self.rng, ("flush", "same weights"))
             draft = "new draft" if "draft" in self.options else "nothing"
-            names += self.rng.permutation(["nothing", OTHER, flush, draft]).tolist()
+            names += ["nothing", *self.rng.permutation([OTHER, flush, draft]).tolist()]
         return [(name, int(self.rng.integers(1, 60))) for name in names[:count]]
 
     def draw_batch(self, event: str, room: int) -> list[Wish]:
         phrases = draw_phrases(self.rng)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
+        if chance(self.rng, 0.2):
+            wishes = [quiet(wish) for wish in wishes]
+        # two that a small pool cannot hold at once, and one that its caller always aborts
+        for i, temperature in enumerate((0.0, 0.8, 0.0)):
+            wishes[i] = to_the_end(wishes[i], temperature, room)
+        wishes[2] = replace(wishes[2], is_stream=True, abort_at=int(self.rng.integers(1, 9)))
         return [without_count(wish) for wish in wishes] if event == OTHER else wishes
 
     def serve(self, wishes: list[Wish], plain: list[list[Result]], event: str, after: int) -> None:
@@ -199,20 +212,21 @@ class Trial:
         self.engine._loop.run(self.admit_boldly)
         results = asyncio.run(_served(self.engine, wishes, _Progress(after), happen))
         self.counts[event] += 1
+        told = f"{event} after {after} tokens, new weights {was_new}"
+        rests: list[tuple[Wish, list[int]]] = []
         for wish, outputs, others in zip(wishes, results, plain, strict=True):
             for sample, (output, other) in enumerate(zip(outputs, others, strict=True)):
-                try:
-                    self.note(output, is_undisturbed=happen is None)
+                with noted(f"{told}, sample {sample} of {wish}: {output} instead of {other}"):
+                    self.note(output, wish, is_undisturbed=happen is None)
                     if was_new == self.has_new:
                         self.compare(output, other, wish)
                     else:
-                        self.compare_across(output, other, wish, sample)
-                except AssertionError as error:
-                    error.add_note(
-                        f"{event} after {after} tokens, new weights {was_new}, sample {sample} of "
-                        f"{wish}: {output} instead of {other}"
-                    )
-                    raise
+                        rests += self.rest_across(output, other, wish, sample)
+        self.counts["samples of two sets of weights"] += len(rests)
+        continued = self.plain.results([wish for wish, _ in rests], has_new=self.has_new)
+        for (wish, ids), (other,) in zip(rests, continued, strict=True):
+            with noted(f"{told}, after the tokens of {wish}"):
+                assert ids == other["output_ids"]
         assert is_idle(self.engine)
         assert num_held(self.engine) == 0
 
@@ -259,8 +273,7 @@ class Trial:
 
     def compare(self, output: Result, plain: Result, wish: Wish) -> None:
         ids, meta = output["output_ids"], output["meta_info"]
-        if wish.abort_at is not None and meta["finish_reason"]["type"] == "abort":
-            self.counts["aborts"] += 1
+        if was_aborted(output, wish):
             assert ids == plain["output_ids"][: len(ids)]
         else:
             assert ids == plain["output_ids"]
@@ -268,32 +281,39 @@ class Trial:
             assert meta["finish_reason"] == plain["meta_info"]["finish_reason"]
         compare_reports(meta, plain["meta_info"])
 
-    def compare_across(self, output: Result, plain: Result, wish: Wish, sample: int) -> None:
-        """Weights changed at some token: those up to it are of one, those from it of the other.
+    def rest_across(
+        self, output: Result, plain: Result, wish: Wish, sample: int
+    ) -> list[tuple[Wish, list[int]]]:
+        """A request for the tokens of the new weights, and the tokens that it has to give.
 
-        Where they agree it does not matter when, since a token depends on the text before alone.
+        Weights changed at some token: those before it are of the old ones, the others of the new.
+        If both give the same token, it does not matter when: a token depends on the text alone.
         """
         ids, theirs = output["output_ids"], plain["output_ids"]
         pairs = enumerate(zip(ids, theirs, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(theirs)))
-        was_aborted = (
-            wish.abort_at is not None and output["meta_info"]["finish_reason"]["type"] == "abort"
-        )
-        self.counts["aborts"] += was_aborted
-        if ids == theirs or (was_aborted and same == len(ids)):
-            return
-        self.counts["samples of two sets of weights"] += 1
-        rest = self.plain.continued(wish, sample, ids[:same], has_new=self.has_new)
-        assert ids[same:] == (rest[: len(ids) - same] if was_aborted else rest)
+        is_aborted = was_aborted(output, wish)
+        if ids == theirs or (is_aborted and same == len(ids)):
+            return []
+        count = (len(ids) if is_aborted else wish.params.max_new_tokens) - same
+        seed = sample_seed(wish.params.sampling_seed or 0, sample)
+        params = replace(wish.params, max_new_tokens=count, n=1, sampling_seed=seed)
+        return [(Wish(wish.prompt + ids[:same], params), ids[same:])]
 
-    def note(self, output: Result, *, is_undisturbed: bool) -> None:
+    def note(self, output: Result, wish: Wish, *, is_undisturbed: bool) -> None:
         """Count a sample, whose figures have to agree with each other."""
-        meta = output["meta_info"]
+        meta, num_tokens = output["meta_info"], len(output["output_ids"])
+        is_late = "timeout" in meta["finish_reason"].get("message", "")
         self.results.append(output)
         self.counts += Counter(
             {
-                "tokens": len(output["output_ids"]),
+                "tokens": num_tokens,
+                "greedy tokens": num_tokens * wish.params.is_greedy,
+                "seeded tokens": num_tokens * (not wish.params.is_greedy),
                 "samples": 1,
+                "timeouts": is_late,
+                "aborts": was_aborted(output, wish) and not is_late,
+                "switches": meta.get("spec_num_switches", 0),
                 # what happens retracts each request once
                 "retractions": max(0, meta["num_retractions"] - (not is_undisturbed)),
                 "cached tokens": meta["cached_tokens"],
@@ -320,6 +340,21 @@ class Trial:
         assert state["num_requests"] == len(metas)
         reasons = Counter(meta["finish_reason"]["type"] for meta in metas)
         assert state["num_aborted_requests"] == reasons["abort"]
+
+
+def prefilled_elsewhere(engine: Engine) -> int:
+    """Prompt tokens that the prefill side computed, if there is one."""
+    if isinstance(engine, ApartEngine):
+        found: int = engine.process.ask("state")["prefilled_tokens"]
+        return found
+    if isinstance(engine, DisaggregatedEngine):
+        return engine.prefill.metrics.snapshot().prefilled_tokens
+    return 0
+
+
+def was_aborted(output: Result, wish: Wish) -> bool:
+    """Whether its caller or its timeout ended it."""
+    return wish.may_abort and output["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def check_figures(meta: Result, *, is_undisturbed: bool) -> None:

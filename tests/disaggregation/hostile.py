@@ -344,14 +344,14 @@ class QuickPeer(RemotePeer):
 
 
 class Answers:
-    """What a hostile decode side hears, by its jobs, and for how many seconds it then naps."""
+    """What a hostile decode side hears, by its jobs; ``on_message`` may hold it up."""
 
     def __init__(self) -> None:
-        self.nap = 0.0
+        self.on_message: Callable[[], Any] = lambda: None
         self.last: SimpleQueue[Prefilled | Refused] = SimpleQueue()
         self.ends: SimpleQueue[Exception] = SimpleQueue()
 
     def deliver(self, message: Message) -> None:
-        time.sleep(self.nap)
+        self.on_message()
         if isinstance(message, Prefilled | Refused):
             self.last.put(message)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -107,10 +106,7 @@ class ApartEngine(Engine):
         except BaseException:
             self.process.close()
             raise
-        deadline = time.monotonic() + SECONDS
-        while self._loop.run(lambda: self._scheduler._peer) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert self.wait_for_peer(SECONDS)
 
     def flush_cache(self) -> None:
         self.process.ask("flush_cache")
@@ -128,7 +124,6 @@ class ApartEngine(Engine):
         super().update_weights_from_tensor(named_tensors, **options)
 
     def close(self) -> None:
-        self.prefilled_there: int = self.process.ask("state")["prefilled_tokens"]
         super().close()
         self.process.close()
 

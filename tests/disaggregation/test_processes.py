@@ -74,10 +74,6 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def wait_for_peer(decode: Engine) -> None:
-    wait_for(lambda: decode._loop.run(lambda: decode._scheduler._peer))
-
-
 def has_ended(state: dict[str, int]) -> bool:
     return not any(state[name] for name in ("running", "waiting", "calls", "pages_held"))
 
@@ -135,7 +131,7 @@ def decode(shared_decode: Engine, side: PrefillSide) -> Iterator[Engine]:
     """Joined to the prefill process; both are empty afterwards."""
     if side.process.running.poll() is not None:
         side.restart()
-    wait_for_peer(shared_decode)
+    assert shared_decode.wait_for_peer(SECONDS)
     yield shared_decode
     wait_until_empty(shared_decode)
     if side.process.running.poll() is None:
@@ -180,7 +176,7 @@ def test_the_prefill_process_is_killed_and_comes_again(alone, decode, side):
     wait_until_empty(decode)
 
     side.restart()
-    wait_for_peer(decode)
+    assert decode.wait_for_peer(SECONDS)
     assert count_wrong(alone, decode, asked[16:]) == 0
     assert computed_here(decode) == here_after
     prompts = sum(len(question["input_ids"]) for question in asked[16:])
@@ -195,7 +191,7 @@ def test_200_requests_and_two_kills(alone, decode, side, capsys):
     wrong = count_wrong(alone, decode, asked[:70], after=30, do=kill)
     for part, is_last in ((asked[70:140], False), (asked[140:], True)):
         side.restart()
-        wait_for_peer(decode)
+        assert decode.wait_for_peer(SECONDS)
         wrong += count_wrong(alone, decode, part, after=None if is_last else 30, do=kill)
     seconds = time.monotonic() - began
     here = computed_here(decode) - before
@@ -250,11 +246,11 @@ def parted(decode: Engine) -> Iterator[Engine]:
     ours = decode._peer
     assert isinstance(ours, RemotePeer)
     ours.close()
-    wait_for(lambda: decode._loop.run(lambda: decode._scheduler._peer) is None)
+    wait_for(lambda: not decode.peer_connected)
     address = ours.address
     yield decode
     decode._peer = RemotePeer(address, SECRET, decode._side)
-    wait_for_peer(decode)
+    assert decode.wait_for_peer(SECONDS)
 
 
 def check_computed_here(alone: Engine, decode: Engine) -> None:
@@ -307,7 +303,7 @@ def test_other_weights_of_the_same_model(files, alone, parted, tmp_path, caplog)
     with files.engine(**options) as prefill:
         peer = RemotePeer(str(prefill.disaggregation_address), SECRET, parted._side)
         try:
-            wait_for_peer(parted)
+            assert parted.wait_for_peer(SECONDS)
             wait_for(lambda: "computed here until the weights are equal" in caplog.text)
             check_computed_here(alone, parted)
         finally:

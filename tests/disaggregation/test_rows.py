@@ -1,4 +1,4 @@
-"""Rows of tokens that leave one runner and come into another, with other pages."""
+"""Rows of tokens that come from another runner; tests/disaggregation/test_sides.py serves both."""
 
 from dataclasses import replace
 
@@ -8,56 +8,22 @@ import pytest
 
 from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, joined, token_axes
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import take_over
 from specjax.types import DraftShape
 
 from ..copying import copied_runner
-from ..speculative.driver import Job, start
 from ..tiny import make_runner
 
-PROMPT = tuple(range(20, 61))
-GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 
-
-def port_of(runner: ModelRunner, *, gives: bool) -> RowPort:
+def port_of(runner: ModelRunner) -> RowPort:
     port = RowPort(runner)
-    port.compile(gives=gives, show_progress=False)
+    port.compile(gives=False, show_progress=False)
     return port
-
-
-def decoded(runner: ModelRunner, slot: int, count: int) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < count:
-        for row in runner.round([slot]).read():
-            *found, _, _, number = row[0].tolist()
-            tokens += found[:number]
-    return tokens[:count]
-
-
-def test_a_prompt_goes_on_in_other_pages():
-    here, there = copied_runner(3), copied_runner(3, page_size=16, num_pages=40)
-    first = int(start(here, 1, Job(prompt=PROMPT, params=GREEDY, seed=0)).read()[0])
-    source, target = port_of(here, gives=True), port_of(there, gives=False)
-    pieces = list(source.take(here.tables.page_table[1], 0, len(PROMPT)))
-    assert sum(count for _, count, _ in pieces) == len(PROMPT)
-    rows = source.take_first(1)
-    pages = [7, 3, 9, 5]
-    there.set_slot(2, GREEDY, seed=0, prompt_len=len(PROMPT))
-    there.set_pages(2, pages)
-    for begin, count, kv in pieces:
-        kv = jax.tree.map(np.asarray, kv)
-        target.check_kv(kv, count)
-        target.put(pages, begin, count, kv)
-    target.begin(2, [*PROMPT, first], GREEDY.max_new_tokens - 1, rows)
-    assert decoded(there, 2, 12) == decoded(here, 1, 12)
-    for runner, slot in ((here, 1), (there, 2)):
-        runner.clear_slot(slot)
 
 
 def test_what_is_put_goes_nowhere_else():
     runner = copied_runner(3)
-    port = port_of(runner, gives=False)
+    port = port_of(runner)
     kv = tuple(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), port._kv[port.widths[0]]))
     before = jax.tree.map(np.asarray, runner.on_device.pools)
     page = runner.config.page_size
@@ -72,7 +38,7 @@ def test_what_is_put_goes_nowhere_else():
 
 def test_pools_are_written_in_place():
     runner = copied_runner(3)
-    port = port_of(runner, gives=False)
+    port = port_of(runner)
     for report in runner.compiled.report:
         if report.key.startswith(("put_rows", "begin")):
             state = jax.tree.leaves(runner.abstract_state)

@@ -2,27 +2,36 @@
 
 import gc
 import random
+import shutil
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from specjax import DisaggregatedEngine, Engine
+from specjax.disaggregation import decode
+from specjax.disaggregation.local import LocalPeer
 from specjax.disaggregation.messages import Message, Piece, Prefilled
-from specjax.disaggregation.placing import Placing
+from specjax.disaggregation.placing import MOST_PIECES, Placing
 from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
+from specjax.disaggregation.rows import MOST_TOKENS
+from specjax.server import make_app
 
+from ..server.client import Client, running
 from ..settings import counted_compilations
 from ..tiny_checkpoints import EOS_ID
 from .hostile import job_of
+from .peers import wait_for
 from .sides import assert_same, held, wait_until_empty, without_rows
 
 LENGTHS = (1, 2, 3, 17, 40, 64, 70, 90)
@@ -173,6 +182,43 @@ def test_a_timeout_in_transit(pair):
     assert "timeout of 0.2 s" in reason["message"]
 
 
+def test_what_a_silent_peer_is_asked_for_is_prefilled_here(pair, texts, caplog, monkeypatch):
+    """Nothing else wakes the engine, and what comes later changes nothing."""
+    monkeypatch.setattr(decode, "MAX_SILENCE", 0.2)
+    before = pair.metrics.snapshot().prefilled_tokens
+    with held(pair) as peer:
+        assert_same(ask(pair, timeout=20), texts)
+        monkeypatch.undo()
+        peer.let_go()
+        assert_same(ask(pair), texts)
+    assert "is prefilled here: no answer" in caplog.text
+    assert pair.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
+
+
+def test_a_peer_that_goes_on_is_waited_for(pair, texts, monkeypatch):
+    """Also by those that it computes later, and by each for as long as something comes of it."""
+    scheduler, ahead, taken = pair._scheduler, 0.0, 0
+    take = scheduler.take
+
+    def counted(*inputs: Any) -> None:
+        nonlocal taken
+        take(*inputs)
+        taken += 1
+
+    monkeypatch.setattr(scheduler, "_clock", lambda: time.perf_counter() + ahead)
+    monkeypatch.setattr(scheduler, "take", counted)
+    before = pair.metrics.snapshot().prefilled_tokens
+    with held(pair) as peer, ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, pair, PROMPTS[4:7])
+        messages = peer.wait(Prefilled, 3)
+        for number, message in enumerate(messages, 1):
+            ahead += 0.3 * decode.MAX_SILENCE
+            LocalPeer._deliver(peer, message)
+            wait_for(lambda least=number: taken >= least)
+        assert_same(asked.result(), texts[4:7])
+    assert pair.metrics.snapshot().prefilled_tokens == before
+
+
 @pytest.mark.parametrize("side", ["decode", "prefill", "both"])
 def test_a_flush_in_transit(pair, texts, side):
     with held(pair) as peer, ThreadPoolExecutor(1) as executor:
@@ -250,9 +296,10 @@ def test_a_pair_without_references_goes(files, alone):
         time.sleep(0.05)
 
 
-def test_a_pair_of_one_process_has_no_address(files):
-    with pytest.raises(ValueError, match="both sides are in this process"):
-        files.engine(kind=DisaggregatedEngine, disaggregation_address="127.0.0.1:0")
+@pytest.mark.parametrize("name", ["disaggregation_address", "disaggregation_secret"])
+def test_a_pair_of_one_process_has_no_address_and_no_secret(files, name):
+    with pytest.raises(ValueError, match=f"{name} is given, but both sides are in this process"):
+        files.engine(kind=DisaggregatedEngine, **{name: "127.0.0.1:0"})
 
 
 def test_messages_of_nobody_are_ignored(pair, texts):
@@ -286,10 +333,53 @@ def test_other_weights_on_one_side_only(pair, texts):
         assert prefill.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
 
 
+class ReadOnce:
+    """An array that cannot be read again."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = [values]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self._values.pop()
+
+
+def test_both_sides_get_the_same_weights(pair, texts):
+    """What the one has got is not read once more, and possibly refused, for the other."""
+    name = "lm_head.kernel"
+    old = np.asarray(pair.runner.weights[0][pair.runner.networks.target.names.index(name)])
+    before = pair._scheduler.weights
+    pair.update_weights_from_tensor({name: ReadOnce(np.roll(old, 1, axis=1))})
+    assert before != pair._scheduler.weights == pair.prefill._scheduler.weights
+    pair.update_weights_from_tensor({name: ReadOnce(old)})
+    assert before == pair._scheduler.weights == pair.prefill._scheduler.weights
+    assert_same(ask(pair), texts)
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_side_that_cannot_have_them_leaves_the_weights_of_both(
+    pair, files, tmp_path, monkeypatch, side
+):
+    target = shutil.copytree(files.target, tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = np.roll(tensor, 1, axis=-1)
+    save_file(tensors, target / "model.safetensors")
+    before = [one._scheduler.weights for one in (pair, pair.prefill)]
+    with monkeypatch.context() as patch:
+        patch.setattr(pair if side == "decode" else pair.prefill, "_is_closed", True)
+        with pytest.raises(ValueError, match="the engine is closed"):
+            pair.update_weights_from_tensor(tensors)
+        with pytest.raises(ValueError, match="the engine is closed"):
+            pair.update_weights_from_disk(target)
+    assert [one._scheduler.weights for one in (pair, pair.prefill)] == before
+    assert pair.prefill.target.path == files.target
+
+
 def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
     """Where they are replaced between its dispatch and its reading."""
     sent: list[Message] = []
-    options = SIZES | {"disaggregation_mode": "prefill", "overlap": True}
+    there = {"disaggregation_mode": "prefill", "disaggregation_address": "127.0.0.1:0"}
+    options = SIZES | there | {"overlap": True}
     with files.engine(share_weights_with=alone, **options) as prefill:
         loop, scheduler = prefill._side
         old, asker = scheduler.weights, Asker(loop, scheduler, sent.append)
@@ -316,7 +406,8 @@ def test_sockets_between_the_sides(pair, texts):
     server = PrefillServer("127.0.0.1:0", "", prefill._side)
     peer = RemotePeer(server.address, "", pair._side)
     try:
-        wait_for_peer(pair)
+        assert pair.wait_for_peer(20)
+        assert prefill.wait_for_peer(20)
         before = prefill.metrics.snapshot().prefilled_tokens
         assert_same(ask(pair), texts)
         assert prefill.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
@@ -325,8 +416,11 @@ def test_sockets_between_the_sides(pair, texts):
             time.sleep(0.05)
             server.close()
             assert_same(asked.result(), texts * 4)
-        server = PrefillServer(server.address, "", prefill._side)
-        wait_for_peer(pair)
+            wait_for(lambda: not pair.peer_connected and not prefill.peer_connected)
+            assert not pair.wait_for_peer(0.1)
+            waited = executor.submit(pair.wait_for_peer, 20)
+            server = PrefillServer(server.address, "", prefill._side)
+            assert waited.result()
         before = prefill.metrics.snapshot().prefilled_tokens
         assert_same(ask(pair, params=GREEDY), texts)
         assert prefill.metrics.snapshot().prefilled_tokens > before
@@ -336,11 +430,69 @@ def test_sockets_between_the_sides(pair, texts):
         wait_until_empty(pair)
 
 
-def wait_for_peer(engine: DisaggregatedEngine) -> None:
-    deadline = time.monotonic() + 20
-    while engine._loop.run(lambda: engine._scheduler._peer) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_an_engine_without_another_side_has_no_peer(alone):
+    assert alone.peer_connected is None
+    with pytest.raises(ValueError, match="disaggregation_mode is None"):
+        alone.wait_for_peer(1)
+    with pytest.raises(ValueError, match="timeout=-1"):
+        alone.wait_for_peer(-1)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_side_without_an_address_is_refused(files, mode):
+    with pytest.raises(ValueError, match=f"'{mode}', but disaggregation_address is None; set it"):
+        files.engine(disaggregation_mode=mode)
+
+
+def test_a_prefill_side_is_healthy_where_it_computes(pair):
+    wait_until_empty(pair)
+    before = pair.prefill.metrics.snapshot()
+    with running(make_app(pair.prefill)) as port:
+        assert Client(port).get("/health_generate").status == 200
+    after = pair.prefill.metrics.snapshot()
+    assert after.prefilled_tokens == before.prefilled_tokens + 1
+    assert after.generated_tokens == before.generated_tokens + 1
+    wait_until_empty(pair)
+
+
+def piece_of_nobody(number: int) -> Piece:
+    return Piece(id=10**9 + number, start=0, count=1, kv=(np.zeros(1),))
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["taken", "closed"])
+def test_few_pieces_are_on_the_device_before_they_are_taken(pair, monkeypatch, ends):
+    num_placed, place = 0, pair._scheduler.placed
+
+    def counted(message: Any) -> Any:
+        nonlocal num_placed
+        num_placed += 1
+        return place(message)
+
+    monkeypatch.setattr(pair._scheduler, "placed", counted)
+    busy = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(pair._loop.run, partial(busy.wait, 20))
+        placing = Placing(pair._side, lambda error: None)
+        for number in range(3 * MOST_PIECES):
+            placing.put(piece_of_nobody(number))
+        wait_for(lambda: num_placed == MOST_PIECES)
+        time.sleep(0.1)
+        assert num_placed == MOST_PIECES
+        if not ends:
+            busy.set()
+            wait_for(lambda: num_placed == 3 * MOST_PIECES)
+        placing.close()
+        placing._thread.join(20)
+        busy.set()
+    assert not placing._thread.is_alive()
+    assert num_placed == (1 if ends else 3) * MOST_PIECES
+
+
+def test_kv_in_transit_is_in_the_memory_plan(pair, alone):
+    ours, theirs = pair._plan.pools, alone._plan.pools
+    token_bytes = ours.kv_bytes // (ours.num_pages * ours.page_size)
+    transit_bytes = MOST_PIECES * MOST_TOKENS * token_bytes
+    assert ours.temporary_bytes == theirs.temporary_bytes + transit_bytes
 
 
 def test_placing_ends_with_its_first_failure(pair, caplog):

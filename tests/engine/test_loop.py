@@ -2,8 +2,6 @@
 
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -368,42 +366,3 @@ def test_a_stream_keeps_its_engine(files, engine) -> None:
     del stream
     gc.collect()
     assert gone() is None
-
-
-SCRIPT = """
-import sys, threading
-from specjax import Engine
-engine = Engine(
-    sys.argv[1], page_size=4, max_running_requests=1, chunked_prefill_size=1,
-    compile_cache_dir=sys.argv[2],
-)
-params = {"temperature": 0.0, "max_new_tokens": 110, "ignore_eos": True}
-started = threading.Event()
-
-def serve():
-    try:
-        while True:
-            for _ in engine.generate("hello", params, stream=True):
-                started.set()
-    except ValueError as error:
-        assert "closed" in str(error), error
-
-threading.Thread(target=serve, daemon=True).start()
-started.wait()
-stream = engine.generate("hello", params, stream=True)
-next(stream)
-print("bye")
-"""
-
-
-@pytest.mark.slow
-def test_the_interpreter_ends_without_close(files) -> None:
-    """With a round in flight, a caller in a daemon thread and a stream half read."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(files.target), str(files.cache)],
-        capture_output=True,
-        text=True,
-        timeout=4 * SECONDS,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")

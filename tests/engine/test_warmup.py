@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from specjax.cli import main
+from specjax.cli import warmup as cli_warmup
 from specjax.compiling.cache import FOLDER, open_compile_cache
 from specjax.engine import build
 from specjax.engine.args import EngineArgs
@@ -128,10 +131,10 @@ def test_without_a_folder_there_is_nothing_to_warm_up(files) -> None:
 @pytest.mark.parametrize("extra", [0, 1, build.MEMORY_GRANULE - 1])
 def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
     """Sized by memory: the context of so many requests does not fit."""
-    args = EngineArgs(**options(files, max_running_requests=2**14, batch_buckets=[2**14]))
+    args = EngineArgs(**options(files, max_running_requests=2**12, batch_buckets=[2**12]))
     monkeypatch.setattr(build, "device_memory", lambda _: build.MEMORY_GRANULE)
     plan = plan_parts(args)
-    assert plan.config.num_pages < 2**14 * plan.config.pages_per_request
+    assert plan.config.num_pages < 2**12 * plan.config.pages_per_request
     monkeypatch.setattr(build, "device_memory", lambda _: build.MEMORY_GRANULE + extra)
     assert plan_parts(args).config == plan.config
     monkeypatch.setattr(build, "device_memory", lambda _: 2 * build.MEMORY_GRANULE)
@@ -156,11 +159,51 @@ def test_the_command_compiles_what_the_engine_needs(files, warmed, tmp_path, cap
     assert main(command(files, f"--json={tmp_path / 'figures.json'}")) == 0
     out, err = capsys.readouterr()
     assert "0 compiled" in out
-    assert "compiling: 100%" in err
+    # a bar is for terminals
+    assert "4 read from the cache" in err
+    assert "\r" not in err
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["num_compiled"] == 0
     assert figures["num_bytes"] == sum(f["num_bytes"] for f in figures["functions"]) > 0
     assert [f["key"] for f in figures["functions"]] == [f.key for f in warmed.functions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--speculative-algorithm=none",
+        "--speculative-num-steps=2",
+        "--speculative-adaptive --speculative-num-steps=0",
+        "--speculative-num-steps=2 --speculative-eagle-topk=2",
+        "--logprobs-mode=processed",
+        "--base-gpu-id=1",
+        "--disaggregation-mode=decode",
+        "--disaggregation-mode=prefill",
+        "--disaggregation-mode=prefill --base-gpu-id=1 --speculative-algorithm=ngram",
+    ],
+)
+def test_a_start_with_the_options_of_the_command_compiles_nothing(
+    files, monkeypatch, extra: str
+) -> None:
+    from specjax import Engine
+
+    made: list[EngineArgs] = []
+
+    def parse(**options: Any) -> EngineArgs:
+        made.append(EngineArgs(**options))
+        return made[0]
+
+    monkeypatch.setattr(cli_warmup, "EngineArgs", parse)
+    base = command(files)
+    if "algorithm" in extra:
+        base = [option for option in base if "draft" not in option and "num-steps" not in option]
+    assert main([*base, *extra.split(), "--quiet"]) == 0
+    options = {field.name: getattr(made[0], field.name) for field in fields(EngineArgs)}
+    if "disaggregation" in extra:
+        options["disaggregation_address"] = "127.0.0.1:0" if "prefill" in extra else "127.0.0.1:1"
+    with Engine(**options) as engine:
+        assert [f.key for f in engine.runner.compiled.report if not f.is_hit] == []
 
 
 def test_a_quiet_command_says_nothing(files, warmed, capsys) -> None:

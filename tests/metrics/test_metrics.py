@@ -109,8 +109,8 @@ def test_events_become_figures():
     totals.request_admitted(15, 12, None)
     totals.prefilled_tokens += 3
     totals.queue_changed(0, 0, 0)
-    totals.request_finished("length", 2.0)
-    totals.request_finished("abort", 50.0)
+    totals.request_finished("length", 2.0, 7, 3)
+    totals.request_finished("abort", 50.0, 7, 3)
     samples = exposed(registry)
     assert samples["prompt_tokens_total"] == 10
     assert samples["cached_tokens_total"] == 4

@@ -44,7 +44,7 @@ def history_copies(runner: ModelRunner, text: str) -> list[str]:
 
 
 def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
-    keys = [*KEYS, ("prefill_logprobs", 16), ("record_cached",)]
+    keys = [*KEYS, *(("prefill_logprobs", width) for width in (4, 16)), ("record_cached",)]
     assert len(runner.compiled) == len(keys)
     for key in keys:
         assert runner.compiled[key] is not None

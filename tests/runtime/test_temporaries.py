@@ -6,11 +6,13 @@ import pytest
 
 from specjax.checkpoints.presets import LLAMA31_8B
 from specjax.runtime.buckets import prefill_buckets
+from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
-from specjax.runtime.temporaries import temporary_bytes
+from specjax.runtime.temporaries import PARTIAL_SUMS, temporary_bytes
 from specjax.sampling.accept_draws import Acceptance
+from specjax.speculative.ngram import NGRAM, NgramShape
 from specjax.types import DraftShape
-from tests.tiny import chains, make_runner
+from tests.tiny import TARGET, chains, make_runner
 
 
 def config_of(slots: int, *shapes: DraftShape) -> RunnerConfig:
@@ -49,3 +51,35 @@ def test_probabilities_that_drafts_are_judged_by_count() -> None:
     judged = replace(coupled, acceptance=Acceptance(uses_rejection=True))
     plans = [temporary_bytes(LLAMA31_8B, config, 3) for config in (coupled, judged)]
     assert plans[1] - plans[0] == 4 * 1024 * LLAMA31_8B.vocab_size * 4
+
+
+@pytest.mark.parametrize(
+    ("context", "shape", "breadth"),
+    [
+        (2**17, NgramShape(11, 10, 12), 10),
+        (2**17, DraftShape.chain(11), 1),
+        (2**10, NgramShape(63, 16, 64), 16),
+    ],
+    ids=["long", "chain", "wide"],
+)
+def test_the_plan_holds_rounds_with_ngrams(context, shape, breadth) -> None:
+    """What XLA takes on this CPU for 64 requests, of which attention is next to nothing."""
+    algorithm = replace(NGRAM, breadth=breadth)
+    config = replace(
+        make_runner().config,
+        algorithm=algorithm,
+        shapes=(shape,),
+        num_slots=65,
+        batch_buckets=(64,),
+        page_size=16,
+        pages_per_request=context // 16,
+        attention="chunked",
+    )
+    runner = ModelRunner(algorithm.networks(TARGET), config)
+    jobs = {
+        key: (function, arguments) for key, function, arguments, _ in runner._functions().jobs()
+    }
+    function, arguments = jobs["round", shape.steps, 64]
+    taken = function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    planned = temporary_bytes(TARGET, config, 0)
+    assert PARTIAL_SUMS < taken <= planned <= 3 * taken

@@ -134,7 +134,7 @@ def by_thresholds(p: np.ndarray, children: list[int], single: float, acc: float)
     found, taken, summed = np.zeros_like(p), 0.0, 0.0
     for child in children:
         summed += p[child]
-        reach = 1.0 if p[child] >= single else min(1.0, summed / acc)
+        reach = 1.0 if p[child] >= single else min(1.0, summed / max(acc, 1e-9))
         found[child], taken = max(0.0, reach - taken), max(reach, taken)
     rest = p.copy()
     rest[children] = 0
@@ -142,7 +142,8 @@ def by_thresholds(p: np.ndarray, children: list[int], single: float, acc: float)
 
 
 @pytest.mark.parametrize(
-    ("single", "acc"), [(1.0, 1.0), (1.0, 0.7), (0.25, 1.0), (0.3, 0.8), (0.1, 0.9)]
+    ("single", "acc"),
+    [(1.0, 1.0), (1.0, 0.7), (0.25, 1.0), (0.3, 0.8), (0.1, 0.9), (0.0, 1.0), (1.0, 0.0)],
 )
 def test_thresholds_mix_as_they_say(single, acc):
     """With both at 1 that is the target's distribution; a leaf draws from it always."""
@@ -162,6 +163,43 @@ def test_thresholds_mix_as_they_say(single, acc):
         np.testing.assert_array_equal(whole[:, :2], tokens[:, :2])
         plain = drawn(many(TARGET), tree, table, COUPLED)
         np.testing.assert_array_equal(whole[:, 2:], plain[:, 2:])
+
+
+def test_thresholds_of_0_accept_drafts():
+    """That of a single draft every one; the other one those that the target may draw."""
+    batch = 50
+    table = equal_rows(batch, PARAMS, V)
+    tree = jax.tree.map(lambda leaf: leaf[:batch], fixed_tree())
+    probs = np.tile(np.asarray([0.4, 0.3, 0.2, 0.1, 0, 0], np.float32), (batch, 6, 1))
+    with jax.debug_nans(True):  # nothing divides 0 by 0; inside jit that would pass unseen
+        single, acc = (
+            np.asarray(threshold_tokens(jnp.asarray(probs), tree, table.seeds, how))
+            for how in (Acceptance(threshold_single=0.0), Acceptance(threshold_acc=0.0))
+        )
+    first, other = CHILDREN[0][:2]
+    assert probs[0, 0, first] == 0 < probs[0, 0, other]
+    assert (single[:, 0] == first).all()
+    assert (acc[:, 0] == other).all()
+    assert (single[:, 1] == CHILDREN[1]).all()
+    assert (acc[:, 1] == CHILDREN[1]).all()
+
+
+@pytest.mark.parametrize("broken", ["nan", "one nan", "inf", "zeros"])
+def test_a_row_of_broken_probabilities_counts_as_no_draft(broken):
+    """Its token is drawn from the target's distribution, by both implementations."""
+    table = equal_rows(MANY, PARAMS, V)
+    tree = drafted_chain(table, DRAFT)
+    value = {"nan": jnp.nan, "one nan": jnp.nan, "inf": jnp.inf, "zeros": 0.0}[broken]
+    place = np.s_[:, 0, 3] if broken == "one nan" else np.s_[:, 0]
+    tree = replace(tree, draft_probs=tree.draft_probs.at[place].set(value))
+    probs = np.stack([softmax(row, PARAMS) for row in TARGET[:3]])
+    target = many(probs.astype(np.float32))
+    tokens = np.asarray(jit_rejection(target, tree, table.seeds))
+    for row in range(3):
+        assert_follows(tokens[:, row], probs[row])
+    assert_follows(tokens[:, 0] * V + tokens[:, 1], np.outer(probs[0], probs[1]).ravel())
+    few = jax.tree.map(lambda leaf: leaf[:50], (target, tree, table.seeds))
+    np.testing.assert_array_equal(rejection_tokens(*few, kernels="pallas"), tokens[:50])
 
 
 def test_streams_are_independent():

@@ -178,7 +178,7 @@ def test_the_script_evaluates_a_real_engine(
         " --num-steps 3 --max-new-tokens 10 --batch-size 1 --temperature 0.7 --context-length 64"
         f" --compile-cache-dir {files.cache}"
     )
-    assert run_bench("eval_acceptance", options) == 0
+    assert run_bench("acceptance", options) == 0
     table = capsys.readouterr().out
     assert "4/4" in table
     results = json.loads(output.read_text())
@@ -197,10 +197,10 @@ def test_the_script_evaluates_a_real_engine(
 def test_the_script_refuses_bad_input_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_bench("eval_acceptance", f"--prompts {tmp_path / 'absent.jsonl'}") == 2
+    assert run_bench("acceptance", f"--prompts {tmp_path / 'absent.jsonl'}") == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "absent.jsonl" in err
     with pytest.raises(SystemExit) as exit_info:
-        run_bench("eval_acceptance", f"--prompts {data.PROMPTS} --batch-size 0")
+        run_bench("acceptance", f"--prompts {data.PROMPTS} --batch-size 0")
     assert exit_info.value.code == 2

@@ -14,7 +14,7 @@ def rows_of(path):
 @pytest.mark.slow
 def test_smoke_writes_one_row_a_kernel(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    assert run_bench("bench_kernels", f"--smoke --output {output}") == 0
+    assert run_bench("kernels", f"--smoke --output {output}") == 0
     rows = rows_of(output)
     assert [row["kernel"] for row in rows] == ["accept_tree", "compact_tree", "move_kv"]
     assert all(set(row["microseconds"]) == {"xla", "pallas"} for row in rows)
@@ -24,7 +24,7 @@ def test_smoke_writes_one_row_a_kernel(tmp_path, capsys):
 @pytest.mark.slow
 def test_attention_is_compared_and_written_a_page_size(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    assert run_bench("bench_attention", f"--smoke --output {output}") == 0
+    assert run_bench("attention", f"--smoke --output {output}") == 0
     rows = rows_of(output)
     assert [row["sizes"]["page"] for row in rows] == [16, 64]
     for row in rows:
@@ -37,5 +37,5 @@ def test_attention_is_compared_and_written_a_page_size(tmp_path, capsys):
 
 
 def test_what_cannot_be_measured_is_refused(capsys):
-    assert run_bench("bench_kernels", "") == 2
+    assert run_bench("kernels", "") == 2
     assert "only --smoke runs" in capsys.readouterr().err

@@ -14,7 +14,7 @@ def test_a_row_for_each_cell_of_the_grid(files, tmp_path, capsys):
         f"--model {files.target} --draft {files.head} --dtype float32 --batch 1,2 --steps 0,1"
         f" --context 10 --page-size 4 --rounds 2 --profile --output {output}"
     )
-    assert run_bench("bench_round", arguments) == 0
+    assert run_bench("round", arguments) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["steps"], row["batch"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     for row in rows:
@@ -38,5 +38,5 @@ def test_dispatches_cover_prefill_and_the_timed_rounds():
 
 
 def test_the_real_preset_is_a_model():
-    args = load_bench("round").parse_arguments("bench_round", ["--preset", "smollm2-135m"])
+    args = load_bench("round").parse_arguments("round", ["--preset", "smollm2-135m"])
     assert args.model == "smollm2-135m"

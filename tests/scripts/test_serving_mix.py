@@ -11,7 +11,7 @@ from ..loading import load_bench, run_bench
 from .fake_engine import FakeEngine
 
 script = load_bench("serving_mix")
-DOOR = "bench_serving_mix"
+NAME = "serving_mix"
 TABLE_LINES = [2 + 2, 2 + 4]
 
 
@@ -54,11 +54,11 @@ LOAD = "--prompt-len 3,9 --long-prompt-len 30 --output-len 4,8 --max-running-req
 
 
 def parse(text: str = ""):
-    return script.parse_arguments(DOOR, text.split())
+    return script.parse_arguments(NAME, text.split())
 
 
 def run(arguments: str, output) -> tuple[int, dict]:
-    status = run_bench(DOOR, f"{LOAD} --output {output} {arguments}")
+    status = run_bench(NAME, f"{LOAD} --output {output} {arguments}")
     (line,) = output.read_text().splitlines()
     return status, json.loads(line)
 
@@ -190,7 +190,7 @@ def test_failed_requests_are_named_and_the_others_go_on(fake, monkeypatch, tmp_p
 
 def test_without_capacity_there_is_no_rate(fake, tmp_path, capsys):
     arguments = f"{LOAD} --num-prompts 2 --prompt-len 40,40 --long-prompt-len 40"
-    assert run_bench(DOOR, arguments) == 2
+    assert run_bench(NAME, arguments) == 2
     assert "all requests failed: ValueError: no room" in capsys.readouterr().err
 
 
@@ -202,7 +202,7 @@ def test_without_capacity_there_is_no_rate(fake, tmp_path, capsys):
         ("--output-len 9", "--output-len [9] must be two ascending numbers"),
         ("--request-rate 0", "--request-rate 0.0 must be a number above 0"),
         ("--utilization nan", "--utilization nan must be a number above 0"),
-        ("--plot mix.png", "pip install 'specjax[bench]'"),
+        ("--plot mix.png", "pip install '.[bench]'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys, monkeypatch):

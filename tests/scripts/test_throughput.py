@@ -10,7 +10,7 @@ from ..tiny_checkpoints import letter_tokenizer
 from .fake_engine import FakeEngine
 
 script, data = load_bench("throughput"), load_bench("data")
-OFFLINE, ADAPTIVE = "bench_offline_throughput", "bench_adaptive_speculative"
+OFFLINE, ADAPTIVE = "throughput", "adaptive"
 TOKENIZER = letter_tokenizer()
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -181,7 +181,7 @@ def test_what_the_engine_refuses_is_one_line(fake, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         script.parse_arguments(ADAPTIVE, ["--plot", "tiers.png"])
-    assert "pip install 'specjax[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
 
 
 # figures

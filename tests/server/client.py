@@ -11,6 +11,8 @@ from typing import Any
 
 import uvicorn
 
+from specjax.server.protocol import LimitedProtocol
+
 
 @dataclass
 class Answer:
@@ -76,9 +78,10 @@ class Client:
 
 
 @contextmanager
-def running(app: Any) -> Iterator[int]:
+def running(app: Any, http: Any = LimitedProtocol) -> Iterator[int]:
     """Serve an application on a port of its own, in a thread."""
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
+    settings: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
+    config = uvicorn.Config(app, port=0, http=http, **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="httpd", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Clients of all kinds at once: some go, some err, some read slowly; the others check answers."""
+"""Clients of all kinds at once: some go, err, read slowly or never; the others check answers."""
 
 import json
 import random
@@ -22,7 +22,7 @@ MALFORMED: tuple[tuple[str, str, Any], ...] = (
     ("POST", CHAT, b"[" * 100_000),
     ("POST", CHAT, {"messages": "hello"}),
     ("POST", COMPLETIONS, {"prompt": "a", "temperature": "hot"}),
-    ("POST", COMPLETIONS, {"prompt": "a", "nonsense": 1}),
+    ("POST", COMPLETIONS, {"prompt": "a", "max_token": 1}),
     ("POST", COMPLETIONS, {"prompt": "a" * 5000}),
     ("POST", COMPLETIONS, {"prompt": "a", "model": "another"}),
     ("POST", GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}),
@@ -79,7 +79,8 @@ class Load:
         rng = random.Random(number)
         draw, begun = rng.random(), time.monotonic()
         kind = "answered"
-        for name, share in (("cancelled", 0.05), ("malformed", 0.02), ("slow", 0.03)):
+        kinds = (("cancelled", 0.05), ("malformed", 0.02), ("slow", 0.03), ("silent", 0.01))
+        for name, share in kinds:
             if 0 <= draw < share:
                 kind = name
             draw -= share
@@ -154,6 +155,15 @@ class Load:
         else:
             assert self._may_refuse(response.status), data
         return response.status
+
+    def _silent(self, rng: random.Random) -> int:
+        """A client that reads nothing of an answer that no buffer holds."""
+        body = {"prompt": rng.choice(PROMPTS), "max_tokens": 90, "ignore_eos": True}
+        body |= {"n": 16, "logprobs": 20, "echo": True, "stream": rng.random() < 0.5}
+        connection = self.client.connect("POST", COMPLETIONS, body)
+        time.sleep(rng.uniform(0.5, 2))
+        connection.close()
+        return 0
 
     def _may_refuse(self, status: int) -> bool:
         return status == 503 and time.monotonic() > self.signal_time

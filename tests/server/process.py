@@ -33,13 +33,18 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def serving(
-    arguments: Mapping[str, Any], *more: str, key: str | None = None
+    arguments: Mapping[str, Any],
+    *more: str,
+    key: str | None = None,
+    descriptors: int | None = None,
 ) -> Iterator[tuple[Any, Client]]:
     """The process, which may not be ready yet, and its client."""
     port = free_port()
     command = [*COMMAND, "serve", *flags(arguments), "--port", str(port), *more]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     variables = {} if key is None else {API_KEY: key}
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     process = subprocess.Popen(command, env=os.environ | variables, **pipes)
     try:
         yield process, Client(port, **({} if key is None else {"authorization": f"Bearer {key}"}))

@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specjax.server import exchange, make_app
+from specjax.server.access import Access
+from specjax.server.app import route
+from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.service import _is_local
+from specjax.server.service import Service
 
 from .client import Client, running
 
@@ -45,24 +48,76 @@ def test_a_key_is_needed_where_there_is_one(engine) -> None:
         assert right.post("/flush_cache", host="example.org").status == 200
 
 
+def refusal(access: Access, headers: dict[str, str], client: str = "127.0.0.1") -> str | None:
+    """The code that an administrator is refused with."""
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    one = Exchange({"client": (client, 1), "headers": pairs}, None, None)  # type: ignore[arg-type]
+    try:
+        access.check(one)
+        access.check_admin(one)
+    except ApiError as error:
+        return error.code
+    return None
+
+
+PAGE = {"host": "127.0.0.1:30000", "origin": "http://page.example"}
+
+
 @pytest.mark.parametrize(
     ("client", "headers", "expected"),
     [
-        ("127.0.0.1", {}, True),
-        ("::1", {"host": "localhost:30000"}, True),
-        ("10.0.0.7", {"host": "localhost"}, False),
-        ("127.0.0.1", {"host": "example.org"}, False),
-        ("127.0.0.1", {"host": "127.0.0.1:30000", "origin": "http://example.org"}, False),
-        ("127.0.0.1", {"host": "127.0.0.1", "origin": "null"}, False),
-        ("127.0.0.1", {"host": "127.0.0.1", "origin": "http://127.0.0.1:30000"}, True),
-        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "cross-site"}, False),
-        ("127.0.0.1", {"host": "[::1"}, False),
+        ("127.0.0.1", {}, None),
+        ("::1", {"host": "localhost:30000"}, None),
+        ("10.0.0.7", {"host": "localhost"}, "not_local"),
+        ("127.0.0.1", {"host": "example.org"}, "unknown_host"),
+        ("127.0.0.1", {"host": "[::1"}, "unknown_host"),
+        ("127.0.0.1", PAGE, "cross_site"),
+        ("127.0.0.1", PAGE | {"origin": "null"}, "cross_site"),
+        ("127.0.0.1", PAGE | {"origin": "http://127.0.0.1:30000"}, None),
+        ("127.0.0.1", PAGE | {"origin": "http://127.0.0.1:3000"}, "cross_site"),
+        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "cross-site"}, "cross_site"),
+        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "same-site"}, "cross_site"),
+        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "same-origin"}, None),
     ],
 )
 def test_who_is_local(client, headers, expected) -> None:
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    one = Exchange({"client": (client, 1), "headers": pairs}, None, None)  # type: ignore[arg-type]
-    assert _is_local(one) is expected
+    assert refusal(Access(), headers, client) == expected
+
+
+def test_pages_and_names_that_are_allowed() -> None:
+    cross = {"sec-fetch-site": "cross-site"}
+    for origins in (["http://page.example"], ["*"]):
+        assert refusal(Access(origins=origins), PAGE | cross) is None
+    proxied = {"host": "specjax"}
+    assert refusal(Access(is_private=True), proxied) == "unknown_host"
+    assert refusal(Access(is_private=True, allowed_hosts=["specjax"]), proxied) is None
+
+
+def test_a_private_server_is_not_for_pages_of_other_sites(engine) -> None:
+    private = Service(engine, access=Access(is_private=True))
+    with running(route(private)) as port:
+        client = Client(port)
+        for method, path in (*PATHS, ("GET", "/flush_cache")):
+            for foreign in ({"origin": "http://page.example"}, {"sec_fetch_site": "cross-site"}):
+                assert client.ask(method, path, b"{}", **foreign).error["code"] == "cross_site"
+            assert client.ask(method, path, b"{}", host="evil.example").status == 403
+        for path in ("/", "/health", "/metrics"):
+            assert client.get(path, host="evil.example", origin="http://page.example").status == 200
+        assert client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status == 200
+
+
+def test_administrators_have_a_key_of_their_own(engine) -> None:
+    body, changes = {"abort_all": True}, ("/flush_cache", "/update_weights_from_disk")
+    for api_key in ("user", None):
+        with running(make_app(engine, api_key=api_key, admin_api_key="admin")) as port:
+            user, admin = Client(port, x_api_key="user"), Client(port, x_api_key="admin")
+            assert user.get("/v1/models").status == admin.get("/v1/models").status == 200
+            for path in changes:
+                assert user.post(path).status == 401
+            assert user.post("/abort_request", body).status == 401
+            assert user.post("/abort_request", {"rid": "none"}).status == 200
+            assert admin.post("/abort_request", body).status == 200
+            assert admin.post("/flush_cache").status == 200
 
 
 def test_pages_from_elsewhere_change_nothing(engine, client) -> None:
@@ -143,7 +198,7 @@ def test_weights_are_replaced_one_after_the_other(engine, client, monkeypatch) -
         goes_on.wait(20)
 
     monkeypatch.setattr(engine, "update_weights_from_disk", update)
-    route, body = "/update_weights_from_disk", {"model_path": "x"}
+    route, body = "/update_weights_from_disk", {"model_path": "/"}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(client.post, route, body)
         begun.wait(20)
@@ -155,5 +210,6 @@ def test_weights_are_replaced_one_after_the_other(engine, client, monkeypatch) -
 
 @pytest.mark.parametrize("key", ["", " ", "key\n", "two words", "\0"])
 def test_keys_that_nobody_or_everybody_could_show(engine, key) -> None:
-    with pytest.raises(ValueError, match="an API key of"):
-        make_app(engine, api_key=key)
+    for name in ("api_key", "admin_api_key"):
+        with pytest.raises(ValueError, match=f"{name} of {len(key)} characters"):
+            make_app(engine, **{name: key})

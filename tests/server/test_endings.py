@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..tiny_engines import is_idle, num_held
 from .client import Client, running
 
 COMPLETIONS = "/v1/completions"
+PLAIN: dict[str, Any] = {"headers": []}
 LONG = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
 
@@ -81,7 +83,7 @@ def test_long_answers_go_in_pieces() -> None:
         sent.append(message)
 
     body = bytes(range(256)) * (exchange.PIECE_BYTES // 128)
-    asyncio.run(_reply(Exchange({}, send, send), body + b"end"))
+    asyncio.run(_reply(Exchange(PLAIN, send, send), body + b"end"))
     assert [message.get("more_body", False) for message in sent[1:]] == [True, True, False]
     assert b"".join(message["body"] for message in sent[1:]) == body + b"end"
 
@@ -103,19 +105,40 @@ def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
         return "all"
 
     async def main() -> None:
-        stuck = Exchange({}, never, never)
+        stuck = Exchange(PLAIN, never, never)
         with pytest.raises(ClientGoneError):
             await asyncio.wait_for(stuck.while_connected(stuck.push(b"x")), 5)
         for end in (Exchange.end_events, Exchange.start_events, partial(_reply, body=b"x")):
-            stuck = Exchange({}, never, never)
+            stuck = Exchange(PLAIN, never, never)
             with pytest.raises(ClientGoneError):
                 await asyncio.wait_for(stuck.while_connected(end(stuck)), 5)
-        one = Exchange({}, never, at_once)
+        one = Exchange(PLAIN, never, at_once)
         assert await one.while_connected(slowly(one)) == "all"
 
     sent: list[Any] = []
     asyncio.run(main())
     assert len(sent) == 5
+
+
+def test_the_connection_of_who_takes_nothing_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr(exchange, "STALL_SECONDS", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        one = Exchange(scope, receive, send)
+        with suppress(ClientGoneError):
+            await one.while_connected(one.reply(b"x" * 50 * 2**20))
+
+    with running(app) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+
+        def is_closed() -> bool:
+            try:
+                connection.sendall(b"nobody reads this any more")
+            except ConnectionError:
+                return True
+            return False
+
+        wait_for(is_closed)
 
 
 def test_a_server_that_stops_lets_requests_end(engine) -> None:
@@ -132,7 +155,7 @@ def test_a_server_that_stops_lets_requests_end(engine) -> None:
         body = json.loads(running_one.getresponse().read())
         assert body["usage"]["completion_tokens"] == 120
         running_one.close()
-        assert service.num_requests == 0
+        wait_for(lambda: service.num_requests == 0)
 
 
 def test_what_is_aborted_is_answered(engine) -> None:
@@ -156,7 +179,7 @@ def test_what_is_aborted_is_answered(engine) -> None:
         reasons = [choice["finish_reason"] for one in found for choice in one["choices"]]
         assert len(reasons) == 21
         assert "abort" in reasons
-        assert service.num_requests == 0
+        wait_for(lambda: service.num_requests == 0)
 
 
 @pytest.mark.slow

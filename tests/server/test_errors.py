@@ -22,7 +22,7 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": 5}, "prompt"),
         (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1.0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens"),
@@ -53,7 +53,10 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
         ),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
         (COMPLETIONS, {"prompt": "a", "speculative": 1}, "speculative"),
-        (COMPLETIONS, {"prompt": "a", "nonsense": 1}, "nonsense"),
+        (COMPLETIONS, {"prompt": "a", "max_token": 1}, "max_token"),
+        (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
+        (COMPLETIONS, {"prompt": "a", "respons_format": 1}, "respons_format"),
+        (COMPLETIONS, {"prompt": "a", "mirostat": 2}, "mirostat"),
         (COMPLETIONS, {"prompt": "a" * 500}, "prompt"),
         (COMPLETIONS, {"prompt": [10**9]}, "prompt"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt"),
@@ -69,7 +72,10 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
         (CHAT, said([IMAGE]), "messages[0]"),
         (CHAT, said(["a"]), "messages[0]"),
         (CHAT, said("a", name=5), "messages[0]"),
-        (CHAT, said("a", tool_calls=[TOOL]), "messages[0]"),
+        (CHAT, said("a", tool_calls=["f"]), "messages[0]"),
+        (CHAT, said("a", tool_calls=[{"function": "f"}]), "messages[0]"),
+        (CHAT, HELLO | {"tools": ["f"], "tool_choice": "none"}, "tools"),
+        (CHAT, HELLO | {"continue_final_message": True}, "continue_final_message"),
         (CHAT, said("a" * 500), "messages"),
         (CHAT, HELLO | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         (CHAT, HELLO | {"max_completion_tokens": "a"}, "max_tokens"),
@@ -152,7 +158,7 @@ def test_an_unknown_model_is_not_found(engine, client) -> None:
         (CHAT, HELLO),
         ("/tokenize", {"prompt": "a"}),
     ):
-        answer = client.post(route, body | {"model": "gpt-\ud800"})
+        answer = client.post(route, body | {"model": "gpt-é"})
         assert answer.status == 404
         assert answer.error["code"] == "model_not_found"
     asked = {"prompt": "a", "max_tokens": 1, "model": engine.target.name}

@@ -86,3 +86,23 @@ def test_load_leaves_nothing_behind(files, total) -> None:
         report(process, client, total)
         end_under_load(process, client)
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_hours_leave_nothing_behind(files) -> None:
+    """``SOAK_SECONDS`` of load, an hour by default; memory is compared with that after a sixth."""
+    seconds, numbers = float(os.environ.get("SOAK_SECONDS", 3600)), count()
+    with serving(files.arguments(**SIZES), *OPTIONS) as (process, client):
+        wait_until_ready(process, client)
+        start, found = time.monotonic(), []
+        for share in (1 / 6, 1):
+            while time.monotonic() - start < share * seconds:
+                load, first = Load(client), 500 * next(numbers)
+                load.run(range(first, first + 500), AT_ONCE)
+            found.append(settled(process, client))
+            print(f"{time.monotonic() - start:.0f} s, {first + 500} requests: {found[-1]}")
+        before, after = found
+        assert after.sockets == before.sockets
+        assert after.threads <= before.threads
+        assert after.rss_mb < 1.03 * before.rss_mb

@@ -4,6 +4,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -80,6 +81,22 @@ def test_a_key_from_the_environment(files) -> None:
         wait_until_ready(process, client)
         assert client.get("/v1/models", authorization="").status == 401
         assert client.get("/v1/models").status == 200
+
+
+@pytest.mark.slow
+def test_silent_connections_lock_out_nobody(files) -> None:
+    """Where the process may open 128 files, and its log stays short."""
+    with serving(files.arguments(), descriptors=128) as (process, client), ExitStack() as stack:
+        wait_until_ready(process, client)
+        for _ in range(150):
+            address = ("127.0.0.1", client.port)
+            stack.enter_context(socket.create_connection(address)).sendall(b"G")
+        for _ in range(20):
+            answer = client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2})
+            assert answer.status == 200
+        process.terminate()
+        assert process.wait(30) == 0
+        assert process.stderr.read().count("out of system resource") <= 1
 
 
 def test_bad_options_end_with_a_reason(files, capsys) -> None:

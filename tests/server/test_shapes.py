@@ -126,7 +126,14 @@ def test_acceptance_is_summed_over_choices() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted({*fields.IGNORED, *fields.REFUSED, *sampling.NAMES, *(a[1] for a in metrics.ALIASES)}),
+    sorted(
+        {
+            *fields.IGNORED,
+            *fields.REFUSED,
+            *sampling.NAMES,
+            *(f"vllm:{a.name}" for a in metrics.ALIASES),
+        }
+    ),
 )
 def test_documentation_names_every_field(name) -> None:
     assert re.search(rf"`{re.escape(name)}(_total)?`", DOCS) or name.startswith("guided_")

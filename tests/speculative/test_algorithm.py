@@ -1,8 +1,11 @@
 """Algorithms by name, and the shapes that they draft."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
+import jax
 import pytest
 
 from specjax.engine.args import EngineArgs
@@ -11,6 +14,7 @@ from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative import registry
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.eagle import DraftInput, Eagle
+from specjax.speculative.future_map import FutureMap
 from specjax.types import DraftShape
 
 from ..tiny import EAGLE3, TARGET, chains
@@ -41,7 +45,8 @@ def test_unknown_names_are_refused(given) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_what_it_is(name) -> None:
     found = SpeculativeAlgorithm.from_string(name)
-    assert found.is_speculative() != found.is_none()
+    assert found.is_speculative() == found.is_some() != found.is_none()
+    assert getattr(SpeculativeAlgorithm, name) is found
     assert found.is_none() == (name == "NONE")
     assert found.is_eagle() == ("EAGLE" in name)
     assert found.is_eagle3() == (name == "EAGLE3")
@@ -53,6 +58,18 @@ def test_what_it_is(name) -> None:
     assert eval(repr(found), {type(found).__name__: type(found)}) == found  # a key of the cache
 
 
+def test_built_in_ones_are_imported_when_they_are_read() -> None:
+    code = (
+        "import sys\n"
+        "from specjax.speculative.algorithm import SpeculativeAlgorithm\n"
+        "name = 'specjax.speculative.multi_layer_eagle'\n"
+        "assert name not in sys.modules\n"
+        "assert SpeculativeAlgorithm.MULTI_LAYER_EAGLE.is_some()\n"
+        "assert name in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 class Recorded(Eagle):
     """Keeps the arguments that its map is made with."""
 
@@ -61,10 +78,7 @@ class Recorded(Eagle):
         return dataclasses.replace(made, rows={"sizes": sizes, "own": rows})
 
 
-def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = Recorded("RECORDED", "eagle-3")
-    networks = algorithm.networks(TARGET, EAGLE3)
-    monkeypatch.setattr(type(networks.placement), "abstract", lambda self, values: values)
+def runner_of(algorithm: SpeculativeAlgorithm) -> ModelRunner:
     config = RunnerConfig(
         algorithm=algorithm,
         shapes=chains(2),
@@ -77,11 +91,60 @@ def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.Monke
         attention="reference",
         mixed_prefill_tokens=16,
     )
-    future = ModelRunner(networks, config).abstract_state.future
+    return ModelRunner(algorithm.networks(TARGET, EAGLE3), config)
+
+
+def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(Recorded("RECORDED", "eagle-3"))
+    networks = runner.networks
+    monkeypatch.setattr(type(networks.placement), "abstract", lambda self, values: values)
+    future = runner.abstract_state.future
     assert future.rows["sizes"] == (4, 16, 32, networks.placement.device)
     assert future.tokens.shape == (5, 32)
     assert isinstance(future.rows["own"], DraftInput)
     assert future.rows["own"].hidden.shape == (5, TARGET.hidden_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LargerMap(FutureMap):
+    """With a leaf that stages do not get."""
+
+    own: Any = None
+
+
+class Larger(Eagle):
+    def create_future_map(self, *sizes: Any, rows: Any = ()) -> Any:
+        made = super().create_future_map(*sizes, rows=rows)
+        return LargerMap(**vars(made), own=made.seq_lens)
+
+
+def test_leaves_beside_those_of_a_map_are_refused() -> None:
+    runner = runner_of(Larger("LARGER", "eagle-3"))
+    message = "create_future_map of LARGER gave a LargerMap, .* pass further leaves as rows"
+    with pytest.raises(ValueError, match=message):
+        runner.compile(show_progress=False)
+
+
+def test_the_state_of_a_tier_has_its_compiled_functions() -> None:
+    """Its stages too, if they were compiled; a state from before that is watched all the same."""
+    runner = runner_of(Eagle("EAGLE3", "eagle-3"))
+    tier = {"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
+    runner.compiled["round", 2, 4] = len
+    early = runner.build_adaptive_runtime_state(**tier)
+    assert (early.round, early.draft, early.verify, early.extend) == ({4: len}, {}, {}, {})
+    assert early.shape == DraftShape.chain(2)
+    stages = {"draft": max, "verify": min, "extend": sum}
+    for name, stage in stages.items():
+        runner.compiled[name, 2, 4] = stage
+    late = runner.build_adaptive_runtime_state(**tier)
+    assert (late.draft, late.verify, late.extend) == ({4: max}, {4: min}, {4: sum})
+    runner.apply_runtime_state(early)
+    runner.watch_rounds(print)
+    runner.apply_runtime_state(early)
+    assert runner.state.round[4].stages == (max, min, sum)
+    runner.watch_rounds(None)
+    assert runner.state.round == {4: len}
 
 
 def test_shapes() -> None:
@@ -109,6 +172,24 @@ def test_shapes() -> None:
 def test_trees_of_arguments(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     good = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     assert EngineArgs(**(good | options)).shape == shape
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE", "STANDALONE"])
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_rows_of_a_verify_need_a_depth(name: str, topk: int, *, is_adaptive: bool) -> None:
+    """Also those that the default depth would have."""
+    for nodes in (6, 16):
+        with pytest.raises(
+            ValueError, match=f"draft_tokens={nodes}, but speculative_num_steps is None; set it"
+        ):
+            EngineArgs(
+                draft="any",
+                speculative_algorithm=name,
+                speculative_eagle_topk=topk,
+                speculative_num_draft_tokens=nodes,
+                speculative_adaptive=is_adaptive,
+            )
 
 
 def test_tiers_of_a_tree_have_as_many_nodes_as_they_can_fill() -> None:

@@ -1,18 +1,22 @@
 """Algorithms of other packages: what registers them, and what is refused."""
 
 import ast
-import importlib
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from specjax import Engine
 from specjax.engine.args import EngineArgs
+from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
+from specjax.runtime.temporaries import temporary_bytes
 from specjax.speculative import registry
 from specjax.speculative.algorithm import (
     CustomSpecAlgo,
@@ -21,8 +25,11 @@ from specjax.speculative.algorithm import (
 )
 from specjax.speculative.custom import source_facts
 from specjax.speculative.eagle import Eagle
+from specjax.speculative.future_map import FutureMap
+from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape
 
+from ..tiny import TARGET, chains
 from ..tiny_engines import Files
 
 ECHO = '''
@@ -168,6 +175,32 @@ def test_a_name_is_taken_once() -> None:
         register_algorithm("Silent")(lambda args: Silent("silent"))
 
 
+def test_factories_without_a_name_are_told_apart() -> None:
+    """A lambda or local function shares its qualified name with others of its function."""
+
+    def local(number: int) -> Any:
+        return lambda args: Silent("silent", size=number)
+
+    first, other = local(1), local(2)
+    assert first.__qualname__ == other.__qualname__
+    register_algorithm("silent")(first)
+    register_algorithm("silent")(first)
+    for factory in (other, partial(first), partial(other)):
+        with pytest.raises(ValueError, match=r"name='silent' is taken by <function .*<lambda> at"):
+            register_algorithm("silent")(factory)
+    args = EngineArgs(speculative_algorithm="silent")
+    assert args.algorithm == Silent("silent", size=1)
+
+
+def test_the_cell_of_a_notebook_replaces_its_factory() -> None:
+    for number in (1, 2):
+        cell: dict[str, Any] = {"__name__": "__main__", "Silent": Silent, "number": number}
+        exec("def make(args):\n    return Silent('silent', size=number)", cell)
+        register_algorithm("silent")(cell["make"])
+        found = EngineArgs(speculative_algorithm="silent").algorithm
+        assert found == Silent("silent", size=number)
+
+
 def test_a_class_that_lacks_a_method_is_refused() -> None:
     class Poor(CustomSpecAlgo):
         is_ngram = None  # type: ignore[assignment]
@@ -187,6 +220,108 @@ def test_a_class_of_its_own_is_used() -> None:
 
     register_algorithm("silent", spec_class=Drafting)(lambda args: Silent("silent"))
     assert SpeculativeAlgorithm.from_string("silent").is_ngram()
+
+
+class Answering(CustomSpecAlgo):
+    """Answers for the algorithm that it makes."""
+
+    def is_ngram(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def create_future_map(
+        self, max_running_requests: int, *sizes: Any, rows: Any = ()
+    ) -> FutureMap:
+        own = jax.ShapeDtypeStruct((max_running_requests + 1, 2), jnp.dtype("int32"))
+        return super().create_future_map(max_running_requests, *sizes, rows={"own": own})
+
+    def build_disagg_draft_input(self, rows: Any, bonus_tokens: Any, *others: Any) -> Any:
+        assert super().build_disagg_draft_input(rows, bonus_tokens, *others) is rows
+        return {"own": jnp.stack([bonus_tokens] * 2, axis=1)}
+
+
+def test_what_a_class_of_its_own_overrides_is_called() -> None:
+    """Of the algorithm that its factory made, and of no other's."""
+    shared = Silent("silent")
+    register_algorithm("answering", spec_class=Answering)(lambda args: shared)
+    register_algorithm("silent")(lambda args: shared)
+    made = EngineArgs(speculative_algorithm="answering").algorithm
+    other = EngineArgs(speculative_algorithm="silent").algorithm
+    assert [each.is_ngram() for each in (made, other, shared)] == [True, False, False]
+    assert [each.is_some() for each in (made, other)] == [True, True]
+    networks = made.networks(TARGET)
+    config: dict[str, Any] = {
+        "shapes": chains(9),
+        "page_size": 4,
+        "num_pages": 9,
+        "pages_per_request": 8,
+        "num_slots": 5,
+        "batch_buckets": (4,),
+        "prefill_buckets": (16,),
+        "attention": "reference",
+    }
+    configs = [RunnerConfig(algorithm=each, on_gpu=True, **config) for each in (made, other)]
+    maps = [ModelRunner(networks, each).abstract_state.future for each in configs]
+    assert maps[0].rows["own"].shape == (5, 2)
+    assert maps[1].rows == ()
+    plans = [temporary_bytes(replace(TARGET, vocab_size=2**20), each, 1) for each in configs]
+    assert plans[0] > plans[1]
+    ints = jnp.asarray([3, 4], jnp.int32)
+    given = made.build_disagg_draft_input(None, ints, ints, ints, maps[0])
+    assert given["own"].tolist() == [[3, 3], [4, 4]]
+    assert other.build_disagg_draft_input(None, ints, ints, ints, maps[1]) is None
+    assert f"{__name__}.Answering" in made.cache_facts()
+    assert other.cache_facts() == shared.cache_facts() == source_facts(Silent)
+
+
+def test_what_nothing_reads_of_a_class_of_its_own_is_refused() -> None:
+    class Misplaced(CustomSpecAlgo):
+        lookahead = 3
+
+        def propose(self, *inputs: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"Misplaced.* has \['lookahead', 'propose'\], which noth"):
+        register_algorithm("misplaced", spec_class=Misplaced)
+
+    class Whole(Misplaced):
+        def create_worker(self, args: Any) -> Silent:
+            return Silent("whole")
+
+    register_algorithm("whole", spec_class=Whole)(lambda args: None)
+    assert EngineArgs(speculative_algorithm="whole").algorithm == Silent("whole")
+
+
+@dataclass(frozen=True)
+class Counting(Silent):
+    """Counts the rounds of each request in leaves of its own, and drafts that number."""
+
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        return DraftShape.chain(1)
+
+    def prefill(self, batch, state, rows, chunks, features):
+        return state, {"own": jnp.zeros_like(rows["own"])}
+
+    def propose(self, batch, state, rows, shape):
+        chain = jnp.stack([batch.bonus_tokens, rows["own"][:, 0]], axis=1)
+        return chain_input(chain, batch.seq_lens), state
+
+    def extend(self, batch, state, rows, verified, shape):
+        return state, {"own": rows["own"] + 1}
+
+
+@pytest.mark.slow
+def test_stages_read_and_write_leaves_of_their_own(files: Files) -> None:
+    register_algorithm("counting", spec_class=Answering)(lambda args: Counting("COUNTING"))
+    drafts = []
+    params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+    with files.small(draft=None, speculative_algorithm="counting", overlap=False) as engine:
+        engine.watch_rounds(lambda _, tree, __: drafts.append(int(tree.draft_tokens[0, 1])))
+        engine.generate(input_ids=[7, 9, 12], sampling_params=params)
+    assert len(drafts) > 3
+    assert drafts == list(range(len(drafts)))
 
 
 @pytest.mark.parametrize("factory", [lambda args: None, lambda args: Silent])
@@ -298,23 +433,3 @@ def test_a_subclass_of_a_built_in_one_runs_under_another_name(files: Files) -> N
     assert own["meta_info"][name] == eagle["meta_info"][name] > 0
     with pytest.raises(ValueError, match="eagle-3 head, but speculative_algorithm drafts with"):
         files.small(speculative_algorithm="other")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_an_installed_algorithm_changes_no_token(
-    files: Files, site: Path, temperature: float
-) -> None:
-    install(site, "echo_plugin", ECHO, "echo = echo_plugin")
-    importlib.invalidate_caches()
-    prompts = [[7, 9, 9, 9, 12], [30], [41] * 9]
-    params = {"temperature": temperature, "sampling_seed": 3, "max_new_tokens": 12}
-    echo = {"draft": None, "speculative_algorithm": "echo", "speculative_num_steps": 2}
-    with files.engine(**echo) as engine, files.engine(speculative=False) as plain:
-        made: list[Engine] = [engine, plain]
-        ours, theirs = (
-            one.generate(input_ids=prompts, sampling_params=params | {"ignore_eos": True})
-            for one in made
-        )
-    assert [out["output_ids"] for out in ours] == [out["output_ids"] for out in theirs]
-    assert all(out["meta_info"]["spec_num_proposed_drafts"] for out in ours)

@@ -1,6 +1,8 @@
 """Tokenizers from directories and GGUF files, chat templates, streaming decoding."""
 
 import json
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -294,20 +296,29 @@ def test_endless_templates(template: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - before < 5
 
 
-def test_who_cannot_wait_gets_nothing_that_takes_long() -> None:
-    messages, backend = [{"role": "user", "content": "hi"}], byte_fallback_tokenizer().backend
-    common = Tokenizer(backend, chat_template="{{ messages[0].content }}")
-    assert common.apply_chat_template(messages) == "hi"
-    assert common.try_chat_template(messages, {}) == "hi"
-    with ThreadPoolExecutor(1) as pool, chat_template._RENDERER._lock:  # another thread's turn
-        assert pool.submit(common.try_chat_template, messages, {}).result() is None
-    endless = Tokenizer(backend, chat_template=LOOP * 3 + "{% endfor %}" * 3)
+@pytest.mark.parametrize("size", [1, 2**20])
+def test_a_stopped_process_is_replaced(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it stops before it has read the conversation or before it has answered."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "GRACE_SECONDS", 0.1)
+    os.kill(chat_template.start_renderer().pid, signal.SIGSTOP)
+    tokenizer = Tokenizer(
+        byte_fallback_tokenizer().backend, chat_template="{{ messages[0].content }}"
+    )
+    messages = [{"role": "user", "content": "x" * size}]
     before = time.monotonic()
-    assert endless.try_chat_template(messages, {}) is None
-    assert time.monotonic() - before < chat_template.MAX_SECONDS / 2
-    assert common.try_chat_template(messages, {}) is None  # its process is gone
-    assert common.apply_chat_template(messages) == "hi"
-    assert common.try_chat_template(messages, {}) == "hi"
+    with pytest.raises(ValueError, match="it takes more than"):
+        tokenizer.apply_chat_template(messages)
+    assert time.monotonic() - before < 5
+    monkeypatch.undo()
+    assert tokenizer.apply_chat_template(messages) == "x" * size
+
+
+def test_a_conversation_waits_for_others_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
+    with ThreadPoolExecutor(1) as pool, chat_template._RENDERER._lock:  # another thread's turn
+        with pytest.raises(ValueError, match="other conversations"):
+            pool.submit(render, "text").result()
 
 
 def test_long_conversations_render() -> None:

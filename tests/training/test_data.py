@@ -109,5 +109,5 @@ def test_batches_resume_where_they_stopped(corpus):
     assert not np.array_equal(epochs[0], epochs[1])
     if len(rows.tokens) % size == 0:
         assert sorted(map(tuple, epochs[0])) == sorted(map(tuple, rows.tokens))
-    with pytest.raises(ValueError, match="batch_rows=1000"):
+    with pytest.raises(ValueError, match="--batch-rows=1000"):
         next(batches(rows, 1000, 0))

@@ -105,11 +105,11 @@ def test_sampling_follows_the_softmax(tiny, logits_of):
 
 
 def test_what_does_not_fit_is_refused(tiny):
-    with pytest.raises(ValueError, match=r"prompt 1 has 13 tokens.*max_prompt_len=12"):
+    with pytest.raises(ValueError, match=r"prompt 1 has 13 tokens.*--max-prompt-len=12"):
         _sampler(tiny).generate([[1], [1] * 13], [0.0, 0.0], 4, 0)
     with pytest.raises(ValueError, match=r"max_new_tokens=15 .* from 1 to 14"):
         _sampler(tiny).generate([[1]], [0.0], 15, 0)
-    with pytest.raises(ValueError, match="context of 2048"):
+    with pytest.raises(ValueError, match=r"--max-prompt-len=.*-answer-tokens.* context of 2048"):
         _sampler(tiny, max_new_tokens=2040)
     windowed = dataclasses.replace(tiny.model, sliding_window=16)
     with pytest.raises(ValueError, match=r"sliding_window.* of 16"):

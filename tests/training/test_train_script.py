@@ -1,6 +1,9 @@
 """The training script from a model directory to a head that opens, with no data set."""
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import open_draft
+from specjax.training.data import Corpus
 
 from ..loading import load_script
 
@@ -20,13 +24,16 @@ TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-si
 
 
 @pytest.fixture(scope="module")
-def main():
-    module = load_script("train_draft")
+def script():
+    return load_script("train_draft")
 
+
+@pytest.fixture(scope="module")
+def main(script):
     def run(arguments: str) -> int:
         # optax promotes its step count implicitly
         with jax.numpy_dtype_promotion("standard"):
-            return module.main(arguments.split())
+            return script.main(arguments.split())
 
     return run
 
@@ -116,6 +123,85 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     assert "another draft vocabulary" in capsys.readouterr().err
 
 
+@pytest.fixture
+def generated(script, monkeypatch) -> list[str]:
+    """The prompts of each generation: nothing is generated, 24 short sequences take its place."""
+    calls: list[str] = []
+
+    def collect(sampler, tokenizer, config, entries, progress):
+        calls.append(str(entries))
+        return Corpus.of([([i, 1], [2, 3, 4], "text") for i in range(24)])
+
+    monkeypatch.setattr(script, "collect", collect)
+    return calls
+
+
+def test_a_later_failure_does_not_cost_the_generated_text(
+    main, model_directory, tmp_path, capsys, generated
+):
+    """The same prompts, options and weights find it again; others do not."""
+    prompts, model = tmp_path / "questions.jsonl", tmp_path / "model"
+    shutil.copytree(model_directory, model)
+    prompts.write_text('{"turns": ["1 + 1?"]}\n')
+    run = (
+        f"--output {tmp_path / 'head'} --model {model} --prompts {prompts} --self-sample 24 {SIZES}"
+    )
+
+    def fails(batch_rows: int, more: str = "") -> int:
+        """Number of generations so far."""
+        assert main(f"{run} --row-length 64 --batch-rows {batch_rows} {more}") == 2
+        message = f"--batch-rows={batch_rows} is more than the 2 packed rows of the training data"
+        assert message in capsys.readouterr().err
+        assert len(list((tmp_path / "head").glob("data-*.npz"))) == len(generated)
+        return len(generated)
+
+    assert [fails(20), fails(19)] == [1, 1]
+    assert [fails(20, "--seed 1"), fails(20)] == [2, 2]
+    prompts.write_text('{"turns": ["1 + 2?"]}\n')
+    assert [fails(20), fails(20)] == [3, 3]
+    os.utime(model / "model.safetensors", (1, 1))
+    assert [fails(20), fails(20)] == [4, 4]
+
+
+def test_target_and_options_are_checked_before_anything_is_generated(
+    main, model_directory, tmp_path, capsys, generated
+):
+    config = json.loads((model_directory / "config.json").read_text())
+    for change, arguments, message in (
+        ({"num_hidden_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
+        ({}, "--batch-rows 25", "--batch-rows=25 is more than the 24 answers to generate"),
+        (
+            {},
+            "--max-prompt-len 501",
+            "--max-prompt-len=501 plus 12 tokens (the larger of --max-answer-tokens and "
+            "--max-user-tokens) exceeds the model's context of 512 tokens",
+        ),
+        ({}, "--data {data}", "data.npz is another model's: token 300 of 257"),
+    ):
+        model, data = tmp_path / "model", tmp_path / "data.npz"
+        shutil.copytree(model_directory, model, dirs_exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config | change))
+        Corpus.of([([300], [1, 2], "text")]).save(data)
+        run = f"--model {model} --output {tmp_path / 'head'} --self-sample 24 {SIZES}"
+        assert main(f"{run} --max-user-tokens 8 {arguments.format(data=data)}") == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not generated
+
+
+def test_help_states_the_default_of_every_option(main, capsys):
+    with pytest.raises(SystemExit):
+        main("--help")
+    text = capsys.readouterr().out
+    options = re.split(r"\n  (?=-)", text.split("\noptions:")[1])[2:]
+    assert len(options) > 25
+    for entry in options:
+        words = " ".join(entry.split())
+        assert "default" in words, words
+        assert "None" not in words, words
+    assert "(default: 224)" in text
+    assert "(default: 512)" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,7 +216,7 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
         ("--output {free} --log-every 0", "--log-every=0 must be an integer of at least 1"),
         ("--output {free} --checkpoint-every 0", "--checkpoint-every=0"),
         ("--output {free} --stop-at 0", "--stop-at=0 must be an integer of at least 1"),
-        ("--output {free} --held-out 1.0", "--held-out=1.0 must be a finite number"),
+        ("--output {free} --held-out 1.0", "--held-out=1.0 must be"),
         ("--output {free} --hard-weight nan", "--hard-weight=nan"),
         ("--output {free} --prompts {file}", "file, line 1: "),
     ],

@@ -99,7 +99,7 @@ def test_resumed_training_continues_exactly(trainer, greedy, tmp_path):
     # of the same size, so that every shape fits
     other = np.arange(len(trainer.vocabulary), dtype=np.int32)
     assert not np.array_equal(other, trainer.vocabulary)
-    with pytest.raises(ValueError, match=r"step 7 in .*run is for another draft vocabulary"):
+    with pytest.raises(ValueError, match=r"run can be restored \(step 7: .*draft vocabulary"):
         restore_state(manager, trainer.init(), other)
     manager.close()
     assert int(restored.step) == 7

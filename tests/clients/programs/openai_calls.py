@@ -101,7 +101,7 @@ def errors(client: OpenAI) -> Any:
     calls = {
         "value": lambda: chat(temperature=-1),
         "type": lambda: chat(max_tokens="many"),
-        "unknown": lambda: chat(extra_body={"nonsense": 1}),
+        "unknown": lambda: chat(extra_body={"max_tokns": 1}),
         "tools": lambda: chat(tools=[tool]),
         "length": lambda: chat(messages=[{"role": "user", "content": "word " * 1000}]),
         "model": lambda: chat(model="another"),

@@ -7,7 +7,7 @@ import pytest
 from ..loading import run_bench
 from .fake_engine import FakeEngine
 
-DOOR = "bench_algorithms"
+NAME = "compare"
 
 
 class Fake(FakeEngine):
@@ -37,7 +37,7 @@ def test_rows_stand_beside_plain_decoding(prompts, tmp_path, capsys):
         "--temperatures 0,0.5 --dtype float32 --case EAGLE3 --case"
     )
     case = "NGRAM steps=2 simulate_accept_length=2.5 speculative_adaptive=false"
-    assert run_bench(DOOR, arguments, case) == 0
+    assert run_bench(NAME, arguments, case) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["temperature"], row["batch"]) for row in rows[:4]] == [
         (temperature, batch) for temperature in (0.0, 0.5) for batch in (1, 3)
@@ -61,6 +61,6 @@ def test_rows_stand_beside_plain_decoding(prompts, tmp_path, capsys):
     ],
 )
 def test_bad_cases_are_refused_before_the_first_engine(prompts, case, message, capsys):
-    assert run_bench(DOOR, f"--prompts {prompts} --case EAGLE3 --case", case) == 2
+    assert run_bench(NAME, f"--prompts {prompts} --case EAGLE3 --case", case) == 2
     assert message in capsys.readouterr().err
     assert not Fake.made

@@ -1,6 +1,6 @@
-"""Compares algorithms on prompts: tokens a second and accept length beside plain decoding.
+"""Compares ways to draft on prompts: tokens/s and accept length against plain decoding.
 
-    python scripts/bench_algorithms.py --case EAGLE3 --case "EAGLE3 topk=4 draft_tokens=16" \\
+    python scripts/bench compare --case EAGLE3 --case "EAGLE3 topk=4 draft_tokens=16" \\
         --case NGRAM --prompts scripts/data/editing_prompts.jsonl --batch 1,8,32
 
 A case is an algorithm and options of it: ``steps``, ``topk``, ``draft_tokens`` or the name of any
@@ -11,6 +11,7 @@ with its.
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,8 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import common
-from bench.data import PROMPTS, jsonl_requests
-from bench.speculative import answer
+from bench.data import PROMPTS, BenchRequest, answers, jsonl_requests
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
 from specjax.speculative.algorithm import DRAFTING
@@ -48,8 +48,8 @@ def floats(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(door, __doc__)
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__)
     add = parser.add_argument
     add("--case", action="append", required=True, help="an algorithm and its options; repeatable")
     add("--batch", type=common.numbers, default=[1, 8, 32], help="requests at once")
@@ -57,6 +57,7 @@ def parse_arguments(door: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--num-prompts", type=int, default=32, help="of each batch size, at least one batch")
     add("--output-len", type=int, default=128)
     add("--temperatures", type=floats, default=[0.0])
+    add("--ignore-eos", action="store_true", default=False, help="all with as many new tokens")
     add("--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
     args = parser.parse_args(argv)
     args.prompts = getattr(args, "prompts", [PROMPTS])
@@ -81,10 +82,42 @@ def options_of(case: str) -> dict[str, Any]:
     return options
 
 
-def main(door: str, argv: Sequence[str]) -> int:
+def answer(
+    engine: Any,
+    requests: Sequence[BenchRequest],
+    batch: int,
+    *,
+    temperature: float,
+    seed: int,
+    ignore_eos: bool,
+) -> dict[str, Any]:
+    """Figures of requests that run ``batch`` at once, and their tokens."""
+    started = time.perf_counter()
+    outputs: list[dict[str, Any]] = []
+    for first in range(0, len(requests), batch):
+        group = requests[first : first + batch]
+        outputs += answers(engine, group, temperature, seed + first, ignore_eos=ignore_eos)
+    seconds = time.perf_counter() - started
+    metas = [output["meta_info"] for output in outputs]
+    # without speculation a round is a token; the first one is that of the prompt
+    rounds = [
+        sum(meta.get("spec_rounds_by_steps", {}).values()) or meta["completion_tokens"] - 1
+        for meta in metas
+    ]
+    decoding = [meta["e2e_latency"] - meta["time_to_first_token"] for meta in metas]
+    return {
+        "batch": batch,
+        "output_throughput": sum(meta["completion_tokens"] for meta in metas) / seconds,
+        "accept_length": common.acceptance(metas)["accept_length_pooled"],
+        "round_ms": 1e3 * sum(decoding) / max(1, sum(rounds)),
+        "output_ids": [output["output_ids"] for output in outputs],
+    }
+
+
+def main(name: str, argv: Sequence[str]) -> int:
     from specjax import Engine
 
-    args = parse_arguments(door, argv)
+    args = parse_arguments(name, argv)
     given = engine_arguments(args)
     common_options = {k: v for k, v in given.items() if not k.startswith(DRAFTING)}
     sizes = {"max_running_requests": max(args.batch), "batch_buckets": sorted(set(args.batch))}
@@ -128,7 +161,7 @@ def measured(args: argparse.Namespace, engine: Any, truths: dict[Any, Any]) -> A
         for temperature in args.temperatures:
             for batch in args.batch:
                 count = max(args.num_prompts // batch, 1) * batch
-                how: Any = {"temperature": temperature, "seed": 1, "ignore_eos": False}
+                how: Any = {"temperature": temperature, "seed": 1, "ignore_eos": args.ignore_eos}
                 answer(engine, requests[:batch], batch, **how)  # what is made on first use
                 engine.flush_cache()
                 row = answer(engine, requests[:count], batch, **how)

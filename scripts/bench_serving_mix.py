@@ -1,6 +1,0 @@
-"""What users feel while requests of a mixed load arrive at random: see bench/serving_mix.py."""
-
-import runpy
-from pathlib import Path
-
-runpy.run_path(str(Path(__file__).with_name("bench")), {"DOOR": Path(__file__).stem}, "__main__")

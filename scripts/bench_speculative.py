@@ -1,6 +1,0 @@
-"""Finds where drafts pay: see bench/speculative.py."""
-
-import runpy
-from pathlib import Path
-
-runpy.run_path(str(Path(__file__).with_name("bench")), {"DOOR": Path(__file__).stem}, "__main__")

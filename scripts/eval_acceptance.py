@@ -1,6 +1,0 @@
-"""Acceptance of a draft head and identity with plain decoding: see bench/acceptance.py."""
-
-import runpy
-from pathlib import Path
-
-runpy.run_path(str(Path(__file__).with_name("bench")), {"DOOR": Path(__file__).stem}, "__main__")

@@ -1,0 +1,151 @@
+"""Any two ways to serve meet in at least one engine, which writes what plain decoding writes.
+
+Each row of the table is an engine. Its pool is too small for the requests that run at once, and
+greedy and seeded requests share its batches. Callers abort, flush and update weights meanwhile.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.engine.args import EngineArgs
+
+from .draws import ALGORITHMS, Drafts, Options, split
+from .trial import Reference, Trial
+
+BATCHES = 2
+Row = tuple[Any, ...]
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "algorithm": tuple(ALGORITHMS),
+    "shape": ("chain", "tree"),
+    "rounds": ("in turn", "ahead"),
+    "page size": (1, 4, 16),
+    "prompts": ("here", "split"),
+    "steps": ("fixed", "adaptive"),
+    "rounds per dispatch": (1, 3),
+}
+# six algorithms with three page sizes need 18 rows; all other pairs fit into these
+ROWS: list[Row] = [
+    ("EAGLE3", "tree", "in turn", 1, "here", "fixed", 3),
+    ("EAGLE3", "tree", "in turn", 4, "split", "fixed", 1),
+    ("EAGLE3", "chain", "ahead", 16, "here", "adaptive", 1),
+    ("EAGLE", "chain", "ahead", 1, "split", "adaptive", 1),
+    ("EAGLE", "chain", "in turn", 4, "here", "fixed", 3),
+    ("EAGLE", "tree", "ahead", 16, "here", "fixed", 1),
+    ("STANDALONE", "tree", "ahead", 1, "here", "adaptive", 3),
+    ("STANDALONE", "tree", "ahead", 4, "split", "fixed", 1),
+    ("STANDALONE", "chain", "in turn", 16, "here", "fixed", 3),
+    ("MULTI_LAYER_EAGLE", "chain", "ahead", 1, "split", "fixed", 3),
+    ("MULTI_LAYER_EAGLE", "chain", "in turn", 4, "here", "fixed", 1),
+    ("MULTI_LAYER_EAGLE", "chain", "in turn", 16, "here", "adaptive", 1),
+    ("markov", "chain", "in turn", 1, "here", "fixed", 3),
+    ("markov", "chain", "in turn", 4, "split", "adaptive", 3),
+    ("markov", "chain", "ahead", 16, "here", "fixed", 1),
+    ("NGRAM", "tree", "in turn", 4, "here", "adaptive", 1),
+    ("NGRAM", "tree", "ahead", 16, "split", "fixed", 3),
+    ("NGRAM", "chain", "ahead", 1, "here", "fixed", 1),
+]
+FAST = ROWS[-1]  # compiles in the shortest time
+SEEN = (
+    "retractions",
+    "aborts",
+    "cached tokens",
+    "accepted drafts",
+    "greedy tokens",
+    "seeded tokens",
+)
+
+
+def drafting(row: Row, drafts: Drafts) -> Options:
+    """Options that say how an engine drafts."""
+    algorithm, shape, _, _, _, adapts, _ = row
+    files = {
+        "EAGLE3": drafts.eagle3,
+        "EAGLE": drafts.eagle,
+        "STANDALONE": drafts.model,
+        "MULTI_LAYER_EAGLE": drafts.modules,
+    }
+    steps = 4 if algorithm == "NGRAM" else 2
+    options: Options = {"speculative_algorithm": algorithm, "speculative_num_steps": steps}
+    if algorithm in files:
+        options["draft"] = files[algorithm]
+    if algorithm == "NGRAM":
+        options["speculative_ngram_max_bfs_breadth"] = {"chain": 1, "tree": 4}[shape]
+    elif shape == "tree":
+        options["speculative_eagle_topk"] = 3
+    if adapts == "adaptive":  # may move at every round
+        config = {"policy": "ema", "ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
+        options |= {
+            "speculative_adaptive": True,
+            "speculative_adaptive_config": config | {"candidate_steps": [0, steps]},
+            "speculative_num_steps": 0,
+        }
+    return options
+
+
+def serving(row: Row) -> Options:
+    """The other options of an engine."""
+    _, _, rounds, page_size, prompts, _, num_rounds = row
+    options: Options = {
+        "page_size": page_size,
+        "overlap": rounds == "ahead",
+        "rounds_per_dispatch": num_rounds,
+        "max_running_requests": 6,
+        "batch_buckets": (6,),
+        "max_total_tokens": 112,
+        "chunked_prefill_size": 12,
+    }
+    if prompts == "here":
+        return options
+    # pages and chunks of the prefill side are others
+    other = {1: 16, 4: 1, 16: 4}[page_size]
+    sizes = {"page_size": other, "chunked_prefill_size": 16, "max_total_tokens": 400}
+    return options | split(sizes)
+
+
+def is_accepted(row: Row, drafts: Drafts) -> bool:
+    options = drafting(row, drafts) | serving(row)
+    try:
+        EngineArgs(**{name: options[name] for name in options if name not in ("kind", "prefill")})
+    except ValueError:
+        return False
+    return True
+
+
+def pairs(rows: Iterable[Row]) -> set[Any]:
+    named = (zip(DIMENSIONS, row, strict=True) for row in rows)
+    return {pair for row in named for pair in combinations(row, 2)}
+
+
+def test_every_pair_that_engines_accept_is_in_the_table(drafts) -> None:
+    accepted = {row for row in product(*DIMENSIONS.values()) if is_accepted(row, drafts)}
+    assert not set(ROWS) - accepted
+    assert not pairs(accepted) - pairs(ROWS)
+    trees = {algorithm for algorithm, shape, *_ in accepted if shape == "tree"}
+    assert trees == set(ALGORITHMS) - {"MULTI_LAYER_EAGLE", "markov"}
+
+
+@pytest.fixture(scope="module")
+def plain(files) -> Iterator[Reference]:
+    reference = Reference.of(files)
+    yield reference
+    reference.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row is FAST else pytest.mark.slow) for row in ROWS],
+    ids=lambda row: "-".join(map(str, row)),
+)
+def test_engines_write_what_plain_decoding_writes(files, drafts, plain, row, device) -> None:
+    rng = np.random.default_rng(ROWS.index(row))
+    counts = Trial(files, plain, rng, drafting(row, drafts) | serving(row)).run(BATCHES)
+    print(row, dict(counts))
+    for name in SEEN:
+        assert counts[name] > 0, name
+    assert counts["switches"] > 0 or "adaptive" not in row
+    assert (counts["tokens prefilled elsewhere"] > 100) == ("split" in row)

@@ -1,0 +1,267 @@
+"""Fields of requests: unknown ones, and what clients of other engines send and expect back."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from specjax.server import fields, generating
+from specjax.server.exchange import Exchange, UnreadAnswers
+
+from .client import Client
+from .test_completions import ENGINE_GREEDY, GREEDY
+from .test_errors import CHAT, COMPLETIONS, GENERATE, HELLO, TOOL
+
+ROUTES = {COMPLETIONS: {"prompt": "hello"}, CHAT: HELLO, GENERATE: {"text": "hello"}}
+
+
+def counted(client: Client) -> float:
+    for line in client.get("/metrics").body.decode().splitlines():
+        if line.startswith("specjax:ignored_request_fields_total "):
+            return float(line.split()[1])
+    raise AssertionError("there is no such metric")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_unknown_fields_are_counted_and_logged_once(client, route, caplog) -> None:
+    before = counted(client)
+    asked = ROUTES[route] | {f"nonsense of {route}": {"a": [1]}}
+    with caplog.at_level(logging.WARNING, "specjax"):
+        for _ in range(2):
+            assert client.post(route, asked).status == 200
+    assert counted(client) == before + 2
+    assert [record.message for record in caplog.records] == [
+        f"the field {f'nonsense of {route}'!r} of requests is unknown and ignored"
+    ]
+
+
+def test_few_names_are_logged(caplog) -> None:
+    ignored = fields.IgnoredFields()
+    with caplog.at_level(logging.WARNING, "specjax"):
+        for i in range(100):
+            ignored.add(f"{i}" * 1000)
+    assert ignored.count == 100
+    assert len(caplog.records) == fields.MAX_NAMES
+    assert max(len(record.message) for record in caplog.records) < 150
+
+
+def test_a_misspelt_name_is_told(client) -> None:
+    for route, name, meant in (
+        (COMPLETIONS, "max_token", "max_tokens"),
+        (CHAT, "tool_choise", "tool_choice"),
+        (GENERATE, "sampling_param", "sampling_params"),
+    ):
+        answer = client.post(route, ROUTES[route] | {name: 3})
+        assert answer.status == 400
+        assert answer.error["code"] == "unknown_field"
+        assert f"did you mean {meant!r}?" in answer.error["message"]
+
+
+def test_native_errors_use_the_engines_names(client) -> None:
+    for params, said in (
+        ({"max_tokens": 5}, "'max_tokens' is called 'max_new_tokens' here"),
+        ({"max_new_tokens": -5}, "max_new_tokens=-5 must be"),
+        ({"nonsense": 5}, "sampling parameters ['nonsense'] are not supported"),
+    ):
+        answer = client.post(GENERATE, {"text": "a", "sampling_params": params})
+        assert (answer.status, said in answer.error["message"]) == (400, True)
+
+
+@pytest.fixture
+def shown_template(engine, monkeypatch) -> None:
+    """A chat template that shows what it is given."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+
+
+def rendered(client: Client, engine: Any, **body: Any) -> str:
+    return engine.tokenizer.decode(client.post("/tokenize", body).json()["tokens"])
+
+
+def test_tools_and_tool_calls_of_agents_are_rendered(engine, client, shown_template) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "abc"}'}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+    ]
+    asked = {"messages": turns, "tools": [TOOL], "tool_choice": "none"}
+    assert rendered(client, engine, **asked) == "<user>a<assistant>abc<tool>bf<assistant>"
+    assert client.post(CHAT, asked | {"max_tokens": 1}).status == 200
+    assert client.post(CHAT, asked | {"tool_choice": "auto"}).error["param"] == "tools"
+    broken = call | {"function": {"name": "f", "arguments": "not JSON"}}
+    turns[1] = turns[1] | {"tool_calls": [broken]}
+    assert client.post(CHAT, {"messages": turns, "max_tokens": 1}).status == 200
+
+
+def test_the_final_message_is_continued(engine, client, shown_template) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc "}]
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    assert rendered(client, engine, messages=turns, **flags) == "<user>a<assistant>bc "
+    # what the template writes after the message is cut
+    more = [*turns, {"role": "assistant", "content": "xyz", "tool_calls": []}]
+    engine.tokenizer.chat_template += "end"
+    assert rendered(client, engine, messages=more, **flags).endswith("<assistant>xyz")
+    asked = {"messages": turns, "max_tokens": 8, "temperature": 0} | flags
+    expected = engine.generate("<user>a<assistant>bc ", ENGINE_GREEDY | {"max_new_tokens": 8})
+    assert client.post(CHAT, asked).json()["choices"][0]["message"]["content"] == expected["text"]
+    empty = [{"role": "assistant", "content": ""}]
+    assert client.post(CHAT, {"messages": empty} | flags).status == 400
+
+
+def test_token_ids_are_returned(engine, client) -> None:
+    expected = engine.generate("hello", ENGINE_GREEDY)["output_ids"]
+    prompt = engine.tokenizer.encode("hello")
+    asked = {"prompt": "hello", "return_token_ids": True} | GREEDY
+    choice = client.post(COMPLETIONS, asked).json()["choices"][0]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (expected, prompt)
+    parts = [event["choices"][0] for event in client.stream(COMPLETIONS, asked)]
+    assert [token for part in parts for token in part["token_ids"]] == expected
+    assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [prompt]
+    chat = client.post(CHAT, HELLO | {"return_token_ids": True, "max_tokens": 3}).json()
+    assert len(chat["choices"][0]["token_ids"]) == 3
+    assert engine.tokenizer.decode(chat["prompt_token_ids"]) == "<user>hello<assistant>"
+    events = client.stream(CHAT, HELLO | {"return_token_ids": True, "max_tokens": 9, "n": 2})
+    given = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
+    assert set(map(tuple, given)) == {tuple(chat["prompt_token_ids"])}
+
+
+def test_stop_strings_and_special_tokens_may_stay(engine, client) -> None:
+    text = engine.generate("hello", ENGINE_GREEDY)["text"]
+    stop = text[5:7]
+    end = text.index(stop)
+    for body, expected in (
+        ({"stop": stop}, text[:end]),
+        ({"stop": stop, "include_stop_str_in_output": True}, text[: end + 2]),
+    ):
+        asked = {"prompt": "hello"} | GREEDY | body
+        assert client.post(COMPLETIONS, asked).json()["choices"][0]["text"] == expected
+        streamed = client.stream(COMPLETIONS, asked)
+        assert "".join(event["choices"][0]["text"] for event in streamed) == expected
+    ids = engine.generate("hello", ENGINE_GREEDY)["output_ids"]
+    params = ENGINE_GREEDY | {"stop_token_ids": [ids[4]], "no_stop_trim": True}
+    assert engine.generate("hello", params)["text"] == engine.tokenizer.decode(ids[:5])
+    eos = engine.tokenizer.eos_token_ids[0]
+    bias = ENGINE_GREEDY | {"logit_bias": {eos: 100}, "ignore_eos": True, "max_new_tokens": 2}
+    assert engine.generate("hello", bias)["text"] == ""
+    shown = engine.generate("hello", bias | {"skip_special_tokens": False})["text"]
+    assert shown == engine.tokenizer.decode([eos, eos], False) != ""
+
+
+def test_request_ids_come_back(client) -> None:
+    asked = {"prompt": "a", "max_tokens": 1}
+    for given, expected in (("my id-7", "my id-7"), ("x" * 129, None), ("é", None)):
+        answer = client.post(COMPLETIONS, asked, x_request_id=given)
+        assert answer.headers.get("x-request-id") == expected
+    assert client.get("/v1/models", x_request_id="m").headers["x-request-id"] == "m"
+    assert client.post(COMPLETIONS, {}, x_request_id="bad").headers["x-request-id"] == "bad"
+
+
+def test_routes_that_other_engines_have(engine, client) -> None:
+    assert client.get("/ping").status == client.post("/ping").status == 200
+    assert set(client.get("/version").json()) == {"version"}
+    info = client.get("/tokenizer_info").json()
+    assert info["chat_template"] == engine.tokenizer.chat_template
+    assert info["eos_token"] == engine.tokenizer.special_tokens["eos_token"]
+
+
+def test_prompts_are_scored_without_a_new_token(engine, client) -> None:
+    asked = {"prompt": ["hello", "ab"], "max_tokens": 0, "logprobs": 1}
+    for body in (asked, asked | {"echo": True}):
+        answer = client.post(COMPLETIONS, body).json()
+        for choice, prompt in zip(answer["choices"], asked["prompt"], strict=True):
+            is_echo = "echo" in body
+            assert choice["text"] == prompt * is_echo
+            assert len(choice["logprobs"]["tokens"]) == len(prompt) * is_echo
+            assert choice["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_reported_log_probabilities_are_bounded(engine, client, monkeypatch) -> None:
+    monkeypatch.setattr(generating, "MAX_REPORTED", 200)
+    asked = {"prompt": "hello", "max_tokens": 5, "echo": True, "logprobs": 1}
+    assert client.post(COMPLETIONS, asked | {"n": 10}).status == 200
+    answer = client.post(COMPLETIONS, asked | {"n": 11})
+    assert answer.status == 400
+    assert "up to 220 log-probabilities" in answer.error["message"]
+
+
+def test_the_oldest_unread_answer_gives_way() -> None:
+    async def main() -> list[bool]:
+        unread, stuck = UnreadAnswers(10), asyncio.Event()
+
+        async def send(size: int) -> bool:
+            exchange = Exchange({"headers": []}, wait, wait)
+
+            async def work() -> None:
+                with unread.holding(exchange, size):
+                    await stuck.wait()
+
+            try:
+                await exchange.while_connected(work())
+            except Exception:
+                return False
+            return True
+
+        async def wait(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        tasks = []
+        for size in (4, 5, 8, 2):
+            tasks.append(asyncio.create_task(send(size)))
+            await asyncio.sleep(0.01)
+        stuck.set()
+        return [await task for task in tasks]
+
+    assert asyncio.run(main()) == [False, False, True, True]
+
+
+def test_native_streams_may_be_incremental(engine, client) -> None:
+    asked = {"text": ["hello", "ab"], "sampling_params": ENGINE_GREEDY, "return_logprob": True}
+    asked |= {"logprob_start_len": 0, "top_logprobs_num": 2}
+    whole = client.post(GENERATE, asked).json()
+    parts = client.stream(GENERATE, asked | {"incremental": True})
+    for index, expected in enumerate(whole):
+        own = [part for part in parts if part["index"] == index]
+        assert len(own) > 1
+        assert "".join(part["text"] for part in own) == expected["text"]
+        assert [token for part in own for token in part["output_ids"]] == expected["output_ids"]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            joined = [one for part in own for one in part["meta_info"][name]]
+            assert joined == expected["meta_info"][name]
+        scored = [part["meta_info"].get("input_token_logprobs") for part in own]
+        assert scored == [expected["meta_info"]["input_token_logprobs"]] + [None] * (len(own) - 1)
+
+
+def test_weights_come_from_existing_paths(client) -> None:
+    for name in ("model_path", "draft_path"):
+        answer = client.post("/update_weights_from_disk", {name: "owner/name"})
+        assert (answer.status, answer.error["param"]) == (400, name)
+        assert "does not exist on the server" in answer.error["message"]
+
+
+def test_every_family_has_the_servers_name(client) -> None:
+    client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2})
+    lines = client.get("/metrics").body.decode().splitlines()
+    samples = [line for line in lines if line and line[0] != "#"]
+    named = [line for line in samples if 'model_name="tiny"' in line]
+    assert [line for line in samples if line not in named] == [
+        f"specjax:ignored_request_fields_total {counted(client)}"
+    ]
+    names = {line.partition("{")[0] for line in named}
+    for name in (
+        "time_to_first_token_seconds_bucket inter_token_latency_seconds_sum "
+        "e2e_request_latency_seconds_count prompt_tokens_total generation_tokens_total "
+        "request_success_total request_prompt_tokens_bucket request_generation_tokens_sum"
+    ).split():
+        assert f"vllm:{name}" in names
+    reasons = [json.dumps(reason) for reason in ("stop", "length", "abort")]
+    for reason in reasons:
+        assert any(f"finished_reason={reason}" in line for line in named)
