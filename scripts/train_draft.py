@@ -36,8 +36,14 @@ from specjax.text.tokenizer import Tokenizer
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
-from specjax.training.saving import checkpoint_manager, restore_state, save_state
-from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
+from specjax.training.trainer import (
+    TrainConfig,
+    Trainer,
+    checkpoint_manager,
+    default_draft_config,
+    restore_state,
+    save_state,
+)
 from specjax.training.ttt import PackedBatch, StepStatistics
 
 logger = logging.getLogger("train_draft")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
-from specjax.engine.diagnostics import dense_attend
+from specjax.engine.info import dense_attend
 from specjax.kv.pages import PageAllocator
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights

@@ -8,4 +8,4 @@ from specjax.adaptive.controller import AdaptiveSpecPolicy as AdaptiveSpecPolicy
 from specjax.adaptive.controller import AdaptiveSpecWorker as AdaptiveSpecWorker
 from specjax.adaptive.cost import CostAwarePolicy as CostAwarePolicy
 from specjax.adaptive.ema import AdaptiveSpeculativeParams as AdaptiveSpeculativeParams
-from specjax.runtime.state import SpecRuntimeState as SpecRuntimeState
+from specjax.runtime.functions import SpecRuntimeState as SpecRuntimeState

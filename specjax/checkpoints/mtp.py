@@ -8,11 +8,10 @@ from pathlib import Path
 
 from specjax.checkpoints.assemble import Checkpoint
 from specjax.checkpoints.draft_config import check_pair
-from specjax.checkpoints.hub import download
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.checkpoints.orbax import is_orbax_directory
 from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, mtp_recipes
-from specjax.checkpoints.target import TargetCheckpoint
+from specjax.checkpoints.target import TargetCheckpoint, download
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import MtpConfig
 from specjax.json_file import Fields

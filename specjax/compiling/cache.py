@@ -5,25 +5,29 @@ and machine code: reading one is running it, so that entries lie in a folder of 
 owner and mode are checked before a byte is unpickled.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import pickle
+import platform
 import re
+import secrets
+import stat
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
-
-from specjax.compiling.folder import make_private_folder, read_private, write_private
-from specjax.compiling.jax_cache import set_cache_folder
-from specjax.compiling.keys import digest_of, environment
 
 logger = logging.getLogger(__name__)
 
@@ -196,3 +200,169 @@ def _warned(path: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning("%s %s: %s", path, what, f"{type(error).__name__}: {error}"[:400])
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder of mode 0700 where it is missing; others' are refused with ``ValueError``."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check(path, path.lstat())
+
+
+def read_private(path: Path) -> bytes | None:
+    """The contents of a file, ``None`` where there is none; refused as a folder is."""
+    _check(path.parent, path.parent.lstat())
+    try:
+        # a named pipe in place of the file must not hold up the reader
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+            # of what was opened, not of what the path named a moment before
+            _check(path, os.fstat(file.fileno()))
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file in one step, of mode 0600; refused as its folder is."""
+    _check(path.parent, path.parent.lstat())
+    temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    user, mode = os.geteuid(), status.st_mode
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        raise ValueError(f"{path} is a symbolic link or a special file; delete it or give its goal")
+    if status.st_uid != user:
+        raise ValueError(
+            f"{path} belongs to user {status.st_uid}, not to user {user}; what others have written "
+            "is not executed: use a folder of your own"
+        )
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"{path} is shared (mode {stat.S_IMODE(mode):04o}); chmod go-w {path}")
+
+
+_BYPASS = threading.RLock()
+
+
+def set_cache_folder(path: Path) -> None:
+    """Let JAX keep all that it compiles in a folder."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _set("jax_compilation_cache_dir", str(path))
+
+
+@contextmanager
+def bypassed() -> Iterator[dict[str, str | bool]]:
+    """Compile without JAX's persistent cache inside; one thread at a time, others wait.
+
+    An executable that came out of that cache cannot be serialized: it fails when it runs, not when
+    it is loaded. The setting is the whole process's: what other threads compile meanwhile is not
+    kept either. Yields compiler options that keep XLA's autotuning results, which go with the cache
+    otherwise.
+    """
+    with _BYPASS:
+        options = _autotune_options()
+        was_enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+        _set("jax_enable_compilation_cache", False)
+        try:
+            yield options
+        finally:
+            _set("jax_enable_compilation_cache", was_enabled)
+
+
+def _set(name: str, value: object) -> None:
+    jax.config.update(name, value)
+    # the cache object, and whether it is used, would stay those of the first compile
+    compilation_cache.reset_cache()
+
+
+def _autotune_options() -> dict[str, str | bool]:
+    """What JAX itself sets while its cache is on."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    name = "xla_gpu_per_fusion_autotune_cache_dir"
+    wanted = jax.config.jax_persistent_cache_enable_xla_caches or ""  # type: ignore[attr-defined]
+    if folder is None or jax.default_backend() != "gpu" or not (wanted == "all" or name in wanted):
+        return {}
+    return {
+        name: str(Path(folder) / name),
+        "xla_gpu_experimental_autotune_cache_mode": "AUTOTUNE_CACHE_MODE_UPDATE",
+    }
+
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "flax")
+# of JAX's settings those that change compiled code
+SETTINGS = (
+    "jax_allow_f16_reductions",
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_most_optimizations",
+    "jax_enable_x64",
+    "jax_exec_time_optimization_effort",
+    "jax_optimization_level",
+    "jax_pallas_use_mosaic_gpu",
+    "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+)
+
+
+def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
+    """Devices, libraries, sources and settings, by name, as they are now."""
+    facts = {
+        "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+        "runtime": " ".join(devices[0].client.platform_version.split()),
+        "devices": f"{[(d.id, d.device_kind) for d in devices]} of {len(jax.devices())}",
+        "sources": source_digest(),
+        "XLA_FLAGS": _xla_flags(),
+    }
+    if devices[0].platform == "cpu":
+        facts["cpu"] = _cpu_features()
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    return facts | {name: repr(getattr(jax.config, name, None)) for name in SETTINGS}
+
+
+@functools.cache
+def source_digest(*roots: str) -> str:
+    """A hash of all Python sources below ``roots``; by default specjax with its kernels."""
+    import specjax
+    import specjax.kernels
+
+    digest = hashlib.sha256()
+    for root in roots or (*specjax.__path__, *specjax.kernels.__path__):
+        for path in sorted(Path(root).rglob("*.py")):
+            data = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(data)}\n".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _xla_flags() -> str:
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # XLA reads a file of that name
+        with suppress(OSError):
+            flags = Path(flags).read_text(errors="replace")
+    return " ".join(flags.split())
+
+
+def _cpu_features() -> str:
+    """Model and instruction sets of the processor, where Linux lists them."""
+    with suppress(OSError):
+        names = ("model name", "flags", "Features", "CPU")
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return digest_of(sorted({line for line in lines if line.startswith(names)}))
+    return platform.processor()
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

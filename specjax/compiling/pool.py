@@ -12,8 +12,7 @@ from typing import Any
 from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
-from specjax.compiling.cache import CompileCache
-from specjax.compiling.jax_cache import bypassed
+from specjax.compiling.cache import CompileCache, bypassed
 
 logger = logging.getLogger(__name__)
 

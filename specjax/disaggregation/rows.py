@@ -17,8 +17,8 @@ import numpy as np
 
 from specjax.checks import check_integer
 from specjax.kernels.kv_rows import finite_or_zero, gather_rows, scatter_rows
-from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import pick_bucket
 from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
 from specjax.speculative.future_map import (
     DeviceState,

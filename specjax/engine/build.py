@@ -23,17 +23,16 @@ from specjax.engine.weights import is_same, load_weights
 from specjax.kernels.tree_attention import attention_implementation
 from specjax.kv.budget import Reach
 from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
-from specjax.models.networks import Networks
-from specjax.models.placement import Placement
-from specjax.runtime.buckets import (
+from specjax.models.flat import Networks, Placement
+from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
+    RunnerConfig,
     checked_buckets,
     prefill_buckets,
     smallest_bucket,
+    temporary_bytes,
 )
-from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import RunnerConfig
-from specjax.runtime.temporaries import temporary_bytes
 from specjax.scheduling.loop import EngineLoop
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.algorithm import kv_pool

@@ -24,8 +24,7 @@ from specjax.engine.build import (
     open_peer,
     shows_progress,
 )
-from specjax.engine.diagnostics import next_logits
-from specjax.engine.info import server_info
+from specjax.engine.info import next_logits, server_info
 from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
 from specjax.engine.weights import (
     NewWeights,
@@ -38,8 +37,8 @@ from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics.prometheus import EngineMetrics
 from specjax.metrics.totals import Totals
+from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.staged import Watch
 from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
 from specjax.text.tokenizer import Tokenizer

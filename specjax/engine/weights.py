@@ -14,8 +14,7 @@ from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.assemble import Checkpoint, cast, make_weight
 from specjax.checkpoints.recipes import Recipe
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
-from specjax.models.flat import Weights
-from specjax.models.networks import Networks
+from specjax.models.flat import Networks, Weights
 from specjax.runtime.runner import ModelRunner
 
 # as an engine has them: one, or none where the draft has no network

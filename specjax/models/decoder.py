@@ -7,7 +7,7 @@ step at the Llama-3.1-8B shape on one H200, jax 0.11.2).
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -121,3 +121,19 @@ class CausalLM(nnx.Module):
         if self.lm_head is None:
             return self.embedding.attend(hidden)
         return dot(hidden, self.lm_head.kernel[...], jnp.float32)
+
+
+class DraftLM(CausalLM):
+    """A target family that drafts for another model over the same vocabulary.
+
+    The recurrent state of drafting is its last hidden state, which its passes do not read.
+    """
+
+    vocabulary: ClassVar[None] = None  # a column of the logits is its token
+
+    def logits(self, hidden: jax.Array, target: CausalLM | None = None) -> jax.Array:
+        """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``, all its own."""
+        return super().logits(hidden)
+
+    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+        return draft_ids

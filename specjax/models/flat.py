@@ -4,6 +4,7 @@ An nnx object on the hot path costs a Python traversal per call; a flat tuple co
 its buffers, and the module is rebuilt inside the traced function.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,10 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from specjax.config import ModelConfig, TransformerConfig
+from specjax.models.decoder import CausalLM
 
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[jax.Array, ...]
@@ -79,3 +84,81 @@ class FlatModel(Generic[M]):
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: float) -> jax.Array:
     return (stddev * jax.random.normal(key, shape)).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device that holds weights, KV pools and tables, and runs every function over them."""
+
+    device: jax.Device
+
+    @classmethod
+    def on(cls, index: int = 0) -> "Placement":
+        """Device ``index`` of the default backend."""
+        try:
+            devices = jax.devices()
+        except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails
+            raise ValueError(
+                f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: "
+                f"{error!r}; install the extra cuda12 or cuda13 (pip install '.[cuda13]')"
+            ) from error
+        if not 0 <= index < len(devices):
+            raise ValueError(
+                f"base_gpu_id={index}, but there are {len(devices)} devices of kind "
+                f"{devices[0].device_kind}"
+            )
+        return cls(devices[index])
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.platform == "cpu"
+
+    @property
+    def sharding(self) -> SingleDeviceSharding:
+        return SingleDeviceSharding(self.device)
+
+    def put(self, values: Any) -> Any:
+        return jax.device_put(values, self.sharding)
+
+    def abstract(self, values: Any) -> Any:
+        """Shapes and dtypes of a pytree of arrays that will be here."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
+            values,
+        )
+
+    def zeros(self, abstract: Any) -> Any:
+        """A compiled function that makes a pytree of zeros of the given shapes and dtypes."""
+        make = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+            out_shardings=self.sharding,
+        )
+        return make.lower().compile()
+
+    def describe(self) -> str:
+        """What tells functions compiled for one place from those for another."""
+        return f"{self.device.device_kind} {self.device.id}"
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Structures of target and draft."""
+
+    target: FlatModel[CausalLM]
+    draft: FlatModel[
+        Any
+    ]  # what an algorithm drafts with; without weights where it needs no network
+    target_config: ModelConfig
+    draft_config: Any  # ``None`` where an algorithm needs no network
+    placement: Placement  # where both live
+
+    @property
+    def configs(self) -> tuple[TransformerConfig, ...]:
+        """Configurations of the networks that there are."""
+        configs = (self.target_config, self.draft_config)
+        return tuple(config for config in configs if isinstance(config, TransformerConfig))
+
+    @property
+    def weight_bytes(self) -> int:
+        leaves = (*self.target.abstract, *self.draft.abstract)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

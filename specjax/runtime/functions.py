@@ -1,7 +1,8 @@
 """The functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -9,8 +10,7 @@ import jax.numpy as jnp
 
 from specjax.compiling.pool import CompilerOptions
 from specjax.kv.pages import PageView
-from specjax.models.flat import Weights
-from specjax.models.networks import Networks
+from specjax.models.flat import Networks, Weights
 from specjax.runtime.runner_config import PREFILL_OPTIONS, RunnerConfig, compiler_options
 from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig
@@ -24,7 +24,36 @@ from specjax.speculative.round import (
     spec_rounds,
     verify_stage,
 )
-from specjax.types import DraftShape
+from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
+
+ByBucket = Mapping[int, Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpecRuntimeState:
+    """Everything that a round of one tier runs with; a switch replaces it as a whole.
+
+    The engine's own has compiled functions by batch bucket: fused rounds, and their stages if these
+    were compiled by then (:meth:`ModelRunner.compile_stages`). A worker of another kind fills in
+    what it dispatches, in any form.
+    """
+
+    speculative_num_steps: int  # drafted levels; 0 for plain decoding
+    speculative_num_draft_tokens: int  # rows of one verify, the root included
+    speculative_eagle_topk: int = 1  # branches per level; 1 is a chain
+    draft: Any = None
+    verify: Any = None
+    extend: Any = None
+    round: ByBucket = field(default_factory=dict)
+    # for batches of which no row asks for more than the best token; empty if it is not faster
+    greedy_round: ByBucket = field(default_factory=dict)
+
+    @property
+    def shape(self) -> DraftShape:
+        """The tier."""
+        steps, nodes = self.speculative_num_steps, self.speculative_num_draft_tokens
+        return DraftShape(steps, self.speculative_eagle_topk, nodes)
+
 
 STAGES: dict[str, Callable[..., Any]] = {
     "draft": draft_stage,
@@ -150,3 +179,38 @@ class RoundFunctions:
 
     def _with(self, *shape: int) -> tuple[Any, ...]:
         return (*self._common, self._ints(*shape))
+
+
+# of request slots i32 [B], padding included, what was drafted and what of it was accepted
+Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
+
+
+@dataclass(frozen=True)
+class StagedRounds:
+    """Called as the compiled rounds of one call, which it equals."""
+
+    stages: tuple[Callable[..., Any], ...]  # draft, verify, extend
+    num_rounds: int
+    watch: Watch
+
+    def __call__(
+        self, target: Weights, draft: Weights, state: DeviceState, *inputs: Any
+    ) -> tuple[DeviceState, RoundOutput]:
+        draft_stage, verify_stage, extend_stage = self.stages
+        outs = []
+        for _ in range(self.num_rounds):
+            state, tree = draft_stage(target, draft, state, *inputs)
+            state, verified = verify_stage(target, draft, state, *inputs, tree)
+            state, out = extend_stage(target, draft, state, *inputs, verified)
+            self.watch(inputs[-1], tree, verified)
+            outs.append(out)
+        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def staged(state: SpecRuntimeState, num_rounds: int, watch: Watch) -> SpecRuntimeState:
+    """The state with ``num_rounds`` staged rounds a call, of its compiled stages."""
+    rounds = {}
+    for batch in state.round:
+        stages = state.draft[batch], state.verify[batch], state.extend[batch]
+        rounds[batch] = StagedRounds(stages, num_rounds, watch)
+    return replace(state, round=rounds, greedy_round={})

@@ -1,7 +1,7 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,20 +9,60 @@ import numpy as np
 
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
-from specjax.models.flat import Weights
-from specjax.models.networks import Networks
-from specjax.runtime.buckets import pick_bucket
-from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.functions import STAGES, Job, RoundFunctions
-from specjax.runtime.runner_config import RunnerConfig
-from specjax.runtime.staged import Watch, staged
-from specjax.runtime.state import ByBucket, SpecRuntimeState
+from specjax.models.flat import Networks, Weights
+from specjax.runtime.functions import (
+    STAGES,
+    ByBucket,
+    Job,
+    RoundFunctions,
+    SpecRuntimeState,
+    Watch,
+    staged,
+)
+from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
-from specjax.types import KVPools, RoundOutput
+from specjax.types import KVPools, Logprobs, RoundOutput
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Arrays whose copies to the host have begun."""
+
+    tokens: jax.Array
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    hidden_states: jax.Array | None = None
+    num_steps: int = 0  # what the round drafted; 0 for plain decoding and prefill
+
+    def __post_init__(self) -> None:
+        beside = self.logprobs, self.prompt_logprobs, self.hidden_states
+        for array in jax.tree.leaves((self.tokens, beside)):
+            array.copy_to_host_async()
+
+    def read(self) -> np.ndarray:
+        return np.asarray(self.tokens)
+
+    def read_logprobs(self) -> Logprobs | None:
+        """Wait for them, ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` where no row asks.
+
+        Entries behind the accepted tokens and of rows that do not ask for them are 0.
+        """
+        values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
+        return values
+
+    def read_hidden_states(self) -> np.ndarray | None:
+        """Wait for them, f32 ``[rounds, bucket, A, D]`` or ``[chunks, D]``; ``None`` likewise."""
+        states = self.hidden_states
+        return None if states is None else np.asarray(states).astype(np.float32)
+
+    def read_prompt_logprobs(self) -> Logprobs | None:
+        """Wait for those of the prompt token behind each of the packed tokens, ``[W]``."""
+        values: Logprobs | None = jax.tree.map(np.asarray, self.prompt_logprobs)
+        return values
 
 
 class ModelRunner:

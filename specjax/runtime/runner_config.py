@@ -1,8 +1,14 @@
 """Static sizes of a runner, and how its functions are compiled."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
+
+import numpy as np
 
 from specjax.compiling.pool import CompilerOptions
+from specjax.config import TransformerConfig
 from specjax.kv.budget import Reach
 from specjax.models.layers import MAX_SPLIT_ROWS
 from specjax.sampling.accept_draws import COUPLED, Acceptance
@@ -117,3 +123,123 @@ def compiler_options(rows: int) -> CompilerOptions:
         return None
     others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
     return {"xla_gpu_experimental_force_split_k": "1", **others}
+
+
+# Arrays of logits in float32 that live at once. In a round those of the target, and as they are
+# after penalties and temperature, which the kernels of sampling read; without these kernels noise
+# and what filters keep too. What is drafted in one pass has its logits, their noise and their
+# probabilities. A prefill has few rows of logits, but its output head adds up partial sums.
+ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
+# where drafts are judged by probabilities: both models', the residual and its logarithm
+ACCEPT_LOGITS = 4
+# bytes per token of a context that penalties count: its id twice, and indices of two scatters
+HISTORY_BYTES = 32
+# what products of few rows add up
+PARTIAL_SUMS = 2**27
+
+
+def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
+    """The most that a round or a prefill takes beside weights and state, estimated from above.
+
+    ``num_features`` of the target's layers are read. XLA takes 0.93 to 1.25 GB of 1.18 to 1.31
+    planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). On a CPU attention comes on top.
+    """
+    rounds = (
+        _round_bytes(model, config, shape, batch, num_features)
+        for shape in config.shapes
+        for batch in config.batch_buckets
+    )
+    prefills = (
+        _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
+    )
+    return PARTIAL_SUMS + max((*rounds, *prefills))
+
+
+def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
+    """Of one layer: gate and up, their product, the residual stream, and what is kept of layers."""
+    width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
+    return rows * width * np.dtype(model.jnp_dtype).itemsize
+
+
+def _round_bytes(
+    model: TransformerConfig, config: RunnerConfig, shape: DraftShape, batch: int, num_features: int
+) -> int:
+    in_one_pass = config.algorithm.supports_target_verify_for_draft()
+    rows, drafted = batch * shape.nodes, batch * (shape.nodes if in_one_pass else shape.topk)
+    copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
+    copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
+    logits = max(copies * rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
+    history = HISTORY_BYTES * batch * config.context
+    drafting = config.algorithm.draft_bytes(batch, config.context, shape)
+    return logits + _activations(model, rows, num_features) + max(history, drafting)
+
+
+def _prefill_bytes(
+    model: TransformerConfig, config: RunnerConfig, width: int, num_features: int
+) -> int:
+    chunks = config.max_chunks(width)
+    logits = chunks * (PREFILL_LOGITS * model.vocab_size * 4 + HISTORY_BYTES * config.context)
+    kept = width * (1 + num_features) * model.hidden_size * np.dtype(model.jnp_dtype).itemsize
+    if width in config.logprob_buckets:  # every row has logits there
+        logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
+    return max(_activations(model, width, num_features), kept + logits)
+
+
+# Products of one row take XLA's matrix-vector path on a GPU, which has more kernels. Plain rounds:
+# 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B shape; H200). With
+# drafts only what the head computes for one token has one row: padded, a round of SmolLM2-135M with
+# five drafts takes 0.98 ms instead of 1.04, one of the 8B shape with seven 5.91 instead of 5.78.
+PADDED_ROWS = 2
+# between those two models; below it launches bind a round: an H200 reads so much in 0.25 ms
+LAUNCH_BOUND_BYTES = 1e9
+# tokens: fewer take as long on a GPU, since the weights are read
+LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
+# prompt tokens of a step beside requests that decode: 12 ms of the Llama-3.1-8B shape on an H200
+DEFAULT_CHUNK = 512
+
+
+def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
+    """Rows that a batch of one is padded to."""
+    pays = on_gpu and (not drafts or weight_bytes < LAUNCH_BOUND_BYTES)
+    return PADDED_ROWS if pays else 1
+
+
+def batch_buckets(max_running_requests: int, smallest: int = 1) -> tuple[int, ...]:
+    """Powers of two from ``smallest`` up to ``max_running_requests``, and that number itself."""
+    doubled = takewhile(lambda size: size < max_running_requests, (smallest << i for i in count()))
+    return (*doubled, max(smallest, max_running_requests))
+
+
+def checked_buckets(
+    buckets: Sequence[int] | None, max_running_requests: int, smallest: int = 1
+) -> tuple[int, ...]:
+    """Batch buckets as given, sorted, or the default ones for ``None``."""
+    if buckets is None:
+        return batch_buckets(max_running_requests, smallest)
+    ordered = tuple(sorted(set(buckets)))
+    if not ordered or ordered[0] < 1 or ordered[-1] < max_running_requests:
+        raise ValueError(
+            f"batch_buckets={tuple(buckets)} must be at least 1 and their largest at least "
+            f"max_running_requests={max_running_requests}"
+        )
+    return ordered
+
+
+def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
+    """Widths of a prefill: ``largest``, and a quarter of each as long as that saves time.
+
+    On a GPU half of those that run beside rounds, which padding and further calls delay.
+    """
+    least, halved = (LEAST_PREFILL_CPU, 0) if on_cpu else (LEAST_PREFILL, DEFAULT_CHUNK)
+    widths = [largest]
+    while (width := widths[-1] // (2 if widths[-1] <= halved else 4)) >= least:
+        widths.append(width)
+    return tuple(reversed(widths))
+
+
+def pick_bucket(size: int, buckets: Sequence[int]) -> int:
+    """The smallest of ascending buckets that holds ``size``."""
+    at = bisect_left(buckets, size)
+    if at == len(buckets):
+        raise ValueError(f"size={size} exceeds the largest bucket of {(*buckets,)}")
+    return buckets[at]

@@ -10,7 +10,7 @@ import jax
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics.totals import Totals
-from specjax.runtime.dispatched import Dispatched
+from specjax.runtime.runner import Dispatched
 from specjax.scheduling.request import PromptPiece, Request, RunningRequest
 
 logger = logging.getLogger(__name__)

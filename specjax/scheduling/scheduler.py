@@ -16,11 +16,10 @@ from specjax.kv.budget import PageBudget, Room
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics.totals import Totals
-from specjax.runtime.buckets import pick_bucket
 from specjax.runtime.runner import ModelRunner
-from specjax.scheduling.deadlines import Deadlines
+from specjax.runtime.runner_config import pick_bucket
 from specjax.scheduling.in_flight import InFlight
-from specjax.scheduling.request import PromptPiece, Request, RunningRequest
+from specjax.scheduling.request import Deadlines, PromptPiece, Request, RunningRequest
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import specjax
 from specjax.server.figures import choice_meta, speculative_metrics, usage
 from specjax.server.tokens import TokenTexts
-from specjax.text.accepts import AcceptPieces
+from specjax.text.completion import AcceptPieces
 
 Result = dict[str, Any]  # of the engine
 _HOLE = "\0"

@@ -2,7 +2,7 @@
 
 import re
 
-from specjax.text.accepts import AcceptPieces
+from specjax.text.completion import AcceptPieces
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

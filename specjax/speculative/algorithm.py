@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from specjax.config import ModelConfig
 from specjax.kv.pages import PageView, Segments
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
+from specjax.models.flat import FlatModel, Networks, Placement
 from specjax.models.layers import Attend
-from specjax.models.networks import Networks
-from specjax.models.placement import Placement
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.custom import CommonAlgorithm, CustomSpecAlgo, source_facts
 from specjax.speculative.registry import find
 from specjax.speculative.registry import register_algorithm as register_algorithm
+from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
 
 # An algorithm's own pytrees. State is read and written as a whole (KV pools, tables); rows are what
@@ -271,3 +270,35 @@ def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
     """Keys and values ``[L, num_kv, 2, KV, H]`` of all layers of a network."""
     shape = (config.num_layers, num_kv, 2, config.num_kv_heads, config.head_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(config.jnp_dtype))
+
+
+@dataclass(frozen=True)
+class Plain(SpeculativeAlgorithm):
+    """A draft of no tokens, without state and rows."""
+
+    def reads(self, option: str) -> bool:
+        return option == "speculative_algorithm"
+
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        return DraftShape.chain(0)
+
+    def is_none(self) -> bool:
+        return True
+
+    def prefill(
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
+    ) -> tuple[State, Rows]:
+        return state, rows
+
+    def propose(
+        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
+    ) -> tuple[VerifyInput, State]:
+        return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
+
+    def extend(
+        self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
+    ) -> tuple[State, Rows]:
+        return state, rows
+
+
+PLAIN = Plain("NONE")

@@ -16,8 +16,7 @@ from specjax.checkpoints.draft import DraftCheckpoint, open_draft
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import DraftConfig
 from specjax.models.eagle import Eagle3Head, EagleHead, build_head
-from specjax.models.flat import FlatModel
-from specjax.models.networks import Networks
+from specjax.models.flat import FlatModel, Networks
 from specjax.speculative.algorithm import (
     Batch,
     PromptChunks,

@@ -31,10 +31,9 @@ import jax.numpy as jnp
 from specjax.checkpoints.mtp import MtpCheckpoint, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import MtpConfig
-from specjax.models.flat import FlatModel
+from specjax.models.flat import FlatModel, Networks
 from specjax.models.layers import pick_row
 from specjax.models.mtp import MtpHead
-from specjax.models.networks import Networks
 from specjax.speculative.algorithm import (
     Batch,
     PromptChunks,

@@ -19,7 +19,7 @@ GROUP = "specjax.algorithms"
 
 # name: where the instance is; imported when it is asked for
 _FACTORIES = {
-    PLAIN: "specjax.speculative.plain:PLAIN",
+    PLAIN: "specjax.speculative.algorithm:PLAIN",
     "EAGLE": "specjax.speculative.eagle:EAGLE",
     "EAGLE3": "specjax.speculative.eagle:EAGLE3",
     "NGRAM": "specjax.speculative.ngram:NGRAM",

@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoints.draft_model import open_draft_model
+from specjax.checkpoints.draft import open_draft_model
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import ModelConfig
-from specjax.models.draft_lm import DraftLM
-from specjax.models.flat import FlatModel
-from specjax.models.networks import Networks
+from specjax.models.decoder import DraftLM
+from specjax.models.flat import FlatModel, Networks
 from specjax.speculative.algorithm import (
     Batch,
     PromptChunks,

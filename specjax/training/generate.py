@@ -22,7 +22,7 @@ from specjax.config import ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import Attend, pick_row, rotated
-from specjax.training.attention import masked_attention
+from specjax.training.ttt import masked_attention
 
 CHUNK_STEPS = 32
 # per layer keys and values [B, L, KV, H]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specjax.checkpoints import TargetCheckpoint, embedded, open_draft, open_target
+from specjax.checkpoints import TargetCheckpoint, open_draft, open_target, target
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 def test_missing_head_is_explained(
     checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "_HEADS", tmp_path)
+    monkeypatch.setattr(target, "_HEADS", tmp_path)
     with pytest.raises(ValueError, match=r"no draft head for 'smollm2-135m'.*train_draft\.py"):
         open_draft(None, checkpoint)
 

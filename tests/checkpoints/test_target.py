@@ -20,8 +20,7 @@ from specjax.checkpoints.assemble import make_weight
 from specjax.checkpoints.recipes import Part, Recipe
 from specjax.checkpoints.tensors import TensorSource
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
-from specjax.models.placement import Placement
+from specjax.models.flat import FlatModel, Placement
 
 from ..tiny_checkpoints import write_target as tiny_target
 from .files import (

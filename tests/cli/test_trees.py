@@ -9,7 +9,7 @@ import pytest
 from specjax import Engine
 from specjax.cli.main import main
 from specjax.cli.trees import RoundTree, TreePainter, watched_trees
-from specjax.runtime.staged import StagedRounds
+from specjax.runtime.functions import StagedRounds
 from specjax.speculative.tree import chain_input
 from specjax.types import NodeOutputs, VerifyInput, VerifyOutput
 

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from specjax.compiling import cache as compile_cache
-from specjax.compiling.cache import CompileCache, open_compile_cache
-from specjax.compiling.jax_cache import bypassed
+from specjax.compiling.cache import CompileCache, bypassed, open_compile_cache
 from specjax.compiling.pool import CompiledFunction, CompilePool
 from specjax.types import KVPools
 

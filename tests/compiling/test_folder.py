@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from specjax.compiling.folder import make_private_folder, read_private, write_private
+from specjax.compiling.cache import make_private_folder, read_private, write_private
 
 
 @pytest.fixture

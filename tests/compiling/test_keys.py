@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax.compiling import cache as compile_cache
-from specjax.compiling import keys
+from specjax.compiling import cache
 from specjax.compiling.cache import CompileCache
 
 from ..tiny import TARGET
@@ -76,12 +75,12 @@ def test_an_address_is_no_configuration() -> None:
 
 
 def test_the_environment_is_in_the_key(monkeypatch) -> None:
-    before, facts = key_of(), keys.environment(jax.devices()[:1])
+    before, facts = key_of(), cache.environment(jax.devices()[:1])
     names = {"jax", "jaxlib", "flax", "runtime", "devices", "sources", "python", "XLA_FLAGS"}
     assert names <= set(facts)
     assert "cpu" in facts or jax.default_backend() != "cpu"
     assert "cpu" in facts["devices"].lower() or jax.default_backend() != "cpu"
-    monkeypatch.setattr(compile_cache, "environment", lambda _: facts | {"sources": "changed"})
+    monkeypatch.setattr(cache, "environment", lambda _: facts | {"sources": "changed"})
     assert key_of() != before
 
 
@@ -118,8 +117,8 @@ def test_settings_that_change_no_code_are_not() -> None:
 
 def test_a_changed_added_or_renamed_source_changes_the_digest(tmp_path) -> None:
     def digest() -> str:
-        keys.source_digest.cache_clear()
-        return keys.source_digest(str(tmp_path))
+        cache.source_digest.cache_clear()
+        return cache.source_digest(str(tmp_path))
 
     (tmp_path / "a.py").write_text("x = 1")
     (tmp_path / "notes.txt").write_text("not code")
@@ -139,9 +138,9 @@ def test_a_changed_added_or_renamed_source_changes_the_digest(tmp_path) -> None:
 def test_the_digest_covers_the_kernels(monkeypatch, tmp_path) -> None:
     import specjax.kernels
 
-    before = keys.source_digest()
+    before = cache.source_digest()
     (tmp_path / "kernel.py").write_text("x = 1")
     monkeypatch.setattr(specjax.kernels, "__path__", [str(tmp_path)])
-    keys.source_digest.cache_clear()
-    assert keys.source_digest() != before
-    keys.source_digest.cache_clear()
+    cache.source_digest.cache_clear()
+    assert cache.source_digest() != before
+    cache.source_digest.cache_clear()

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from specjax import Engine, SamplingParams
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
-from specjax.engine.diagnostics import next_logits
+from specjax.engine.info import next_logits
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm

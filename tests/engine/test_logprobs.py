@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import Engine
-from specjax.engine.diagnostics import next_logits
+from specjax.engine.info import next_logits
 
 from ..tiny_checkpoints import letter_tokenizer
 

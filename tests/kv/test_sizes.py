@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.kv.sizes import device_memory, plan_pools
-from specjax.runtime.buckets import (
+from specjax.runtime.runner_config import (
     batch_buckets,
     pick_bucket,
     prefill_buckets,

@@ -15,12 +15,14 @@ from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from specjax.metrics.prometheus import EngineMetrics
-from specjax.metrics.throughput import MARKS_A_WINDOW, WINDOW_SECONDS, Throughput
 from specjax.metrics.totals import (
     FIRST_TOKEN_BOUNDS,
     INTER_TOKEN_BOUNDS,
     LATENCY_BOUNDS,
+    MARKS_A_WINDOW,
+    WINDOW_SECONDS,
     Histogram,
+    Throughput,
     Totals,
 )
 from specjax.types import DraftShape

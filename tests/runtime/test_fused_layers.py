@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.engine.diagnostics import dense_attend
+from specjax.engine.info import dense_attend
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 

@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 
 from specjax.checkpoints.presets import LLAMA31_8B
-from specjax.runtime.buckets import prefill_buckets
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import RunnerConfig
-from specjax.runtime.temporaries import PARTIAL_SUMS, temporary_bytes
+from specjax.runtime.runner_config import (
+    PARTIAL_SUMS,
+    RunnerConfig,
+    prefill_buckets,
+    temporary_bytes,
+)
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.ngram import NGRAM, NgramShape
 from specjax.types import DraftShape

@@ -7,8 +7,7 @@ import numpy as np
 
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
-from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
 from specjax.scheduling.request import Request

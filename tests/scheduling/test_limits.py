@@ -9,7 +9,7 @@ from specjax.kv import budget
 from specjax.metrics.totals import Totals
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
-from specjax.scheduling.deadlines import Deadlines
+from specjax.scheduling.request import Deadlines
 from specjax.scheduling.scheduler import QueueFullError
 
 from ..copying import plain_output

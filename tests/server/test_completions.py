@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specjax.text.accepts import AcceptPieces
+from specjax.text.completion import AcceptPieces
 from specjax.text.tokenizer import IncrementalDecoder
 
 from ..tiny_engines import is_idle

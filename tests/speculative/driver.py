@@ -9,11 +9,10 @@ import numpy as np
 from specjax.kernels.draw_tokens import position_noise
 
 from specjax.config import DraftConfig, ModelConfig
-from specjax.engine.diagnostics import dense_attend
+from specjax.engine.info import dense_attend
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.runtime.dispatched import Dispatched
-from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import MtpConfig
-from specjax.engine.diagnostics import dense_attend, dense_attention
+from specjax.engine.info import dense_attend, dense_attention
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import rotated

@@ -18,11 +18,10 @@ from specjax.config import ModelConfig
 from specjax.engine.args import EngineArgs
 from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM, DecoderLayer
-from specjax.models.flat import FlatModel
+from specjax.models.flat import FlatModel, Networks
 from specjax.models.layers import Linear, RMSNorm, rope_tables
-from specjax.models.networks import Networks
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.temporaries import temporary_bytes
+from specjax.runtime.runner_config import temporary_bytes
 from specjax.sampling.draw import draft_tokens
 from specjax.sampling.params import SamplingParams
 from specjax.speculative import registry

@@ -15,8 +15,7 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import RunnerConfig
-from specjax.runtime.temporaries import temporary_bytes
+from specjax.runtime.runner_config import RunnerConfig, temporary_bytes
 from specjax.speculative import registry
 from specjax.speculative.algorithm import (
     CustomSpecAlgo,

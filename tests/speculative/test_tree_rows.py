@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.engine.diagnostics import dense_attend
+from specjax.engine.info import dense_attend
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights

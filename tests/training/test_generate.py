@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from specjax.training import generate
-from specjax.training.attention import packed_attend
 from specjax.training.generate import Sampler
+from specjax.training.ttt import packed_attend
 
 SIZE = 32
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.training.saving import checkpoint_manager, restore_state, save_state
-from specjax.training.trainer import TrainState
+from specjax.training.trainer import TrainState, checkpoint_manager, restore_state, save_state
 
 from ..damage import Saved
 
@@ -63,7 +62,7 @@ def test_a_flipped_bit_loads_no_other_values(saved, caplog, steps, count) -> Non
         except ValueError as error:
             refusal = str(error)
         outcomes[step] += 1
-        warned = [r.getMessage() for r in caplog.records if r.name == "specjax.training.saving"]
+        warned = [r.getMessage() for r in caplog.records if r.name == "specjax.training.trainer"]
         if step == 3:
             assert len(warned) == 1
             assert warned[0].startswith("step 6 cannot be restored (")

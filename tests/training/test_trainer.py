@@ -15,8 +15,13 @@ from specjax.checkpoints.tensors import open_directory
 from specjax.models.eagle import Eagle3Head
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
-from specjax.training.saving import checkpoint_manager, restore_state, save_state
-from specjax.training.trainer import TrainConfig, Trainer
+from specjax.training.trainer import (
+    TrainConfig,
+    Trainer,
+    checkpoint_manager,
+    restore_state,
+    save_state,
+)
 
 
 @pytest.fixture(autouse=True)

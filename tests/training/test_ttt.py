@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from specjax.models.layers import rope_tables, rotated
-from specjax.training.attention import masked_attention, packed_attend, ttt_attend
 from specjax.training.data import Corpus, pack, place_rows
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import (
     StepStatistics,
+    masked_attention,
+    packed_attend,
     step_mask,
     target_outputs,
+    ttt_attend,
     ttt_loss,
     ttt_states,
 )
