@@ -124,7 +124,7 @@ class AdaptiveController:
             policy = AdaptiveSpeculativeParams(worker.speculative_num_steps, config_path)
         elif config_path is not None:
             raise ValueError(f"{policy=} excludes {config_path=}; pass one of them")
-        elif not hasattr(policy, "on_verify_complete"):
+        elif isinstance(policy, type) or not hasattr(policy, "on_verify_complete"):
             raise ValueError(f"{policy=} is not a policy; pass a configuration as config_path")
         self.worker = worker
         self.policy = self.params = policy

@@ -145,11 +145,16 @@ def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def option_of_line(line: str) -> list[str]:
+    """The option of a line of an ``@FILE``; none for an empty line or a comment."""
+    return [line] if line.strip() and not line.startswith("#") else []
+
+
 def _first_line(path: str) -> str:
     try:
         line = Path(path).read_text().partition("\n")[0].strip()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r}: {error}") from None
     if not line:
         raise argparse.ArgumentTypeError(f"{path!r} has no secret in its first line")
     return line

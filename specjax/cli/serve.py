@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specjax.checks import check_integer, check_number
-from specjax.cli.options import SERVING, add_engine_options
+from specjax.cli.options import SERVING, add_engine_options, option_of_line
 
 API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
 
@@ -21,6 +21,7 @@ def add_serve_parser(commands: Any) -> None:
         fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
+    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
     group = parser.add_argument_group("server")
     for flag, kind, default, text in (
         ("--host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this host"),
@@ -69,7 +70,7 @@ def run_serve(
     args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
 ) -> int:
     """Run the command until a signal ends it."""
-    from specjax.server.access import LOOPBACK, Access
+    from specjax.server.access import Access, is_loopback
     from specjax.server.process import serve  # what it needs is an extra
 
     check_integer("--port", args.port, 0, 65535)
@@ -83,12 +84,16 @@ def run_serve(
         name=args.served_model_name,
         access=Access(
             # on a command line other users see it
-            api_key=os.environ.get(API_KEY) if args.api_key is None else args.api_key,
-            admin_api_key=os.environ.get(ADMIN_API_KEY, args.admin_api_key),
-            is_private=args.host in LOOPBACK,
+            api_key=_or_environment(args.api_key, API_KEY),
+            admin_api_key=_or_environment(args.admin_api_key, ADMIN_API_KEY),
+            is_private=is_loopback(args.host),
             allowed_hosts=args.allowed_hosts,
             origins=args.cors_allow_origin,
         ),
         **{name: value for name, value in limits.items() if value is not None},
     )
     return 0
+
+
+def _or_environment(value: str | None, name: str) -> str | None:
+    return os.environ.get(name) if value is None else value

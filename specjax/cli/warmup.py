@@ -7,7 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specjax.cli.options import SERVING, add_engine_options, add_start_options, with_preset
+from specjax.cli.options import (
+    SERVING,
+    add_engine_options,
+    add_start_options,
+    option_of_line,
+    with_preset,
+)
 from specjax.compiling.cache import open_compile_cache
 from specjax.engine import warmup
 from specjax.engine.args import EngineArgs
@@ -25,6 +31,7 @@ def add_warmup_parser(commands: Any) -> None:
         fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
+    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
     add_engine_options(parser, SERVING)
     group = parser.add_argument_group("warm-up")
     add_start_options(group, ())

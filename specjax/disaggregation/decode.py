@@ -151,13 +151,12 @@ class DecodeScheduler(Scheduler):
         room = TOKENS_A_STEP if len(self._awaited) < len(self._running) else UNLIMITED
         while self._arrived and room > 0:
             message, taken = self._arrived.popleft()
+            row = self._awaited.get(message.id)
+            if row is not None:  # it still waits
+                room -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
+                self._take(row, message)
             if taken is not None:
                 taken()
-            row = self._awaited.get(message.id)
-            if row is None:
-                continue  # it does not wait any more
-            room -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
-            self._take(row, message)
 
     def _take(self, row: RunningRequest, message: Arrival) -> None:
         try:

@@ -25,7 +25,7 @@ class LocalPeer:
         self._scheduler.expect(prefill[1].facts)
         self._placing = Placing(decode, self._failed)
         self._asker = Asker(*prefill, self._deliver)
-        self._loop.post(partial(self._scheduler.join, self))
+        self._loop.run(partial(self._scheduler.join, self))
 
     @property
     def weights(self) -> str:

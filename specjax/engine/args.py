@@ -241,7 +241,8 @@ class EngineArgs:
     @cached_property
     def algorithm(self) -> SpeculativeAlgorithm:
         """How tokens are drafted."""
-        return self._registered.create_worker(self)
+        made = self._registered.create_worker(self)
+        return getattr(self._registered, "overridden", lambda worker: worker)(made)
 
     @cached_property
     def _registered(self) -> SpeculativeAlgorithm | CustomSpecAlgo:

@@ -85,8 +85,8 @@ def build_engine(
 
     The weights of the ``lender``, another engine over the same model, are used again.
     """
+    plan = plan_parts(args)  # first: it says what is missing where JAX has no device
     cache = open_compile_cache(args.compile_cache_dir)
-    plan = plan_parts(args)
     if lender is not None and not is_same(lender[0].target, plan.target):
         other = lender[0].target
         raise ValueError(

@@ -38,7 +38,7 @@ class DisaggregatedEngine(_Side):
         **options: Any,
     ) -> None:
         for name in ("disaggregation_address", "disaggregation_secret"):
-            if options.get(name):
+            if options.get(name) or (prefill or {}).get(name):
                 raise ValueError(f"{name} is given, but both sides are in this process; leave it")
         super().__init__(
             model,

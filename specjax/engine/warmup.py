@@ -70,13 +70,13 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     functions of their own. Without a folder that is a ``ValueError``.
     """
     started = time.perf_counter()
+    plan = plan_parts(args)
     cache = open_compile_cache(args.compile_cache_dir)
     if cache is None:
         raise ValueError(
             f"compile_cache_dir={args.compile_cache_dir!r} leaves no folder to compile into; give "
             "a folder of your own"
         )
-    plan = plan_parts(args)
     runner = plan.make_runner(cache)
     compile_runner(args, runner, stages=stages)
     return WarmUp(

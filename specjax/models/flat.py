@@ -100,7 +100,8 @@ class Placement:
         except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails
             raise ValueError(
                 f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: "
-                f"{error!r}; install the extra cuda12 or cuda13 (pip install '.[cuda13]')"
+                f"{error!r}; set JAX_PLATFORMS=cpu, or for a GPU install the extra cuda12 or "
+                "cuda13 (pip install '.[cuda13]')"
             ) from error
         if not 0 <= index < len(devices):
             raise ValueError(

@@ -60,7 +60,11 @@ def start_device_thread(
     atexit.unregister(_end_device_threads)
     atexit.register(_end_device_threads)
     _device_threads[thread] = stop
-    thread.start()
+    try:
+        thread.start()
+    except BaseException:
+        del _device_threads[thread]
+        raise
     return thread
 
 
@@ -68,7 +72,8 @@ def _end_device_threads() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     threads = dict(_device_threads)
     for stop in threads.values():
-        stop()
+        with suppress(Exception):  # all are joined
+            stop()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 

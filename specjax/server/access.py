@@ -1,13 +1,15 @@
 """Who may use which routes: keys, callers on the same host, and pages of other sites."""
 
 import hmac
+import ipaddress
+import re
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# a name or address, with or without a port
+_HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
 
 
 class Access:
@@ -44,7 +46,7 @@ class Access:
                 )
         self._api_key, self._admin_key = api_key, admin_api_key
         self._is_private = is_private
-        self._hosts = {*LOOPBACK, *allowed_hosts}
+        self._hosts = {name.lower() for name in allowed_hosts}
         self.origins = origins
 
     @property
@@ -65,17 +67,19 @@ class Access:
             _check_key(exchange, self._admin_key)
         elif self._api_key is None:
             client = exchange.scope.get("client")
-            if client is not None and client[0] not in LOOPBACK:
+            if client is not None and not is_loopback(client[0]):
                 message = "without a key this is for callers on the same host; set --admin-api-key"
                 raise ApiError(403, message, code="not_local")
             self._check_site(exchange)
 
     def _check_site(self, exchange: Exchange) -> None:
         """Refuse what browsers send for pages of other sites, and foreign names of this host."""
-        host = (exchange.header(b"host") or b"localhost").decode("latin-1")
-        origin = exchange.header(b"origin")
-        site = exchange.header(b"sec-fetch-site")
-        if _host_name(host) not in self._hosts:
+        host = (_only(exchange, b"host") or b"localhost").decode("latin-1")
+        origin = _only(exchange, b"origin")
+        site = _only(exchange, b"sec-fetch-site")
+        found = _HOST.fullmatch(host)
+        name = (found[1] or found[2]).lower() if found else ""
+        if not is_loopback(name) and name not in self._hosts:
             message = f"Host {host!r} is not a loopback address; allow it with --allowed-hosts"
             raise ApiError(403, message, code="unknown_host")
         if origin is not None and not {"*", origin.decode("latin-1")}.isdisjoint(self.origins):
@@ -97,8 +101,17 @@ def _check_key(exchange: Exchange, *keys: str | None) -> None:
         raise ApiError(401, message, code="invalid_api_key")
 
 
-def _host_name(host: str) -> str | None:
+def _only(exchange: Exchange, name: bytes) -> bytes | None:
+    """The value of a header that may not come twice."""
+    values = [value for key, value in exchange.scope["headers"] if key == name]
+    if len(values) > 1:
+        raise ApiError(400, f"the header {name.decode()} comes {len(values)} times")
+    return values[0] if values else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this host's own, which nobody else reaches."""
     try:
-        return urlsplit(f"//{host}").hostname
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return None
+        return host == "localhost"

@@ -3,6 +3,7 @@
 A field stays JSON text until then, so that a large body of wrong values costs nothing.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -17,15 +18,23 @@ T = TypeVar("T")
 # A value of any type: commas and brackets of a long one, and nesting. 2**19 objects take 120 MB.
 LONG_VALUE, MAX_PARTS, MAX_DEPTH = 2**20, 2**19, 64
 QUOTED_BYTES = 80
+MAX_FIELDS = 256  # of one object, known and unknown
 INPUTS = "a text, a list of token ids, or a list of either"
 _NULL = Raw(b"null")
 _INPUTS = re.compile(rb'\s*(\[?)\s*(["\[]?)')
 
 
+class _Name(str):
+    """The name of a field."""
+
+
+_OBJECT = dict[_Name, Raw]
+
+
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:
     """The fields of a JSON object as JSON text; ApiError if it is not an object of valid JSON."""
     try:
-        return msgspec.json.decode(data, type=dict[str, Raw])
+        return _decode(data, _OBJECT)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.ValidationError as error:
@@ -87,7 +96,7 @@ class Body:
 
     def fields(self, name: str) -> "Body":
         """A nested object, empty if it is absent."""
-        return Body(self._typed(name, {}, dict[str, Raw], "an object"))
+        return Body(self._typed(name, {}, _OBJECT, f"an object of at most {MAX_FIELDS} fields"))
 
     def integer(self, name: str, default: Any = None, *, at_least: int, at_most: int) -> Any:
         limits = f"an integer from {at_least} to {at_most}"
@@ -134,9 +143,20 @@ class Body:
         if not isinstance(value, Raw):
             return value
         try:
-            return msgspec.json.decode(value, type=kind)
+            return _decode(value, kind)
         except (ValueError, RecursionError):
             raise ApiError(400, f"{name}={quote(value)} must be {meaning}", param=name) from None
+
+
+def _decode(data: Any, kind: Any) -> Any:
+    names = itertools.count()
+
+    def take_name(_: type, name: str) -> _Name:
+        if next(names) == MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} fields")
+        return _Name(name)
+
+    return msgspec.json.decode(data, type=kind, dec_hook=take_name)
 
 
 def quote(value: Raw) -> str:

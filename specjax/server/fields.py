@@ -7,11 +7,13 @@ from typing import Any
 from specjax.checks import short
 from specjax.server.body import Body
 from specjax.server.errors import ApiError
+from specjax.server.sampling import NAMES
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMES, MAX_NAME = 32, 64  # that are logged, and characters of one
 LIKENESS = 0.8  # of a misspelt name, up to 1
+MAX_COMPARED = 16  # unknown names of a request that are compared with known ones, 70 us each
 
 # about the caller, the account or the transport: the text would be the same
 IGNORED = frozenset(
@@ -61,13 +63,27 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "lora_path": ("adapters are not supported", ()),
     "chat_template": ("the checkpoint's own is used", ()),
     "documents": ("give them in chat_template_kwargs", ([],)),
-    "reasoning_effort": ("give it in chat_template_kwargs", ()),
+    **dict.fromkeys(
+        "reasoning_effort reasoning thinking enable_thinking verbosity".split(),
+        ("give it in chat_template_kwargs", ()),
+    ),
+    "do_sample": ("give temperature, which is 0 for the likeliest tokens", ()),
+    "prompt_embeds": (_TEXT, ()),
+    "session_params": ("a request has its whole text", ()),
+    "token_ids_logprob": ("give return_logprob and top_logprobs_num", ([],)),
+    "lora_request": ("adapters are not supported", ()),
     "return_hidden_states": ("they are not sent over HTTP", (False,)),
     "return_bytes": ("answers are text", (False,)),
     "return_entropy": ("give return_logprob and top_logprobs_num", (False,)),
     "background": ("an answer is waited for", (False,)),
     "return_tokens_as_token_ids": ("logprobs name tokens by their text", (False,)),
 }
+# Fields that one route takes and another does not.
+SAMPLING = frozenset((*NAMES, *NAMES.values()))
+ELSEWHERE = SAMPLING | frozenset(
+    "prompt messages text input_ids sampling_params echo logprobs top_logprobs return_logprob "
+    "top_logprobs_num logprob_start_len max_completion_tokens".split()
+)
 
 
 class IgnoredFields:
@@ -87,9 +103,10 @@ class IgnoredFields:
 
 def is_neutral(name: str, value: Any) -> bool:
     """Whether a field that is not supported asks for nothing."""
-    if name not in REFUSED:
-        return not value  # such as false, 0, "" or []
-    return any(value == one and type(value) is type(one) for one in REFUSED[name][1])
+    if name in REFUSED:
+        choices = REFUSED[name][1]
+        return any(value == one and type(value) is type(one) for one in choices)
+    return name not in SAMPLING and not value  # such as false, 0, "" or []
 
 
 def finish_fields(body: Body, ignored: IgnoredFields) -> None:
@@ -97,16 +114,25 @@ def finish_fields(body: Body, ignored: IgnoredFields) -> None:
 
     What looks like a misspelt name of a known field is refused too.
     """
+    is_native = "sampling_params" in body.known
     known = {*body.known, *REFUSED}
+    elsewhere = "give it in sampling_params" if is_native else "other routes do"
+    num_compared = 0
     for name in body.left:
         value = body.take(name)
-        if name in IGNORED or is_neutral(name, value):
-            continue
-        if name in REFUSED:
-            message = f"{name} is not supported: {REFUSED[name][0]}"
+        if name in REFUSED or name in ELSEWHERE:
+            if is_neutral(name, value):
+                continue
+            message = f"this route does not take {name}; {elsewhere}"
+            if name in REFUSED:
+                message = f"{name} is not supported: {REFUSED[name][0]}"
             raise ApiError(400, message, param=name, code="unsupported_field")
-        near = get_close_matches(name[:MAX_NAME], known, 1, LIKENESS)
-        if near:
+        if name in IGNORED:
+            continue
+        num_compared += 1
+        if num_compared <= MAX_COMPARED and (
+            near := get_close_matches(name[:MAX_NAME], known, 1, LIKENESS)
+        ):
             message = f"unknown field {short(name)}; did you mean {near[0]!r}?"
             raise ApiError(400, message, param=name, code="unknown_field")
         ignored.add(name)

@@ -67,7 +67,7 @@ async def generate(
         raise ApiError(
             400,
             f"up to {job.max_reported} log-probabilities in one request; at most {MAX_REPORTED} "
-            "are reported; lower max_tokens, n or the number of best tokens",
+            "are reported; lower max_tokens (max_new_tokens), n or the number of best tokens",
         )
     with service.admitted(len(job.call.requests)):
         work = (_stream if job.call.is_stream else _reply)(service, exchange, job)
@@ -80,7 +80,10 @@ async def _job(service: Service, exchange: Exchange, read: Read, is_quick: bool)
     async with exchange.body(service.max_body_bytes, service.large_bodies) as data:
         if is_quick and len(data) <= INLINE_BYTES:
             return read(service, Body(parse_object(data)))
-        return await asyncio.to_thread(lambda: read(service, Body(parse_object(data))))
+        # conversations have threads of their own, since a template may hold them up for seconds
+        threads = None if is_quick else service.renderers
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, lambda: read(service, Body(parse_object(data))))
 
 
 async def _reply(service: Service, exchange: Exchange, job: Job) -> None:

@@ -29,6 +29,8 @@ def read_generate(service: Service, body: Body) -> Job:
     service.check_model(body)
     with client_names(is_native=True):
         text, ids = (service.take_inputs(body, name) for name in ("text", "input_ids"))
+    if (text is None) == (ids is None):
+        raise ApiError(400, "give exactly one of text and input_ids", param="text")
     inputs = text if ids is None else ids
     if inputs == []:
         raise ApiError(400, "text or input_ids is an empty list; give at least one input")

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from specjax.engine import Engine
-from specjax.server.access import LOOPBACK, Access
+from specjax.server.access import Access, is_loopback
 from specjax.server.app import route
 from specjax.server.protocol import (
     ACCEPT_BATCH,
@@ -82,7 +82,7 @@ def serve(
     LimitedProtocol.max_connections = raise_descriptor_limit()
     server = _Server(config, service, shutdown_timeout)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    if host not in LOOPBACK and not access.has_key:
+    if not is_loopback(host) and not access.has_key:
         logger.warning("%s is open to everybody who reaches it; set --api-key", address)
 
     def make() -> None:

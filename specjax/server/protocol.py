@@ -29,6 +29,11 @@ ACCEPT_BATCH = 64
 # Descriptors that connections leave for files and devices, and connections that there are anyway.
 RESERVED_DESCRIPTORS, LEAST_CONNECTIONS = 64 + ACCEPT_BATCH, 16
 LOG_SECONDS = 60.0
+# Requests that may wait behind the one in hand; more on one connection close it.
+MAX_PIPELINED = 16
+# uvicorn warns of each request that is broken or asks for an upgrade: strangers could fill the log.
+_errors = logging.getLogger("uvicorn.error.connection")
+_errors.setLevel(logging.ERROR)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -46,6 +51,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.logger = _errors
         self._wait(HEAD_SECONDS)
         while len(self.connections) > self.max_connections and self._waiting:
             oldest = next(iter(self._waiting))
@@ -76,7 +82,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head, self._num_bytes = False, 0
         self._stop_waiting()
-        super().on_headers_complete()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.close()
+        else:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0
@@ -93,6 +102,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_answered:
             self._waiting[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
 
     @property
     def _is_answered(self) -> bool:

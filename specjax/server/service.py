@@ -1,7 +1,7 @@
 """What all routes share: the engine once it is there, its name, and the work in hand."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ class Service:
         self.max_requests, self.max_body_bytes = max_requests, max_body_bytes
         self.num_requests = 0
         self.ignored_fields = IgnoredFields()
+        self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
         # two of the longest bodies
         self.large_bodies = LargeBodies(2 * max_body_bytes)
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)

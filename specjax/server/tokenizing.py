@@ -31,7 +31,10 @@ async def _answer(
     service: Service, exchange: Exchange, read: Callable[[Service, Body], bytes]
 ) -> None:
     async with exchange.body(service.max_body_bytes, service.large_bodies) as data:
-        result = await asyncio.to_thread(lambda: read(service, Body(parse_object(data))))
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(
+            service.renderers, lambda: read(service, Body(parse_object(data)))
+        )
     await exchange.reply(result)
 
 

@@ -140,9 +140,9 @@ class CustomSpecAlgo(CommonAlgorithm):
             raise ValueError(f"the factory of {knob} failed: {error!r}") from error
         if not isinstance(worker, SpeculativeAlgorithm):
             raise ValueError(f"the factory of {knob} made {worker!r}, no SpeculativeAlgorithm")
-        return self._overridden(worker.create_worker(args))
+        return worker.create_worker(args)
 
-    def _overridden(self, worker: Any) -> Any:
+    def overridden(self, worker: Any) -> Any:
         """The worker with the methods that this class overrides, and their sources in its facts."""
         own = {
             name: getattr(self, name)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
+from types import FunctionType
 from typing import Any, TypeVar
 
 from specjax.speculative.custom import CustomSpecAlgo, note_sources
@@ -130,7 +131,12 @@ def register_algorithm(
         and hasattr(SpeculativeAlgorithm, each)
         and not hasattr(CustomSpecAlgo, each)
     ]
-    if unread and spec_class.create_worker is CustomSpecAlgo.create_worker:
+    if "supports_overlap" in vars(spec_class) and spec_class is not CustomSpecAlgo:
+        raise ValueError(
+            f"spec_class={spec_class!r} of {name!r} has supports_overlap; give it to "
+            "register_algorithm"
+        )
+    if unread:
         raise ValueError(
             f"spec_class={spec_class!r} of {name!r} has {unread}, which nothing reads there; they "
             "belong in the SpeculativeAlgorithm that the factory makes"
@@ -142,7 +148,10 @@ def register_algorithm(
         taken = getattr(_custom.get(key), "factory", None)
         # a module may be reloaded, the cell of a notebook run again
         if key in _custom and _origin(taken) != _origin(factory):
-            raise ValueError(f"name={name!r} is taken by {_origin(taken)}")
+            raise ValueError(
+                f"name={name!r} is taken by {_origin(taken)}; a function of the same name may "
+                "replace that one, a lambda or object may not"
+            )
         try:
             made = spec_class(key, factory, supports_overlap, validate_server_args)
         except TypeError as error:
@@ -157,4 +166,5 @@ def register_algorithm(
 def _origin(factory: Any) -> str:
     """Where a factory is defined; a lambda, local function or object is known by its identity."""
     name = getattr(factory, "__qualname__", "<object>")
-    return repr(factory) if "<" in name else f"{factory.__module__}.{name}"
+    is_plain = isinstance(factory, type | FunctionType) and "<" not in name
+    return f"{factory.__module__}.{name}" if is_plain else f"{factory!r} at {id(factory)}"

@@ -54,17 +54,13 @@ class _Renderer:
             request = pickle.dumps((template, variables, MAX_SECONDS))
         except Exception as error:  # pickle raises several unrelated types
             raise ValueError(f"a variable cannot be copied: {error}") from error
-        if not self._lock.acquire(timeout=MAX_SECONDS):
-            raise ValueError(f"other conversations took the template {MAX_SECONDS:g} seconds")
-        try:
+        with self._lock:
             answer = b""
             try:
                 answer = _ask(self.start(), request)
             finally:  # also when interrupted: the next answer must not be this one
                 if not answer.endswith(b"\n"):
                     self.close()
-        finally:
-            self._lock.release()
         if not answer.endswith(b"\n"):
             raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
         went_well, text = json.loads(answer)

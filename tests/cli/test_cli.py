@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from specjax.cli import serve
 from specjax.cli.accepts import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.cli.generate import SAMPLING_ARGUMENTS
 from specjax.cli.main import build_parser, main
@@ -509,7 +511,7 @@ def test_abbreviations_and_more_gpus_are_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_options_come_from_a_file(tmp_path) -> None:
-    (tmp_path / "options").write_text("--context-length=64\n--page-size=8\n")
+    (tmp_path / "options").write_text("# sizes\n\n--context-length=64\n--page-size=8\n")
     for command in ("serve", "warmup"):
         args = build_parser().parse_args([command, f"@{tmp_path / 'options'}", "--page-size=4"])
         assert (args.context_length, args.page_size) == (64, 4)
@@ -692,3 +694,23 @@ def test_real_engine_refuses_in_one_line(
     assert out == ""
     assert err.startswith("specjax: error: speculative_eagle_topk=0")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "Hi"], ["warmup"]])
+def test_a_platform_without_a_plugin_is_one_line(command, tmp_path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "specjax", *command, f"--compile-cache-dir={tmp_path}"],
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "install the extra cuda12 or cuda13" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_key_on_the_command_line_wins(monkeypatch) -> None:
+    monkeypatch.setenv("A_KEY", "environment")
+    assert serve._or_environment("flag", "A_KEY") == "flag"
+    assert serve._or_environment(None, "A_KEY") == "environment"

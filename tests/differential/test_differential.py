@@ -29,6 +29,7 @@ LEAST = {
     "retractions": 1,
     "aborts": 1,
     "timeouts": 0.1,
+    "quiet batches": 0.05,
     "cached tokens": 50,
     "accepted drafts": 100,
     "tokens prefilled elsewhere": 50,

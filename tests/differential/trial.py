@@ -198,12 +198,14 @@ class Trial:
     def draw_batch(self, event: str, room: int) -> list[Wish]:
         phrases = draw_phrases(self.rng)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
-        if chance(self.rng, 0.2):
-            wishes = [quiet(wish) for wish in wishes]
+        is_quiet = chance(self.rng, 0.2)
         # two that a small pool cannot hold at once, and one that its caller always aborts
         for i, temperature in enumerate((0.0, 0.8, 0.0)):
             wishes[i] = to_the_end(wishes[i], temperature, room)
         wishes[2] = replace(wishes[2], is_stream=True, abort_at=int(self.rng.integers(1, 9)))
+        if is_quiet:
+            self.counts["quiet batches"] += 1
+            return [quiet(wish) for wish in wishes]
         return [without_count(wish) for wish in wishes] if event == OTHER else wishes
 
     def serve(self, wishes: list[Wish], plain: list[list[Result]], event: str, after: int) -> None:

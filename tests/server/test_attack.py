@@ -29,6 +29,7 @@ BODIES = {
     "lists": (b'{"prompt": [[]', b",[]", b"]}"),
     "lists anywhere": (b'{"metadata": [[]', b",[]", b"]}"),
     "objects": (b'{"messages": [{}', b",{}", b"]}"),
+    "fields": (b'{"prompt": 1', b',"a":0', b"}"),
 }
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -53,10 +54,42 @@ def test_a_misspelt_name_is_told(client) -> None:
         (CHAT, "tool_choise", "tool_choice"),
         (GENERATE, "sampling_param", "sampling_params"),
     ):
-        answer = client.post(route, ROUTES[route] | {name: 3})
-        assert answer.status == 400
-        assert answer.error["code"] == "unknown_field"
-        assert f"did you mean {meant!r}?" in answer.error["message"]
+        for value in (3, 0, False):
+            answer = client.post(route, ROUTES[route] | {name: value})
+            assert answer.status == 400
+            assert answer.error["code"] == "unknown_field"
+            assert f"did you mean {meant!r}?" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "said"),
+    [
+        (GENERATE, "temperature", "give it in sampling_params"),
+        (GENERATE, "max_tokens", "give it in sampling_params"),
+        (GENERATE, "top_k", "give it in sampling_params"),
+        (COMPLETIONS, "messages", "other routes do"),
+        (COMPLETIONS, "sampling_params", "other routes do"),
+        (CHAT, "prompt", "other routes do"),
+        (CHAT, "enable_thinking", "give it in chat_template_kwargs"),
+    ],
+)
+def test_fields_of_other_routes_are_refused(client, route, name, said) -> None:
+    answer = client.post(route, ROUTES[route] | {name: [1]})
+    assert (answer.status, answer.error["param"]) == (400, name)
+    assert said in answer.error["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_many_fields_are_refused_early(client, route) -> None:
+    fields = {f"{i}": 0 for i in range(10**5)}
+    started = time.monotonic()
+    for body in (
+        ROUTES[route] | fields,
+        {"model": "tiny", "prompt": "a", "stream_options": fields},
+    ):
+        answer = client.post(route if "0" in body else COMPLETIONS, body)
+        assert (answer.status, "256" in answer.error["message"]) == (400, True)
+    assert time.monotonic() - started < 5
 
 
 def test_native_errors_use_the_engines_names(client) -> None:

@@ -157,3 +157,17 @@ def test_failures_to_accept_are_logged_once() -> None:
     for message in ("socket.accept() out of system resource", "another") * 3:
         handle(Loop(), {"message": message})  # type: ignore[arg-type]
     assert logged == ["socket.accept() out of system resource", *["another"] * 3]
+
+
+def test_few_requests_wait_on_a_connection(port: int) -> None:
+    """Those beyond are not kept: the connection is closed."""
+    some = GET + b"\r\n"
+    assert answers(port, some * 10 + GET + b"connection: close\r\n\r\n").count(b"200 OK") == 11
+    assert answers(port, some * 2000).count(b"200 OK") < 100
+
+
+def test_broken_requests_are_not_logged(port: int, caplog) -> None:
+    assert status(answers(port, b"nonsense\r\n\r\n")) == 400
+    upgrade = b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"
+    answers(port, GET + upgrade)
+    assert not caplog.records

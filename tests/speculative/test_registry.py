@@ -285,12 +285,23 @@ def test_what_nothing_reads_of_a_class_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Misplaced.* has \['lookahead', 'propose'\], which noth"):
         register_algorithm("misplaced", spec_class=Misplaced)
 
-    class Whole(Misplaced):
-        def create_worker(self, args: Any) -> Silent:
-            return Silent("whole")
+    class Own(CustomSpecAlgo):
+        """Makes its worker itself, and overrides a common method."""
 
-    register_algorithm("whole", spec_class=Whole)(lambda args: None)
-    assert EngineArgs(speculative_algorithm="whole").algorithm == Silent("whole")
+        def create_worker(self, args: Any) -> Silent:
+            return Silent("own")
+
+        def is_ngram(self) -> bool:
+            return True
+
+    register_algorithm("own", spec_class=Own)(lambda args: None)
+    assert EngineArgs(speculative_algorithm="own").algorithm.is_ngram()
+
+    class Overlapping(CustomSpecAlgo):
+        supports_overlap = True
+
+    with pytest.raises(ValueError, match="has supports_overlap; give it to register_algorithm"):
+        register_algorithm("overlapping", spec_class=Overlapping)
 
 
 @dataclass(frozen=True)
