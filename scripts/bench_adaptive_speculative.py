@@ -1,8 +1,8 @@
-"""Adaptive speculation and fixed numbers of drafts; the same as ``scripts/bench adaptive``."""
+"""Adaptive speculation and fixed numbers of drafts; the same as ``specjax bench adaptive``."""
 
-import runpy
 import sys
-from pathlib import Path
 
-sys.argv.insert(1, "adaptive")
-runpy.run_path(str(Path(__file__).with_name("bench")), run_name="__main__")
+from specjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "adaptive", *sys.argv[1:]]))

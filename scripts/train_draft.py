@@ -233,7 +233,8 @@ def run(args: argparse.Namespace) -> None:
             f"--batch-rows={args.batch_rows} is more than the {num_answers} answers to generate; "
             "lower it, or use more prompts (--prompts, --self-sample)"
         )
-    flat = FlatModel.of(partial(CausalLM, model))
+    longest = args.max_prompt_len + max(args.max_answer_tokens, args.max_user_tokens)
+    flat = FlatModel.of(partial(CausalLM, model.within(longest)))
     weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
     sampler = Sampler(
         flat=flat,

@@ -1,6 +1,7 @@
 """Frozen, validated configuration of models, speculation and the engine."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -32,6 +33,22 @@ class RopeScaling:
                 f"low_freq_factor={self.low_freq_factor} must be below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
+
+
+class Rope(NamedTuple):
+    """Rotary positions of the layers of one kind."""
+
+    head_dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+class Dtypes(NamedTuple):
+    """What a network is stored and computed in."""
+
+    weights: jnp.dtype  # of matrices; one of 8 bits quantises them
+    activations: jnp.dtype  # of embeddings, norms and biases too
+    kv: jnp.dtype  # of the KV pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +85,21 @@ class TransformerConfig:
             raise ValueError(f"dtype={self.dtype!r} is not one of {sorted(DTYPES)}")
 
     @property
-    def jnp_dtype(self) -> jnp.dtype:
-        """The numpy-style dtype of weights and activations."""
-        return jnp.dtype(DTYPES[self.dtype])
+    def dtypes(self) -> Dtypes:
+        """``dtype`` for all."""
+        return Dtypes(*[jnp.dtype(DTYPES[self.dtype])] * 3)
+
+    @property
+    def rope(self) -> Rope:
+        return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(TransformerConfig):
-    """A target language model of the Llama, Mistral, Qwen2 or Qwen3 family."""
+    """A target language model, or the modules of multi-token prediction of one.
+
+    ``model_type`` is the family, of which ``specjax/models/registry.py`` says the rest.
+    """
 
     model_type: str
     tie_word_embeddings: bool = False
@@ -93,6 +117,12 @@ class ModelConfig(TransformerConfig):
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
+
+    def within(self, length: int) -> "ModelConfig":
+        """The same for texts of at most ``length`` tokens: a window as wide never applies."""
+        if self.sliding_window is None or length > self.sliding_window:
+            return self
+        return replace(self, sliding_window=None)
 
     @property
     def default_feature_layers(self) -> tuple[int, int, int]:
@@ -157,19 +187,6 @@ class DraftConfig(TransformerConfig):
         if not self.fuses_features:
             return self.target_hidden_size
         return len(self.feature_layers) * self.target_hidden_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class MtpConfig(TransformerConfig):
-    """``num_layers`` modules of multi-token prediction, each with a layer of the target's family.
-
-    Embeddings and output head are the target's.
-    """
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
 
 
 # rows of a verify that attention tiles at once, less the root

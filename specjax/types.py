@@ -1,7 +1,7 @@
 """The vocabulary: arrays that pass between the stages of a round.
 
 Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S
-``num_steps``, K ``topk``, A = S + 1 accept width, R request slots (row 0 is padding), D hidden,
+``num_steps``, K ``topk``, A accept width, R request slots (row 0 is padding), D hidden,
 F feature width, E end tokens, M biased tokens.
 
 ``num_accepted_drafts`` counts drafted tokens that passed verification; ``num_accepted_tokens`` also
@@ -17,24 +17,30 @@ import numpy as np
 
 
 class DraftShape(NamedTuple):
-    """What a tier is: everything static about a drafted tree.
+    """A tier: everything static about the tree that a round drafts and verifies."""
 
-    The accept width is ``steps + 1``; pages are planned by ``rows``.
-    """
-
-    steps: int  # S, depth; 0 drafts nothing
+    steps: int  # S, drafted levels; 0 drafts nothing
     topk: int  # K, branches of a level; 1 is a chain
-    nodes: int  # T, rows of a verify, the root included
+    nodes: int  # T, rows of a verify, the root included; a chain may draft more
 
     @classmethod
-    def chain(cls, steps: int) -> "DraftShape":
-        """One branch: the root and ``steps`` drafts behind it."""
-        return cls(steps, 1, steps + 1)
+    def chain(cls, steps: int, nodes: int | None = None) -> "DraftShape":
+        """The root and ``steps`` drafts in one branch; at most ``nodes`` rows are verified."""
+        return cls(steps, 1, steps + 1 if nodes is None else min(nodes, steps + 1))
+
+    def __str__(self) -> str:
+        """The steps of a chain that is verified whole; else steps, branches and rows."""
+        return str(self.steps) if self == self.chain(self.steps) else "-".join(map(str, self))
+
+    @property
+    def depth(self) -> int:
+        """Drafts that a round can accept."""
+        return min(self.steps, self.nodes - 1)
 
     @property
     def accept_width(self) -> int:
         """A: tokens that a round can bring, the bonus token included."""
-        return self.steps + 1
+        return self.depth + 1
 
     @property
     def num_candidates(self) -> int:
@@ -59,6 +65,9 @@ class DraftShape(NamedTuple):
         last row may hold the first draft.
         """
         return 0 if self.topk == 1 else self.rows - 1
+
+
+NO_DRAFTS = DraftShape.chain(0)
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from specjax.cli import main
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -28,5 +30,4 @@ def load_bench(name: str) -> ModuleType:
 
 def run_bench(name: str, arguments: str, *more: str) -> int:
     """The exit status of a benchmark; ``more`` arguments may hold spaces."""
-    status: int = load_bench("__main__").main([name, *arguments.split(), *more])
-    return status
+    return main(["bench", name, *arguments.split(), *more])

@@ -1,1 +1,1 @@
-"""Benchmarks, which `python scripts/bench NAME` runs."""
+"""Benchmarks, which `specjax bench NAME` runs."""

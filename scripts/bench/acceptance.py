@@ -1,9 +1,9 @@
 """Measures a draft head on prompts: acceptance by category, identity with plain decoding, speed.
 
-The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
-of user messages. Each turn goes through the chat template, behind the turns before it.
+    specjax bench acceptance --prompts scripts/data/prompts.jsonl --output results.json
 
-    python scripts/bench acceptance --prompts scripts/data/prompts.jsonl --output results.json
+The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
+of user messages. Each turn goes through the chat template, after the turns before it.
 """
 
 import argparse
@@ -20,15 +20,13 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import common
-from bench.data import SPEC_BENCH, read_lines
+from specjax import Engine
 from specjax.cli.compare import Difference, find_difference
+from specjax.cli.options import engine_arguments
 from specjax.engine.requests import tokenize_inputs
-from specjax.speculative.registry import DEFAULT
+from specjax.speculative.algorithm import DRAFTING
 
 SAMPLING = ("max_new_tokens", "temperature", "sampling_seed")
-SHARED = ("model", "dtype", "context_length", "rounds_per_dispatch")
-TREE = ("num_steps", "topk", "num_draft_tokens")
-SETTINGS = ("speculative_algorithm", *TREE, "batch_size", "rounds_per_dispatch", *SAMPLING)
 COLUMNS = (
     ("category", "name", ""),
     ("requests", "requests", "d"),
@@ -41,7 +39,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What one turn of one conversation gave. ``difference`` is None where plain text is equal."""
+    """Result of one turn of a conversation; ``difference`` is None if plain decoding agrees."""
 
     question_id: str
     category: str
@@ -52,7 +50,7 @@ class Answer:
 
 @dataclass
 class Stopwatch:
-    """An engine's completion tokens and the time that its calls took."""
+    """An engine, its completion tokens and the time that its calls took."""
 
     engine: Any
     num_tokens: int = 0
@@ -72,10 +70,9 @@ def evaluate(
     sampling: dict[str, Any],
     batch_size: int,
 ) -> Iterator[list[Answer]]:
-    """Answers all turns of all prompts with both engines, one batch of requests after the other.
+    """Answer all turns of all prompts with both engines, one batch of requests after the other.
 
-    Conversations go on with the speculative answer, also for plain decoding, so that one difference
-    stays one difference.
+    Both conversations continue with the speculative answer, so that one difference stays one.
     """
     plain = watches["plain"].engine
     conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
@@ -101,7 +98,7 @@ def evaluate(
 
 
 def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The figures of a set of answers; averages are 0 where nothing was verified."""
+    """Metrics of a set of answers; averages are 0 if nothing was verified."""
     metas = [answer.meta_info for answer in answers]
     drafts = {name: value or 0 for name, value in common.acceptance(metas).items()}
     return drafts | {
@@ -111,59 +108,33 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def by_category(answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
-    names = dict.fromkeys(answer.category for answer in answers)
-    return {name: summarize([one for one in answers if one.category == name]) for name in names}
-
-
 def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"bench {name}", description=__doc__.splitlines()[0])
-    add = parser.add_argument
+    parser = common.engine_parser(name, __doc__, ["batch_buckets"])
+    parser.set_defaults(dtype="float32")
+    add = parser.add_argument_group("run", argument_default=None).add_argument
     add("--prompts", type=Path, required=True, help="JSON lines, Spec-Bench form")
-    add("--model", default="smollm2-135m")
-    add("--draft", default=None)
-    add("--speculative-algorithm", default=DEFAULT)
-    add("--num-steps", type=int, default=5)
-    add("--topk", type=int, default=1, help="branches a level; 1 is a chain")
-    add("--num-draft-tokens", type=int, default=None, help="rows of a verify")
     add("--max-new-tokens", type=int, default=128)
     add("--batch-size", type=int, default=8)
-    add("--limit", type=int, default=None, help="use the first N prompts")
-    add("--rounds-per-dispatch", type=int, default=1)
+    add("--limit", type=int, help="use the first N prompts")
     add("--temperature", type=float, default=0.0)
     add("--sampling-seed", type=int, default=0)
-    add("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
-    add("--context-length", type=int, default=None)
-    add("--compile-cache-dir", default="auto", help="none: no cache")
-    add("--output", type=Path, default=None, help="write the results as JSON")
+    add("--output", type=Path, help="write the results as JSON")
     args = parser.parse_args(argv)
-    sizes = ("batch_size", "num_steps", "max_new_tokens", "limit", "rounds_per_dispatch")
-    common.check_at_least(parser, args, 1, *sizes)
+    common.check_at_least(parser, args, 1, "batch_size", "max_new_tokens", "limit")
     return args
 
 
 def main(name: str, argv: Sequence[str]) -> int:
-    from specjax import Engine
-
     args = parse_arguments(name, argv)
-    prompts = read_lines(args.prompts, SPEC_BENCH)[: args.limit]
-    shared = {name: getattr(args, name) for name in SHARED} | {
-        "max_running_requests": args.batch_size,
-        "compile_cache_dir": None if args.compile_cache_dir == "none" else args.compile_cache_dir,
-        "show_progress": True,
-    }
-    drafting = {
-        "draft": args.draft,
-        "speculative_algorithm": args.speculative_algorithm,
-        "speculative_num_steps": args.num_steps,
-        "speculative_eagle_topk": args.topk,
-        "speculative_num_draft_tokens": args.num_draft_tokens,
-    }
+    prompts = common.read_lines(args.prompts, common.SPEC_BENCH)[: args.limit]
+    options = engine_arguments(args) | {"max_running_requests": args.batch_size}
+    options["show_progress"] = True
+    plainly = {name: value for name, value in options.items() if not name.startswith(DRAFTING)}
     sampling = {name: getattr(args, name) for name in SAMPLING}
     answers: list[Answer] = []
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(**shared, **drafting))
-        plain = stack.enter_context(Engine(**shared, share_weights_with=engine))
+        engine = stack.enter_context(Engine(**options))
+        plain = stack.enter_context(Engine(**plainly, share_weights_with=engine))
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
         total = sum(len(prompt["turns"]) for prompt in prompts)
         bar = stack.enter_context(tqdm(total=total, unit="request", file=sys.stderr))
@@ -171,8 +142,12 @@ def main(name: str, argv: Sequence[str]) -> int:
             answers += batch
             bar.set_description(f"accept length {summarize(answers)['accept_length']:.2f}")
             bar.update(len(batch))
-        dtype = engine.target.config.dtype
-    overall, categories = summarize(answers), by_category(answers)
+        settings = common.settings_of(engine.get_server_info()) | sampling
+    categories = {
+        name: summarize([one for one in answers if one.category == name])
+        for name in dict.fromkeys(answer.category for answer in answers)
+    }
+    overall = summarize(answers)
     rows = [
         row | {"name": name, "compared": f"{row['identical']}/{row['requests']}"}
         for name, row in (categories | {"all": overall}).items()
@@ -184,15 +159,10 @@ def main(name: str, argv: Sequence[str]) -> int:
         if answer.difference is not None:
             print(f"{answer.question_id}, turn {answer.turn}: {answer.difference.describe()}")
     if args.output is not None:
+        files = {"prompts": {"file": args.prompts.name, "count": len(prompts)}}
         results = {
             "software": common.software(),
-            "settings": {
-                "model": Path(args.model).name if Path(args.model).exists() else args.model,
-                "draft": args.draft and Path(args.draft).name,
-                "dtype": dtype,
-                **{name: getattr(args, name) for name in SETTINGS},
-                "prompts": {"file": args.prompts.name, "count": len(prompts)},
-            },
+            "settings": settings | files,
             "seconds": {name: watch.seconds for name, watch in watches.items()},
             "tokens_per_second": speeds,
             "overall": overall,
@@ -200,4 +170,4 @@ def main(name: str, argv: Sequence[str]) -> int:
             "requests": [dataclasses.asdict(answer) for answer in answers],
         }
         args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return int(dtype == "float32" and overall["identical"] < overall["requests"])
+    return int(settings["dtype"] == "float32" and overall["identical"] < overall["requests"])

@@ -1,23 +1,34 @@
-"""What the benchmarks share: options, figures of requests, tables, and facts of the machine."""
+"""What the benchmarks share: options, prompts, metrics of requests, tables, and machine facts."""
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specjax.cli.options import add_engine_options
+from specjax.cli.options import add_engine_options, add_options
+from specjax.engine.args import EngineArgs
+from specjax.engine.requests import tokenize_inputs
+from specjax.json_file import read_json_lines
 from specjax.speculative.registry import DEFAULT
+from specjax.text.tokenizer import Tokenizer
+from specjax.training.collect import check_turns
 
 COPIES, COPY_REPEATS = 4, 5
-# of an engine's server info
+DATA = Path(__file__).parents[1] / "data"
+PROMPTS = DATA / "prompts.jsonl"
+# chosen for SmolLM2-135M with its shipped head: docs/adaptive_decoding.md has the accept lengths
+ADAPTIVE_PROMPTS = DATA / "adaptive_prompts.jsonl"
+SPEC_BENCH = ("question_id", "category", "turns")
+WORKLOADS = {"low": ["low"], "high": ["high"], "transition": ["low", "high", "low", "high"]}
+# names in an engine's server info
 SIZES = (
     "dtype",
     "context_length",
@@ -28,6 +39,10 @@ SIZES = (
     "max_running_requests",
     "chunked_prefill_size",
     "batch_buckets",
+    "simulate_accept_length",
+    "speculative_algorithm",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
 )
 
 
@@ -35,12 +50,50 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def engine_parser(name: str, doc: str) -> argparse.ArgumentParser:
-    """A parser with the options of an engine, which stay unset where they are not given."""
+def floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A reader of names that are separated by commas."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - set(known):
+            raise argparse.ArgumentTypeError(f"{sorted(unknown)} must be among {list(known)}")
+        return names
+
+    return read
+
+
+def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Read ``NAME key=value ...`` into the name, ``""`` if there is none, and the values.
+
+    A value is JSON, or else a text.
+    """
+    words = text.split()
+    name = words.pop(0) if words and "=" not in words[0] else ""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, found, value = word.partition("=")
+        if not found:
+            raise ValueError(f"{option} {text!r}: {word!r} must be option=value")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return name, values
+
+
+def engine_parser(name: str, doc: str, more: Collection[str]) -> argparse.ArgumentParser:
+    """A parser with the options of an engine and ``more``; options not given stay unset."""
     parser = argparse.ArgumentParser(
-        prog=f"bench {name}", description=doc.splitlines()[0], argument_default=argparse.SUPPRESS
+        prog=f"specjax bench {name}",
+        description=doc.splitlines()[0],
+        argument_default=argparse.SUPPRESS,
     )
     add_engine_options(parser)
+    add_options(parser.add_argument_group("more of the engine"), EngineArgs, more)
     parser.set_defaults(speculative_algorithm=DEFAULT)
     return parser
 
@@ -50,20 +103,68 @@ def check_at_least(
 ) -> None:
     for name in names:
         value = getattr(args, name)
-        if value is not None and value < least:
+        if value is not None and min(value if isinstance(value, list) else [value]) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
-def check_plot(parser: argparse.ArgumentParser, path: Path | None) -> None:
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install '.[bench]'")
+def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Read a file with one JSON object per line.
+
+    Each object has ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
+    and the ``required`` keys. A ``ValueError`` names a line of another form.
+    """
+    wanted = " and ".join(required) or "prompt, messages or turns"
+
+    def read(row: Any) -> dict[str, Any]:
+        keys = row.keys() if isinstance(row, dict) else set()
+        if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
+            raise ValueError(f"it lacks {wanted}")
+        check_turns(row.get("turns", [""]))
+        return row
+
+    rows = read_json_lines(path, read)
+    if not rows:
+        raise ValueError(f"{path.name} holds no prompts")
+    return rows
+
+
+def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a line of :func:`read_lines`; of ``turns`` the first.
+
+    ``messages`` and ``turns`` go through the chat template, a ``prompt`` does not.
+    """
+    if "messages" not in row and "turns" not in row:
+        return tokenizer.encode(row["prompt"])
+    messages = row.get("messages") or [{"role": "user", "content": row["turns"][0]}]
+    return tokenize_inputs(tokenizer, None, None, messages)[0][0]
+
+
+def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[list[int]]]:
+    """Token ids of ``count`` prompts per phase of a file, which is one phase, or of a workload.
+
+    A category that comes again continues with its next prompts, in the end with its first.
+    """
+    if prompts in WORKLOADS:
+        rows, kinds = read_lines(ADAPTIVE_PROMPTS, SPEC_BENCH), WORKLOADS[prompts]
+    else:
+        rows, kinds = read_lines(Path(prompts)), [Path(prompts).stem]
+    phases: dict[str, list[list[int]]] = {}
+    seen: Counter[str] = Counter()
+    for kind in kinds:
+        own = [row for row in rows if prompts not in WORKLOADS or row["category"] == kind]
+        chosen = [own[i % len(own)] for i in range(seen[kind] * count, (seen[kind] + 1) * count)]
+        seen[kind] += 1
+        name = f"{kind}_{seen[kind]}" if len(kinds) > 1 else kind
+        phases[name] = [tokens_of(row, tokenizer) for row in chosen]
+    return phases
 
 
 def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What drafts gave, from the ``meta_info`` of requests; requests without a verify do not count.
+    """Acceptance metrics from the ``meta_info`` of requests; skips requests without a verify.
 
-    ``accept_length`` is the mean over requests of tokens a verify, prefill's included and plain
-    rounds left out; ``accept_length_pooled`` divides the sums. ``None`` where nothing was verified.
+    ``accept_length`` is the mean over requests of tokens per verify. It counts the token of prefill
+    and leaves out plain rounds. ``accept_length_pooled`` divides the sums. Both are ``None`` if
+    nothing was verified.
     """
     verified = [meta for meta in metas if meta.get("spec_verify_ct")]
     verifies = sum(meta["spec_verify_ct"] for meta in verified)
@@ -84,7 +185,7 @@ def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table_of(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a padded Markdown table; a column is its heading, the key of a row, and a format."""
+    """Format rows as a padded Markdown table; a column is (heading, key of a row, format)."""
     lines = [[heading for heading, _, _ in columns]]
     for row in rows:
         values = [(row.get(key), form) for _, key, form in columns]
@@ -102,6 +203,7 @@ def append_json(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def software() -> dict[str, Any]:
+    """Versions and devices; it initializes the devices, which a client of a server must not."""
     import jax
 
     devices = jax.devices()
@@ -114,20 +216,27 @@ def software() -> dict[str, Any]:
     }
 
 
-def engine_settings(engine: Any) -> dict[str, Any]:
-    """What an engine runs with and on, without the paths of its files."""
-    info = engine.get_server_info()
+def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of an engine from its server info, without the paths of its files."""
+    state = info["internal_states"][0]
+    memory = state["memory_usage"]
     return {
         "model": Path(info["model_path"]).name,
         **{name: info[name] for name in SIZES},
-        "simulate_accept_length": info["simulate_accept_length"],
-        "speculative_num_steps": info["internal_states"][0].get("speculative_num_steps", 0),
-        **software(),
+        "speculative_num_steps": state.get("speculative_num_steps", 0),
+        "planned_gb": sum(memory[name] for name in ("weight", "kvcache", "temporary")),
     }
 
 
+def peak_gb() -> float:
+    """Most device memory that this process had in use, if the backend counts it."""
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+
+
 def copy_bandwidth() -> float:
-    """Bytes read and written a second by an elementwise pass over 4 GiB (64 MiB on a CPU)."""
+    """Bytes per second, read and written, of an elementwise pass over 4 GiB (64 MiB on a CPU)."""
     import jax
     import jax.numpy as jnp
 

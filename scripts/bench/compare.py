@@ -1,28 +1,37 @@
-"""Compares ways to draft on prompts: tokens/s and accept length against plain decoding.
+"""Compares ways to decode on prompts: tokens/s, accept length, ratio to plain decoding.
 
-    python scripts/bench compare --case EAGLE3 --case "EAGLE3 topk=4 draft_tokens=16" \\
-        --case NGRAM --prompts scripts/data/editing_prompts.jsonl --batch 1,8,32
+    specjax bench compare --case plain --case EAGLE3 --case "EAGLE3 topk=4 draft_tokens=16" \\
+        --prompts scripts/data/editing_prompts.jsonl --batch 1,8,32
+    specjax bench adaptive --batch 8 --num-prompts 16 --repeats 5
 
-A case is an algorithm and options of it: ``steps``, ``topk``, ``draft_tokens`` or the name of any
-engine argument, with a JSON value or a text. Plain decoding comes first; every text is compared
-with its.
+A case is ``plain``, or an algorithm and its options: ``steps``, ``topk``, ``draft_tokens``,
+``policy`` (of adaptive speculation), or any engine argument. Without an algorithm it takes the
+command line's. ``adaptive`` has other defaults: fixed numbers of drafts and both policies, on
+prompts of low and high acceptance. Its second names of options are those of SGLang's benchmark.
+
+All cases of a batch size run in one process, over the same weights and requests. An engine gets the
+requests of a phase at once and runs --batch of them at a time. Phases run the cases in rotating
+order, so that a drift of the device's clocks affects all; medians of the repeats count. Every text
+is compared with the first one of plain decoding. A policy keeps what it learned, warm-up included.
 """
 
 import argparse
-import json
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from bench import common
-from bench.data import PROMPTS, BenchRequest, answers, jsonl_requests
+from specjax import Engine
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
+from specjax.json_file import read_json
 from specjax.speculative.algorithm import DRAFTING
 
 PLAIN = "plain"
@@ -31,139 +40,229 @@ SHORT = {
     "topk": "speculative_eagle_topk",
     "draft_tokens": "speculative_num_draft_tokens",
 }
+ADAPTIVE = "speculative_adaptive"
+CONFIG = f"{ADAPTIVE}_config"
+CASES = [PLAIN, "steps=1", "steps=3", "steps=7", "policy=ema", "policy=cost"]
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "compare": {"prompts": [str(common.PROMPTS)], "batch": [1, 8, 32], "num_prompts": 32},
+    "adaptive": {"prompts": ["transition"], "batch": [2], "num_prompts": 8, "case": CASES},
+}
+DEFAULTS["compare"] |= {"output_len": 128, "warmup": 16, "ignore_eos": False}
+DEFAULTS["adaptive"] |= {"output_len": 256, "warmup": 2, "ignore_eos": True}
+# tokens of context for a prompt with its chat template, in addition to the completion
+PROMPT_LEN = 1024
+ENGINE_OPTIONS = ("batch_buckets", "disable_radix_cache", "overlap", "simulate_accept_length")
 COLUMNS = (
-    ("algorithm", "case", ""),
+    ("case", "case", ""),
     ("prompts", "prompts", ""),
     ("temperature", "temperature", ".1f"),
     ("batch", "batch", "d"),
+    ("requests", "requests", "d"),
+    ("seconds", "median_seconds", ".3f"),
     ("tokens/s", "output_throughput", ".0f"),
-    ("/ plain", "speedup", ".2f"),
+    ("/ plain", "speedup", ".3f"),
+    ("/ best fixed", "over_best", ".3f"),
+    ("/ worst fixed", "over_worst", ".3f"),
     ("accept", "accept_length", ".2f"),
     ("round ms", "round_ms", ".2f"),
+    ("latency s", "mean_latency", ".3f"),
+    ("wasted", "wasted_drafts", "d"),
     ("equal", "equal_share", ".3f"),
 )
+Phases = Mapping[str, Sequence[list[int]]]
 
 
-def floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+class PhaseRun(NamedTuple):
+    """Duration and results of one run of a phase."""
+
+    seconds: float
+    outputs: list[dict[str, Any]]
 
 
 def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = common.engine_parser(name, __doc__)
-    add = parser.add_argument
-    add("--case", action="append", required=True, help="an algorithm and its options; repeatable")
-    add("--batch", type=common.numbers, default=[1, 8, 32], help="requests at once")
-    add("--prompts", type=Path, action="append", help="JSON lines; repeatable")
-    add("--num-prompts", type=int, default=32, help="of each batch size, at least one batch")
-    add("--output-len", type=int, default=128)
-    add("--temperatures", type=floats, default=[0.0])
-    add("--ignore-eos", action="store_true", default=False, help="all with as many new tokens")
-    add("--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
-    args = parser.parse_args(argv)
-    args.prompts = getattr(args, "prompts", [PROMPTS])
-    common.check_at_least(parser, args, 1, "num_prompts", "output_len")
+    parser = common.engine_parser(name, __doc__, ENGINE_OPTIONS)
+    add = parser.add_argument_group("run").add_argument
+    add("--case", action="append", help="a way to decode; repeatable (default of compare: plain)")
+    add(
+        "--prompts",
+        "--workload",
+        action="append",
+        help="FILE of JSON lines, or one of low, high, transition; repeatable",
+    )
+    add("--num-prompts", "--requests", type=int, help="of each phase")
+    add("--output-len", "--max-tokens", type=int, help="tokens of a completion")
+    add("--temperatures", type=common.floats, default=[0.0])
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="completions of equal length")
+    add("--batch", "--concurrency", type=common.numbers, help="requests at a time")
+    add("--repeats", type=int, default=1, help="runs of a phase; medians count")
+    add("--warmup", type=int, help="requests of each phase before the first repeat")
+    add("--output", "--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
+    args = argparse.Namespace(**DEFAULTS[name] | vars(parser.parse_args(argv)))
+    # plain decoding is what the others are compared with
+    args.case = list(dict.fromkeys([PLAIN, *getattr(args, "case", [])]))
+    args.seed = getattr(args, "seed", 1)
+    common.check_at_least(parser, args, 1, "num_prompts", "repeats", "output_len", "batch")
+    common.check_at_least(parser, args, 0, "warmup")
     return args
 
 
-def options_of(case: str) -> dict[str, Any]:
-    """Engine arguments of a case. ValueError for an option without a value."""
-    if case == PLAIN:
-        return {}
-    name, *pairs = case.split()
-    options: dict[str, Any] = {"speculative_algorithm": name}
-    for pair in pairs:
-        key, found, value = pair.partition("=")
-        if not found:
-            raise ValueError(f"--case {case!r}: {pair!r} must be option=value")
-        try:
-            options[SHORT.get(key, key)] = json.loads(value)
-        except ValueError:
-            options[SHORT.get(key, key)] = value
-    return options
+def options_of(case: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments of a case, from those of the command line."""
+    name, values = common.pairs_of("--case", case)
+    own = {SHORT.get(key, key): value for key, value in values.items()}
+    policy = own.pop("policy", None)
+    # the command line's drafting options are for cases without an algorithm
+    left_out = DRAFTING if name else ADAPTIVE
+    base = {key: value for key, value in given.items() if not key.startswith(left_out)}
+    if name:
+        base["speculative_algorithm"] = None if name == PLAIN else name
+    if policy is not None:
+        config = read_json(Path(given[CONFIG]), is_strict=True) if CONFIG in given else {}
+        base |= {ADAPTIVE: True, CONFIG: config | {"policy": policy}}
+    return base | own
 
 
 def answer(
-    engine: Any,
-    requests: Sequence[BenchRequest],
-    batch: int,
-    *,
-    temperature: float,
-    seed: int,
-    ignore_eos: bool,
-) -> dict[str, Any]:
-    """Figures of requests that run ``batch`` at once, and their tokens."""
+    args: argparse.Namespace, engine: Any, prompts: Sequence[list[int]], temperature: float
+) -> PhaseRun:
+    """Run requests that come at once; the i-th has the seed ``args.seed + i``."""
+    shared = {"temperature": temperature, "ignore_eos": args.ignore_eos}
+    shared["max_new_tokens"] = args.output_len
+    sampling = [shared | {"sampling_seed": args.seed + i} for i in range(len(prompts))]
     started = time.perf_counter()
-    outputs: list[dict[str, Any]] = []
-    for first in range(0, len(requests), batch):
-        group = requests[first : first + batch]
-        outputs += answers(engine, group, temperature, seed + first, ignore_eos=ignore_eos)
-    seconds = time.perf_counter() - started
-    metas = [output["meta_info"] for output in outputs]
-    # without speculation a round is a token; the first one is that of the prompt
-    rounds = [
-        sum(meta.get("spec_rounds_by_steps", {}).values()) or meta["completion_tokens"] - 1
-        for meta in metas
-    ]
-    decoding = [meta["e2e_latency"] - meta["time_to_first_token"] for meta in metas]
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    return PhaseRun(time.perf_counter() - started, outputs)
+
+
+def measure(
+    args: argparse.Namespace, engines: Mapping[str, Any], phases: Phases, temperature: float
+) -> dict[str, list[list[PhaseRun]]]:
+    """Run all phases with all cases; for each case the runs of each repeat."""
+    cases = list(engines)
+    runs: dict[str, list[list[PhaseRun]]] = {case: [] for case in cases}
+    first = [prompt for phase in phases.values() for prompt in phase[: args.warmup]]
+    for engine in engines.values() if first else ():
+        answer(args, engine, first[:1], temperature)
+        answer(args, engine, first, temperature)
+    with tqdm(total=args.repeats * len(phases) * len(cases), unit="run", file=sys.stderr) as bar:
+        for repeat in range(args.repeats):
+            for case in cases:
+                engines[case].flush_cache()
+                runs[case].append([])
+            for i, (name, prompts) in enumerate(phases.items()):
+                shift = (repeat + i) % len(cases)
+                for case in cases[shift:] + cases[:shift]:
+                    bar.set_description(f"{case}, {name}")
+                    runs[case][-1].append(answer(args, engines[case], prompts, temperature))
+                    bar.update()
+    return runs
+
+
+def ids_of(runs: Sequence[PhaseRun]) -> list[list[int]]:
+    return [output["output_ids"] for run in runs for output in run.outputs]
+
+
+def metrics(
+    repeats: Sequence[Sequence[PhaseRun]], reference: Sequence[list[int]]
+) -> dict[str, Any]:
+    """Metrics of phases that ran one after the other, of the median repeat.
+
+    ``equal_share`` is the share of requests with the tokens of ``reference``; ``mean_latency``
+    starts when a request is admitted. Without speculation a round is a token.
+    """
+    totals = [sum(run.seconds for run in runs) for runs in repeats]
+    seconds = statistics.median_low(totals)
+    runs = repeats[totals.index(seconds)]
+    metas = [output["meta_info"] for run in runs for output in run.outputs]
+    tokens = sum(meta["completion_tokens"] for meta in metas)
+    by_steps: Counter[str] = Counter()
+    for meta in metas:
+        by_steps.update(meta.get("spec_rounds_by_steps", {}))
+    decoding = sum(meta["e2e_latency"] - (meta["time_to_first_token"] or 0.0) for meta in metas)
+    latencies = [meta["e2e_latency"] - (meta["queue_time"] or 0.0) for meta in metas]
+    drafts = common.acceptance(metas)
     return {
-        "batch": batch,
-        "output_throughput": sum(meta["completion_tokens"] for meta in metas) / seconds,
-        "accept_length": common.acceptance(metas)["accept_length_pooled"],
-        "round_ms": 1e3 * sum(decoding) / max(1, sum(rounds)),
-        "output_ids": [output["output_ids"] for output in outputs],
+        "requests": len(metas),
+        "seconds": totals,
+        "median_seconds": seconds,
+        "output_tokens": tokens,
+        "output_throughput": tokens / seconds,
+        "mean_latency": statistics.fmean(latencies),
+        "round_ms": 1e3 * decoding / max(1, by_steps.total() or tokens - len(metas)),
+        "accept_length": drafts["accept_length_pooled"],
+        "verify_calls": drafts["verify_calls"],
+        "wasted_drafts": drafts["proposed_drafts"] - drafts["correct_drafts"],
+        "row_rounds_by_steps": dict(sorted(by_steps.items(), key=lambda item: int(item[0]))),
+        "equal_share": sum(map(list.__eq__, ids_of(runs), reference)) / len(metas),
     }
 
 
+def add_ratios(rows: Mapping[str, dict[str, Any]], adaptive: Sequence[str]) -> None:
+    """Add throughput over that of plain decoding and, of adaptive cases, over the fixed cases."""
+    speeds = {case: row["output_throughput"] for case, row in rows.items()}
+    fixed = [speed for case, speed in speeds.items() if case not in (PLAIN, *adaptive)]
+    for case, row in rows.items():
+        row["speedup"] = speeds[case] / speeds[PLAIN]
+        if case in adaptive and fixed:
+            row["over_best"] = speeds[case] / max(fixed)
+            row["over_worst"] = speeds[case] / min(fixed)
+
+
+def rows_of(
+    args: argparse.Namespace, engines: Mapping[str, Any], phases: Phases, truths: dict[Any, Any]
+) -> Iterator[dict[str, Any]]:
+    """Rows of one batch size: for each temperature and phase, and overall, one per case."""
+    parts = {name: slice(i, i + 1) for i, name in enumerate(phases)}
+    parts |= {"overall": slice(None)} if len(phases) > 1 else {}
+    settings = {case: common.settings_of(one.get_server_info()) for case, one in engines.items()}
+    for temperature in args.temperatures:
+        runs = measure(args, engines, phases, temperature)
+        states = {
+            case: state
+            for case, engine in engines.items()
+            if (state := engine.get_server_info()["internal_states"][0].get("adaptive"))
+        }
+        for name, part in parts.items():
+            truth = truths.setdefault((temperature, name), ids_of(runs[PLAIN][0][part]))
+            rows = {
+                case: metrics([run[part] for run in repeats], truth)
+                for case, repeats in runs.items()
+            }
+            add_ratios(rows, list(states))
+            for case, row in rows.items():
+                own = {"case": case, "prompts": name, "temperature": temperature}
+                own |= {"batch": settings[case]["max_running_requests"]}
+                yield own | row | settings[case] | {"policy": states.get(case)}
+
+
 def main(name: str, argv: Sequence[str]) -> int:
-    from specjax import Engine
-
     args = parse_arguments(name, argv)
-    given = engine_arguments(args)
-    common_options = {k: v for k, v in given.items() if not k.startswith(DRAFTING)}
-    sizes = {"max_running_requests": max(args.batch), "batch_buckets": sorted(set(args.batch))}
-    cases = [sizes | common_options | options_of(case) for case in [PLAIN, *args.case]]
-    # before the minutes of the first; other ways to accept give a seed another text
-    checked = [EngineArgs(**options) for options in cases]
-    is_exact = all(one.acceptance.is_coupled for one in checked)
+    given = {"context_length": args.output_len + PROMPT_LEN} | engine_arguments(args)
     rows: list[dict[str, Any]] = []
-    truths: dict[Any, dict[str, Any]] = {}
+    phases: dict[str, list[list[int]]] = {}
+    truths: dict[Any, Any] = {}
+    options = {case: options_of(case, given) for case in args.case}
+    # before the minutes of the first; other ways to accept give a seed another text
+    is_exact = all(EngineArgs(**one).acceptance.is_coupled for one in options.values())
     with ExitStack() as kept:
-        lender: Any = None
-        named = zip([PLAIN, *args.case], cases, strict=True)
-        for case, options in tqdm(named, total=len(cases), unit="engine", file=sys.stderr):
+        lender: Any = None  # its weights serve all engines
+        for batch in args.batch:
             with ExitStack() as stack:
-                engine = Engine(**options, share_weights_with=lender)
-                (stack if lender else kept).enter_context(engine)
-                lender = lender or engine
-                settings = common.engine_settings(engine)
-                for row, truth in measured(args, engine, truths):
-                    equal = map(list.__eq__, row["output_ids"], truth["output_ids"])
-                    row |= settings | {
-                        "case": case,
-                        "speedup": row["output_throughput"] / truth["output_throughput"],
-                        "equal_share": sum(equal) / len(truth["output_ids"]),
-                    }
-                    rows.append(row)
+                engines: dict[str, Any] = {}
+                for case, own in options.items():
+                    own = own | {"max_running_requests": batch, "share_weights_with": lender}
+                    engines[case] = (stack if lender else kept).enter_context(Engine(**own))
+                    lender = lender or engines[case]
+                for prompts in () if phases else args.prompts:
+                    phases |= common.phases_of(prompts, lender.tokenizer, args.num_prompts)
+                for row in rows_of(args, engines, phases, truths):
+                    rows.append(row | common.software())
+                    common.append_json(args.output, rows[-1])
+    print(common.table_of([c for c in COLUMNS if any(row.get(c[1]) for row in rows)], rows))
     for row in rows:
-        del row["output_ids"]
-        common.append_json(args.json, row)
-    print(common.table_of(COLUMNS, rows))
-    print(f"{settings['model']}, {settings['dtype']}, {settings['device_kind']}")
+        if row["policy"] and row["prompts"] == rows[-1]["prompts"]:
+            switches, rounds = row["policy"]["switches"], row["row_rounds_by_steps"]
+            print(f"{row['case']}: {switches} switches, rounds by drafted tokens {rounds}")
+    print("{model}, {dtype}, {device_kind}".format(**rows[0]))
     is_equal = all(row["equal_share"] == 1 for row in rows)
-    return int(not is_equal and is_exact and settings["dtype"] == "float32")
-
-
-def measured(args: argparse.Namespace, engine: Any, truths: dict[Any, Any]) -> Any:
-    """Figures of one engine, and those of plain decoding of the same requests."""
-    for path in args.prompts:
-        most = max(max(args.num_prompts // batch, 1) * batch for batch in args.batch)
-        requests = jsonl_requests(path, most, engine.tokenizer, args.output_len)
-        for temperature in args.temperatures:
-            for batch in args.batch:
-                count = max(args.num_prompts // batch, 1) * batch
-                how: Any = {"temperature": temperature, "seed": 1, "ignore_eos": args.ignore_eos}
-                answer(engine, requests[:batch], batch, **how)  # what is made on first use
-                engine.flush_cache()
-                row = answer(engine, requests[:count], batch, **how)
-                row |= {"prompts": path.stem, "temperature": temperature}
-                yield row, truths.setdefault((path, temperature, batch), row)
+    return int(not is_equal and is_exact and rows[0]["dtype"] == "float32")

@@ -1,14 +1,14 @@
 """Times the kernels of a round at the sizes of serving: XLA's fused reference against Pallas.
 
-    python scripts/bench kernels --output kernels.jsonl    # the small ones
-    python scripts/bench attention                         # paged attention, beside a copy
-    python scripts/bench kernels --smoke                   # tiny sizes, also on a CPU
+    specjax bench kernels --output kernels.jsonl    # the small ones
+    specjax bench attention                         # paged attention, next to a copy
+    specjax bench kernels --smoke                   # tiny sizes, also on a CPU
 
-Each program calls a kernel many times in one dispatch, and every call needs the result of the one
-before. A figure is the median over repeats of the microseconds of one call, less those of the same
-program without the kernel. What fits the GPU's L2 cache is read from there, as in a round that has
-just written it. Attention reads its keys and values from memory: pages are shuffled over a pool
-larger than that cache; every page size is first compared with the float32 reference.
+Each program calls a kernel many times in one dispatch, and every call needs the result of the
+previous one. The metric is the median over repeats of the microseconds per call, minus those of the
+same program without the kernel. Data that fits the GPU's L2 cache is read from there, as in a round
+that has just written it. Attention reads its keys and values from memory: pages are shuffled over a
+pool larger than that cache. Every page size is first compared with the float32 reference.
 """
 
 import argparse
@@ -232,9 +232,11 @@ def _cases(name: str, *, is_smoke: bool) -> Iterator[tuple[str, Case]]:
 
 
 def main(name: str, argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"bench {name}", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, two of everything")
-    parser.add_argument("--output", type=Path, help="append one JSON line a row")
+    parser.add_argument("--output", type=Path, help="append one JSON line per row")
     args = parser.parse_args(argv)
     if jax.default_backend() == "cpu" and not args.smoke:
         raise ValueError("no GPU found: on a CPU only --smoke runs, in the interpreter")
@@ -249,6 +251,6 @@ def main(name: str, argv: Sequence[str]) -> int:
         row |= {"size_text": " ".join(f"{axis}={size}" for axis, size in case.sizes.items())}
         row |= spent | {"gb_s": speed / 1e9, "ratio": speed / bandwidth}
         rows.append(row | ({"speed_up": spent["xla"] / spent["pallas"]} if "xla" in spent else {}))
-    print(f"µs a call, {rows[0]['device_kind']}, jax {jax.__version__}")
+    print(f"µs per call, {rows[0]['device_kind']}, jax {jax.__version__}")
     print(common.table_of(COLUMNS, rows))
     return 0

@@ -1,11 +1,12 @@
 """Times one round of decoding: draft, verify, accept, compact, extend and state update.
 
-    python scripts/bench round --batch 1,8,32 --steps 0,1,3,7 --rounds 20
+    specjax bench round --batch 1,8,32 --steps 0,1,3,7 --rounds 20
+    specjax bench round --steps 0,3 --sampling greedy,sampled,filtered,logprobs
 
-Two figures a row, both medians in ms: rounds dispatched back to back with the tokens left on the
-device, and rounds through ``Engine.generate`` with results read one round late. The floor is what
-a round has to read (target weights, KV of the contexts, draft weights once a draft pass) at the
-copy bandwidth of the same run. 0 steps is plain decoding.
+Two medians per row, in ms: rounds dispatched back to back with the tokens left on the device
+(greedy only), and rounds through ``Engine.generate`` with results read one round late. The floor is
+the time to read what a round has to read (target weights, KV of the contexts, draft weights once
+per draft pass) at the copy bandwidth of the same run. 0 steps is plain decoding.
 """
 
 import argparse
@@ -13,17 +14,18 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.profiler import ProfileData
 from specjax.kernels.tree_attention import MAX_MASKED
 
 from bench import common
-from bench.data import PROMPTS, jsonl_requests
-from bench.launches import profile_rounds, table
 from specjax import Engine, SamplingParams
 from specjax.checkpoints.presets import PRESETS, write_preset
 from specjax.engine.args import EngineArgs
@@ -36,50 +38,61 @@ SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype")
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
-REAL_PRESET = "smollm2-135m"
-NUM_TEXTS = 36
-# rounds until those that count: what was dispatched beside prefill, and results of the round before
+# rounds before those that count: some are dispatched alongside prefill, and results come late
 SETTLING_ROUNDS = 4
+PROFILED_KERNELS = 20
+# sampling parameters and options of generate
+SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0.0}, {}),
+    "sampled": ({"temperature": 0.8}, {}),
+    "filtered": ({"temperature": 0.8, "top_p": 0.95, "top_k": 50}, {}),
+    "top-p": ({"temperature": 0.8, "top_p": 0.95}, {}),
+    "penalized": ({"temperature": 0.8, "repetition_penalty": 1.1}, {}),
+    "logprobs": ({"temperature": 0.0}, {"return_logprob": True, "top_logprobs_num": 5}),
+}
 COLUMNS = (
     ("steps", "steps", "d"),
     ("topk", "topk", "d"),
     ("rows", "nodes", "d"),
     ("batch", "batch", "d"),
+    ("sampling", "sampling", ""),
     ("device ms", "device_ms", ".2f"),
     ("engine ms", "engine_ms", ".2f"),
+    ("/ greedy", "over_greedy", ".3f"),
     ("floor ms", "floor_ms", ".2f"),
     ("ratio", "ratio", ".2f"),
     ("accept length", "accept_length", ".2f"),
     ("ready s", "ready_s", ".0f"),
-    ("peak GB", "peak_gb", ".1f"),
+    ("peak GB", "peak_gb", ".2f"),
+    ("planned GB", "planned_gb", ".2f"),
 )
 
 
 def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"bench {name}", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
+    )
     add = parser.add_argument
-    add("--preset", choices=[*PRESETS, REAL_PRESET], default="llama3.1-8b")
+    add("--preset", choices=PRESETS, default="llama3.1-8b")
     add("--model", help="real weights instead of a preset: name, folder or file")
     add("--draft", help="draft head of --model")
     add("--batch", type=common.numbers, default=[1, 8, 32])
     add("--steps", type=common.numbers, default=[0, 1, 3, 7])
-    add("--topk", type=int, default=1, help="branches a level of a tree; 1 is a chain")
-    add("--num-draft-tokens", type=int, help="rows of a verify of a tree")
-    add("--context", type=int, default=1024, help="shortest prompt; +20 percent")
+    add("--topk", type=int, default=1, help="branches per level of a tree; 1 is a chain")
+    add("--num-draft-tokens", type=int, help="tokens verified per round of a tree")
+    add("--sampling", type=common.some_of(SAMPLING), default=["greedy"], help=", ".join(SAMPLING))
+    add("--context", type=int, default=1024, help="shortest prompt; the longest has 20 %% more")
     add("--rounds", type=int, default=30, help="rounds of one timed stretch")
     add("--rounds-per-dispatch", type=int, default=1)
     add("--page-size", type=int, default=16)
     add("--dtype", default="bfloat16")
     add("--profile", action="store_true", help="also list the kernels of a round")
-    add("--output", type=Path, help="append one JSON line a row")
-    args = parser.parse_args(argv)
-    if args.model is None and args.preset == REAL_PRESET:
-        args.model = args.preset
-    return args
+    add("--output", type=Path, help="append one JSON line per row")
+    return parser.parse_args(argv)
 
 
 def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
-    """Bytes that a round must read with ``tokens`` tokens of context in the batch."""
+    """Bytes that a round must read if the batch has ``tokens`` tokens of context."""
     nets = engine.runner.networks
 
     def read(flat: Any, config: Any) -> int:
@@ -87,7 +100,7 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
         return pool.size * pool.dtype.itemsize + sum(
             leaf.size * leaf.dtype.itemsize
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
-            # an untied embedding table is read one row a token
+            # one row per token is read of an untied embedding table
             if name != "embedding.table" or nets.target_config.tie_word_embeddings
         )
 
@@ -103,7 +116,7 @@ def dispatch(engine: Engine, slots: list[int], count: int) -> None:
 
 
 def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
-    """Puts the prompts on the device, past the scheduler; returns their request slots."""
+    """Put the prompts on the device without the scheduler; returns their request slots."""
     runner, width = engine.runner, engine.runner.config.prefill_buckets[-1]
     pages_each = runner.config.pages_per_request
     slots = list(range(1, len(prompts) + 1))
@@ -117,36 +130,72 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
     return slots
 
 
-def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profile: bool) -> float:
-    """Median ms a round over repeats of ``rounds`` dispatches with nothing read back."""
+def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profiled: bool) -> float:
+    """Median ms per round over repeats of ``rounds`` dispatches with nothing read back."""
     slots, each = prefill(engine, prompts), engine.runner.config.rounds_per_dispatch
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         dispatch(engine, slots, rounds)
         times.append((time.perf_counter() - started) / (rounds * each) * 1e3)
-    if profile:
-        run = lambda: dispatch(engine, slots, PROFILED_DISPATCHES)  # noqa: E731
-        print(table(*profile_rounds(run, PROFILED_DISPATCHES * each)))
+    if profiled:
+        run = partial(dispatch, engine, slots, PROFILED_DISPATCHES)
+        print(launch_table(profile(run), PROFILED_DISPATCHES * each))
     for slot in slots:
         engine.runner.clear_slot(slot)
     return statistics.median(times)
 
 
+def profile(run: Callable[[], object]) -> list[Any]:
+    """Device planes of a profile of ``run``, which waits for the last round that it dispatches.
+
+    XLA launches the kernels of its CUDA graphs one by one while it is profiled, unless
+    ``XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true`` is set.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return list(ProfileData.from_file(str(file)).planes)
+
+
+def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
+    """Launches and device microseconds per round of the kernels that take longest, and of all."""
+    launches: Counter[str] = Counter()
+    nanoseconds: Counter[str] = Counter()
+    for plane in planes:
+        for line in plane.lines:
+            # the other lines of a device cover what its streams run
+            if plane.name.startswith("/device:GPU") and line.name.startswith("Stream"):
+                for event in line.events:
+                    launches[event.name] += 1
+                    nanoseconds[event.name] += event.duration_ns
+    most = nanoseconds.most_common(PROFILED_KERNELS)
+    rows = [(launches[name], duration, name[:90]) for name, duration in most]
+    rows.append((launches.total(), nanoseconds.total(), f"all {len(launches)}"))
+    lines = [f"{'us a round':>10}  {'launches':>8}  kernel"]
+    for count, duration, name in rows:
+        lines.append(f"{duration / 1e3 / num_rounds:10.1f}  {count / num_rounds:8.1f}  {name}")
+    return "\n".join(lines)
+
+
 def dispatches_needed(lengths: list[int], rounds: int) -> int:
-    """Dispatches of the first of such prompts until ``rounds`` are timed, one more in flight."""
+    """Dispatches that the first prompt needs until ``rounds`` are timed, one more in flight."""
     return sum(-(-n // PREFILL_CHUNK) for n in lengths) + SETTLING_ROUNDS + rounds + 1
 
 
-def engine_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[float, float]:
-    """Median ms a round through ``generate`` while all requests decode, and mean accept length."""
+def engine_ms(
+    engine: Engine, prompts: list[list[int]], rounds: int, sampling: str
+) -> tuple[float, float]:
+    """Median ms per round through ``generate`` while all requests decode, and accept length."""
     config = engine.runner.config
     dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
     tokens = dispatches * config.rounds_per_dispatch * config.largest.accept_width
-    params = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+    own, options = SAMPLING[sampling]
+    params = SamplingParams(**own, max_new_tokens=tokens, ignore_eos=True)
     stamps: list[float] = []
     last: dict[int, dict[str, Any]] = {}
-    stream = engine.generate(input_ids=prompts, sampling_params=params, stream=True)
+    stream = engine.generate(input_ids=prompts, sampling_params=params, stream=True, **options)
     for out in stream:
         last[out["index"]] = out
         if out["index"] == 0 and len(last) == len(prompts):
@@ -161,12 +210,12 @@ def engine_ms(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[fl
 
 
 def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -> list[list[int]]:
-    """Prompts of so many tokens: text where the weights are real, else random tokens."""
+    """Prompts of these lengths: text if the weights are real, else random tokens."""
     if engine.tokenizer is None:
         vocab_size = engine.target.config.vocab_size
         return [rng.integers(100, vocab_size, size=n).tolist() for n in lengths]
-    requests = jsonl_requests(PROMPTS, NUM_TEXTS, engine.tokenizer, output_len=1)
-    tokens = [token for request in requests for token in request.input_ids]
+    rows = common.read_lines(common.PROMPTS)
+    tokens = [token for row in rows for token in common.tokens_of(row, engine.tokenizer)]
     starts = rng.integers(len(tokens), size=len(lengths))
     return [
         np.resize(np.roll(tokens, -at), n).tolist() for at, n in zip(starts, lengths, strict=True)
@@ -185,7 +234,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         "max_running_requests": largest,
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
-        # a tree writes rows behind the last token
+        # a tree writes KV after the last token
         "max_total_tokens": largest * (context + args.page_size + MAX_MASKED * (args.topk > 1)),
     }
     draft = args.draft
@@ -197,32 +246,39 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft
-    # the batches, but a batch of one as the engine would pad it
+    # the batch sizes, a batch of one padded as the engine would pad it
     smallest = plan_parts(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]
     return Engine(**options, batch_buckets=sorted({max(smallest, batch) for batch in args.batch}))
 
 
 def measure(
     args: argparse.Namespace, engine: Engine, steps: int, batch: int, rng: np.random.Generator
-) -> dict[str, Any]:
-    """One row of the grid, but for the floor's time."""
+) -> Iterator[dict[str, Any]]:
+    """Rows of one cell of the grid, one per kind of sampling, without the floor's time."""
     lengths = rng.integers(args.context, args.context + args.context // 5, size=batch).tolist()
     prompts = make_prompts(engine, lengths, rng)
-    on_device = device_ms(engine, prompts, args.rounds, profile=args.profile)
-    through, accept = engine_ms(engine, prompts, 2 * args.rounds)
-    stats = jax.devices()[0].memory_stats() or {}
-    return engine.runner.config.largest._asdict() | {
-        "batch": batch,
-        "device_ms": on_device,
-        "engine_ms": through,
-        "floor_bytes": floor_bytes(engine, steps, sum(lengths)),
-        "accept_length": accept,
-        "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
-        "batch_buckets": list(engine.runner.config.batch_buckets),
-        **{name: getattr(args, name) for name in SETTINGS},
-        "model": args.model or args.preset,
-        **common.software(),
-    }
+    greedy = None
+    for sampling in args.sampling:
+        on_device = None
+        if sampling == "greedy":
+            on_device = device_ms(engine, prompts, args.rounds, profiled=args.profile)
+        through, accept = engine_ms(engine, prompts, 2 * args.rounds, sampling)
+        greedy = through if sampling == "greedy" else greedy
+        yield engine.runner.config.largest._asdict() | {
+            "batch": batch,
+            "sampling": sampling,
+            "device_ms": on_device,
+            "engine_ms": through,
+            "over_greedy": greedy and through / greedy,
+            "floor_bytes": floor_bytes(engine, steps, sum(lengths)),
+            "accept_length": accept,
+            "peak_gb": common.peak_gb(),
+            "planned_gb": common.settings_of(engine.get_server_info())["planned_gb"],
+            "batch_buckets": list(engine.runner.config.batch_buckets),
+            **{name: getattr(args, name) for name in SETTINGS},
+            "model": args.model or args.preset,
+            **common.software(),
+        }
 
 
 def main(name: str, argv: Sequence[str]) -> int:
@@ -235,10 +291,11 @@ def main(name: str, argv: Sequence[str]) -> int:
             started = time.perf_counter()
             with build(args, steps, Path(folder)) as engine:
                 ready = time.perf_counter() - started
-                for batch in args.batch:
-                    row = measure(args, engine, steps, batch, rng) | {"ready_s": ready}
+                for row in (
+                    row for n in args.batch for row in measure(args, engine, steps, n, rng)
+                ):
                     floor = row["floor_bytes"] / bandwidth * 1e3
-                    row |= {"floor_ms": floor, "ratio": row["engine_ms"] / floor}
+                    row |= {"ready_s": ready, "floor_ms": floor, "ratio": row["engine_ms"] / floor}
                     rows.append(row | {"bandwidth_tb_s": bandwidth / 1e12})
                     print(json.dumps(rows[-1]), flush=True)
                     common.append_json(args.output, rows[-1])

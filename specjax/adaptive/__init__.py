@@ -6,6 +6,6 @@ from specjax.adaptive.config import load_adaptive_config as load_adaptive_config
 from specjax.adaptive.controller import AdaptiveController as AdaptiveController
 from specjax.adaptive.controller import AdaptiveSpecPolicy as AdaptiveSpecPolicy
 from specjax.adaptive.controller import AdaptiveSpecWorker as AdaptiveSpecWorker
+from specjax.adaptive.controller import SpecRuntimeState as SpecRuntimeState
 from specjax.adaptive.cost import CostAwarePolicy as CostAwarePolicy
 from specjax.adaptive.ema import AdaptiveSpeculativeParams as AdaptiveSpeculativeParams
-from specjax.runtime.functions import SpecRuntimeState as SpecRuntimeState

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from specjax.checks import check_integer, check_number
 from specjax.json_file import read_json
+from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
 # Tiers that a policy chooses from where the configuration names none.
@@ -47,6 +48,7 @@ class AdaptiveSlot:
 
     docs/adaptive_decoding.md has the range and meaning of every key. All but the candidates, kept
     in ascending order, are for the EMA policy. No candidates stand for the policy's own default.
+    A resolved configuration has the ``tiers`` of the candidates, ascending.
 
     ValueError naming the key, its value and the limit.
     """
@@ -59,6 +61,7 @@ class AdaptiveSlot:
     down_hysteresis: float = -0.25
     up_hysteresis: float = 0.0
     max_probe_interval: int = 320
+    tiers: tuple[DraftShape, ...] = ()
 
     def __post_init__(self) -> None:
         check_integer("min_batch_size", self.min_batch_size, at_least=1)
@@ -90,12 +93,22 @@ class AdaptiveConfig:
         if self.policy is not None:
             _check_policy("policy", self.policy)
 
-    def resolve(self, policy: str) -> "AdaptiveConfig":
-        """The same with ``policy`` set, unless it asks for another, and its default candidates."""
+    def resolve(self, policy: str, tiers: Iterable[DraftShape] = ()) -> "AdaptiveConfig":
+        """The same with ``policy`` set, its default candidates and their tiers.
+
+        A candidate stands for the ``tiers`` of as many steps, by default for a chain. ValueError if
+        there are none, or if the configuration names another policy.
+        """
         if self.policy not in (None, policy):
             raise ValueError(f"policy={self.policy!r} in the configuration is not {policy!r}")
         default = DEFAULT_CANDIDATES[policy]
-        slots = (replace(s, candidate_steps=s.candidate_steps or default) for s in self.slots)
+        slots = [replace(s, candidate_steps=s.candidate_steps or default) for s in self.slots]
+        steps = {count for slot in slots for count in slot.candidate_steps}
+        tiers = sorted(set(tiers) or set(map(DraftShape.chain, steps)))
+        if missing := sorted(steps - {tier.steps for tier in tiers}):
+            raise ValueError(f"candidate_steps={missing} are not the steps of any of {tiers=}")
+        own = [tuple(t for t in tiers if t.steps in slot.candidate_steps) for slot in slots]
+        slots = [replace(slot, tiers=fitting) for slot, fitting in zip(slots, own, strict=True)]
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
 
     def slot_index(self, batch_size: int) -> int:
@@ -104,18 +117,23 @@ class AdaptiveConfig:
         return max(0, bisect_right(self.slots, batch_size, key=lambda s: s.min_batch_size) - 1)
 
     @property
-    def candidate_steps(self) -> tuple[int, ...]:
+    def tiers(self) -> tuple[DraftShape, ...]:
         """The tiers of all slots of a resolved configuration, ascending."""
-        return tuple(sorted({steps for slot in self.slots for steps in slot.candidate_steps}))
+        return tuple(sorted({tier for slot in self.slots for tier in slot.tiers}))
+
+    @property
+    def candidate_steps(self) -> tuple[int, ...]:
+        """The steps of these tiers, ascending."""
+        return tuple(sorted({tier.steps for tier in self.tiers}))
 
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | AdaptiveConfig | None
 
 
-def nearest(candidates: Iterable[int], initial_steps: int) -> int:
-    """The candidate to start with: the nearest to ``initial_steps``, the larger of two."""
+def nearest(tiers: Iterable[DraftShape], initial_steps: int) -> DraftShape:
+    """The tier to start with: the nearest to ``initial_steps``, the larger of two."""
     check_integer("initial_steps", initial_steps, at_least=0)
-    return min(candidates, key=lambda steps: (abs(steps - initial_steps), -steps))
+    return min(tiers, key=lambda tier: (abs(tier.steps - initial_steps), -tier.steps, -tier.nodes))
 
 
 def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:

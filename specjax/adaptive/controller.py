@@ -1,12 +1,13 @@
-"""The runtime states of the tiers, which of them runs next, and what a policy offers for that."""
+"""The tier of each round: what a policy decides it by, and states of workers that switch by it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from specjax.adaptive.config import ConfigSource
 from specjax.adaptive.ema import AdaptiveSpeculativeParams
+from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -14,11 +15,25 @@ EMA_ALPHA = 0.2
 
 
 class TierState(Protocol):
-    """What a worker runs a tier with: any object that knows its tier."""
+    """What a worker runs a tier with: any object that knows the tier's steps.
+
+    If it has ``speculative_num_draft_tokens`` too, these have to be the tier's rows.
+    """
 
     @property
     def speculative_num_steps(self) -> int:
         """Drafted tokens of a round, 0 for plain decoding."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpecRuntimeState:
+    """All that a worker's rounds of one tier run with, in any form; swapped as a whole."""
+
+    speculative_num_steps: int  # drafted levels; 0 for plain decoding
+    speculative_num_draft_tokens: int  # rows of one verify, the root included
+    draft: Any = None
+    verify: Any = None
+    extend: Any = None
 
 
 State = TypeVar("State", bound=TierState)
@@ -33,7 +48,7 @@ class AdaptiveSpecWorker(Protocol[State]):
 
     @property
     def speculative_num_steps(self) -> int:
-        """The tier of the rounds to come."""
+        """The tier to begin with."""
 
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
@@ -45,25 +60,25 @@ class AdaptiveSpecWorker(Protocol[State]):
 
 
 class AdaptiveSpecPolicy(Protocol):
-    """Decides the tier (drafted tokens a round) from the counts of verified rounds.
+    """Decides the tier from the counts of verified rounds.
 
     It depends on nothing else but its construction, so that devices which report the same rounds
     take the same decisions.
     """
 
     @property
-    def candidate_steps(self) -> tuple[int, ...]:
+    def tiers(self) -> tuple[DraftShape, ...]:
         """Every tier the policy may choose, ascending."""
 
     @property
-    def current_steps(self) -> int:
-        """The tier of the latest decision; at first the one to start with, which may be 0."""
+    def tier(self) -> DraftShape:
+        """The tier of the latest decision; at first the one to start with."""
 
-    def steps_for_batch(self, batch_size: int) -> int:
+    def tier_for_batch(self, batch_size: int) -> DraftShape:
         """The tier for the next round of ``batch_size`` rows; asking changes nothing."""
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+        self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
         """Take in one round, which need not be of the current tier; whether the batch's changed."""
 
@@ -71,13 +86,10 @@ class AdaptiveSpecPolicy(Protocol):
         """The policy's figures for server information, as JSON values."""
 
 
-def check_counts(num_accepted_drafts: Sequence[int], executed_steps: int) -> None:
-    """Refuse counts that a round of ``executed_steps`` drafts cannot have."""
-    if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= executed_steps:
-        raise ValueError(
-            f"num_accepted_drafts={num_accepted_drafts} must be within 0 and "
-            f"executed_steps={executed_steps}"
-        )
+def check_counts(num_accepted_drafts: Sequence[int], tier: DraftShape) -> None:
+    """Refuse counts that a round of the tier cannot have."""
+    if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= tier.depth:
+        raise ValueError(f"{num_accepted_drafts=} must be from 0 to {tier.depth} for {tier=}")
 
 
 @dataclass
@@ -90,19 +102,19 @@ class TierCounts:
 
 
 class AdaptiveController:
-    """Holds the runtime state of every tier and gives the worker the one its policy asks for.
+    """Asks a policy for the tier of each round, and tells it what rounds accepted.
 
-    A worker calls :meth:`init_states` before its first round, and then
+    A caller that dispatches rounds before earlier ones are read, as the engine does, calls
+    :meth:`activate_for_batch` before every dispatch, and :meth:`on_verify_complete` with the tier
+    and the batch that the round ran with.
 
-    - :meth:`on_verify_complete` with the counts alone behind every verify, which changes the
-      worker's state at once where the policy says so; or
-    - if it dispatches rounds before earlier ones are read, :meth:`activate_for_batch` before every
-      dispatch and :meth:`on_verify_complete` with the tier and the batch that the round ran with.
+    A worker that has a state for each tier calls :meth:`init_states` before its first round. It may
+    do the same, or call :meth:`on_verify_complete` with the counts alone after every verify. Either
+    way the worker is given the state of the tier that the policy moves to.
 
     Args:
-        worker: whose tier changes.
+        worker: whose state changes, if there is one.
         policy: decides; by default the EMA policy from the worker's ``speculative_num_steps`` on.
-        draft_tokens: gives the rows of a verify for a tier; a chain has one more than its steps.
         config_path: of the default policy, for :func:`specjax.adaptive.load_adaptive_config`.
 
     Raises:
@@ -110,118 +122,122 @@ class AdaptiveController:
 
     Attributes:
         params: the policy, under SGLang's name.
+        tier: that of the rounds to come.
     """
 
     def __init__(
         self,
-        worker: AdaptiveSpecWorker[Any],
+        worker: AdaptiveSpecWorker[Any] | None,
         policy: AdaptiveSpecPolicy | None = None,
-        draft_tokens: Callable[[int], int] = lambda steps: steps + 1,
         *,
         config_path: ConfigSource = None,
     ) -> None:
         if policy is None:
-            policy = AdaptiveSpeculativeParams(worker.speculative_num_steps, config_path)
+            first = 0 if worker is None else worker.speculative_num_steps
+            policy = AdaptiveSpeculativeParams(first, config_path)
         elif config_path is not None:
             raise ValueError(f"{policy=} excludes {config_path=}; pass one of them")
         elif isinstance(policy, type) or not hasattr(policy, "on_verify_complete"):
             raise ValueError(f"{policy=} is not a policy; pass a configuration as config_path")
         self.worker = worker
         self.policy = self.params = policy
+        self.tier = policy.tier
         self.switches = 0
         # all of them from the start, since other threads read the figures
-        self.tiers = {steps: TierCounts() for steps in policy.candidate_steps}
+        self.tiers = {tier: TierCounts() for tier in policy.tiers}
         self._ema = 0.0
-        self._draft_tokens = draft_tokens
-        self._states: dict[int, TierState] = {}
+        self._states: dict[DraftShape, TierState] = {}
+        logger.info(
+            "adaptive decoding: policy %s, tiers %s, first tier %s",
+            policy.describe().get("policy", type(policy).__name__),
+            ", ".join(map(str, policy.tiers)),
+            self.tier,
+        )
 
     def register(self, state: TierState) -> None:
         """Add a state that was built elsewhere; refused if its tier is no candidate or has one."""
         steps = state.speculative_num_steps
-        self._check_candidate("speculative_num_steps", steps)
-        if steps in self._states:
+        nodes = getattr(state, "speculative_num_draft_tokens", None)
+        fitting = [t for t in self.tiers if t.steps == steps and nodes in (None, t.nodes)]
+        if not fitting:
+            raise ValueError(
+                f"speculative_num_steps={steps} with speculative_num_draft_tokens={nodes} is not "
+                f"one of tiers={self.policy.tiers}"
+            )
+        if fitting[0] in self._states:
             raise ValueError(f"speculative_num_steps={steps} is registered twice")
-        self._states[steps] = state
+        self._states[fitting[0]] = state
 
     def init_states(self) -> None:
-        """Build the states of all candidates that have none, and apply that of the first tier."""
-        for steps in sorted(self.tiers.keys() - self._states):
+        """Build the states of all tiers that have none, and apply that of the first tier."""
+        assert self.worker is not None
+        for tier in sorted(self.tiers.keys() - self._states):
             state = self.worker.build_adaptive_runtime_state(
-                speculative_num_steps=steps, speculative_num_draft_tokens=self._draft_tokens(steps)
+                speculative_num_steps=tier.steps, speculative_num_draft_tokens=tier.nodes
             )
-            if state.speculative_num_steps != steps:
+            if state.speculative_num_steps != tier.steps:
                 raise ValueError(
                     f"the worker built speculative_num_steps={state.speculative_num_steps} "
-                    f"where {steps} was asked for"
+                    f"where {tier.steps} was asked for"
                 )
-            self._states[steps] = state
-        first = self.policy.current_steps
+            self._states[tier] = state
         # whatever the worker runs now may not be the state that is registered
-        self.worker.apply_runtime_state(self._states[first])
-        logger.info(
-            "adaptive decoding: policy %s, candidate steps %s, first tier %d",
-            self.policy.describe().get("policy", type(self.policy).__name__),
-            list(self.policy.candidate_steps),
-            first,
-        )
+        self.worker.apply_runtime_state(self._states[self.tier])
 
     def on_verify_complete(
         self,
         num_accepted_drafts: Sequence[int],
         *,
-        executed_steps: int | None = None,
+        tier: DraftShape | None = None,
         batch_size: int | None = None,
     ) -> bool:
         """Take in one verified round; whether the policy moved for that batch.
 
-        With the counts alone the round is one of the worker's present tier, of as many rows, and
-        the worker has its new state when this returns. Otherwise ``executed_steps`` is the tier
-        that it ran with, and ``batch_size`` its rows, padding included.
+        With the counts alone the round is one of the present tier, of as many rows, and the tier of
+        the next one holds when this returns. Otherwise ``tier`` is what the round ran with, and
+        ``batch_size`` its rows, padding included.
 
         Counts are the accepted drafts of each live row, without the bonus token; zeros for a plain
-        round. Nothing happens without live rows. ValueError for a count outside of 0 to
-        ``executed_steps``, a tier that is no candidate, or one keyword without the other.
+        round. Nothing happens without live rows. ValueError for a count that the tier cannot have,
+        a tier that is no candidate, or one keyword without the other.
         """
-        if (executed_steps is None) != (batch_size is None):
-            raise ValueError(f"{executed_steps=} and {batch_size=}: give both or none")
+        if (tier is None) != (batch_size is None):
+            raise ValueError(f"{tier=} and {batch_size=}: give both or none")
         counts = [int(count) for count in num_accepted_drafts]
         rows, accepted = len(counts), sum(counts)
         if not rows:
             return False
-        applies_at_once = executed_steps is None
-        if executed_steps is None or batch_size is None:
-            executed_steps, batch_size = self.worker.speculative_num_steps, rows
-        check_counts(counts, executed_steps)
-        self._check_candidate("executed_steps", executed_steps)
-        ran = {"executed_steps": executed_steps, "batch_size": batch_size}
-        has_moved = self.policy.on_verify_complete(counts, **ran)
-        tier = self.tiers[executed_steps]
-        tier.rounds += 1
-        tier.proposed_drafts += (self._draft_tokens(executed_steps) - 1) * rows
-        tier.accepted_drafts += accepted
-        if executed_steps > 0:
+        executed = self.tier if tier is None else tier
+        check_counts(counts, executed)
+        if executed not in self.tiers:
+            raise ValueError(f"{tier=} is not one of tiers={self.policy.tiers}")
+        size = rows if batch_size is None else batch_size
+        has_moved = self.policy.on_verify_complete(counts, tier=executed, batch_size=size)
+        figures = self.tiers[executed]
+        figures.rounds += 1
+        figures.proposed_drafts += (executed.nodes - 1) * rows
+        figures.accepted_drafts += accepted
+        if executed.steps > 0:
             self._ema += EMA_ALPHA * (accepted / rows - self._ema)
-        if applies_at_once:
-            self.activate_for_batch(batch_size)
+        if tier is None:
+            self.activate_for_batch(size)
         return has_moved
 
-    def _check_candidate(self, name: str, steps: int) -> None:
-        if steps not in self.tiers:
-            raise ValueError(
-                f"{name}={steps} is not in candidate_steps={self.policy.candidate_steps}"
-            )
+    def activate_for_batch(self, batch_size: int) -> DraftShape:
+        """The tier for the next round of ``batch_size`` rows with padding; a worker gets its state.
 
-    def activate_for_batch(self, batch_size: int) -> TierState:
-        """Give the worker the state for its next round of ``batch_size`` rows with padding."""
-        steps = self.policy.steps_for_batch(batch_size)
-        if steps not in self._states:
-            raise ValueError(f"speculative_num_steps={steps} has no state; call init_states()")
-        before = self.worker.speculative_num_steps
-        if before != steps:
-            self.worker.apply_runtime_state(self._states[steps])
+        ValueError if the worker has none for it.
+        """
+        tier = self.policy.tier_for_batch(batch_size)
+        if self.worker is not None and tier not in self._states:
+            raise ValueError(f"{tier=} has no state; call init_states()")
+        if tier != self.tier:
+            if self.worker is not None:
+                self.worker.apply_runtime_state(self._states[tier])
+            logger.info("speculative_num_steps %s -> %s", self.tier, tier)
             self.switches += 1
-            logger.info("speculative_num_steps %d -> %d", before, steps)
-        return self._states[steps]
+            self.tier = tier
+        return tier
 
     @property
     def ema_accept_len(self) -> float:
@@ -235,14 +251,12 @@ class AdaptiveController:
     def describe(self) -> dict[str, Any]:
         """Figures for server information, as JSON values."""
         return {
-            "speculative_num_steps": self.worker.speculative_num_steps,
-            "candidate_steps": list(self.policy.candidate_steps),
+            "speculative_num_steps": self.tier.steps,
+            "candidate_steps": sorted({tier.steps for tier in self.tiers}),
             "switches": self.switches,
             "ema_accept_len": self.ema_accept_len,
-            "num_verify_rounds": sum(t.rounds for steps, t in self.tiers.items() if steps > 0),
+            "num_verify_rounds": sum(t.rounds for tier, t in self.tiers.items() if tier.steps),
             "wasted_drafts": self.wasted_drafts,
-            "tiers": {
-                str(steps): asdict(tier) for steps, tier in self.tiers.items() if tier.rounds
-            },
+            "tiers": {str(tier): asdict(t) for tier, t in self.tiers.items() if t.rounds},
             **self.policy.describe(),
         }

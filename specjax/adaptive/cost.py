@@ -12,6 +12,9 @@ from typing import Any
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
 from specjax.adaptive.controller import check_counts
 from specjax.checks import check_number
+from specjax.types import NO_DRAFTS, DraftShape
+
+Rates = Mapping[DraftShape, float]
 
 WINDOW = 16.0  # rounds over which the weight of old counts falls to 1/e
 FIRST_GUESS = 0.7  # acceptance of the first draft before any was verified; one row's evidence
@@ -33,10 +36,10 @@ class AcceptanceEstimates:
         self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
         self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
 
-    def observe(self, num_accepted_drafts: Sequence[int], executed_steps: int) -> None:
+    def observe(self, num_accepted_drafts: Sequence[int], depth: int) -> None:
         """Take in one round: a row that accepts k of its drafts has tried k + 1 or all of them."""
         keep = 1.0 - 1.0 / WINDOW
-        for i in range(min(executed_steps, len(self.tried), max(num_accepted_drafts) + 1)):
+        for i in range(min(depth, len(self.tried), max(num_accepted_drafts) + 1)):
             self.tried[i] = keep * self.tried[i] + sum(k >= i for k in num_accepted_drafts)
             self.accepted[i] = keep * self.accepted[i] + sum(k > i for k in num_accepted_drafts)
 
@@ -61,88 +64,87 @@ class CostAwarePolicy:
     are chosen only for what they have shown, in probes: the next deeper candidate that could win
     runs until a result that does not gain. docs/adaptive_decoding.md has the rules for when.
 
-    ``seconds`` are those of a round by (steps, batch bucket), for every candidate at every bucket.
+    ``seconds`` are those of a round by (tier, batch bucket), for every candidate at every bucket.
     ``initial_steps`` moves to the nearest candidate, the larger of two; ``None`` is the deepest.
     """
 
     def __init__(
         self,
-        seconds: Mapping[tuple[int, int], float],
+        seconds: Mapping[tuple[DraftShape, int], float],
         initial_steps: int | None = None,
         config: ConfigSource = None,
     ) -> None:
-        self.config = load_adaptive_config(config).resolve("cost")
-        self.candidate_steps = self.config.candidate_steps
+        config = load_adaptive_config(config)
+        self.config = config.resolve("cost", {tier for tier, _ in seconds})
+        self.tiers = self.config.tiers
         self._buckets = sorted({bucket for _, bucket in seconds}) or [1]
-        pairs = {(steps, b) for steps in self.candidate_steps for b in self._buckets}
+        pairs = {(tier, bucket) for tier in self.tiers for bucket in self._buckets}
         if missing := sorted(pairs - set(seconds)):
-            raise ValueError(f"(candidate_steps, batch)={missing} have no round times")
+            raise ValueError(f"(tier, batch)={missing} have no round times")
         self.seconds = {
-            (steps, bucket): check_number(f"seconds of {steps} steps at {bucket}", value, above=0)
-            for (steps, bucket), value in seconds.items()
+            (tier, bucket): check_number(f"seconds of tier {tier} at {bucket}", value, above=0)
+            for (tier, bucket), value in seconds.items()
         }
-        deepest = self.candidate_steps[-1]
-        first = deepest if initial_steps is None else initial_steps
-        self.steps = nearest(self.config.slots[0].candidate_steps, first)
-        self.probe_steps: int | None = None  # a deeper tier that runs instead
-        self.estimates = AcceptanceEstimates(deepest)
+        first = self.tiers[-1].steps if initial_steps is None else initial_steps
+        self.chosen = nearest(self.config.slots[0].tiers, first)
+        self.probe: DraftShape | None = None  # a deeper tier that runs instead
+        self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.tiers))
         self.debt = 0.0  # seconds that probes lost and the budget has not repaid
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
         self._bucket: int | None = None  # that the tier was chosen for
         self._vain_probes = 0  # since the last change of tier
 
     @property
-    def current_steps(self) -> int:
+    def tier(self) -> DraftShape:
         """The tier that runs next if the batch stays as it is; a probe's while one runs."""
-        return self.steps if self.probe_steps is None else self.probe_steps
+        return self.chosen if self.probe is None else self.probe
 
-    def steps_for_batch(self, batch_size: int) -> int:
+    def tier_for_batch(self, batch_size: int) -> DraftShape:
         candidates, bucket = self._candidates(batch_size), self._bucket_of(batch_size)
-        if self.probe_steps in candidates:
-            return self.current_steps
-        if self.steps in candidates and self._bucket in (None, bucket):
-            return self.steps
+        if self.probe in candidates:
+            return self.tier
+        if self.chosen in candidates and self._bucket in (None, bucket):
+            return self.chosen
         return self._best(self._rates(candidates, bucket), bucket)
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+        self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
         if not num_accepted_drafts:
             return False
-        check_counts(num_accepted_drafts, executed_steps)
-        before, bucket = self.steps_for_batch(batch_size), self._bucket_of(batch_size)
-        seconds = self.seconds.get((executed_steps, bucket))
+        check_counts(num_accepted_drafts, tier)
+        before, bucket = self.tier_for_batch(batch_size), self._bucket_of(batch_size)
+        seconds = self.seconds.get((tier, bucket))
         if seconds is None:
-            raise ValueError(f"executed_steps={executed_steps} has no round time at {bucket} rows")
-        self.estimates.observe(num_accepted_drafts, executed_steps)
+            raise ValueError(f"{tier=} has no round time at {bucket} rows")
+        self.estimates.observe(num_accepted_drafts, tier.depth)
         rates = self._rates(self._candidates(batch_size), bucket)
         tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
-        self._account(rates, tokens, seconds, executed_steps, bucket)
+        self._account(rates, tokens, seconds, tier, bucket)
         best = self._best(rates, bucket)
-        if best != self.steps:
-            self.steps, self.probe_steps, self._vain_probes = best, None, 0
-        elif self.probe_steps is None:
-            self.probe_steps = self._next_probe(rates, bucket)
-        elif self.probe_steps not in rates or (
-            executed_steps == self.probe_steps
-            and tokens / seconds <= (1.0 + HYSTERESIS) * rates[best]
+        if best != self.chosen:
+            self.chosen, self.probe, self._vain_probes = best, None, 0
+        elif self.probe is None:
+            self.probe = self._next_probe(rates, bucket)
+        elif self.probe not in rates or (
+            tier == self.probe and tokens / seconds <= (1.0 + HYSTERESIS) * rates[best]
         ):
-            self.probe_steps = None
+            self.probe = None
             self._vain_probes += 1
         self._bucket = bucket
-        return self.steps_for_batch(batch_size) != before
+        return self.tier_for_batch(batch_size) != before
 
     def describe(self) -> dict[str, Any]:
         return {
             "policy": "cost",
-            "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.steps)],
-            "is_probing": self.probe_steps is not None,
+            "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.chosen.depth)],
+            "is_probing": self.probe is not None,
             "probe_debt_seconds": self.debt,
             "plain_deficit_seconds": self.deficit,
         }
 
-    def _candidates(self, batch_size: int) -> tuple[int, ...]:
-        return self.config.slots[self.config.slot_index(batch_size)].candidate_steps
+    def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
+        return self.config.slots[self.config.slot_index(batch_size)].tiers
 
     def _bucket_of(self, batch_size: int) -> int:
         index = bisect_left(self._buckets, batch_size)
@@ -150,39 +152,39 @@ class CostAwarePolicy:
             raise ValueError(f"batch_size={batch_size} is above the largest timed, {self._buckets}")
         return self._buckets[index]
 
-    def _rates(self, candidates: Sequence[int], bucket: int) -> dict[int, float]:
+    def _rates(self, candidates: Sequence[DraftShape], bucket: int) -> Rates:
         """Expected tokens a second of one row for each candidate."""
-        tokens = expected_tokens(self.estimates.acceptance(self.steps))
-        return {steps: tokens[steps] / self.seconds[steps, bucket] for steps in candidates}
+        tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
+        return {tier: tokens[tier.depth] / self.seconds[tier, bucket] for tier in candidates}
 
     def _account(
-        self, rates: Mapping[int, float], tokens: float, seconds: float, steps: int, bucket: int
+        self, rates: Rates, tokens: float, seconds: float, tier: DraftShape, bucket: int
     ) -> None:
         """Add what a round lost to the chosen tier and to plain decoding, or repay."""
-        is_probe = steps > self.steps and self.steps in rates
-        lost = seconds - tokens / rates[self.steps] if is_probe else -LOSS_BUDGET * seconds
+        is_probe = tier.depth > self.chosen.depth and self.chosen in rates
+        lost = seconds - tokens / rates[self.chosen] if is_probe else -LOSS_BUDGET * seconds
         self.debt = max(0.0, self.debt + lost)
-        if 0 in rates:
-            plain = self.seconds[0, bucket]
-            lost = seconds - tokens * plain if steps else -LOSS_BUDGET * plain
+        if NO_DRAFTS in rates:
+            plain = self.seconds[NO_DRAFTS, bucket]
+            lost = seconds - tokens * plain if tier.steps else -LOSS_BUDGET * plain
             self.deficit = max(-MAX_CREDIT * plain, self.deficit + lost)
 
-    def _best(self, rates: Mapping[int, float], bucket: int) -> int:
-        if 0 in rates:
-            limit = MAX_DEFICIT if self.steps else RESUME_DEFICIT
-            if self.deficit > limit * self.seconds[0, bucket]:
-                return 0
-        best = max(rates, key=lambda steps: (rates[steps], -steps))
-        current = rates.get(self.steps, 0.0)
-        is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < rates.get(0, 0.0)
-        return best if is_enough else self.steps
+    def _best(self, rates: Rates, bucket: int) -> DraftShape:
+        if NO_DRAFTS in rates:
+            limit = MAX_DEFICIT if self.chosen.steps else RESUME_DEFICIT
+            if self.deficit > limit * self.seconds[NO_DRAFTS, bucket]:
+                return NO_DRAFTS
+        best = max(rates, key=lambda tier: (rates[tier], -tier.depth))
+        current, plain = rates.get(self.chosen, 0.0), rates.get(NO_DRAFTS, 0.0)
+        is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < plain
+        return best if is_enough else self.chosen
 
-    def _next_probe(self, rates: Mapping[int, float], bucket: int) -> int | None:
-        is_off = self.steps == 0 and self.deficit > RESUME_DEFICIT * self.seconds[0, bucket]
-        if self.debt > 0.0 or is_off:
+    def _next_probe(self, rates: Rates, bucket: int) -> DraftShape | None:
+        limit = RESUME_DEFICIT * self.seconds.get((NO_DRAFTS, bucket), 0.0)
+        if self.debt > 0.0 or (not self.chosen.steps and self.deficit > limit):
             return None
-        wanted = (1.0 + HYSTERESIS) * rates[self.steps]
-        deeper = (steps for steps in rates if steps > self.steps)
-        possible = [s for s in deeper if (s + 1) / self.seconds[s, bucket] > wanted]
+        wanted = (1.0 + HYSTERESIS) * rates[self.chosen]
+        deeper = (tier for tier in rates if tier.depth > self.chosen.depth)
+        possible = [t for t in deeper if t.accept_width / self.seconds[t, bucket] > wanted]
         turn, rest = divmod(self._vain_probes + 1, PROBES_A_TURN)
         return possible[0 if rest else turn % len(possible)] if possible else None

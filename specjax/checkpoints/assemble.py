@@ -12,15 +12,15 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from specjax.checkpoints.orbax import check_orbax, load_orbax
-from specjax.checkpoints.recipes import Recipe, Recipes
 from specjax.checkpoints.tensors import TensorSource
-from specjax.config import DraftConfig, ModelConfig, MtpConfig
+from specjax.config import DraftConfig, ModelConfig
+from specjax.models.recipes import Recipe, Recipes
 
 # Transposing 4096 x 4096 float32: 0.027 s in blocks of 128, 0.13 s in one assignment (one core).
 _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-C = TypeVar("C", ModelConfig, DraftConfig, MtpConfig)
+C = TypeVar("C", ModelConfig, DraftConfig)
 Progress = Callable[[int, int], None]
 
 
@@ -88,9 +88,9 @@ class Checkpoint(Generic[C]):
         raise NotImplementedError
 
     def _abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        dtype = self.config.jnp_dtype
+        dtype = self.config.dtypes.activations
         return {
-            name: jax.ShapeDtypeStruct(recipe.shape, np.int32 if recipe.is_integer else dtype)
+            name: jax.ShapeDtypeStruct(recipe.shape, np.dtype(recipe.dtype or dtype))
             for name, recipe in self.recipes().items()
         }
 
@@ -110,7 +110,7 @@ class Checkpoint(Generic[C]):
                     f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
                     f"asks for {part.shape}"
                 )
-            if info.dtype not in _FLOATS and not recipe.is_integer:
+            if info.dtype not in _FLOATS and recipe.dtype not in ("int32", info.dtype):
                 raise ValueError(
                     f"tensor {name!r} in {info.path} is {info.dtype}; weights must be one of "
                     f"{', '.join(_FLOATS)}"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checkpoints.recipes import Recipes
 from specjax.checks import is_integer
 from specjax.json_file import read_json_lines
+from specjax.models.recipes import Recipes
 
 SEPARATOR = -1
 

@@ -11,10 +11,10 @@ import numpy as np
 from specjax.checkpoints.assemble import Checkpoint
 from specjax.checkpoints.draft_config import check_feature_layers, check_pair, draft_config
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
-from specjax.checkpoints.recipes import Recipes, draft_recipes
 from specjax.checkpoints.target import TargetCheckpoint, download, embedded_head, open_target
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DraftConfig, ModelConfig
+from specjax.models.recipes import Recipes, draft_recipes
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def open_draft_model(
         )
     if with_tokenizer:
         _check_same_tokens(opened, target)
-    return opened
+    return dataclasses.replace(opened, config=opened.config.within(context))
 
 
 def _check_same_tokens(draft: TargetCheckpoint, target: TargetCheckpoint) -> None:

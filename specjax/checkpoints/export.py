@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from specjax.checkpoints.recipes import draft_recipes
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX
 from specjax.checks import check_integer
 from specjax.config import DraftConfig
+from specjax.models.recipes import draft_recipes
 
 # published name of a setting to ours
 _PUBLISHED = {

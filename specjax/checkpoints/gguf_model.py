@@ -8,12 +8,11 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.tensors import TensorSource
-from specjax.config import ModelConfig, RopeScaling
+from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields
 from specjax.models.layers import rope_frequencies
+from specjax.models.registry import FAMILIES, family_of
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
-
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -37,7 +36,7 @@ def _huggingface_name(name: str) -> str:
 
 
 def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
-    """Rows of a GGUF query or key projection of architecture ``llama``, in Hugging Face order.
+    """Rows of a GGUF query or key projection that are interleaved, in Hugging Face order.
 
     GGUF rotates neighbouring pairs, Hugging Face the two halves of a head, so the converter
     interleaves the halves: row ``2 i + j`` of a head is row ``j * H / 2 + i``. This undoes it.
@@ -51,7 +50,7 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     stored = {_huggingface_name(name): name for name in file.tensors}
     stored.pop("rope_freqs.weight", None)
     rows: dict[str, np.ndarray] = {}
-    if config.model_type == "llama":
+    if family_of(config).gguf == "interleaved":
         rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
         rows["k_proj"] = _interleaved_rows(config.num_kv_heads, config.head_dim)
 
@@ -68,8 +67,9 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
         dtype = "float32" if kinds <= {"F32"} else "bfloat16"
     arch = file.metadata.text("general.architecture", None)
-    if arch not in _ARCHITECTURES:
-        demand = f"is not supported; supported: {_ARCHITECTURES}"
+    supported = tuple(name for name, family in FAMILIES.items() if family.gguf)
+    if arch not in supported:
+        demand = f"is not supported; supported: {supported}"
         raise file.metadata.wrong("general.architecture", demand)
     keys = _architecture_keys(file, arch)
     if keys.integer("expert_count", 0):
@@ -108,7 +108,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         "eos_token_ids": eos_token_ids(file),
         "bos_token_id": file.metadata.integer("tokenizer.ggml.bos_token_id", None),
     }
-    return file.metadata.build(ModelConfig, values)
+    return file.metadata.build(FAMILIES[arch].config, values)
 
 
 def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
@@ -138,8 +138,8 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
     divisors = np.asarray(file.read("rope_freqs.weight"), np.float32)
     scaling = RopeScaling(rope_type="llama3", factor=max(1.0, float(divisors.max())))
     if theta > 0 and divisors.shape == (head_dim // 2,):
-        plain = rope_frequencies(head_dim, theta, None)
-        if np.allclose(divisors, plain / rope_frequencies(head_dim, theta, scaling), rtol=1e-4):
+        plain, scaled = (rope_frequencies(Rope(head_dim, theta, x)) for x in (None, scaling))
+        if np.allclose(divisors, plain / scaled, rtol=1e-4):
             return scaling
     raise ValueError(
         f"{file.path}: rope_freqs.weight {divisors.shape} is not the Llama 3.1 scaling with factor "

@@ -8,18 +8,11 @@ from typing import Any
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import DTYPES, ModelConfig, RopeScaling
 from specjax.json_file import Fields
+from specjax.models.registry import FAMILIES
 from specjax.text.tokenizer import find_eos_token_id, unique_ids
 
 logger = logging.getLogger(__name__)
 
-# model_type to the class that the weights must be of
-_FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mimo": "MiMoForCausalLM",  # Qwen2, with modules of multi-token prediction
-}
 # stored dtype to the dtype of computation
 _DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "float32"}
 
@@ -28,32 +21,26 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     """The configuration that ``config.json`` and its companions describe."""
     config = Fields.read(directory / "config.json")
     model_type = config.text("model_type", None)
-    if model_type not in _FAMILIES:
-        raise config.wrong("model_type", f"is not supported; supported: {sorted(_FAMILIES)}")
-    family = _FAMILIES[model_type]
-    if family not in (config.items("architectures", str, []) or [family]):
-        demand = f"is not supported for model_type={model_type!r}; supported: {family}"
+    if model_type not in FAMILIES:
+        raise config.wrong("model_type", f"is not supported; supported: {sorted(FAMILIES)}")
+    family = FAMILIES[model_type]
+    if family.architecture not in (config.items("architectures", str, []) or [family.architecture]):
+        demand = f"is not supported for model_type={model_type!r}; supported: {family.architecture}"
         raise config.wrong("architectures", demand)
-    attention_bias = config.flag("attention_bias") and model_type in ("llama", "qwen3")
-    values = layer_sizes(config) | {
+    values = layer_sizes(config, family.hidden_act) | {
         "model_type": model_type,
         "vocab_size": config.integer("vocab_size"),
         "num_layers": config.integer("num_hidden_layers"),
         "max_position_embeddings": config.integer("max_position_embeddings"),
         "dtype": _resolve_dtype(config, directory) if dtype == "auto" else dtype,
         "tie_word_embeddings": config.flag("tie_word_embeddings"),
-        "qkv_bias": attention_bias or model_type in ("qwen2", "mimo"),
-        "output_bias": attention_bias,
-        "mlp_bias": config.flag("mlp_bias") and model_type == "llama",
-        "qk_norm": model_type == "qwen3",
-        "sliding_window": _sliding_window(config, model_type),
         "eos_token_ids": _eos_token_ids(config, directory),
         "bos_token_id": next(iter(config.ids("bos_token_id")), None),
     }
-    return config.build(ModelConfig, values)
+    return config.build(family.config, values | family.read(config))
 
 
-def layer_sizes(config: Fields) -> dict[str, Any]:
+def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish")) -> dict[str, Any]:
     """What targets and draft heads say of a layer in the same keys."""
     quantization = config.fields("quantization_config")
     if quantization.values:
@@ -62,8 +49,8 @@ def layer_sizes(config: Fields) -> dict[str, Any]:
             f"{config.where}: quantization_config (quant_method={method!r}) is not supported; use "
             "the float16, bfloat16 or float32 weights of the model, or a GGUF file"
         )
-    if config.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise config.wrong("hidden_act", "is not supported; supported: 'silu'")
+    if config.text("hidden_act", hidden_act[0]) not in hidden_act:
+        raise config.wrong("hidden_act", f"is not supported; supported: {hidden_act[0]!r}")
     heads = config.integer("num_attention_heads", at_least=1)
     hidden = config.integer("hidden_size")
     theta, scaling = _read_rope(config)
@@ -125,28 +112,6 @@ def _resolve_dtype(config: Fields, directory: Path) -> str:
     if named == "float16":
         logger.info("%s: float16 weights are loaded as bfloat16", directory)
     return _DTYPES[named]
-
-
-def _sliding_window(config: Fields, model_type: str) -> int | None:
-    """The attention window of all layers, None if none applies within the context."""
-    window = config.integer("sliding_window", 0)
-    is_off = model_type in ("qwen2", "qwen3", "mimo") and not config.flag("use_sliding_window")
-    if model_type == "llama" or is_off or not window:
-        return None
-    num_layers = config.integer("num_hidden_layers")
-    if kinds := config.items("layer_types", str, []):
-        count = kinds.count("sliding_attention")
-    else:
-        first = config.integer("max_window_layers", 0) if "use_sliding_window" in config else 0
-        count = max(0, num_layers - first)
-    if not count or window >= config.integer("max_position_embeddings"):
-        return None
-    if count < num_layers:
-        raise ValueError(
-            f"{config.where}: a sliding window in {count} of {num_layers} layers is not supported; "
-            "all layers or none must have one"
-        )
-    return window
 
 
 def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:

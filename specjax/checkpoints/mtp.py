@@ -10,17 +10,18 @@ from specjax.checkpoints.assemble import Checkpoint
 from specjax.checkpoints.draft_config import check_pair
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.checkpoints.orbax import is_orbax_directory
-from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, mtp_recipes
 from specjax.checkpoints.target import TargetCheckpoint, download
 from specjax.checkpoints.tensors import open_directory
-from specjax.config import MtpConfig
+from specjax.config import ModelConfig
 from specjax.json_file import Fields
+from specjax.models.recipes import MTP_PREFIX, Recipes
+from specjax.models.registry import mtp_recipes
 
 _EXPERTS = re.compile(r"\.mlp\.(experts|shared_experts?|gate)\.")
 
 
 @dataclass(frozen=True)
-class MtpCheckpoint(Checkpoint[MtpConfig]):
+class MtpCheckpoint(Checkpoint[ModelConfig]):
     """Modules on disk, as many as are drafted with; all else in the files is ignored."""
 
     def describe(self) -> str:
@@ -85,11 +86,11 @@ def open_mtp(
         )
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
-    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(MtpConfig)}
-    values["num_layers"] = num_modules
-    if rope_theta is not None:
-        values["rope_theta"] = rope_theta
-    return MtpCheckpoint(MtpConfig(**values), path, lambda: source)
+    theta = model.rope_theta if rope_theta is None else rope_theta
+    config = dataclasses.replace(
+        model, num_layers=num_modules, rope_theta=theta, sliding_window=None
+    )
+    return MtpCheckpoint(config, path, lambda: source)
 
 
 def _module_of(name: str) -> int | None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig, RopeScaling, TransformerConfig
 from specjax.json_file import Fields, read_json
+from specjax.models.registry import FAMILIES
 from specjax.text.tokenizer import Tokenizer
 
 C = TypeVar("C", ModelConfig, DraftConfig)
@@ -88,6 +89,9 @@ def orbax_config(path: Path, kind: type[C]) -> C:
     file = path / "config.json"
     body = read_json(file)
     found = body.pop(_KEY)
+    family = FAMILIES.get(str(body.get("model_type")))
+    if kind is ModelConfig and family is not None:
+        kind = family.config  # type: ignore[assignment]
     if found != kind.__name__:
         raise ValueError(f"{file} holds a {found}, expected a {kind.__name__}")
     if "algorithm" in body:  # what the key was called at first

@@ -13,10 +13,11 @@ from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.gguf_model import gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
-from specjax.checkpoints.recipes import MTP_PREFIX, Recipes, target_recipes
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
+from specjax.models.recipes import MTP_PREFIX, Recipes
+from specjax.models.registry import target_recipes
 from specjax.text.tokenizer import Tokenizer
 
 # name to distribution, version and file. SmolLM2-135M-Instruct in Q4_1; the package is never

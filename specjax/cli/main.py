@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from specjax.cli.bench import add_bench_parser, run_bench
 from specjax.cli.generate import add_generate_parser, run_generate
 from specjax.cli.options import engine_arguments
 from specjax.cli.serve import add_serve_parser, run_serve
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate_parser(commands)
     add_serve_parser(commands)
     add_warmup_parser(commands)
+    add_bench_parser(commands)
     return parser
 
 
@@ -47,8 +49,9 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     """Run the command of ``argv`` (``sys.argv`` for ``None``) with engines of ``make_engine``.
 
     Returns:
-        0; 1 where float32 texts with and without speculation differ, or a warm-up could not write;
-        2 for bad input; 130 after an interrupt; 141 when the reader of standard output went away.
+        0; 1 where float32 texts with and without speculation differ, a warm-up could not write, or
+        requests of a benchmark failed; 2 for bad input; 130 after an interrupt; 141 when the reader
+        of standard output went away.
     """
     if sys.stderr is None:  # print would take standard output instead
         sys.stderr = io.StringIO()
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
                 status = run_warmup(args, engine_args)
             elif args.command == "serve":
                 status = run_serve(args, engine_args, make_engine)
+            elif args.command == "bench":
+                status = run_bench(args.name, args.options)
             else:
                 engine_args = {"max_running_requests": 1} | engine_args
                 status = run_generate(args, engine_args, make_engine)

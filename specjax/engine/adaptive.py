@@ -2,7 +2,7 @@
 
 import logging
 import time
-from functools import partial
+from itertools import product
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import UNLIMITED
+from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +38,16 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
         return None
     policy: AdaptiveSpecPolicy
     if config.policy == "ema":
-        policy = AdaptiveSpeculativeParams(first, config)
+        policy = AdaptiveSpeculativeParams(first, config, runner.config.shapes)
     else:
         policy = CostAwarePolicy(round_seconds(runner), first, config)
-    shape_of = partial(args.algorithm.draft_shape, args)
-    controller = AdaptiveController(runner, policy, lambda steps: shape_of(steps).nodes)
-    controller.init_states()
-    return controller
+    return AdaptiveController(None, policy)
 
 
-def round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
-    """Seconds of a round by (steps, batch bucket), measured once and kept beside the functions."""
-    cache, config = runner.compiled.cache, runner.config
-    keys = {(s, b): f"{s} steps, batch {b}" for s in config.tiers for b in config.batch_buckets}
+def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
+    """Seconds of a round by (tier, batch bucket), measured once and kept beside the functions."""
+    cache = runner.compiled.cache
+    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in _pairs(runner)}
     kept = None if cache is None else cache.load_json(ROUND_SECONDS)
     if kept is not None:
         try:
@@ -64,16 +62,19 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     return seconds
 
 
-def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
-    """Seconds a round by (steps, batch bucket): the median of a few stretches.
+def _pairs(runner: ModelRunner) -> list[tuple[DraftShape, int]]:
+    return list(product(runner.config.shapes, runner.config.batch_buckets))
+
+
+def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
+    """Seconds a round by (tier, batch bucket): the median of a few stretches.
 
     Rounds are dispatched without a read in between, as serving does. The rows are greedy, over
     zeroed or left-over KV, whose values do not change the time. Every pair has a stretch before any
     has its next, so that what slows the device down for a while meets all of them. The runner has
     no requests; afterwards it is as before, but for what the pages hold.
     """
-    config, before = runner.config, runner.state
-    pairs = [(steps, bucket) for steps in config.tiers for bucket in config.batch_buckets]
+    config, pairs = runner.config, _pairs(runner)
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
     counts = {}
@@ -85,7 +86,6 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     stretches = [
         {pair: _run(runner, *pair, counts[pair]) for pair in pairs} for _ in range(STRETCHES)
     ]
-    runner.apply_runtime_state(before)
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
@@ -93,7 +93,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[int, int], float]:
     return {pair: float(np.median([times[pair] for times in stretches])) for pair in pairs}
 
 
-def _run(runner: ModelRunner, steps: int, bucket: int, count: int) -> float:
+def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> float:
     """Seconds a round over up to ``count`` dispatches behind one that is not counted."""
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
@@ -108,10 +108,9 @@ def _run(runner: ModelRunner, steps: int, bucket: int, count: int) -> float:
         lens[slot], remaining[slot] = filled, UNLIMITED
         runner.set_pages(slot, range(1 + (slot - 1) * pages, 1 + slot * pages))
     runner.reset_rows(lens, remaining)
-    runner.apply_runtime_state(runner.state_of(steps))
-    runner.round(slots).read()
+    runner.round(slots, tier).read()
     started = time.perf_counter()
     for _ in range(count):
-        last = runner.round(slots)
+        last = runner.round(slots, tier)
     last.read()
     return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)

@@ -51,9 +51,9 @@ class EngineArgs:
         speculative_num_steps: tokens drafted one behind the other in a round; 5 by default, 1 of
             ``"MULTI_LAYER_EAGLE"``, which has a module for each, and 11 of ``"NGRAM"``.
         speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
-        speculative_num_draft_tokens: rows of a verify, the newest token included, up to 64. A chain
-            has ``speculative_num_steps + 1``, a tree by default one a branch and level. Needs
-            ``speculative_num_steps``, except for ``"NGRAM"``.
+        speculative_num_draft_tokens: tokens verified in a round, the root included (at most 64).
+            Default: ``speculative_num_steps + 1`` for a chain, which may have fewer, and one per
+            branch and level for a tree. Needs ``speculative_num_steps``, except for ``"NGRAM"``.
         speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
             ``speculative_num_steps`` is where it begins, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
@@ -194,7 +194,8 @@ class EngineArgs:
                 f"speculative_adaptive_config has {most} among its candidate_steps, but at most "
                 f"{MAX_STEPS} are supported"
             )
-        accepted, longest = self.simulate_accept_length, min(most + 1, self.shapes[-1].nodes)
+        accepted = self.simulate_accept_length
+        longest = max(shape.accept_width for shape in self.shapes)
         if accepted is not None and not 1 <= accepted <= longest:
             raise ValueError(
                 f"simulate_accept_length={accepted!r} must be a number from 1 to {longest}, the "
@@ -260,7 +261,7 @@ class EngineArgs:
 
     @cached_property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Everything that a round may draft, the tiers, by ascending steps."""
+        """Everything that a round may draft, the tiers, ascending."""
         if self.adaptive is None:
             return (self.shape,)
         reason = self.algorithm.adaptive_unsupported_reason(self)

@@ -22,8 +22,10 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.weights import is_same, load_weights
 from specjax.kernels.tree_attention import attention_implementation
 from specjax.kv.budget import Reach
+from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
 from specjax.models.flat import Networks, Placement
+from specjax.models.registry import check_attention, layer_kinds
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
@@ -70,6 +72,7 @@ class EnginePlan:
             runner.compiled.cache = cache.bound(
                 nets.target_config,
                 nets.draft_config,
+                [layer_kinds(model) for model in nets.models],
                 self.config,
                 nets.placement.describe(),
                 *self.config.algorithm.cache_facts(),
@@ -166,13 +169,15 @@ def plan_parts(args: EngineArgs) -> EnginePlan:
         _announce(args, f"{algorithm.name}: {_describe_tiers(args)}, {sizes}")
     else:
         _announce(args, f"plain decoding; {HINT}")
+    context_length = _context_length(args.context_length, target.config)
     networks = algorithm.networks(
-        target.config,
+        target.config.within(context_length),
         drafts[0].config if drafts else None,
         kernels="xla" if on_cpu else "pallas",
         placement=placement,
     )
-    context_length = _context_length(args.context_length, target.config)
+    for model in networks.models:
+        check_attention(model, ATTENTION_OPTIONS)
     slots = args.max_running_requests or (4 if on_cpu else 32)
     chunk = args.chunked_prefill_size or DEFAULT_CHUNK
     most = (

@@ -108,12 +108,13 @@ class Engine:
         if not args.disable_radix_cache:
             cache = PrefixCache(allocator, lookahead=args.algorithm.lookahead)
         self._controller = make_controller(args, runner)
+        controller, largest = self._controller, runner.config.largest
         totals = Totals(
             max_total_tokens=plan.pools.max_total_tokens,
-            drafts=runner.config.largest.steps > 0,
-            adapts=self._controller is not None,
+            drafts=largest.steps > 0,
+            adapts=controller is not None,
             simulate_accept_length=args.simulate_accept_length,
-            tier=runner.state.shape,
+            tier=largest if controller is None else controller.tier,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
         self._scheduler = make_scheduler(
@@ -124,7 +125,7 @@ class Engine:
             prefix_cache=cache,
             max_waiting_requests=args.max_waiting_requests,
             metrics=totals,
-            controller=self._controller,
+            controller=controller,
         )
         self._factory = RequestFactory(args, plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)

@@ -12,9 +12,9 @@ import numpy as np
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.assemble import Checkpoint, cast, make_weight
-from specjax.checkpoints.recipes import Recipe
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.models.flat import Networks, Weights
+from specjax.models.recipes import Recipe
 from specjax.runtime.runner import ModelRunner
 
 # as an engine has them: one, or none where the draft has no network
@@ -108,7 +108,7 @@ def weights_from_tensors(
         given = dict(named_tensors)
     except TypeError as error:
         raise ValueError(f"named_tensors={named_tensors!r} are no arrays by name") from error
-    dtype = owner.config.jnp_dtype
+    dtype = owner.config.dtypes.activations
     tensors = {str(name): _copied(name, value, dtype) for name, value in given.items()}
     if not tensors:
         raise ValueError("named_tensors are empty; give the weights to replace")

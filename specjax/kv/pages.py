@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,10 @@ from specjax.kernels.move_kv import move_kv
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
-from specjax.models.layers import Attend, RopeTables
+from specjax.models.layers import RopeTables, Store
+
+# options of an ``Attend`` that attention over pages computes
+ATTENTION_OPTIONS: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +38,10 @@ class PageView:
         pages = jnp.take_along_axis(self.page_table, jnp.minimum(index, width - 1), axis=1)
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
+    def store(self, seq_lens: jax.Array, rows: int) -> Store:
+        """Stores keys and values of ``rows`` new tokens behind ``seq_lens``, without attention."""
+        return self.attend(seq_lens, rows).store
+
     def attend(
         self,
         seq_lens: jax.Array,
@@ -41,7 +49,7 @@ class PageView:
         *,
         tree_mask: jax.Array | None = None,
         first: int = 0,
-    ) -> Attend:
+    ) -> "PagedAttend":
         """Stores T = ``rows`` new tokens behind ``seq_lens`` i32 ``[B]`` and attends over all.
 
         ``tree_mask`` is bool ``[B, T, U]`` over the U tokens from ``seq_lens`` on, or ``None`` for
@@ -49,7 +57,7 @@ class PageView:
         """
         slots = self.slots(seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32))
 
-        def attention(q: jax.Array, kv: jax.Array, layer: int) -> jax.Array:
+        def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
             return tree_attention(
                 q,
                 kv,
@@ -59,9 +67,10 @@ class PageView:
                 tree_mask,
                 page_size=self.page_size,
                 implementation=self.implementation,
+                **options,
             )
 
-        return self._attend(slots, attention)
+        return PagedAttend(slots, attention, self._stores)
 
     def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
         """Move the rows i32 ``[B, A]`` of a path, the first one 0, to the front.
@@ -73,14 +82,14 @@ class PageView:
         destination = self.slots(seq_lens[:, None] + places)
         return move_kv(kv, source, destination, implementation=self._stores)
 
-    def attend_packed(self, segments: "Segments") -> Attend:
+    def attend_packed(self, segments: "Segments") -> "PagedAttend":
         """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
         slots = pages * self.page_size + segments.positions % self.page_size
         slots = jnp.where(segments.is_real, slots, 0)[None]
 
-        def attention(q: jax.Array, kv: jax.Array, layer: int) -> jax.Array:
+        def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
             out = prefill_attention(
                 q[0],
                 kv,
@@ -90,21 +99,41 @@ class PageView:
                 segments.counts,
                 page_size=self.page_size,
                 implementation=self.implementation,
+                **options,
             )
             return out[None]
 
-        return self._attend(slots, attention)
+        return PagedAttend(slots, attention, self._stores)
 
-    def _attend(
-        self, slots: jax.Array, attention: Callable[[jax.Array, jax.Array, int], jax.Array]
-    ) -> Attend:
-        def attend(
-            kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
-        ) -> tuple[jax.Array, jax.Array]:
-            q, kv = rope_store(q, k, v, *rope, kv, layer, slots, implementation=self._stores)
-            return kv, attention(q, kv, layer)
 
-        return attend
+@dataclass(frozen=True)
+class PagedAttend:
+    """An ``Attend`` over a KV pool, whose ``store`` is a ``Store`` to the same slots."""
+
+    slots: jax.Array  # i32 [B, T] of the new tokens
+    attention: Callable[..., jax.Array]  # (q, kv, layer, **options)
+    implementation: str  # of the store
+
+    def __call__(
+        self,
+        kv: jax.Array,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rope: RopeTables,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        place = kv, layer, self.slots
+        q, kv = rope_store(q, k, v, *rope, *place, implementation=self.implementation)
+        return kv, self.attention(q, kv, layer, **options)
+
+    def store(
+        self, kv: jax.Array, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables
+    ) -> jax.Array:
+        # the kernel rotates queries too: keys take their place, which nothing reads
+        place = kv, layer, self.slots
+        return rope_store(k, k, v, *rope, *place, implementation=self.implementation)[1]
 
 
 @jax.tree_util.register_dataclass

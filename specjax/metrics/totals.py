@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from specjax.types import DraftShape
+from specjax.types import NO_DRAFTS, DraftShape
 
 WINDOW_SECONDS = 5.0
 MARKS_A_WINDOW = 50
@@ -76,7 +76,6 @@ INTER_TOKEN_BOUNDS = (
 )
 LATENCY_BOUNDS = (*FIRST_TOKEN_BOUNDS, 600, 1200, 1800, 2400)
 LENGTH_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))  # tokens
-_PLAIN = DraftShape.chain(0)
 
 
 @dataclass
@@ -114,7 +113,7 @@ class Totals:
     # tokens a round that are accepted right or wrong, where speed alone is measured
     simulate_accept_length: float | None = None
 
-    tier: DraftShape = _PLAIN  # of the rounds to come
+    tier: DraftShape = NO_DRAFTS  # of the rounds to come
     ema_accept_len: float = 0.0
     num_switches: int = 0
     wasted_drafts: int = 0

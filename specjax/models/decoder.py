@@ -1,72 +1,19 @@
-"""Target language models: Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3 (flax nnx).
+"""Target language models of any registered family (flax nnx).
 
-The families differ in biases, query/key norms, rotary scaling and tying only, all of which
-:class:`~specjax.config.ModelConfig` says; one module serves them. Layers are a Python loop over
-per-layer weights: ``lax.scan`` over stacked weights copies them (12.4 ms against 4.3 for a decode
-step at the Llama-3.1-8B shape on one H200, jax 0.11.2).
+Layers are a Python loop over per-layer weights: ``lax.scan`` over stacked weights copies them (12.4
+ms against 4.3 for a decode step at the Llama-3.1-8B shape on one H200, jax 0.11.2).
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.config import ModelConfig, MtpConfig
-from specjax.models.layers import (
-    MLP,
-    Attend,
-    Attention,
-    Embedding,
-    Linear,
-    RMSNorm,
-    RopeTables,
-    dot,
-    rope_tables,
-)
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward block with residual connections."""
-
-    def __init__(self, config: ModelConfig | MtpConfig, kernels: str = "xla") -> None:
-        norm = partial(
-            RMSNorm,
-            config.hidden_size,
-            eps=config.rms_norm_eps,
-            dtype=config.jnp_dtype,
-            kernels=kernels,
-        )
-        self.input_norm = norm()
-        self.attention = Attention(
-            config,
-            in_size=config.hidden_size,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            qk_norm=config.qk_norm,
-            kernels=kernels,
-        )
-        self.post_attention_norm = norm()
-        self.mlp = MLP(config, bias=config.mlp_bias, kernels=kernels)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        delta: jax.Array | None,
-        rope: RopeTables,
-        kv: Any,
-        layer: int,
-        attend: Attend,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """``x + delta``, the layer's output for it as two summands, and kv as ``attend`` left it.
-
-        Additions wait for the norm behind them, with which they make one kernel.
-        """
-        x, normed = self.input_norm.add(x, delta)
-        mixed, kv = self.attention(normed, rope, kv, layer, attend)
-        middle, normed = self.post_attention_norm.add(x, mixed)
-        return x, middle, self.mlp(normed), kv
+from specjax.config import ModelConfig
+from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm, rope_tables
+from specjax.models.registry import layer_kinds
+from specjax.models.weights import dot, take_outputs
 
 
 class CausalLM(nnx.Module):
@@ -75,12 +22,13 @@ class CausalLM(nnx.Module):
     def __init__(self, config: ModelConfig, kernels: str = "xla") -> None:
         self.config = config
         self.kernels = kernels
-        dtype, size, vocab_size = config.jnp_dtype, config.hidden_size, config.vocab_size
-        self.embedding = Embedding(vocab_size, size, dtype=dtype)
-        self.layers = nnx.List(DecoderLayer(config, kernels) for _ in range(config.num_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype, kernels=kernels)
+        dtypes, size, vocab_size = config.dtypes, config.hidden_size, config.vocab_size
+        kinds = layer_kinds(config)
+        self.embedding = Embedding(vocab_size, size, dtype=dtypes.activations)
+        self.layers = nnx.List(DecoderLayer(config, kind, kernels) for kind in kinds)
+        self.norm = RMSNorm(config, size, offset=kinds[-1].norm_offset, kernels=kernels)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(size, vocab_size, bias=False, dtype=dtype)
+        self.lm_head = None if tied else Linear(size, vocab_size, bias=False, dtypes=dtypes)
 
     def __call__(
         self,
@@ -99,7 +47,8 @@ class CausalLM(nnx.Module):
         """
         x = self.embedding(tokens)
         delta: jax.Array | None = None
-        rope = rope_tables(self.config, positions)
+        ropes = dict.fromkeys(layer.kind.rope for layer in self.layers)
+        tables = {rope: rope_tables(rope, positions) for rope in ropes}
 
         def run(structure: Any, weights: Any, *inputs: Any) -> Any:
             return nnx.merge(structure, weights)(*inputs, attend)
@@ -110,7 +59,7 @@ class CausalLM(nnx.Module):
             run = jax.jit(run, static_argnums=0, inline=True)
         outputs = {}
         for i, layer in enumerate(self.layers):
-            inputs = x, delta, rope, kv, i
+            inputs = x, delta, tables[layer.kind.rope], kv, i
             outputs[i - 1], x, delta, kv = run(*nnx.split(layer), *inputs)
         outputs[len(self.layers) - 1], hidden = self.norm.add(x, delta)
         features = [outputs[i] for i in feature_layers]
@@ -120,7 +69,13 @@ class CausalLM(nnx.Module):
         """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``."""
         if self.lm_head is None:
             return self.embedding.attend(hidden)
-        return dot(hidden, self.lm_head.kernel[...], jnp.float32)
+        return self.lm_head(hidden, jnp.float32)
+
+    def logits_of(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Float32 logits ``[..., W]`` of some token ids i32 ``[W]``."""
+        if self.lm_head is None:
+            return dot(hidden, self.embedding.table[...][tokens].T, jnp.float32)
+        return dot(hidden, take_outputs(self.lm_head.kernel[...], tokens), jnp.float32)
 
 
 class DraftLM(CausalLM):

@@ -28,10 +28,10 @@ from specjax.models.layers import (
     Attend,
     Attention,
     Embedding,
+    LayerKind,
     Linear,
     RMSNorm,
     RopeTables,
-    dot,
     pick_row,
     rope_tables,
 )
@@ -46,13 +46,15 @@ class DraftHead(nnx.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         self.config = config
-        dtype, size = config.jnp_dtype, config.hidden_size
+        dtypes, size = config.dtypes, config.hidden_size
         own_head = config.has_own_lm_head and not config.ties_lm_head
         self.embedding = (
-            Embedding(config.vocab_size, size, dtype=dtype) if config.has_own_embedding else None
+            Embedding(config.vocab_size, size, dtype=dtypes.activations)
+            if config.has_own_embedding
+            else None
         )
         self.lm_head = (
-            Linear(size, config.draft_vocab_size, bias=False, dtype=dtype) if own_head else None
+            Linear(size, config.draft_vocab_size, bias=False, dtypes=dtypes) if own_head else None
         )
         # target id = draft id + offset, as the published `d2t` tensors store it
         self.d2t = (
@@ -64,7 +66,7 @@ class DraftHead(nnx.Module):
     def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
         """Embeddings ``[..., D]`` of target token ids ``[...]``, the head's own or the target's."""
         table = target.embedding if self.embedding is None else self.embedding
-        return table(tokens).astype(self.config.jnp_dtype)
+        return table(tokens).astype(self.config.dtypes.activations)
 
     @property
     def vocabulary(self) -> jax.Array | None:
@@ -80,7 +82,7 @@ class DraftHead(nnx.Module):
 
     def _head(self, x: jax.Array, target: CausalLM) -> jax.Array:
         if self.lm_head is not None:
-            return dot(x, self.lm_head.kernel[...], jnp.float32)
+            return self.lm_head(x, jnp.float32)
         if self.config.ties_lm_head:
             table = target.embedding if self.embedding is None else self.embedding
             return table.attend(x)
@@ -91,11 +93,10 @@ class EagleBlock(nnx.Module):
     """Llama attention and feed-forward behind whatever a head makes of its inputs."""
 
     def __init__(self, config: DraftConfig, in_size: int, kernels: str) -> None:
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.jnp_dtype
-        bias = config.qkv_bias
-        self.attention = Attention(config, in_size=in_size, qkv_bias=bias, kernels=kernels)
-        self.post_attention_norm = RMSNorm(size, eps=eps, dtype=dtype, kernels=kernels)
-        self.mlp = MLP(config, kernels=kernels)
+        kind = LayerKind.of(config)
+        self.attention = Attention(config, kind, in_size=in_size, kernels=kernels)
+        self.post_attention_norm = RMSNorm(config, config.hidden_size, kernels=kernels)
+        self.mlp = MLP(config, kind, kernels)
 
     def block(
         self,
@@ -124,10 +125,9 @@ class Eagle3Head(DraftHead, EagleBlock):
 
     def __init__(self, config: DraftConfig, kernels: str = "xla") -> None:
         DraftHead.__init__(self, config)
-        dtype, size, eps = config.jnp_dtype, config.hidden_size, config.rms_norm_eps
+        size, norm = config.hidden_size, partial(RMSNorm, config)
         EagleBlock.__init__(self, config, 2 * size, kernels)
-        self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtype=dtype)
-        norm = partial(RMSNorm, eps=eps, dtype=dtype)
+        self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.feature_norm = norm(config.feature_size) if config.norm_before_fc else None
         fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
         self.fc_norms = nnx.List(fc_norms) if config.has_fc_norm else None
@@ -135,7 +135,7 @@ class Eagle3Head(DraftHead, EagleBlock):
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
-        features = features.astype(self.config.jnp_dtype)
+        features = features.astype(self.config.dtypes.activations)
         if self.feature_norm is not None:
             features = self.feature_norm(features)
         if self.fc_norms is not None:
@@ -157,7 +157,7 @@ class Eagle3Head(DraftHead, EagleBlock):
         normed = self.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
-        rope = rope_tables(self.config, positions)
+        rope = rope_tables(self.config.rope, positions)
         x, kv = self.block(residual, x, rope, kv, 0, attend, row)
         return (self.norm(x) if self.config.norm_output else x), kv
 
@@ -170,9 +170,8 @@ class EagleLayer(EagleBlock):
     """Llama decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
 
     def __init__(self, config: DraftConfig, *, has_input_norm: bool, kernels: str) -> None:
-        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.jnp_dtype
-        super().__init__(config, size, kernels)
-        self.input_norm = RMSNorm(size, eps=eps, dtype=dtype) if has_input_norm else None
+        super().__init__(config, config.hidden_size, kernels)
+        self.input_norm = RMSNorm(config, config.hidden_size) if has_input_norm else None
 
 
 class EagleHead(DraftHead):
@@ -185,7 +184,7 @@ class EagleHead(DraftHead):
         super().__init__(config)
         size = config.hidden_size
         in_size = size + config.target_hidden_size
-        self.fc = Linear(in_size, size, bias=config.fc_bias, dtype=config.jnp_dtype)
+        self.fc = Linear(in_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.layers = nnx.List(
             EagleLayer(config, has_input_norm=i > 0, kernels=kernels)
             for i in range(config.num_layers)
@@ -193,7 +192,7 @@ class EagleHead(DraftHead):
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """The feature itself: EAGLE-1/2 fuses it with the embedding in ``__call__``."""
-        return features.astype(self.config.jnp_dtype)
+        return features.astype(self.config.dtypes.activations)
 
     def __call__(
         self,
@@ -206,7 +205,7 @@ class EagleHead(DraftHead):
     ) -> tuple[jax.Array, Any]:
         """One pass of the head; the output is the next recurrent state and the logits' input."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
-        rope = rope_tables(self.config, positions)
+        rope = rope_tables(self.config.rope, positions)
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1
             normed = x if layer.input_norm is None else layer.input_norm(x)

@@ -17,7 +17,10 @@ from jax.sharding import SingleDeviceSharding
 
 from specjax.config import ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
+from specjax.models.weights import QuantArray
 
+# standard deviation of random quantised values, which their scale undoes
+RANDOM_VALUES = 24.0
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[jax.Array, ...]
 
@@ -26,8 +29,9 @@ Weights = tuple[jax.Array, ...]
 class FlatModel(Generic[M]):
     """Structure of a module: names and abstract arrays of its weights, and how to rebuild it.
 
-    ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``,
-    and ``initial[i]`` the mean and standard deviation that it begins with, as its variable says.
+    ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
+    (``....kernel.values`` and ``....kernel.scale`` of a quantised one), and ``initial[i]`` the mean
+    and standard deviation that it begins with, as its variable says.
     """
 
     graphdef: Any
@@ -41,12 +45,20 @@ class FlatModel(Generic[M]):
         """The structure of ``build()``, without allocating any weight."""
         graphdef, state = nnx.split(nnx.eval_shape(build))
         leaves, treedef = jax.tree.flatten(state)
-        paths, variables = zip(*nnx.to_flat_state(state), strict=True)
-        names = tuple(".".join(map(str, path)) for path in paths)
-        metadata = (variable.get_metadata() for variable in variables)
-        initial = tuple((m.get("mean", 0.0), m.get("stddev", 0.0)) for m in metadata)
+        names, initial = [], []
+        for path, variable in nnx.to_flat_state(state):
+            said = variable.get_metadata()
+            mean, stddev = said.get("mean", 0.0), said.get("stddev", 0.0)
+            value = variable.get_value()
+            if isinstance(value, QuantArray):
+                names += [(*path, "values"), (*path, "scale")]
+                initial += [(0.0, RANDOM_VALUES), (stddev / RANDOM_VALUES, 0.0)]
+            else:
+                names.append(path)
+                initial.append((mean, stddev))
         abstract = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return cls(graphdef, treedef, names, abstract, initial)
+        dotted = tuple(".".join(map(str, name)) for name in names)
+        return cls(graphdef, treedef, dotted, abstract, tuple(initial))
 
     @classmethod
     def empty(cls) -> "FlatModel[Any]":
@@ -158,6 +170,11 @@ class Networks:
         """Configurations of the networks that there are."""
         configs = (self.target_config, self.draft_config)
         return tuple(config for config in configs if isinstance(config, TransformerConfig))
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """Of these, those whose layers a family describes."""
+        return tuple(config for config in self.configs if isinstance(config, ModelConfig))
 
     @property
     def weight_bytes(self) -> int:

@@ -1,12 +1,14 @@
 """Layers shared by target models and draft heads (flax nnx).
 
 Axes: B batch, T tokens per row, D hidden, N query heads, KV key/value heads, H head dim, V vocab.
-Weights are stored ``[in, out]``; query, key and value projections are one matrix, and so are gate
-and up. A new module is zeros; its variables say how random weights would be spread. In float32
-every product asks for HIGHEST precision, since the default on a GPU is TF32.
+Query, key and value projections are one matrix, and so are gate and up. A new module is zeros; its
+variables say how random weights would be spread. In float32 every product asks for HIGHEST
+precision, since the default on a GPU is TF32.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,28 +16,64 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.config import RopeScaling, TransformerConfig
-from specjax.kernels.add_norm import add_norm, rms_norm
+from specjax.config import Dtypes, Rope, TransformerConfig
+from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.rope_store import rotate
+from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
 
 # cosine and sine, float32 [B,T,1,H/2] each
 RopeTables = tuple[jax.Array, jax.Array]
-# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope) -> (kv, out [B,T,N,H]).
-# It rotates q and k, stores k and v, and returns the attention output; what `kv` is, is the
-# caller's business.
-Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array, RopeTables], tuple[Any, jax.Array]]
-AttendRotated = Callable[[Any, int, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, out of q's
+# shape). It rotates q and k, stores k and v, and returns the attention output; what `kv` is, is the
+# caller's business. An `attend` takes by name the options that it computes: `window`, the number of
+# newest keys that a query sees, itself included; `softcap`, c in c * tanh(scores / c); `sinks` [N],
+# a score of each head that has no value.
+Attend = Callable[..., tuple[Any, jax.Array]]
+# store(kv, layer, k, v, rope) -> kv, without attention
+Store = Callable[[Any, int, jax.Array, jax.Array, RopeTables], Any]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
-def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Matrix-product precision of a dtype: IEEE float32 for float32, the default otherwise."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """How the decoder layers of one kind differ from others of the same sizes.
 
+    ``pre_norm`` norms what attention and feed-forward read, ``post_norm`` what they add to the
+    residual stream.
+    """
 
-def dot(x: jax.Array, kernel: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """``x [..., in] @ kernel [in, out]``, accumulated in float32."""
-    precision, out = precision_for(x.dtype), out_dtype or x.dtype
-    return jnp.matmul(x, kernel, precision=precision, preferred_element_type=out)
+    rope: Rope
+    dtypes: Dtypes
+    activation: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_offset: float = 0.0  # added to the stored scale of a norm
+    scale: float | None = None  # of attention scores; None is H ** -0.5
+    window: int | None = None  # newest keys that a query sees
+    softcap: float | None = None  # of attention scores
+    sinks: bool = False  # a score of each head that takes weight and has no value
+
+    @classmethod
+    def of(cls, config: TransformerConfig, **differences: Any) -> "LayerKind":
+        """The kind with the values of those fields that a configuration has too."""
+        names = {field.name for field in fields(cls)}
+        found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        return cls(**{**found, **differences})
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """Options by name that an ``attend`` must compute."""
+        values = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {name: value for name, value in values.items() if value}
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
@@ -45,75 +83,53 @@ def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(x, row.reshape(x.shape[0], -1, 1), axis=1, mode="clip")
 
 
-# most rows whose small products pay a split along the inner axis, and the widest split output
-MAX_SPLIT_ROWS = 63
-MAX_SPLIT_COLUMNS = 36864
-
-
-def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
-    """Into how many partial sums a product of few rows is split, a power of two up to 8.
-
-    A matrix of few columns keeps too few multiprocessors busy in one piece. XLA splits such
-    products itself (4 or 8 ways at the Llama-3.1-8B shape), with a launch for the reduction, which
-    costs more than the split gains from 64 rows on. A single row is left to XLA.
-    """
-    parts = 8
-    while parts > 1 and (
-        rows == 1
-        or rows > MAX_SPLIT_ROWS
-        or parts * out_size > MAX_SPLIT_COLUMNS
-        or in_size % parts
-        or in_size // parts < 64
-    ):
-        parts //= 2
-    return parts
-
-
 class Linear(nnx.Module):
-    """Affine map with a ``kernel [in, out]`` and an optional ``bias [out]``."""
+    """Affine map with a ``kernel``, plain ``[in, out]`` or quantised, and perhaps a ``bias``."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype) -> None:
-        self.kernel = nnx.Param(jnp.zeros((in_size, out_size), dtype), stddev=in_size**-0.5)
-        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtypes: Dtypes) -> None:
+        kernel = zero_kernel(in_size, out_size, dtypes.weights)
+        self.kernel = nnx.Param(kernel, stddev=in_size**-0.5)
+        self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., in]`` to ``[..., out]``."""
-        out = dot(x, self.kernel[...])
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """``[..., in]`` to ``[..., out]``, in the dtype of ``x`` unless another one is given."""
+        out = dot(x, self.kernel[...], out_dtype)
         return out if self.bias is None else out + self.bias[...]
 
-    def partial_sums(self, x: jax.Array, kernels: str) -> jax.Array:
-        """f32 ``[P, ..., out]`` whose sum is the product, or that itself where no split pays."""
-        kernel = self.kernel[...]
-        size, out_size = kernel.shape
-        parts = num_partial_sums(x.size // size, size, out_size)
-        if kernels != "pallas" or x.dtype == jnp.float32 or self.bias is not None or parts == 1:
-            return self(x)
-        sums = jnp.einsum(
-            "rpi,pio->pro",
-            x.reshape(-1, parts, size // parts),
-            kernel.reshape(parts, size // parts, out_size),
-            preferred_element_type=jnp.float32,
-        )
-        return sums.reshape(parts, *x.shape[:-1], out_size)
+    def partial_sums(self, x: jax.Array, kernels: str, start: int = 0) -> jax.Array:
+        """Outputs from ``start`` on, or f32 ``[P, ..., out]`` whose sum they are if that pays."""
+        kernel = take_outputs(self.kernel[...], slice(start, None)) if start else self.kernel[...]
+        if self.bias is not None:
+            return dot(x, kernel) + self.bias[start:]
+        return (partial_dot if kernels == "pallas" else dot)(x, kernel)
 
 
 class RMSNorm(nnx.Module):
-    """Normalisation over the last axis; ``kernels`` names the implementation of the fused form."""
+    """Normalisation over the last axis, times ``scale + offset``.
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype, kernels: str = "xla") -> None:
-        self.scale = nnx.Param(jnp.ones((size,), dtype), mean=1.0)
-        self.eps = eps
-        self.kernels = kernels
+    ``kernels`` names the implementation of the fused form.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, size: int, *, offset: float = 0.0, kernels: str = "xla"
+    ) -> None:
+        mean, dtype = 1.0 - offset, config.dtypes.activations
+        self.scale = nnx.Param(jnp.full((size,), mean, dtype), mean=mean)
+        self.eps, self.offset, self.kernels = config.rms_norm_eps, offset, kernels
+
+    @property
+    def _factor(self) -> jax.Array:
+        return self.scale[...] + self.offset if self.offset else self.scale[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise ``[..., size]``; the dtype stays."""
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self._factor, self.eps)
 
     def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """``x + delta`` and its norm; ``x`` and its norm where there is nothing to add."""
         if delta is None:
             return x, self(x)
-        return add_norm(x, delta, self.scale[...], eps=self.eps, implementation=self.kernels)
+        return add_norm(x, delta, self._factor, eps=self.eps, implementation=self.kernels)
 
 
 class Embedding(nnx.Module):
@@ -128,21 +144,16 @@ class Embedding(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
-        return jax.lax.dot_general(
-            x,
-            self.table[...],
-            (((x.ndim - 1,), (1,)), ((), ())),
-            precision=precision_for(x.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return dot_transposed(x, self.table[...])
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+def rope_frequencies(rope: Rope) -> np.ndarray:
     """Inverse rotary frequencies, float32 ``[H / 2]``.
 
     ``llama3`` scaling leaves short wavelengths alone, divides long ones by ``factor`` and blends in
     between, as in the Llama 3.1 release.
     """
+    head_dim, theta, scaling = rope
     inverse = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None or scaling.rope_type == "linear":
         return (inverse / (1.0 if scaling is None else scaling.factor)).astype(np.float32)
@@ -155,22 +166,27 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
 
 
-def rope_tables(config: TransformerConfig, positions: jax.Array) -> RopeTables:
+def rope_tables(rope: Rope, positions: jax.Array) -> RopeTables:
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of integer positions ``[B, T]``."""
-    inverse = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    angles = positions.astype(jnp.float32)[..., None, None] * inverse
+    angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(rope)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotated(attend: AttendRotated) -> Attend:
+def rotated(attend: Attend) -> Attend:
     """The ``attend`` of a function that takes queries and keys whole and already rotated."""
 
     def rotate_first(
-        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
+        kv: Any,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rope: RopeTables,
+        **options: Any,
     ) -> tuple[Any, jax.Array]:
         if q.ndim == 5:  # partial sums, which only bfloat16 products come as
             q, k, v = (x.sum(axis=0).astype(jnp.bfloat16) for x in (q, k, v))
-        return attend(kv, layer, rotate(q, *rope), rotate(k, *rope), v)
+        return attend(kv, layer, rotate(q, *rope), rotate(k, *rope), v, **options)
 
     return rotate_first
 
@@ -179,23 +195,19 @@ class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` owns the keys and values."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        in_size: int,
-        qkv_bias: bool,
-        output_bias: bool = False,
-        qk_norm: bool = False,
-        kernels: str = "xla",
+        self, config: TransformerConfig, kind: LayerKind, *, in_size: int, kernels: str = "xla"
     ) -> None:
-        dtype, eps = config.jnp_dtype, config.rms_norm_eps
-        self.kernels = kernels
+        self.kind, self.kernels = kind, kernels
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
-        self.qkv = Linear(in_size, (heads + 2 * kv_heads) * dim, bias=qkv_bias, dtype=dtype)
-        self.output = Linear(heads * dim, config.hidden_size, bias=output_bias, dtype=dtype)
-        self.q_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
-        self.k_norm = RMSNorm(dim, eps=eps, dtype=dtype) if qk_norm else None
+        linear = partial(Linear, dtypes=kind.dtypes)
+        self.qkv = linear(in_size, (heads + 2 * kv_heads) * dim, bias=kind.qkv_bias)
+        self.output = linear(heads * dim, config.hidden_size, bias=kind.output_bias)
+        norm = partial(RMSNorm, config, dim, offset=kind.norm_offset)
+        self.q_norm = norm() if kind.qk_norm else None
+        self.k_norm = norm() if kind.qk_norm else None
+        sinks = jnp.zeros((heads,), kind.dtypes.activations)
+        self.sinks = nnx.Param(sinks) if kind.sinks else None
 
     def __call__(
         self,
@@ -211,29 +223,94 @@ class Attention(nnx.Module):
         With ``row`` i32 ``[B]`` all is stored, and the output ``[B, 1, D]`` is that of these rows.
         """
         heads, kv_heads, dim = self.shape
-        # query and key norms read whole products
-        qkv = self.qkv(x) if self.q_norm else self.qkv.partial_sums(x, self.kernels)
-        qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, dim)
-        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
+        q, k, v = jnp.split(self._heads(x), (heads, heads + kv_heads), axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        kv, out = attend(kv, layer, q, k, v, rope)
+        if self.kind.scale is not None:
+            q = q * (self.kind.scale * dim**0.5)
+        options = self.kind.attention_options
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
+        kv, out = attend(kv, layer, q, k, v, rope, **options)
         out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
         return self.output.partial_sums(out, self.kernels), kv
 
+    def store(
+        self, kv_input: jax.Array, rope: RopeTables, kv: Any, layer: int, store: Store
+    ) -> Any:
+        """Store the keys and values of ``kv_input [B, T, in_size]``, without queries."""
+        k, v = jnp.split(self._heads(kv_input, self.shape[0]), 2, axis=-2)
+        return store(kv, layer, k if self.k_norm is None else self.k_norm(k), v, rope)
+
+    def _heads(self, x: jax.Array, first: int = 0) -> jax.Array:
+        """Query, key and value heads ``[..., N + 2 * KV, H]`` from the first one wanted on."""
+        heads, kv_heads, dim = self.shape
+        # query and key norms read whole products
+        kernels = "xla" if self.q_norm else self.kernels
+        out = self.qkv.partial_sums(x, kernels, first * dim)
+        return out.reshape(*out.shape[:-1], heads + 2 * kv_heads - first, dim)
+
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward: ``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+    """Gated feed-forward ``down(activation(gate(x)) * up(x))``, gate and up in one matrix."""
 
-    def __init__(
-        self, config: TransformerConfig, *, bias: bool = False, kernels: str = "xla"
-    ) -> None:
-        self.kernels = kernels
-        inner, dtype = config.intermediate_size, config.jnp_dtype
-        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=bias, dtype=dtype)
-        self.down = Linear(inner, config.hidden_size, bias=bias, dtype=dtype)
+    def __init__(self, config: TransformerConfig, kind: LayerKind, kernels: str = "xla") -> None:
+        self.kind, self.kernels = kind, kernels
+        size, inner = config.hidden_size, config.intermediate_size
+        linear = partial(Linear, bias=kind.mlp_bias, dtypes=kind.dtypes)
+        self.gate_up, self.down = linear(size, 2 * inner), linear(inner, size)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., D]`` to ``[..., D]`` or its partial sums."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down.partial_sums(jax.nn.silu(gate) * up, self.kernels)
+        activation = ACTIVATIONS[self.kind.activation]
+        return self.down.partial_sums(activation(gate) * up, self.kernels)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward with residual connections, and norms before or after each."""
+
+    def __init__(self, config: TransformerConfig, kind: LayerKind, kernels: str = "xla") -> None:
+        size = config.hidden_size
+        norm = partial(RMSNorm, config, size, offset=kind.norm_offset, kernels=kernels)
+        self.kind = kind
+        self.input_norm = norm() if kind.pre_norm else None
+        self.attention = Attention(config, kind, in_size=size, kernels=kernels)
+        self.attention_output_norm = norm() if kind.post_norm else None
+        self.post_attention_norm = norm() if kind.pre_norm else None
+        self.mlp = MLP(config, kind, kernels)
+        self.mlp_output_norm = norm() if kind.post_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        rope: RopeTables,
+        kv: Any,
+        layer: int,
+        attend: Attend,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """``x + delta``, the layer's output for it as two summands, and kv as ``attend`` left it.
+
+        Additions wait for the norm behind them, with which they make one kernel.
+        """
+        x, normed = _add_norm(self.input_norm, x, delta)
+        mixed, kv = self.attention(normed, rope, kv, layer, attend)
+        mixed = _output_norm(self.attention_output_norm, x, mixed)
+        middle, normed = _add_norm(self.post_attention_norm, x, mixed)
+        return x, middle, _output_norm(self.mlp_output_norm, x, self.mlp(normed)), kv
+
+
+def _add_norm(
+    norm: RMSNorm | None, x: jax.Array, delta: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """``x + delta`` and what a block reads of it."""
+    if norm is not None:
+        return norm.add(x, delta)
+    x = x if delta is None else x + whole(delta, x.ndim, x.dtype)
+    return x, x
+
+
+def _output_norm(norm: RMSNorm | None, x: jax.Array, delta: jax.Array) -> jax.Array:
+    """What a block adds to ``x``."""
+    return delta if norm is None else norm(whole(delta, x.ndim, x.dtype))

@@ -17,29 +17,31 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.config import MtpConfig
-from specjax.models.decoder import CausalLM, DecoderLayer
-from specjax.models.layers import Attend, Linear, RMSNorm, rope_tables
+from specjax.config import ModelConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.layers import Attend, DecoderLayer, LayerKind, Linear, RMSNorm, rope_tables
+from specjax.models.registry import layer_kinds
 
 
 class MtpModule(nnx.Module):
     """Two norms, the projection of the joined inputs, a decoder layer and the final norm."""
 
-    def __init__(self, config: MtpConfig, kernels: str) -> None:
-        size, dtype = config.hidden_size, config.jnp_dtype
-        norm = partial(RMSNorm, size, eps=config.rms_norm_eps, dtype=dtype)
+    def __init__(self, config: ModelConfig, kind: LayerKind, kernels: str) -> None:
+        size = config.hidden_size
+        norm = partial(RMSNorm, config, size)
         self.hidden_norm, self.token_norm = norm(), norm()
-        self.fc = Linear(2 * size, size, bias=False, dtype=dtype)
-        self.layer = DecoderLayer(config, kernels)
+        self.fc = Linear(2 * size, size, bias=False, dtypes=config.dtypes)
+        self.layer = DecoderLayer(config, kind, kernels)
         self.norm = norm(kernels=kernels)
 
 
 class MtpHead(nnx.Module):
     """The modules; embeddings and output head are the target's."""
 
-    def __init__(self, config: MtpConfig, kernels: str = "xla") -> None:
+    def __init__(self, config: ModelConfig, kernels: str = "xla") -> None:
         self.config = config
-        self.modules = nnx.List(MtpModule(config, kernels) for _ in range(config.num_layers))
+        kinds = layer_kinds(config)
+        self.modules = nnx.List(MtpModule(config, kind, kernels) for kind in kinds)
 
     def __call__(
         self,
@@ -56,7 +58,7 @@ class MtpHead(nnx.Module):
         """
         module = self.modules[index]
         x = jnp.concatenate([module.hidden_norm(hidden), module.token_norm(embeds)], axis=-1)
-        rope = rope_tables(self.config, positions)
+        rope = rope_tables(module.layer.kind.rope, positions)
         _, x, delta, kv = module.layer(module.fc(x), None, rope, kv, index, attend)
         return module.norm.add(x, delta)[1], kv
 

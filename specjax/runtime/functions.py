@@ -1,8 +1,8 @@
 """The functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,41 +26,12 @@ from specjax.speculative.round import (
 )
 from specjax.types import DraftShape, RoundOutput, VerifyInput, VerifyOutput
 
-ByBucket = Mapping[int, Callable[..., Any]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SpecRuntimeState:
-    """Everything that a round of one tier runs with; a switch replaces it as a whole.
-
-    The engine's own has compiled functions by batch bucket: fused rounds, and their stages if these
-    were compiled by then (:meth:`ModelRunner.compile_stages`). A worker of another kind fills in
-    what it dispatches, in any form.
-    """
-
-    speculative_num_steps: int  # drafted levels; 0 for plain decoding
-    speculative_num_draft_tokens: int  # rows of one verify, the root included
-    speculative_eagle_topk: int = 1  # branches per level; 1 is a chain
-    draft: Any = None
-    verify: Any = None
-    extend: Any = None
-    round: ByBucket = field(default_factory=dict)
-    # for batches of which no row asks for more than the best token; empty if it is not faster
-    greedy_round: ByBucket = field(default_factory=dict)
-
-    @property
-    def shape(self) -> DraftShape:
-        """The tier."""
-        steps, nodes = self.speculative_num_steps, self.speculative_num_draft_tokens
-        return DraftShape(steps, self.speculative_eagle_topk, nodes)
-
-
 STAGES: dict[str, Callable[..., Any]] = {
     "draft": draft_stage,
     "verify": verify_stage,
     "extend": extend_stage,
 }
-Key = tuple[str, ...] | tuple[str, int] | tuple[str, int, int]
+Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
 # a key of the compile pool, a jitted function, its abstract arguments, and XLA's options for it
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
 
@@ -162,7 +133,7 @@ class RoundFunctions:
             rows = batch * shape.nodes
             options = compiler_options(rows) if on_gpu else None
             for name, function in zip(names, functions, strict=True):
-                yield rows, ((name, shape.steps, batch), function, self._with(batch), options)
+                yield rows, ((name, shape, batch), function, self._with(batch), options)
 
     def _stages(self, shape: DraftShape) -> Iterator[Job]:
         for batch in self._config.batch_buckets:
@@ -170,7 +141,7 @@ class RoundFunctions:
             arguments = self._with(batch)
             for name, function in STAGES.items():
                 stage = self.bind(function, shape)
-                yield (name, shape.steps, batch), stage, arguments, options
+                yield (name, shape, batch), stage, arguments, options
                 passed = jax.eval_shape(stage, *arguments)[1]
                 arguments = (*self._with(batch), self._networks.placement.abstract(passed))
 
@@ -205,12 +176,3 @@ class StagedRounds:
             self.watch(inputs[-1], tree, verified)
             outs.append(out)
         return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
-
-
-def staged(state: SpecRuntimeState, num_rounds: int, watch: Watch) -> SpecRuntimeState:
-    """The state with ``num_rounds`` staged rounds a call, of its compiled stages."""
-    rounds = {}
-    for batch in state.round:
-        stages = state.draft[batch], state.verify[batch], state.extend[batch]
-        rounds[batch] = StagedRounds(stages, num_rounds, watch)
-    return replace(state, round=rounds, greedy_round={})

@@ -10,22 +10,14 @@ import numpy as np
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
-from specjax.runtime.functions import (
-    STAGES,
-    ByBucket,
-    Job,
-    RoundFunctions,
-    SpecRuntimeState,
-    Watch,
-    staged,
-)
+from specjax.runtime.functions import STAGES, Job, RoundFunctions, StagedRounds, Watch
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
 from specjax.speculative.prefill import Chunk, pack_chunks
-from specjax.types import KVPools, Logprobs, RoundOutput
+from specjax.types import NO_DRAFTS, DraftShape, KVPools, Logprobs, RoundOutput
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Dispatched:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     hidden_states: jax.Array | None = None
-    num_steps: int = 0  # what the round drafted; 0 for plain decoding and prefill
+    tier: DraftShape = NO_DRAFTS  # of rounds
 
     def __post_init__(self) -> None:
         beside = self.logprobs, self.prompt_logprobs, self.hidden_states
@@ -74,7 +66,6 @@ class ModelRunner:
 
     weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
     on_device: DeviceState
-    state: SpecRuntimeState  # what the rounds to come run with
 
     def __init__(self, networks: Networks, config: RunnerConfig) -> None:
         self.networks = networks
@@ -123,7 +114,6 @@ class ModelRunner:
         functions = self._functions()
         jobs = [*functions.jobs(), *(functions.stage_jobs() if stages else ())]
         self._compile(jobs, show_progress=show_progress)
-        self.apply_runtime_state(self.state_of(self.config.largest.steps))
 
     def compile_stages(self, *, show_progress: bool) -> None:
         """Compile draft, verify and extend on their own, for :meth:`watch_rounds`."""
@@ -287,52 +277,6 @@ class ModelRunner:
         self.on_device, out = prefill(*inputs, packed)
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
-    @property
-    def speculative_num_steps(self) -> int:
-        """Drafted tokens of the rounds to come."""
-        return self.state.speculative_num_steps
-
-    def state_of(self, steps: int) -> SpecRuntimeState:
-        """What a tier runs with: its compiled functions, by batch bucket.
-
-        ValueError for a step count that is not compiled.
-        """
-        shape = next((shape for shape in self.config.shapes if shape.steps == steps), None)
-        if shape is None:
-            raise ValueError(f"steps={steps} is not one of the compiled tiers {self.config.tiers}")
-
-        def by_bucket(name: str) -> ByBucket:
-            keys = ((batch, (name, steps, batch)) for batch in self.config.batch_buckets)
-            return {batch: self.compiled[key] for batch, key in keys if key in self.compiled}
-
-        names = ("round", "greedy_round", *STAGES)
-        return SpecRuntimeState(
-            speculative_num_steps=steps,
-            speculative_num_draft_tokens=shape.nodes,
-            speculative_eagle_topk=shape.topk,
-            **{name: by_bucket(name) for name in names},
-        )
-
-    def build_adaptive_runtime_state(
-        self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
-    ) -> SpecRuntimeState:
-        """:meth:`state_of` under upstream's name; ValueError for a tier that is not compiled."""
-        state = self.state_of(speculative_num_steps)
-        if state.shape.nodes != speculative_num_draft_tokens:
-            raise ValueError(
-                f"speculative_num_draft_tokens={speculative_num_draft_tokens}, but the tier of "
-                f"{speculative_num_steps} steps verifies {state.shape.nodes} rows"
-            )
-        return state
-
-    def apply_runtime_state(self, state: SpecRuntimeState) -> None:
-        """Run rounds with this state from the next dispatch on."""
-        if self._watch is not None:
-            # a state that was built before the stages were compiled lacks them
-            state = self.state_of(state.speculative_num_steps)
-            state = staged(state, self.config.rounds_per_dispatch, self._watch)
-        self.state = state
-
     def watch_rounds(self, watch: Watch | None) -> None:
         """From the next dispatch on, show what each round drafts and accepts to ``watch``.
 
@@ -340,26 +284,33 @@ class ModelRunner:
         compiled, and ``watch`` holds up the next one. ``None`` ends it.
         """
         self._watch = watch
-        self.apply_runtime_state(self.state_of(self.speculative_num_steps))
 
-    def round(self, slots: Sequence[int]) -> Dispatched:
-        """Dispatch the rounds of one call for the given request slots.
+    def round(self, slots: Sequence[int], tier: DraftShape | None = None) -> Dispatched:
+        """Dispatch the rounds of one call for request slots, by default those of the largest tier.
 
         Brings i32 ``[rounds_per_dispatch, bucket, A + 3]``, rows in the order of ``slots``, then
-        padding; see :class:`~specjax.types.RoundOutput`.
+        padding; see :class:`~specjax.types.RoundOutput`. ValueError if the tier is not compiled.
         """
-        batch = pick_bucket(len(slots), self.config.batch_buckets)
-        state = self.state
-        is_plain = self.tables.is_plain[list(slots)].all()
-        functions = (is_plain and state.greedy_round) or state.round
+        config, compiled = self.config, self.compiled
+        tier = config.largest if tier is None else tier
+        if tier not in config.shapes:
+            raise ValueError(f"{tier=} is not one of the compiled {config.shapes}")
+        batch = pick_bucket(len(slots), config.batch_buckets)
+        is_greedy = config.on_gpu and self.tables.is_plain[list(slots)].all()
+        function: Any = compiled["greedy_round" if is_greedy else "round", tier, batch]
+        if self._watch is not None:
+            stages = tuple(compiled[name, tier, batch] for name in STAGES)
+            function = StagedRounds(stages, config.rounds_per_dispatch, self._watch)
         padded = self._padded_slots(slots, batch)
-        self.on_device, out = functions[batch](*self._inputs(slots), padded)
-        return self._dispatched(out, slots, state.speculative_num_steps)
+        self.on_device, out = function(*self._inputs(slots), padded)
+        return self._dispatched(out, slots, tier)
 
-    def _dispatched(self, out: RoundOutput, slots: Sequence[int], num_steps: int = 0) -> Dispatched:
+    def _dispatched(
+        self, out: RoundOutput, slots: Sequence[int], tier: DraftShape = NO_DRAFTS
+    ) -> Dispatched:
         logprobs = out.logprobs if self.tables.wants_logprobs(slots) else None
         states = out.hidden_states if self.tables.wants_hidden_states[list(slots)].any() else None
-        return Dispatched(out.packed, logprobs, out.prompt_logprobs, states, num_steps)
+        return Dispatched(out.packed, logprobs, out.prompt_logprobs, states, tier)
 
     def _padded_slots(self, slots: Sequence[int], batch: int) -> jax.Array:
         padded = (*slots, *(0,) * (batch - len(slots)))

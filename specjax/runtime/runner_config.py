@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 
-import numpy as np
-
 from specjax.compiling.pool import CompilerOptions
 from specjax.config import TransformerConfig
 from specjax.kv.budget import Reach
-from specjax.models.layers import MAX_SPLIT_ROWS
+from specjax.models.weights import MAX_SPLIT_ROWS
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
 from specjax.types import DraftShape
@@ -20,7 +18,7 @@ from specjax.types import DraftShape
 class RunnerConfig:
     """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
 
-    ``shapes`` are the tiers, by ascending steps; everything is sized for the largest.
+    ``shapes`` are the tiers, ascending; everything is sized for the largest.
     ``on_gpu`` compiles what pays on a GPU only: rounds of greedy batches apart from the others.
     A conditional there is a read-back by the host in the middle of a round: without the one around
     the sampler a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
@@ -44,13 +42,9 @@ class RunnerConfig:
     on_gpu: bool = False
 
     def __post_init__(self) -> None:
-        if list(self.tiers) != sorted(set(self.tiers)) or not self.tiers or self.tiers[0] < 0:
-            raise ValueError(f"shapes={self.shapes} must ascend in steps, from 0 on")
-
-    @property
-    def tiers(self) -> tuple[int, ...]:
-        """Step counts that rounds are compiled for, ascending."""
-        return tuple(shape.steps for shape in self.shapes)
+        shapes = self.shapes
+        if list(shapes) != sorted(set(shapes)) or not shapes or shapes[0].steps < 0:
+            raise ValueError(f"{shapes=} must ascend, from 0 steps on")
 
     @property
     def largest(self) -> DraftShape:
@@ -158,14 +152,15 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
     """Of one layer: gate and up, their product, the residual stream, and what is kept of layers."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
-    return rows * width * np.dtype(model.jnp_dtype).itemsize
+    return rows * width * model.dtypes.activations.itemsize
 
 
 def _round_bytes(
     model: TransformerConfig, config: RunnerConfig, shape: DraftShape, batch: int, num_features: int
 ) -> int:
     in_one_pass = config.algorithm.supports_target_verify_for_draft()
-    rows, drafted = batch * shape.nodes, batch * (shape.nodes if in_one_pass else shape.topk)
+    rows, width = batch * shape.nodes, max(shape.nodes, shape.steps + 1)
+    drafted = batch * (width if in_one_pass else shape.topk)
     copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
     copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
     logits = max(copies * rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
@@ -179,7 +174,7 @@ def _prefill_bytes(
 ) -> int:
     chunks = config.max_chunks(width)
     logits = chunks * (PREFILL_LOGITS * model.vocab_size * 4 + HISTORY_BYTES * config.context)
-    kept = width * (1 + num_features) * model.hidden_size * np.dtype(model.jnp_dtype).itemsize
+    kept = width * (1 + num_features) * model.hidden_size * model.dtypes.activations.itemsize
     if width in config.logprob_buckets:  # every row has logits there
         logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
     return max(_activations(model, width, num_features), kept + logits)

@@ -12,6 +12,7 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics.totals import Totals
 from specjax.runtime.runner import Dispatched
 from specjax.scheduling.request import PromptPiece, Request, RunningRequest
+from specjax.types import NO_DRAFTS, DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class InFlight:
                 continue
             try:
                 if entry.batch_size:
-                    self._take_rounds(row, i, values, entry.result.num_steps, beside, now)
+                    self._take_rounds(row, i, values, entry.result.tier, beside, now)
                 else:
                     piece = entry.pieces[i]
                     if prompt is not None and piece.wants_logprobs:
@@ -108,7 +109,7 @@ class InFlight:
         row: RunningRequest,
         index: int,
         rounds: list[list[list[int]]],
-        num_steps: int,
+        tier: DraftShape,
         beside: tuple[Any, ...],
         now: float,
     ) -> None:
@@ -125,7 +126,7 @@ class InFlight:
             if count == 0 or request.is_finished:
                 break
             own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], beside) if beside else ()
-            kept += request.append_round(tokens[:count], proposed, accepted, num_steps, *own)
+            kept += request.append_round(tokens[:count], proposed, accepted, tier, *own)
         row.kv_len += kept
         if kept:
             self._report_tokens(request, kept, now)
@@ -140,7 +141,7 @@ class InFlight:
         self, controller: AdaptiveController, entry: _Dispatch, rounds: list[list[list[int]]]
     ) -> None:
         """Tell the controller what each round accepted of requests that had not ended by then."""
-        num_steps = entry.result.num_steps
+        tier = entry.result.tier
         for batch in rounds:
             live = [
                 (proposed, accepted)
@@ -149,12 +150,12 @@ class InFlight:
             ]
             # rows that had nothing to propose say nothing about the tier; a round of them is plain
             counts = [accepted for proposed, accepted in live if proposed]
-            if num_steps and not counts and 0 not in controller.tiers:
+            if tier.steps and not counts and NO_DRAFTS not in controller.tiers:
                 continue
-            steps, batch_size = num_steps if counts else 0, entry.batch_size
+            executed = tier if counts else NO_DRAFTS
             counts = counts or [0] * len(live)
             try:
-                controller.on_verify_complete(counts, executed_steps=steps, batch_size=batch_size)
+                controller.on_verify_complete(counts, tier=executed, batch_size=entry.batch_size)
             except ValueError as error:
                 # figures alone suffer; the requests' tokens have nothing to do with it
                 logger.warning("a round is left out of the choice of drafted tokens: %s", error)

@@ -14,7 +14,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder
-from specjax.types import Logprobs
+from specjax.types import NO_DRAFTS, DraftShape, Logprobs
 
 
 @dataclass
@@ -25,12 +25,11 @@ class SpecCounts:
     except in a tree, whose nodes are no positions: all of them count.
     """
 
-    width: int  # steps of a round, at most
-    topk: int = 1  # branches of a level; 1 is a chain
+    width: int  # accepted drafts of a round, at most
     simulated: float | None = None  # tokens a round that were accepted right or wrong
     num_plain_tokens: int = 0  # from rounds with speculation off, which are no verifies
     num_switches: int = 0
-    num_steps: int | None = None  # of the last round
+    tier: DraftShape | None = None  # of the last round
     rounds_by_steps: dict[int, int] = field(default_factory=dict)
     ema_accept_len: float | None = None  # the engine's, where the drafted tokens adapt
     num_accepted_drafts: int = 0
@@ -45,19 +44,19 @@ class SpecCounts:
         self.histogram = [0] * (self.width + 1)
 
     def add(
-        self, num_steps: int, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
+        self, tier: DraftShape, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
     ) -> None:
         """Count one round of which ``num_kept`` tokens stay; plain if it had nothing to propose."""
-        num_steps = num_steps if num_proposed else 0
-        self.num_switches += self.num_steps not in (None, num_steps)
-        self.num_steps = num_steps
-        self.rounds_by_steps[num_steps] = self.rounds_by_steps.get(num_steps, 0) + 1
-        if num_steps == 0:
+        tier = tier if num_proposed else NO_DRAFTS
+        self.num_switches += self.tier not in (None, tier)
+        self.tier = tier
+        self.rounds_by_steps[tier.steps] = self.rounds_by_steps.get(tier.steps, 0) + 1
+        if tier.steps == 0:
             self.num_plain_tokens += num_kept
             return
         accepted = min(num_accepted, num_kept)
         self.num_accepted_drafts += accepted
-        is_cut = is_last and self.topk == 1
+        is_cut = is_last and tier.topk == 1
         proposed = min(num_proposed, num_kept) if is_cut else num_proposed
         self.num_proposed_drafts += proposed
         self.num_verifies += 1
@@ -82,7 +81,7 @@ class SpecCounts:
             "spec_num_proposed_drafts": proposed,
             "spec_num_wasted_drafts": proposed - self.num_accepted_drafts,
             "spec_correct_drafts_histogram": list(self.histogram),
-            "spec_num_steps": self.num_steps,
+            "spec_num_steps": None if self.tier is None else self.tier.steps,
             "spec_num_switches": self.num_switches,
             "spec_rounds_by_steps": {str(k): n for k, n in sorted(self.rounds_by_steps.items())},
         } | {
@@ -111,8 +110,7 @@ class Request:
     max_new_tokens: int  # completion tokens at most, context limit included
     end_token_ids: frozenset[int]  # none of the model's own with ``ignore_eos``
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
-    spec_width: InitVar[int]  # steps of a round, at most; 0 for plain decoding
-    spec_topk: InitVar[int] = 1  # branches of a level
+    spec_width: InitVar[int]  # accepted drafts of a round, at most; 0 for plain decoding
     spec_simulated: InitVar[float | None] = None  # accepted tokens a round, right or wrong
     top_logprobs: int | None = None  # best tokens to report, beside the chosen; ``None``: nothing
     # first prompt token whose log-probability is reported; ``None``: of none
@@ -138,14 +136,10 @@ class Request:
     ended_time: float | None = field(default=None, init=False)
 
     def __post_init__(
-        self,
-        decoder: IncrementalDecoder | None,
-        spec_width: int,
-        spec_topk: int,
-        spec_simulated: float | None,
+        self, decoder: IncrementalDecoder | None, spec_width: int, spec_simulated: float | None
     ) -> None:
         is_speculative = spec_width > 0 and self.params.speculative
-        self.spec = SpecCounts(spec_width, spec_topk, spec_simulated) if is_speculative else None
+        self.spec = SpecCounts(spec_width, spec_simulated) if is_speculative else None
         keeps_stop = self.params.no_stop_trim
         self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()
@@ -239,18 +233,18 @@ class Request:
         tokens: Sequence[int],
         num_proposed: int,
         num_accepted: int,
-        num_steps: int,
+        tier: DraftShape,
         logprobs: Logprobs | None = None,
         states: np.ndarray | None = None,
     ) -> int:
         """Take accepted drafts and the bonus token up to where the request ends.
 
-        ``num_steps`` is of the round's tier, ``logprobs`` ``[A]`` and hidden ``states`` f32
-        ``[A, D]`` are beside the tokens. Returns how many tokens stay.
+        ``logprobs`` ``[A]`` and hidden ``states`` f32 ``[A, D]`` are those of the tokens. Returns
+        how many tokens stay.
         """
         kept = self._append(tokens, num_accepted)
         if self.spec is not None:
-            self.spec.add(num_steps, num_proposed, num_accepted, kept, is_last=self.is_finished)
+            self.spec.add(tier, num_proposed, num_accepted, kept, is_last=self.is_finished)
         self._append_beside(tokens[:kept], logprobs, states)
         return kept
 

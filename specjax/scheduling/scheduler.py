@@ -364,9 +364,9 @@ class Scheduler:
     def _dispatch_round(self, rows: list[RunningRequest]) -> None:
         config = self._runner.config
         batch_size = pick_bucket(len(rows), config.batch_buckets)
-        if self._controller is not None:
-            self._controller.activate_for_batch(batch_size)
-        result = self._runner.round([row.slot for row in rows])
+        controller = self._controller
+        tier = None if controller is None else controller.activate_for_batch(batch_size)
+        result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
         self._in_flight.add_rounds(rows, result, batch_size)
@@ -390,7 +390,7 @@ class Scheduler:
     def _report_queue(self) -> None:
         totals, controller = self._metrics, self._controller
         if controller is not None:
-            totals.tier = self._runner.state.shape
+            totals.tier = controller.tier
             totals.ema_accept_len = controller.ema_accept_len
             totals.num_switches = controller.switches
             totals.wasted_drafts = controller.wasted_drafts

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
-from specjax.kv.pages import PageView, Segments
+from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Placement
-from specjax.models.layers import Attend
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.custom import CommonAlgorithm, CustomSpecAlgo, source_facts
 from specjax.speculative.registry import find
@@ -69,7 +68,8 @@ class PromptChunks:
     positions: jax.Array  # i32 [1, P], in the chunk's own text
     last: jax.Array  # i32 [B], where in P the last token of each chunk stands
     is_final: jax.Array  # bool [B], whether the prompt ends with this chunk
-    attend: Attend  # stores and attends at these positions, for a pool over the same pages
+    # stores at these positions, and attends or not, for a pool over the same pages
+    attend: PagedAttend
     segments: Segments  # where each chunk stands in P, and in its own text
     # i32 [B], first tokens of each text whose KV, the algorithm's too, came out of the prefix cache
     num_cached: jax.Array
@@ -130,6 +130,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     ) -> tuple[VerifyInput, State]:
         """Draft a tree of ``shape.nodes`` rows behind each bonus token, which is its root.
 
+        Of more rows the first ones are verified.
         With ``batch.draw.acceptance.uses_rejection`` it is a chain with ``draft_probs``, drawn with
         noise that the target does not use.
         """
@@ -177,7 +178,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         """The tier of so many steps; of the engine arguments' own or default ones for ``None``.
 
-        ValueError for sizes that the algorithm cannot draft.
+        That of 0 steps is ``NO_DRAFTS``. ValueError for sizes that the algorithm cannot draft.
         """
 
     def open_draft(self, args: Any, target: Any, draft: Any) -> tuple[Any, ...]:
@@ -269,7 +270,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
     """Keys and values ``[L, num_kv, 2, KV, H]`` of all layers of a network."""
     shape = (config.num_layers, num_kv, 2, config.num_kv_heads, config.head_dim)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(config.jnp_dtype))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtypes.kv))
 
 
 @dataclass(frozen=True)

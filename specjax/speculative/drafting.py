@@ -54,9 +54,11 @@ def draft_shape(args: Any, steps: int | None = None, *, default: int = DEFAULT_S
     """
     topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
     if steps is not None:  # a tier, which may have fewer candidates than the largest
-        if topk == 1 or steps == 0:
-            return DraftShape.chain(steps)
-        return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
+        if topk > 1 and steps > 0:
+            return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
+        # num_steps + 1 rows are the whole chain, which does not bound the other tiers
+        is_cut = nodes is not None and nodes <= args.speculative_num_steps
+        return DraftShape.chain(steps, nodes if is_cut else None)
     steps = args.speculative_num_steps
     if steps is None and nodes is not None:
         raise ValueError(
@@ -74,12 +76,12 @@ def draft_shape(args: Any, steps: int | None = None, *, default: int = DEFAULT_S
             raise ValueError(f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}")
         return draft_shape(args, steps)
     if topk == 1:
-        if nodes not in (None, steps + 1):
+        if nodes is not None and not min(2, steps + 1) <= nodes <= steps + 1:
             raise ValueError(
-                f"speculative_num_draft_tokens={nodes} must equal speculative_num_steps + 1 = "
-                f"{steps + 1} for a chain (speculative_eagle_topk=1)"
+                f"speculative_num_draft_tokens={nodes} must be from {min(2, steps + 1)} to "
+                f"speculative_num_steps + 1 = {steps + 1} for a chain (speculative_eagle_topk=1)"
             )
-        return DraftShape.chain(steps)
+        return DraftShape.chain(steps, nodes)
     return tree_shape(steps, topk, nodes)
 
 
@@ -144,7 +146,8 @@ def draft_levels(
         states.append(hidden)
     chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
     if batch.draw.acceptance.uses_rejection and shape.steps:
-        chain = replace(chain, draft_probs=chain_probs(batch, jnp.concatenate(states, axis=1)))
+        hidden = jnp.concatenate(states[: shape.nodes - 1], axis=1)
+        chain = replace(chain, draft_probs=chain_probs(batch, hidden))
     return chain, state
 
 

@@ -74,7 +74,7 @@ class Eagle(SpeculativeAlgorithm):
         fields: dict[str, Any] = {
             "topk_probs": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.float32)),
             "topk_ids": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.int32)),
-            "hidden": jax.ShapeDtypeStruct((slots, config.hidden_size), config.jnp_dtype),
+            "hidden": jax.ShapeDtypeStruct((slots, config.hidden_size), config.dtypes.activations),
         }
         return DraftInput(**fields)
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from specjax.checkpoints.mtp import MtpCheckpoint, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint
-from specjax.config import MtpConfig
+from specjax.config import ModelConfig
 from specjax.models.flat import FlatModel, Networks
 from specjax.models.layers import pick_row
 from specjax.models.mtp import MtpHead
@@ -99,7 +99,7 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         theta = args.draft_rope_theta
         return (open_mtp(draft, target, num_modules=self.num_modules, rope_theta=theta),)
 
-    def draft_model(self, config: MtpConfig, kernels: str) -> FlatModel[MtpHead]:
+    def draft_model(self, config: ModelConfig, kernels: str) -> FlatModel[MtpHead]:
         return FlatModel.of(partial(MtpHead, config, kernels=kernels))
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
@@ -109,7 +109,7 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         config, slots = networks.draft_config, sizes.num_slots
         states = (slots, config.num_layers, config.hidden_size)
         ints: Any = jax.ShapeDtypeStruct((slots,), jnp.dtype(jnp.int32))
-        hidden: Any = jax.ShapeDtypeStruct(states, config.jnp_dtype)
+        hidden: Any = jax.ShapeDtypeStruct(states, config.dtypes.activations)
         return ModuleInput(ints, ints, hidden)
 
     @property
@@ -189,7 +189,8 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         tokens = jnp.stack([batch.bonus_tokens, *drafts], axis=1)
         chain = chain_input(tokens, batch.seq_lens, num_proposed)
         if batch.draw.acceptance.uses_rejection and shape.steps:
-            chain = replace(chain, draft_probs=chain_probs(batch, jnp.concatenate(states, axis=1)))
+            hidden = jnp.concatenate(states[: shape.nodes - 1], axis=1)
+            chain = replace(chain, draft_probs=chain_probs(batch, hidden))
         return chain, state
 
     def extend(

@@ -16,7 +16,7 @@ from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, resolve, stash
-from specjax.speculative.tree import accept
+from specjax.speculative.tree import accept, truncate
 from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
 
@@ -111,7 +111,7 @@ def _draft(
     tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
     # a request that wants no speculation is decoded plainly inside the batch
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
-    tree = replace(tree, num_proposed=num_proposed)
+    tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
     return tree, replace(state, pools=replace(pools, draft=draft))
 
 
@@ -167,7 +167,7 @@ def spec_rounds(
         outs = replace(
             outs,
             logprobs=zero_logprobs((*rounds, width), sampling.max_top_logprobs),
-            hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.jnp_dtype),
+            hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.dtypes.activations),
         )
     return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
 

@@ -1,6 +1,6 @@
 """Drafted trees: which candidates become nodes, and the walk that finds what the target accepts.
 
-Axes: B batch, T tree rows, S steps, A = S + 1, K branches of a level, P candidates.
+Axes: B batch, T tree rows, S steps, A accept width, K branches of a level, P candidates.
 """
 
 from dataclasses import dataclass, replace
@@ -32,6 +32,22 @@ def chain_input(
         parents=jnp.broadcast_to(depth - 1, (batch, rows)),
         positions=seq_lens[:, None] + depth,
         tree_mask=jnp.broadcast_to(depth[:, None] >= depth, (batch, rows, rows)),
+    )
+
+
+def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
+    """The first ``nodes`` rows of a drafted tree; parents come before children."""
+    if nodes >= tree.draft_tokens.shape[1]:
+        return tree
+    probs, rows = tree.draft_probs, tree.draft_rows
+    return VerifyInput(
+        draft_tokens=tree.draft_tokens[:, :nodes],
+        num_proposed=jnp.minimum(tree.num_proposed, nodes - 1),
+        parents=tree.parents[:, :nodes],
+        positions=tree.positions[:, :nodes],
+        tree_mask=tree.tree_mask[:, :nodes, :nodes],
+        draft_probs=None if probs is None else probs[:, : nodes - 1],
+        draft_rows=None if rows is None else rows[:, :nodes],
     )
 
 
@@ -190,7 +206,7 @@ def accept(
     tokens are accepted on average, right or wrong.
     """
     if simulate_accept_length is not None:
-        path, _ = simulated_path(tree, slots > 0, shape.steps, simulate_accept_length)
+        path, _ = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
         outputs = replace(outputs, tokens=simulated_tokens(tree, path, end_token_ids))
     accepted, rows = accept_tree(
         tree.draft_tokens,
@@ -201,7 +217,7 @@ def accept(
         slots,
         tree.positions[:, 0],
         SlotRows(future.seq_lens, future.bonus_tokens, future.remaining, future.tokens),
-        num_steps=shape.steps,
+        num_steps=shape.depth,
         implementation=kernels,
     )
     # a chain has its rows in place: XLA clears those behind them in what reads them

@@ -141,7 +141,7 @@ class Sampler:
         model, batch = self.model, self.num_rows
         size = -(-(self.max_prompt_len + self.max_new_tokens) // 64) * 64
         shape = (batch, size, model.num_kv_heads, model.head_dim)
-        empty = partial(jnp.zeros, shape, model.jnp_dtype)
+        empty = partial(jnp.zeros, shape, model.dtypes.kv)
         tokens, temperature = jnp.zeros((batch, size), jnp.int32), jnp.zeros(batch)
         length, limit = jnp.ones(batch, jnp.int32), jnp.ones(batch, jnp.int32)
         rows = Rows(tokens, length, limit, temperature, active=jnp.zeros(batch, bool))

@@ -122,7 +122,7 @@ class Trainer:
 
     def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The draft's weights by name, in its dtype, from named float32 parameters."""
-        named = {name: value.astype(self.draft.jnp_dtype) for name, value in params.items()}
+        named = {name: value.astype(self.draft.dtypes.weights) for name, value in params.items()}
         if "d2t" in self.flat.names:
             offsets = self.vocabulary - np.arange(len(self.vocabulary))
             named["d2t"] = jnp.asarray(offsets, jnp.int32)

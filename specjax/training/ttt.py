@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from specjax.engine.info import dense_attention
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
-from specjax.models.layers import Attend, dot, precision_for, rotated
+from specjax.models.layers import Attend, rotated
+from specjax.models.weights import precision_for
 
 STEP_DECAY = 0.8
 
@@ -76,11 +77,7 @@ def target_outputs(
     hidden, features, _ = target(batch.tokens, batch.positions, None, attend, feature_layers)
     argmax = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
     # a second, small product: gathering columns of [B, T, V] logits reads all of them again
-    if target.lm_head is None:
-        kernel = target.embedding.table[...][vocabulary].T
-    else:
-        kernel = target.lm_head.kernel[...][:, vocabulary]
-    return TargetOutputs(features, dot(hidden, kernel, jnp.float32), argmax)
+    return TargetOutputs(features, target.logits_of(hidden, vocabulary), argmax)
 
 
 def ttt_states(

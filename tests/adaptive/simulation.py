@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specjax.types import DraftShape
+
 Times = Mapping[int, tuple[float, ...]]
-Seconds = Mapping[tuple[int, int], float]
+Seconds = Mapping[tuple[DraftShape, int], float]
 
 # milliseconds of a round with 0, 1, 3 and 7 steps on an H200
 LLAMA_8B: Times = {
@@ -18,19 +20,24 @@ LLAMA_8B: Times = {
 SMOLLM2: Times = {1: (0.95, 1.30, 1.75, 2.65)}
 
 
+def chain_seconds(seconds: Mapping[tuple[int, int], float]) -> Seconds:
+    """Round times by steps and batch as those of chains."""
+    return {(DraftShape.chain(steps), batch): value for (steps, batch), value in seconds.items()}
+
+
 def round_seconds(table: Times) -> Seconds:
     return {
-        (steps, bucket): ms * 1e-3
+        (DraftShape.chain(steps), bucket): ms * 1e-3
         for bucket, row in table.items()
         for steps, ms in zip((0, 1, 3, 7), row, strict=True)
     }
 
 
 class Policy(Protocol):
-    def steps_for_batch(self, batch_size: int) -> int: ...
+    def tier_for_batch(self, batch_size: int) -> DraftShape: ...
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+        self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool: ...
 
 
@@ -38,11 +45,11 @@ class Policy(Protocol):
 class Static:
     steps: int
 
-    def steps_for_batch(self, batch_size: int) -> int:
-        return self.steps
+    def tier_for_batch(self, batch_size: int) -> DraftShape:
+        return DraftShape.chain(self.steps)
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, executed_steps: int, batch_size: int
+        self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
         return False
 
@@ -80,25 +87,25 @@ def simulate(
 ) -> Outcome:
     """Run the phases; a result reaches the policy after ``delay`` further rounds were started."""
     rng = random.Random(seed)
-    results: deque[tuple[int, list[int]]] = deque()
+    results: deque[tuple[DraftShape, list[int]]] = deque()
     tokens, seconds, tiers = 0, 0.0, []
     for phase in phases:
         left = phase.tokens * batch_size
         while left > 0:
-            steps = policy.steps_for_batch(batch_size)
+            tier = policy.tier_for_batch(batch_size)
             counts = []
             for _ in range(batch_size):
                 count = 0
-                while count < steps and rng.random() < phase.chance(count):
+                while count < tier.depth and rng.random() < phase.chance(count):
                     count += 1
                 counts.append(count)
             made = sum(counts) + batch_size
             tokens += made
             left -= made
-            seconds += times[steps, batch_size]
-            tiers.append(steps)
-            results.append((steps, counts))
+            seconds += times[tier, batch_size]
+            tiers.append(tier.steps)
+            results.append((tier, counts))
             if len(results) > delay:
                 executed, reported = results.popleft()
-                policy.on_verify_complete(reported, executed_steps=executed, batch_size=batch_size)
+                policy.on_verify_complete(reported, tier=executed, batch_size=batch_size)
     return Outcome(tokens, seconds, tuple(tiers))

@@ -17,9 +17,11 @@ from specjax.adaptive import (
     SpecRuntimeState,
 )
 from specjax.engine.args import EngineArgs
+from specjax.types import DraftShape
 
 from .simulation import LLAMA_8B, round_seconds
 
+chain = DraftShape.chain
 AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
 
@@ -68,7 +70,7 @@ def test_the_parts_fit_their_protocols() -> None:
     for policy in policies:
         controller = AdaptiveController(worker, policy)
         controller.init_states()
-        assert controller.activate_for_batch(1).speculative_num_steps == policy.current_steps == 3
+        assert controller.activate_for_batch(1) == policy.tier == chain(3)
         assert json.loads(json.dumps(controller.describe())) == controller.describe()
 
 
@@ -113,29 +115,39 @@ def test_states_are_built_once_and_for_all_candidates() -> None:
     assert worker.applied == [registered] * 2
 
 
-def test_the_rows_of_a_verify_may_be_the_same_for_all_tiers() -> None:
-    worker = FakeWorker(3)
-    AdaptiveController(worker, AdaptiveSpeculativeParams(3), lambda steps: 12).init_states()
-    assert worker.built == [(1, 12), (3, 12), (7, 12)]
+def test_tiers_may_differ_in_their_rows_alone() -> None:
+    worker, tiers = FakeWorker(7), [chain(7, 4), chain(7), DraftShape(3, 2, 7)]
+    policy = AdaptiveSpeculativeParams(7, {**AT_ONCE, "candidate_steps": [7]}, tiers)
+    controller = AdaptiveController(worker, policy)
+    controller.register(SpecRuntimeState(speculative_num_steps=7, speculative_num_draft_tokens=8))
+    controller.init_states()
+    assert worker.built == [(7, 4)]
+    assert controller.tier == chain(7)
+    controller.on_verify_complete([2])
+    assert (controller.tier, controller.switches) == (chain(7, 4), 1)
+    with pytest.raises(ValueError, match="must be from 0 to 3"):
+        controller.on_verify_complete([4])
+    controller.on_verify_complete([3])
+    assert controller.tier == chain(7)
+    assert set(controller.describe()["tiers"]) == {"7-1-4", "7"}
 
 
 def test_a_switch_waits_for_activation_and_swaps_the_prepared_state() -> None:
     worker, controller = controller_at(3)
     controller.register(worker.state)
     controller.init_states()
-    assert controller.activate_for_batch(1) is worker.state
-    assert controller.on_verify_complete([3], executed_steps=3, batch_size=1)
+    assert controller.activate_for_batch(1) == chain(3)
+    assert controller.on_verify_complete([3], tier=chain(3), batch_size=1)
     assert worker.speculative_num_steps == 3
-    state = controller.activate_for_batch(1)
-    assert worker.state is state
-    assert state.speculative_num_steps == 7
+    assert controller.activate_for_batch(1) == chain(7)
+    assert worker.state.speculative_num_steps == 7
     # results of rounds in flight change nothing
-    assert not controller.on_verify_complete([0], executed_steps=3, batch_size=1)
-    assert controller.activate_for_batch(1) is state
-    assert controller.on_verify_complete([0], executed_steps=7, batch_size=1)
+    assert not controller.on_verify_complete([0], tier=chain(3), batch_size=1)
+    assert controller.activate_for_batch(1) == chain(7)
+    assert controller.on_verify_complete([0], tier=chain(7), batch_size=1)
     controller.activate_for_batch(1)
-    assert controller.on_verify_complete([1], executed_steps=1, batch_size=1)
-    assert controller.activate_for_batch(1).speculative_num_steps == 3
+    assert controller.on_verify_complete([1], tier=chain(1), batch_size=1)
+    assert controller.activate_for_batch(1) == chain(3)
     assert [s.speculative_num_steps for s in worker.applied] == [3, 7, 1, 3]
     assert controller.switches == 3
     assert worker.applied[0] is worker.applied[3]
@@ -145,7 +157,7 @@ def test_a_switch_waits_for_activation_and_swaps_the_prepared_state() -> None:
 def test_the_worker_begins_with_the_first_tier_and_without_a_switch() -> None:
     worker, controller = controller_at(6)  # no candidate
     controller.init_states()
-    assert worker.speculative_num_steps == controller.policy.current_steps == 7
+    assert worker.speculative_num_steps == controller.tier.steps == 7
     controller.activate_for_batch(1)
     assert controller.switches == 0
 
@@ -153,7 +165,7 @@ def test_the_worker_begins_with_the_first_tier_and_without_a_switch() -> None:
 def test_the_batch_chooses_the_slot() -> None:
     _, controller = controller_at(3, **{"1": {}, "8": {"candidate_steps": [0, 1]}})
     controller.init_states()
-    tiers = [controller.activate_for_batch(n).speculative_num_steps for n in (1, 8, 9, 7, 7)]
+    tiers = [controller.activate_for_batch(n).steps for n in (1, 8, 9, 7, 7)]
     assert tiers == [3, 1, 1, 3, 3]
     assert controller.switches == 2
 
@@ -162,7 +174,7 @@ def test_counts_by_tier() -> None:
     _, controller = controller_at(3, candidate_steps=[0, 3])
     controller.init_states()
     for counts, steps in (([3, 1], 3), ([], 3), ([0], 3), ([0, 0, 0], 0), ([2], 3)):
-        controller.on_verify_complete(counts, executed_steps=steps, batch_size=4)
+        controller.on_verify_complete(counts, tier=chain(steps), batch_size=4)
     controller.activate_for_batch(4)
     info = controller.describe()
     assert info["tiers"] == {
@@ -172,9 +184,10 @@ def test_counts_by_tier() -> None:
     assert (info["num_verify_rounds"], info["wasted_drafts"]) == (3, 6)
     assert info["candidate_steps"] == [0, 3]
     assert info["speculative_num_steps"] in (0, 3)
-    tree = AdaptiveController(controller.worker, controller.policy, {0: 1, 3: 16}.__getitem__)
-    tree.on_verify_complete([3, 1], executed_steps=3, batch_size=4)
-    tree.on_verify_complete([0], executed_steps=0, batch_size=4)
+    shape = DraftShape(3, 5, 16)
+    policy = AdaptiveSpeculativeParams(3, {"candidate_steps": [3]}, [shape])
+    tree = AdaptiveController(None, policy)
+    tree.on_verify_complete([3, 1], tier=shape, batch_size=4)
     assert tree.describe()["wasted_drafts"] == 2 * 15 - 4
     assert info["policy"] == "ema"
 
@@ -182,8 +195,8 @@ def test_counts_by_tier() -> None:
 @pytest.mark.parametrize(("counts", "steps"), [([4], 3), ([-1], 3), ([1], 0)])
 def test_impossible_counts_are_refused(counts: list[int], steps: int) -> None:
     _, controller = controller_at(3)
-    with pytest.raises(ValueError, match=f"executed_steps={steps}"):
-        controller.on_verify_complete(counts, executed_steps=steps, batch_size=1)
+    with pytest.raises(ValueError, match=f"must be from 0 to {steps}"):
+        controller.on_verify_complete(counts, tier=chain(steps), batch_size=1)
 
 
 def test_wrong_states_are_refused() -> None:
@@ -193,7 +206,7 @@ def test_wrong_states_are_refused() -> None:
     controller.register(worker.state)
     with pytest.raises(ValueError, match="speculative_num_steps=3 is registered twice"):
         controller.register(worker.state)
-    with pytest.raises(ValueError, match="speculative_num_steps=5 is not in"):
+    with pytest.raises(ValueError, match=r"speculative_num_steps=5 .* is not one of"):
         controller.register(FakeWorker(5).state)
     worker.build_adaptive_runtime_state = (  # type: ignore[method-assign]
         lambda **tier: worker.state
@@ -211,23 +224,23 @@ def test_counts_alone_decide_and_apply_at_once() -> None:
     assert controller.on_verify_complete([0])
     assert worker.speculative_num_steps == 1
     assert controller.switches == 2
-    with pytest.raises(ValueError, match="executed_steps=1"):
+    with pytest.raises(ValueError, match="must be from 0 to 1"):
         controller.on_verify_complete([2])
-    assert controller.tiers[1].rounds == 0
+    assert controller.tiers[chain(1)].rounds == 0
     assert worker.speculative_num_steps == 1
 
 
 def test_keywords_go_together() -> None:
     _, controller = controller_at(3)
-    for keywords in ({"executed_steps": 3}, {"batch_size": 1}):
+    for keywords in ({"tier": chain(3)}, {"batch_size": 1}):
         with pytest.raises(ValueError, match="give both or none"):
             controller.on_verify_complete([1], **keywords)
 
 
 def test_a_round_of_a_tier_that_is_no_candidate_is_refused() -> None:
     _, controller = controller_at(3)
-    with pytest.raises(ValueError, match="executed_steps=5 is not in"):
-        controller.on_verify_complete([1], executed_steps=5, batch_size=1)
+    with pytest.raises(ValueError, match=r"steps=5.* is not one of"):
+        controller.on_verify_complete([1], tier=chain(5), batch_size=1)
 
 
 @pytest.mark.parametrize("name", ["ema", "cost"])
@@ -240,22 +253,22 @@ def test_a_policy_may_start_at_step_0(name: str) -> None:
     )
     controller = AdaptiveController(worker, policy)
     controller.init_states()
-    assert worker.speculative_num_steps == policy.current_steps == 0
+    assert worker.speculative_num_steps == policy.tier.steps == 0
     assert controller.ema_accept_len == 0.0
     assert "-1" not in json.dumps(controller.describe())
     for _ in range(40):
         controller.on_verify_complete([worker.speculative_num_steps])
-    assert worker.speculative_num_steps == policy.candidate_steps[-1]
+    assert controller.tier == policy.tiers[-1]
 
 
 def test_start_and_switches_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    _, controller = controller_at(3)
     with caplog.at_level(logging.INFO, "specjax.adaptive"):
+        _, controller = controller_at(3)
         controller.init_states()
         controller.on_verify_complete([3])
         controller.on_verify_complete([7])
     assert [record.getMessage() for record in caplog.records] == [
-        "adaptive decoding: policy ema, candidate steps [1, 3, 7], first tier 3",
+        "adaptive decoding: policy ema, tiers 1, 3, 7, first tier 3",
         "speculative_num_steps 3 -> 7",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}

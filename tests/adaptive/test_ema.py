@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from specjax.adaptive import AdaptiveSpeculativeParams
 from specjax.adaptive.ema import EmaState, update_ema
+from specjax.types import DraftShape
+
+chain = DraftShape.chain
 
 # a decision after every batch, and the newest batch is the average
 AT_ONCE: dict[str, Any] = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
@@ -109,9 +112,9 @@ def test_a_negative_count_is_refused() -> None:
 def test_results_of_another_tier_are_left_out() -> None:
     params = AdaptiveSpeculativeParams(3, AT_ONCE)
     before = params.state
-    assert not params.on_verify_complete([7], executed_steps=7, batch_size=1)
+    assert not params.on_verify_complete([7], tier=chain(7), batch_size=1)
     assert params.state == before
-    assert params.on_verify_complete([3], executed_steps=3, batch_size=1)
+    assert params.on_verify_complete([3], tier=chain(3), batch_size=1)
 
 
 def test_slots_keep_their_own_average_and_tier() -> None:
@@ -120,12 +123,12 @@ def test_slots_keep_their_own_average_and_tier() -> None:
     )
     assert params.candidate_steps == (0, 1, 3, 7)
     sizes = (1, 2, 7, 8, 31, 32, 500)
-    assert [params.steps_for_batch(size) for size in sizes] == [3, 3, 3, 3, 3, 1, 1]
-    assert params.on_verify_complete([0] * 9, executed_steps=3, batch_size=9)
-    assert [params.steps_for_batch(size) for size in sizes] == [3, 3, 3, 0, 0, 1, 1]
+    assert [params.tier_for_batch(size).steps for size in sizes] == [3, 3, 3, 3, 3, 1, 1]
+    assert params.on_verify_complete([0] * 9, tier=chain(3), batch_size=9)
+    assert [params.tier_for_batch(size).steps for size in sizes] == [3, 3, 3, 0, 0, 1, 1]
     assert (params.current_steps, params.ema_accept_len) == (0, 0.0)
-    assert params.on_verify_complete([3], executed_steps=3, batch_size=1)
-    assert [params.steps_for_batch(size) for size in sizes] == [7, 7, 7, 0, 0, 1, 1]
+    assert params.on_verify_complete([3], tier=chain(3), batch_size=1)
+    assert [params.tier_for_batch(size).steps for size in sizes] == [7, 7, 7, 0, 0, 1, 1]
     assert (params.current_steps, params.ema_accept_len) == (7, 3.0)
 
 
@@ -135,7 +138,7 @@ def test_step_0_probes_at_doubling_intervals_and_recovers() -> None:
     waits, wait = [], 0
     for _ in range(500):
         steps = params.current_steps
-        params.on_verify_complete([0], executed_steps=steps, batch_size=1)
+        params.on_verify_complete([0], tier=chain(steps), batch_size=1)
         if steps == 0:
             wait += 1
         elif wait:
@@ -146,12 +149,12 @@ def test_step_0_probes_at_doubling_intervals_and_recovers() -> None:
     rounds = 0
     while params.current_steps != 3:
         steps = params.current_steps
-        params.on_verify_complete([steps], executed_steps=steps, batch_size=1)
+        params.on_verify_complete([steps], tier=chain(steps), batch_size=1)
         rounds += 1
         assert rounds < 80 + 3 * 5
     # success has reset the wait
     while params.current_steps != 0:
-        params.on_verify_complete([0], executed_steps=params.current_steps, batch_size=1)
+        params.on_verify_complete([0], tier=params.tier, batch_size=1)
     assert params.state.probe_wait == 1
 
 
@@ -250,7 +253,7 @@ def test_step_0_is_probed_backs_off_and_recovers(config: dict[str, Any], limit: 
 
 def test_a_batch_without_a_decision_changes_average_and_count_only() -> None:
     (slot,) = AdaptiveSpeculativeParams(3).config.slots
-    state = EmaState(current_steps=3, ema=2.0, count=4, waited=5, probe_wait=6, is_probing=True)
+    state = EmaState(tier=chain(3), ema=2.0, count=4, waited=5, probe_wait=6, is_probing=True)
     after = update_ema(slot, state, [1])
     kept = [field.name for field in fields(EmaState) if field.name not in ("ema", "count")]
     assert [getattr(after, name) for name in kept] == [getattr(state, name) for name in kept]

@@ -623,7 +623,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     assert head.config == expected
     restored = head.load_weights()
     assert restored["d2t"].dtype == np.int32
-    assert restored["fc.kernel"].dtype == half.config.jnp_dtype
+    assert restored["fc.kernel"].dtype == half.config.dtypes.activations
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
 from specjax.checkpoints.assemble import make_weight
-from specjax.checkpoints.recipes import Part, Recipe
 from specjax.checkpoints.tensors import TensorSource
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Placement
+from specjax.models.recipes import Part, Recipe
 
 from ..tiny_checkpoints import write_target as tiny_target
 from .files import (
@@ -40,7 +40,7 @@ def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -
     weights = checkpoint.load_weights()
     flat = FlatModel.of(partial(CausalLM, checkpoint.config))
     assert set(weights) == set(flat.names)
-    dtype = checkpoint.config.jnp_dtype
+    dtype = checkpoint.config.dtypes.activations
     for name, like in zip(flat.names, flat.abstract, strict=True):
         assert weights[name].shape == like.shape, name
         assert weights[name].dtype == like.dtype == dtype, name
@@ -191,7 +191,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     check_layout(open_target(tmp_path / "saved", dtype="bfloat16"), tensors)
     # saving again replaces
     half = dataclasses.replace(original.config, dtype="bfloat16")
-    weights = {k: v.astype(half.jnp_dtype) for k, v in original.load_weights().items()}
+    weights = {k: v.astype(half.dtypes.activations) for k, v in original.load_weights().items()}
     save_orbax(tmp_path / "saved", half, weights)
     assert open_target(tmp_path / "saved").config.dtype == "bfloat16"
     check_layout(open_target(tmp_path / "saved"), tensors)

@@ -80,7 +80,7 @@ def _adaptive(rng: np.random.Generator) -> Options:
 
 
 def _head(rng: np.random.Generator, draft: Path) -> Options:
-    """Chains and trees of a head; trees with any number of rows that its branches can fill."""
+    """Chains and trees of a head, with any number of rows that these can fill."""
     topk = one_of(rng, (1, 1, 2, 3, 4, 8))
     options: Options = {"draft": draft, "speculative_eagle_topk": topk}
     if chance(rng, 0.3):
@@ -91,6 +91,8 @@ def _head(rng: np.random.Generator, draft: Path) -> Options:
         options["speculative_num_draft_tokens"] = int(
             rng.integers(topk + 1, min(candidates, 23) + 2)
         )
+    elif chance(rng, 0.3):
+        options["speculative_num_draft_tokens"] = int(rng.integers(2, steps + 2))
     return options | {"speculative_num_steps": steps}
 
 

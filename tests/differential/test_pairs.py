@@ -13,14 +13,14 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 
-from .draws import ALGORITHMS, Drafts, Options, split
+from .draws import ALGORITHMS, MODULES, Drafts, Options, split
 from .trial import Reference, Trial
 
 BATCHES = 2
 Row = tuple[Any, ...]
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "algorithm": tuple(ALGORITHMS),
-    "shape": ("chain", "tree"),
+    "shape": ("chain", "cut chain", "tree"),
     "rounds": ("in turn", "ahead"),
     "page size": (1, 4, 16),
     "prompts": ("here", "split"),
@@ -29,17 +29,17 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 }
 # six algorithms with three page sizes need 18 rows; all other pairs fit into these
 ROWS: list[Row] = [
-    ("EAGLE3", "tree", "in turn", 1, "here", "fixed", 3),
+    ("EAGLE3", "chain", "in turn", 1, "here", "fixed", 3),
     ("EAGLE3", "tree", "in turn", 4, "split", "fixed", 1),
-    ("EAGLE3", "chain", "ahead", 16, "here", "adaptive", 1),
-    ("EAGLE", "chain", "ahead", 1, "split", "adaptive", 1),
+    ("EAGLE3", "cut chain", "ahead", 16, "here", "adaptive", 1),
+    ("EAGLE", "cut chain", "ahead", 1, "split", "adaptive", 3),
     ("EAGLE", "chain", "in turn", 4, "here", "fixed", 3),
     ("EAGLE", "tree", "ahead", 16, "here", "fixed", 1),
     ("STANDALONE", "tree", "ahead", 1, "here", "adaptive", 3),
-    ("STANDALONE", "tree", "ahead", 4, "split", "fixed", 1),
+    ("STANDALONE", "cut chain", "ahead", 4, "split", "fixed", 1),
     ("STANDALONE", "chain", "in turn", 16, "here", "fixed", 3),
     ("MULTI_LAYER_EAGLE", "chain", "ahead", 1, "split", "fixed", 3),
-    ("MULTI_LAYER_EAGLE", "chain", "in turn", 4, "here", "fixed", 1),
+    ("MULTI_LAYER_EAGLE", "cut chain", "in turn", 4, "here", "fixed", 1),
     ("MULTI_LAYER_EAGLE", "chain", "in turn", 16, "here", "adaptive", 1),
     ("markov", "chain", "in turn", 1, "here", "fixed", 3),
     ("markov", "chain", "in turn", 4, "split", "adaptive", 3),
@@ -69,11 +69,15 @@ def drafting(row: Row, drafts: Drafts) -> Options:
         "MULTI_LAYER_EAGLE": drafts.modules,
     }
     steps = 4 if algorithm == "NGRAM" else 2
-    options: Options = {"speculative_algorithm": algorithm, "speculative_num_steps": steps}
+    options: Options = {"speculative_algorithm": algorithm}
+    if shape == "cut chain":  # four rows are verified
+        steps = MODULES if algorithm == "MULTI_LAYER_EAGLE" else 7
+        options["speculative_num_draft_tokens"] = 4
+    options["speculative_num_steps"] = steps
     if algorithm in files:
         options["draft"] = files[algorithm]
     if algorithm == "NGRAM":
-        options["speculative_ngram_max_bfs_breadth"] = {"chain": 1, "tree": 4}[shape]
+        options["speculative_ngram_max_bfs_breadth"] = 4 if shape == "tree" else 1
     elif shape == "tree":
         options["speculative_eagle_topk"] = 3
     if adapts == "adaptive":  # may move at every round
@@ -81,8 +85,9 @@ def drafting(row: Row, drafts: Drafts) -> Options:
         options |= {
             "speculative_adaptive": True,
             "speculative_adaptive_config": config | {"candidate_steps": [0, steps]},
-            "speculative_num_steps": 0,
         }
+        if shape != "cut chain":  # its rows need the steps
+            options["speculative_num_steps"] = 0
     return options
 
 
@@ -124,8 +129,11 @@ def test_every_pair_that_engines_accept_is_in_the_table(drafts) -> None:
     accepted = {row for row in product(*DIMENSIONS.values()) if is_accepted(row, drafts)}
     assert not set(ROWS) - accepted
     assert not pairs(accepted) - pairs(ROWS)
-    trees = {algorithm for algorithm, shape, *_ in accepted if shape == "tree"}
-    assert trees == set(ALGORITHMS) - {"MULTI_LAYER_EAGLE", "markov"}
+    for shape, refused in (
+        ("tree", {"MULTI_LAYER_EAGLE", "markov"}),
+        ("cut chain", {"NGRAM", "markov"}),
+    ):
+        assert {row[0] for row in accepted if row[1] == shape} == set(ALGORITHMS) - refused
 
 
 @pytest.fixture(scope="module")

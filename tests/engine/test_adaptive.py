@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from specjax.compiling.cache import FOLDER
 from specjax.engine import adaptive as engine_adaptive
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import _describe_tiers
+
+from ..tiny import chains
 
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
@@ -56,7 +59,7 @@ def samples(engine: Engine) -> dict[str, float]:
 def test_texts_are_plain_and_figures_agree(files, plain_ids, monkeypatch):
     """The other policy is in the table of tests/differential."""
     # times that make drafts dear, since those of a busy machine decide nothing for sure
-    seconds = {(0, 1): 1.0, (1, 1): 1.3, (3, 1): 1.9}
+    seconds = dict(zip(product(chains(0, 1, 3), [1]), (1.0, 1.3, 1.9), strict=True))
     monkeypatch.setattr(engine_adaptive, "round_seconds", lambda runner: seconds)
     metas = []
     with adaptive(files, COST, speculative_num_steps=0) as engine:
@@ -166,13 +169,13 @@ class Cache:
         self.value = value
 
 
-@pytest.mark.parametrize("value", [None, {}, {"1 steps, batch 2": 1.0, "3 steps, batch 2": "1"}])
+@pytest.mark.parametrize("value", [None, {}, {"tier 1, batch 2": 1.0, "tier 3, batch 2": "1"}])
 def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch, caplog):
-    seconds = {(1, 2): 0.5, (3, 2): 0.75}
+    seconds = dict(zip(product(chains(1, 3), [2]), (0.5, 0.75), strict=True))
     monkeypatch.setattr(engine_adaptive, "measure_round_seconds", lambda runner: seconds)
     runner = SimpleNamespace(
         compiled=SimpleNamespace(cache=Cache(value)),
-        config=SimpleNamespace(tiers=(1, 3), batch_buckets=(2,)),
+        config=SimpleNamespace(shapes=chains(1, 3), batch_buckets=(2,)),
     )
     assert engine_adaptive.round_seconds(runner) == seconds
     assert ("measured again" in caplog.text) == (value is not None)
@@ -241,11 +244,11 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
         (path,) = (tmp_path / "cache").glob("*/round_seconds*.json")
         kept = json.loads(path.read_text())
         if len(tables) == 2:
-            del kept["value"]["3 steps, batch 1"]
+            del kept["value"]["tier 3, batch 1"]
         path.write_text(json.dumps(kept))
     assert tables[0] == tables[1]
     assert [set(table) for table in tables] == [set(tables[0])] * 3
-    assert {steps for steps, _ in tables[0]} == {0, 1, 3}
+    assert {tier for tier, _ in tables[0]} == set(chains(0, 1, 3))
 
 
 @pytest.mark.slow

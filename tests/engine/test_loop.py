@@ -33,12 +33,12 @@ class Hold:
         self.count = 0
         whole = engine.runner.round
 
-        def held(slots: Any) -> Any:
+        def held(*args: Any) -> Any:
             self.count += 1
             if self.count >= at:
                 self.reached.set()
                 assert self.go.wait(SECONDS)
-            return whole(slots)
+            return whole(*args)
 
         monkeypatch.setattr(engine.runner, "round", held)
 
@@ -112,7 +112,7 @@ def test_a_fault_reaches_every_caller_and_every_later_one(files, engine, monkeyp
     whole = made.runner.round
     together = threading.Barrier(4)
 
-    def failing(slots: Any) -> Any:
+    def failing(*args: Any) -> Any:
         nonlocal count
         count += 1
         if count == 1:
@@ -120,7 +120,7 @@ def test_a_fault_reaches_every_caller_and_every_later_one(files, engine, monkeyp
             wait_for_calls(made, 4)
         if count == 3:
             raise OSError("the device fell off")
-        return whole(slots)
+        return whole(*args)
 
     monkeypatch.setattr(made.runner, "round", failing)
 
@@ -282,10 +282,10 @@ def test_a_stream_collected_inside_a_step(engine, monkeypatch) -> None:
         whole = engine.runner.round
         threads = []
 
-        def collecting(slots: Any) -> Any:
+        def collecting(*args: Any) -> Any:
             if not threads and gc.collect():
                 threads.append(threading.current_thread().name)
-            return whole(slots)
+            return whole(*args)
 
         monkeypatch.setattr(engine.runner, "round", collecting)
         result = engine.generate("hello", GREEDY)

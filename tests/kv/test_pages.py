@@ -1,5 +1,8 @@
 """Pages: the allocator as a state machine, and where tokens of a page view are stored."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from specjax.kv.pages import PageAllocator, PageView, Segments
+from specjax.models.flat import FlatModel
+from specjax.models.layers import Attention, LayerKind, rope_tables
+
+from ..tiny import TARGET
 
 
 class Allocation(RuleBasedStateMachine):
@@ -102,8 +109,10 @@ def check_stored(view: PageView, attend, shape, expected) -> None:
     pool = jnp.zeros((2, 6 * 4, 2, kv_heads, dim), jnp.float32)
     k = 1 + jax.random.uniform(jax.random.key(0), (*shape, kv_heads, dim))
     rope = jnp.ones((*shape, 1, dim // 2)), jnp.zeros((*shape, 1, dim // 2))
+    alone = jax.jit(lambda pool: attend.store(pool, 1, k, -k, rope))(pool)
     pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, rope))(pool)
     assert out.shape == k.shape
+    np.testing.assert_array_equal(alone[:, 4:], pool[:, 4:])  # the padding page keeps any token
     assert not np.asarray(pool[0]).any()
     written = {int(i) for i in np.flatnonzero(np.asarray(pool[1]).any(axis=(1, 2, 3)))}
     assert {slot for slot in written if slot >= 4} == set(expected)
@@ -133,3 +142,21 @@ def test_packed_segments_are_stored_and_padding_is_not() -> None:
     slots = [14, 15, 4, 5, 11, 16, 17]
     expected = {slot: (0, i) for i, slot in enumerate(slots)}
     check_stored(view, view.attend_packed(segments), (1, 10), expected)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_attention_stores_without_attending_what_it_would_attend_to(qk_norm: bool) -> None:
+    """In bfloat16, whose products come as partial sums unless heads are normed."""
+    config = replace(TARGET, dtype="bfloat16", hidden_size=128, head_dim=16)
+    kind = LayerKind.of(config, qk_norm=qk_norm, qkv_bias=qk_norm)
+    flat = FlatModel.of(partial(Attention, config, kind, in_size=128, kernels="pallas"))
+    attention, rows = flat.rebuild(flat.random(0)), 3
+    view = replace(view_of([3, 1, 5], [2, 4, 0]), implementation="pallas")
+    lens = jnp.array([2, 7], jnp.int32)
+    x = jax.random.normal(jax.random.key(1), (2, rows, 128), jnp.bfloat16)
+    rope = rope_tables(config.rope, lens[:, None] + jnp.arange(rows, dtype=jnp.int32))
+    pool = jnp.zeros((2, 6 * 4, 2, 2, 16), jnp.bfloat16)
+    stored = attention.store(x, rope, pool, 1, view.store(lens, rows))
+    _, attended = attention(x, rope, pool, 1, view.attend(lens, rows))
+    assert np.asarray(stored[1]).any()
+    np.testing.assert_array_equal(stored[:, 4:], attended[:, 4:])

@@ -38,16 +38,21 @@ def build_draft(checkpoint: Any) -> Any:
 def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
     """One slot per position. NaN until written, so that reading an unwritten slot shows."""
     shape = (batch, slots, config.num_kv_heads, config.head_dim)
-    return {i: (jnp.full(shape, jnp.nan, config.jnp_dtype),) * 2 for i in range(config.num_layers)}
+    return {i: (jnp.full(shape, jnp.nan, config.dtypes.kv),) * 2 for i in range(config.num_layers)}
 
 
-def dense_attend(positions: np.ndarray, window: int | None = None) -> Attend:
+def dense_attend(positions: np.ndarray) -> Attend:
     """Attention of a dense cache whose slot is the position; rows see slots up to their own."""
     rows = np.arange(positions.shape[0])[:, None]
 
     @rotated
     def attend(
-        cache: Cache, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+        cache: Cache,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        window: int | None = None,
     ) -> tuple[Cache, jax.Array]:
         keys, values = (
             old.at[rows, positions].set(new) for old, new in zip(cache[layer], (k, v), strict=True)
@@ -78,7 +83,7 @@ def run_target(
     """Logits and features of whole sequences ``[B, T]``."""
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     cache = empty_cache(model.config, *tokens.shape)
-    attend = dense_attend(positions, model.config.sliding_window)
+    attend = dense_attend(positions)
     hidden, features, _ = model(
         jnp.asarray(tokens), jnp.asarray(positions), cache, attend, feature_layers
     )

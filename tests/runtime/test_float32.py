@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.models.layers import Embedding, dot
+from specjax.models.layers import Embedding
+from specjax.models.weights import dot
 
 # a product of 1,024 terms is off by 2e-7 to 5e-7 in float32 and by 2.5e-4 in TF32
 TOLERANCE = 2e-6

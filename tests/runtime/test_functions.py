@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
+from specjax.types import DraftShape
 from tests.tiny import EAGLE3, chains, make_runner
 
 
@@ -20,10 +21,10 @@ def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
     names = [key[0] for key in keys]
     first = keys[: names.index("prefill")]
     assert [name for name, *_ in first] == ["greedy_round"] * len(first)
-    rows = [(steps + 1) * batch for _, steps, batch in first]
+    rows = [tier.nodes * batch for _, tier, batch in first]
     assert sorted(rows) == [1, 2, 4, 8, 16]
-    assert ("greedy_round", 3, 1) in first  # of those with four rows the deepest
-    rounds = list(itertools.product(("greedy_round", "round"), (0, 1, 3), (1, 2, 4)))
+    assert ("greedy_round", DraftShape.chain(3), 1) in first  # of those with four rows the deepest
+    rounds = list(itertools.product(("greedy_round", "round"), config.shapes, (1, 2, 4)))
     assert sorted(key for key in keys if key[0].endswith("round")) == sorted(rounds)
     assert len(keys) == len(set(keys)) == len(rounds) + 3
 

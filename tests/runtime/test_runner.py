@@ -12,9 +12,9 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
 
 from ..settings import counted_compilations
-from ..tiny import EAGLE3, make_request, make_runner, run_requests
+from ..tiny import EAGLE3, chains, make_request, make_runner, run_requests
 
-KEYS = [("round", 4, 1), ("round", 4, 4), ("prefill", 4), ("prefill", 16)]
+KEYS = [("round", chains(4)[0], batch) for batch in (1, 4)] + [("prefill", 4), ("prefill", 16)]
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_no_function_copies_a_pool(runner, key) -> None:
 @pytest.mark.slow
 def test_rounds_in_one_call_copy_no_pool() -> None:
     looping = make_runner(EAGLE3, 2, rounds=4)
-    text = looping.compiled["round", 2, 4].as_text()
+    text = looping.compiled["round", chains(2)[0], 4].as_text()
     assert pool_copies(looping, text) == []
     assert history_copies(looping, text) == []
 

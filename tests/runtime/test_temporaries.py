@@ -82,7 +82,7 @@ def test_the_plan_holds_rounds_with_ngrams(context, shape, breadth) -> None:
     jobs = {
         key: (function, arguments) for key, function, arguments, _ in runner._functions().jobs()
     }
-    function, arguments = jobs["round", shape.steps, 64]
+    function, arguments = jobs["round", shape, 64]
     taken = function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
     planned = temporary_bytes(TARGET, config, 0)
     assert PARTIAL_SUMS < taken <= planned <= 3 * taken

@@ -14,9 +14,10 @@ from specjax.engine.adaptive import measure_round_seconds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
+from specjax.types import NO_DRAFTS, DraftShape
 
 from ..copying import copied_runner, plain_output, plain_outputs
-from ..scheduling.serving import Serving
+from ..scheduling.serving import Forced, Serving
 from ..settings import counted_compilations
 from ..tiny import EAGLE3, chains, make_request, make_runner
 
@@ -34,36 +35,11 @@ def tier_runner(rounds: int = 1) -> ModelRunner:
     return copied_runner(TIERS[-1], rounds, shapes=chains(*TIERS))
 
 
-class Forced:
-    """A policy that does as it is told, and remembers what it hears."""
-
-    candidate_steps = TIERS
-    current_steps = 0
-
-    def __init__(self, steps: Any) -> None:
-        self._steps = steps
-        self.heard: list[tuple[list[int], int, int]] = []
-
-    def steps_for_batch(self, batch_size: int) -> int:
-        assert batch_size == 4  # the padded batch
-        self.current_steps = next(self._steps)
-        return self.current_steps
-
-    def on_verify_complete(
-        self, counts: Sequence[int], *, executed_steps: int, batch_size: int
-    ) -> bool:
-        self.heard.append((list(counts), executed_steps, batch_size))
-        return False
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-
 def serving_with(steps: Any, *, rounds: int = 1, **options: Any) -> tuple[Serving, Forced]:
-    runner, policy = tier_runner(rounds), Forced(steps)
+    runner = tier_runner(rounds)
+    policy = Forced(runner, map(DraftShape.chain, steps))
     runner.reset_rows()
-    controller = AdaptiveController(runner, policy)  # type: ignore[arg-type]
-    controller.init_states()
+    controller = AdaptiveController(None, policy)
     return Serving(runner=runner, controller=controller, **options), policy
 
 
@@ -200,7 +176,7 @@ def test_rounds_without_proposals_say_nothing_where_no_tier_is_plain(caplog) -> 
     while len(policy.heard) < 2:
         serving.step()
     controller = serving.scheduler._controller
-    controller.tiers = {steps: controller.tiers[steps] for steps in (1, 4)}
+    controller.tiers = {tier: controller.tiers[tier] for tier in chains(1, 4)}
     serving.finish()
     assert [request.output_ids] == plain_outputs(PROMPTS[:1], GREEDY, range(1))
     assert [steps for _, steps, _ in policy.heard[:3]] == [0, 0, 4]
@@ -210,7 +186,7 @@ def test_rounds_without_proposals_say_nothing_where_no_tier_is_plain(caplog) -> 
 def test_a_policy_that_refuses_a_round_ends_no_request(caplog) -> None:
     serving, policy = serving_with(random_steps(9))
 
-    def refuse(counts: Sequence[int], **_: int) -> bool:
+    def refuse(counts: Sequence[int], **_: Any) -> bool:
         raise ValueError("num_accepted_drafts=[9]")
 
     policy.on_verify_complete = refuse  # type: ignore[method-assign,assignment]
@@ -222,8 +198,8 @@ def test_a_policy_that_refuses_a_round_ends_no_request(caplog) -> None:
 
 def dispatched(runner: ModelRunner, steps: int) -> tuple[list[int], list[int]]:
     """Tokens of a round of slot 1, and its numbers of proposed drafts, accepted ones and tokens."""
-    runner.apply_runtime_state(runner.state_of(steps))
-    *tokens, proposed, accepted, count = runner.round([1]).read()[0, 0].tolist()
+    result = runner.round([1], DraftShape.chain(steps))
+    *tokens, proposed, accepted, count = result.read()[0, 0].tolist()
     return tokens[:count], [proposed, accepted, count]
 
 
@@ -282,7 +258,7 @@ def test_a_resting_draft_computes_no_more_than_its_keys_and_values() -> None:
     runner, batch = tier_runner(), 4
 
     def flops(of: ModelRunner) -> float:
-        return of.compiled["round", 0, batch].cost_analysis()["flops"]
+        return of.compiled["round", NO_DRAFTS, batch].cost_analysis()["flops"]
 
     draft = runner.networks.draft
     kernels = zip(draft.names, draft.abstract, strict=True)
@@ -292,13 +268,11 @@ def test_a_resting_draft_computes_no_more_than_its_keys_and_values() -> None:
 
 def test_measured_rounds_leave_nothing_behind() -> None:
     runner = tier_runner()
-    before = runner.state
     with counted_compilations() as compiled:
         seconds = measure_round_seconds(runner)
     assert not compiled
-    assert set(seconds) == {(steps, 4) for steps in TIERS}
+    assert set(seconds) == {(tier, 4) for tier in chains(*TIERS)}
     assert all(0 < value < 1 for value in seconds.values())
-    assert runner.state is before
     assert not runner.tables.page_table.any()
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(runner.on_device.future))
     serving, _ = serving_with(random_steps(8))
@@ -315,12 +289,6 @@ def test_tiers_ascend(tiers) -> None:
 
 
 def test_a_tier_that_is_not_compiled_is_refused() -> None:
-    runner = tier_runner()
-    for steps, rows, message in (
-        (2, 3, "not one of the compiled tiers"),
-        (4, 4, "verifies 5 rows"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            runner.build_adaptive_runtime_state(
-                speculative_num_steps=steps, speculative_num_draft_tokens=rows
-            )
+    for tier in (DraftShape.chain(2), DraftShape.chain(4, 4)):
+        with pytest.raises(ValueError, match=r"tier=.* is not one of the compiled"):
+            tier_runner().round([1], tier)

@@ -20,6 +20,7 @@ from specjax.sampling.table import (
     unpack_sampling,
 )
 from specjax.speculative.prefill import Chunk
+from specjax.types import NO_DRAFTS
 
 from ..tiny import TARGET, make_runner
 
@@ -210,11 +211,11 @@ def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
     called = []
 
     def spied(name: str):
-        function = runner.compiled[name, 0, 4]
-        return {4: lambda *args: called.append(name) or function(*args)}
+        function = runner.compiled[name, NO_DRAFTS, 4]
+        return lambda *args: called.append(name) or function(*args)
 
-    rounds = {name: spied(name) for name in ("round", "greedy_round")}
-    runner.apply_runtime_state(replace(runner.state, **rounds))
+    for name in ("round", "greedy_round"):
+        runner.compiled[name, NO_DRAFTS, 4] = spied(name)
     for one in (made, runner):
         one.set_slot(1, GREEDY, seed=0)
         one.set_slot(2, GREEDY, seed=0)

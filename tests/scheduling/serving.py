@@ -1,10 +1,12 @@
 """A scheduler over the tiny runner, watched from outside while it works."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
+from specjax.adaptive import AdaptiveController
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.runtime.runner import Dispatched, ModelRunner
@@ -13,6 +15,7 @@ from specjax.sampling.table import HostTables
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import Chunk
+from specjax.types import DraftShape
 
 from ..copying import copied_runner
 from ..tiny import TARGET, make_request
@@ -47,7 +50,7 @@ class WatchedRunner:
         self.calls.append("prefill")
         return self._runner.prefill(chunks, **options)
 
-    def round(self, slots: Sequence[int]) -> Dispatched:
+    def round(self, slots: Sequence[int], tier: DraftShape | None) -> Dispatched:
         reach = self._runner.config.reach
         lengths = self.lengths()
         caps = {row.slot: row.request.max_kv_tokens + reach.overhang for row in self._rows()}
@@ -59,7 +62,7 @@ class WatchedRunner:
             self.check_pages(slot, length, min(end, caps[slot]))
         self.calls.append("round")
         self.largest_batch = max(self.largest_batch, len(slots))
-        return self._runner.round(slots)
+        return self._runner.round(slots, tier)
 
     def lengths(self) -> np.ndarray:
         """KV lengths by slot as the device has them, behind all that was dispatched."""
@@ -79,6 +82,34 @@ class WatchedRunner:
             for row in self._rows():
                 others[row.slot, : row.num_shared] = 0
         assert not np.isin(written, others).any(), f"slot {slot} writes into pages of another"
+
+
+class Forced:
+    """A policy that takes tiers as they come, and remembers what it hears."""
+
+    def __init__(self, runner: ModelRunner, tiers: Iterator[DraftShape]) -> None:
+        self.tiers, self._next = runner.config.shapes, tiers
+        self.tier = self.tiers[0]
+        self.heard: list[tuple[list[int], int, int]] = []  # counts, steps, batch
+
+    def tier_for_batch(self, batch_size: int) -> DraftShape:
+        assert batch_size == 4  # the padded batch
+        self.tier = next(self._next)
+        return self.tier
+
+    def on_verify_complete(
+        self, counts: Sequence[int], *, tier: DraftShape, batch_size: int
+    ) -> bool:
+        self.heard.append((list(counts), tier.steps, batch_size))
+        return False
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def forced(runner: ModelRunner, tiers: Iterable[DraftShape]) -> AdaptiveController:
+    """A controller that goes round these tiers."""
+    return AdaptiveController(None, Forced(runner, cycle(tiers)))
 
 
 class Serving:

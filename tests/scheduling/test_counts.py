@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
+from specjax.types import DraftShape
 
 from ..tiny import make_request
 
@@ -41,7 +42,7 @@ def play(num_steps: int, limit: int, first: int, rounds: list[Round]) -> Request
     for one in rounds:
         if request.is_finished:
             break
-        request.append_round(one.tokens, num_steps, one.num_drafts, num_steps)
+        request.append_round(one.tokens, num_steps, one.num_drafts, DraftShape.chain(num_steps))
     return request
 
 
@@ -126,7 +127,7 @@ def test_no_verify_gives_zeros() -> None:
 def test_plain_requests_have_no_speculative_figures() -> None:
     request = make_request([7], SamplingParams(max_new_tokens=3))
     request.append_first(9)
-    request.append_round([8], 0, 0, 0)
+    request.append_round([8], 0, 0, DraftShape.chain(0))
     assert not [name for name in request.result()["meta_info"] if name.startswith("spec_")]
 
 
@@ -142,7 +143,7 @@ def test_plain_requests_have_no_speculative_figures() -> None:
 def test_finish_reason(params, reason) -> None:
     request = make_request([7], SamplingParams(**params), width=4)
     request.append_first(9)
-    request.append_round([8, END, 6, 6], 4, 3, 4)
+    request.append_round([8, END, 6, 6], 4, 3, DraftShape.chain(4))
     assert request.finish_reason == reason
     assert request.result()["meta_info"]["finish_reason"] == reason
 
@@ -150,9 +151,9 @@ def test_finish_reason(params, reason) -> None:
 @pytest.mark.parametrize(("topk", "proposed"), [(1, 2 + 1), (2, 2 + 2)])
 def test_all_nodes_of_a_tree_were_proposed(topk: int, proposed: int) -> None:
     """In the last round too, where only the drafts of a chain have positions; here T - 1 < S."""
-    request = make_request([7], SamplingParams(max_new_tokens=4), width=3, spec_topk=topk)
+    request = make_request([7], SamplingParams(max_new_tokens=4), width=3)
     request.append_first(8)
     for tokens, accepted in (([9, 10], 1), ([11], 0)):
-        request.append_round(tokens, 2, accepted, 3)
+        request.append_round(tokens, 2, accepted, DraftShape(3, topk, 3))
     assert request.is_finished
     assert request.result()["meta_info"]["spec_num_proposed_drafts"] == proposed

@@ -57,7 +57,6 @@ def test_the_largest_trees_change_no_token(is_cached, run_ahead, monkeypatch):
             KINDS[(i + i // len(PROMPTS)) % len(KINDS)],
             seed=i,
             width=TREE.steps,
-            spec_topk=TREE.topk,
             rid=f"r{i}",
             timeout=9.0 if i == 2 else None,
             clock=clock,

@@ -15,6 +15,7 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
+from specjax.types import DraftShape
 
 from ..tiny import TARGET, make_runner
 from .reference import adjusted_logits, kept_by_sorting
@@ -98,7 +99,9 @@ def start(
     return result
 
 
-def serve(runner: ModelRunner, jobs: list[Job], **first_start) -> list[Output]:
+def serve(
+    runner: ModelRunner, jobs: list[Job], tier: DraftShape | None = None, **first_start
+) -> list[Output]:
     """Run jobs to their end, as many at once as there are slots."""
     at_once = runner.config.num_slots - 1
     outputs = [Output() for _ in jobs]
@@ -111,7 +114,7 @@ def serve(runner: ModelRunner, jobs: list[Job], **first_start) -> list[Output]:
             assert (logprobs is None) == (job.top_logprobs is None)
             output.take(result.read()[:1], job, logprobs, (slice(1),))
         while not all(output.is_over(job) for job, output in batch):
-            result = runner.round(slots)
+            result = runner.round(slots, tier)
             packed, logprobs = result.read(), result.read_logprobs()
             for r in range(packed.shape[0]):
                 for i, (job, output) in enumerate(batch):

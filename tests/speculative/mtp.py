@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import MtpConfig
 from specjax.engine.info import dense_attend, dense_attention
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
@@ -22,8 +21,7 @@ from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from ..copying import copied_weights
 from ..tiny import TARGET, chains, random_weights
 
-SHARED = [field.name for field in dataclasses.fields(MtpConfig) if field.name != "num_layers"]
-MODULES = MtpConfig(num_layers=3, **{name: getattr(TARGET, name) for name in SHARED})
+MODULES = dataclasses.replace(TARGET, num_layers=3)
 WIDTH = 128
 # of what a module adds to the embedding: drafts depend on all that it attends to
 PERTURBATION = 0.3

@@ -126,27 +126,6 @@ def test_leaves_beside_those_of_a_map_are_refused() -> None:
         runner.compile(show_progress=False)
 
 
-def test_the_state_of_a_tier_has_its_compiled_functions() -> None:
-    """Its stages too, if they were compiled; a state from before that is watched all the same."""
-    runner = runner_of(Eagle("EAGLE3", "eagle-3"))
-    tier = {"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
-    runner.compiled["round", 2, 4] = len
-    early = runner.build_adaptive_runtime_state(**tier)
-    assert (early.round, early.draft, early.verify, early.extend) == ({4: len}, {}, {}, {})
-    assert early.shape == DraftShape.chain(2)
-    stages = {"draft": max, "verify": min, "extend": sum}
-    for name, stage in stages.items():
-        runner.compiled[name, 2, 4] = stage
-    late = runner.build_adaptive_runtime_state(**tier)
-    assert (late.draft, late.verify, late.extend) == ({4: max}, {4: min}, {4: sum})
-    runner.apply_runtime_state(early)
-    runner.watch_rounds(print)
-    runner.apply_runtime_state(early)
-    assert runner.state.round[4].stages == (max, min, sum)
-    runner.watch_rounds(None)
-    assert runner.state.round == {4: len}
-
-
 def test_shapes() -> None:
     chain = DraftShape.chain(3)
     assert chain == (3, 1, 4)
@@ -157,6 +136,11 @@ def test_shapes() -> None:
     deep = DraftShape(6, 16, 8)
     assert (deep.draft_rows, deep.rows, deep.overhang) == (80, 81, 80)
     assert (DraftShape.chain(0).num_candidates, DraftShape.chain(0).rows) == (0, 1)
+    cut = DraftShape.chain(7, 4)
+    assert (cut, DraftShape.chain(2, 4)) == ((7, 1, 4), (2, 1, 3))
+    assert (cut.depth, cut.accept_width, cut.rows, cut.overhang) == (3, 4, 7, 0)
+    assert DraftShape(5, 3, 4).accept_width == 4
+    assert [str(shape) for shape in (chain, cut, tree)] == ["3", "7-1-4", "3-4-20"]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +151,7 @@ def test_shapes() -> None:
         ({"speculative_eagle_topk": 4, "speculative_num_steps": 1}, (1, 4, 5)),
         ({"speculative_eagle_topk": 16, "speculative_num_steps": 6}, (6, 16, 64)),
         ({"speculative_num_draft_tokens": 4}, (3, 1, 4)),
+        ({"speculative_num_draft_tokens": 2}, (3, 1, 2)),
     ],
 )
 def test_trees_of_arguments(options: dict[str, Any], shape: tuple[int, ...]) -> None:
@@ -211,6 +196,18 @@ def test_tiers_of_a_tree_have_as_many_nodes_as_they_can_fill() -> None:
             dataclasses.replace(args, speculative_num_steps=first, speculative_num_draft_tokens=65)
 
 
+@pytest.mark.parametrize(("nodes", "most"), [(None, 8), (4, 8), (3, 3)])
+def test_tiers_of_a_cut_chain_verify_no_more_rows(nodes: int | None, most: int) -> None:
+    args = EngineArgs(
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=3,
+        speculative_num_draft_tokens=nodes,
+        speculative_adaptive=True,
+        speculative_adaptive_config={"candidate_steps": [0, 1, 3, 7]},
+    )
+    assert args.shapes == tuple(DraftShape.chain(steps, most) for steps in (0, 1, 3, 7))
+
+
 def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
     tree = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     tree |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3}
@@ -232,6 +229,7 @@ def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
         ({"speculative_eagle_topk": 9, "speculative_num_draft_tokens": 65}, "from 2 to 64: a tree"),
         ({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 1}, "tokens=1 must be from"),
         ({"speculative_num_draft_tokens": 5}, r"speculative_num_draft_tokens=5 .* \+ 1 = 4"),
+        ({"speculative_num_draft_tokens": 1}, "draft_tokens=1 must be from 2 to"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(changes: dict[str, Any], message: str) -> None:

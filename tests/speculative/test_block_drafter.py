@@ -17,9 +17,10 @@ from flax import nnx
 from specjax.config import ModelConfig
 from specjax.engine.args import EngineArgs
 from specjax.kv.pages import PageView
-from specjax.models.decoder import CausalLM, DecoderLayer
+from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks
-from specjax.models.layers import Linear, RMSNorm, rope_tables
+from specjax.models.layers import DecoderLayer, Linear, RMSNorm, rope_tables
+from specjax.models.registry import layer_kinds
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import temporary_bytes
 from specjax.sampling.draw import draft_tokens
@@ -55,20 +56,20 @@ class BlockDraft(nnx.Module):
     """Decoder layers over a block behind a text."""
 
     def __init__(self, config: ModelConfig, num_features: int) -> None:
-        size, dtype = config.hidden_size, config.jnp_dtype
-        norm = partial(RMSNorm, size, eps=config.rms_norm_eps, dtype=dtype)
+        size, dtypes = config.hidden_size, config.dtypes
+        norm = partial(RMSNorm, config, size)
         self.config = config
-        self.mask = Linear(1, size, bias=False, dtype=dtype)  # the mask token's embedding
-        self.fc = Linear(num_features * size, size, bias=False, dtype=dtype)
-        self.layers = nnx.List(DecoderLayer(config) for _ in range(config.num_layers))
+        self.mask = Linear(1, size, bias=False, dtypes=dtypes)  # the mask token's embedding
+        self.fc = Linear(num_features * size, size, bias=False, dtypes=dtypes)
+        self.layers = nnx.List(DecoderLayer(config, kind) for kind in layer_kinds(config))
         self.context_norm, self.norm = norm(), norm()
 
-    def write(self, features: jax.Array, positions: jax.Array, kv: Any, attend: Any) -> Any:
-        """Store keys and values of the text; nothing reads what attention would give."""
+    def write(self, features: jax.Array, positions: jax.Array, kv: Any, store: Any) -> Any:
+        """Store keys and values of the text."""
         context = self.context_norm(self.fc(features))
-        rope = rope_tables(self.config, positions)
+        rope = rope_tables(self.config.rope, positions)
         for i, layer in enumerate(self.layers):
-            kv = layer.attention(context, rope, kv, i, attend)[1]
+            kv = layer.attention.store(context, rope, kv, i, store)
         return kv
 
     def __call__(
@@ -78,7 +79,7 @@ class BlockDraft(nnx.Module):
         first = target.embedding(tokens)
         masks = jnp.broadcast_to(self.mask.kernel[...], (len(first), rows - 1, first.shape[-1]))
         x, delta = jnp.concatenate([first, masks], axis=1), None
-        rope = rope_tables(self.config, positions)
+        rope = rope_tables(self.config.rope, positions)
         for i, layer in enumerate(self.layers):
             _, x, delta, kv = layer(x, delta, rope, kv, i, attend)
         return self.norm.add(x, delta)[1], kv
@@ -104,7 +105,7 @@ class Blocks(SpeculativeAlgorithm):
         return True
 
     def prefill(self, batch, state, rows, chunks, features):
-        return batch.draft.write(features, chunks.positions, state, chunks.attend), rows
+        return batch.draft.write(features, chunks.positions, state, chunks.attend.store), rows
 
     def propose(self, batch, state, rows, shape):
         size = shape.nodes
@@ -121,8 +122,8 @@ class Blocks(SpeculativeAlgorithm):
     def extend(self, batch, state, rows, verified, shape):
         width = verified.accept_tokens.shape[1]
         positions = batch.seq_lens[:, None] + jnp.arange(width, dtype=jnp.int32)
-        attend = batch.pages.attend(batch.seq_lens, width)
-        return batch.draft.write(verified.features, positions, state, attend), rows
+        store = batch.pages.store(batch.seq_lens, width)
+        return batch.draft.write(verified.features, positions, state, store), rows
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +252,8 @@ def test_drafts_are_those_of_a_dense_block_behind_projected_features(runner: Mod
 def test_it_writes_context_alone_and_drafts_in_one_pass(runner: ModelRunner) -> None:
     """A softmax is all that has an exponential where no feed-forward is computed."""
     texts = {
-        name: runner.compiled[name, STEPS, 4].as_text() for name in ("draft", "verify", "extend")
+        name: runner.compiled[name, runner.config.largest, 4].as_text()
+        for name in ("draft", "verify", "extend")
     }
     assert "exponential(" not in texts["extend"]
     assert "exponential(" in texts["draft"]

@@ -39,7 +39,7 @@ def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
     pool_shape = (config.num_layers, slots, 2, config.num_kv_heads, config.head_dim)
     row_shape = (BATCH, WIDTH, config.hidden_size)
     pool, embeds, hidden = (
-        jnp.asarray(rng.standard_normal(shape), config.jnp_dtype)
+        jnp.asarray(rng.standard_normal(shape), config.dtypes.activations)
         for shape in (pool_shape, row_shape, row_shape)
     )
     positions = lens[:, None] + jnp.arange(WIDTH, dtype=jnp.int32)

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.types import DraftShape
 
 from ..copying import copied_runner
 from ..tiny import EAGLE3, make_runner
@@ -55,9 +56,11 @@ def expected(is_copied: bool):
     return [dense_decode(runner.weights[0], job) for job in JOBS]
 
 
-def check(runner: ModelRunner, jobs, truths, skip: int = 0) -> float:
+def check(
+    runner: ModelRunner, jobs, truths, skip: int = 0, tier: DraftShape | None = None
+) -> float:
     """Compare tokens behind the first ``skip`` and log-probabilities; returns tokens a round."""
-    outputs = serve(runner, jobs)
+    outputs = serve(runner, jobs, tier)
     for job, output, truth in zip(jobs, outputs, truths, strict=True):
         assert output.tokens == truth.tokens[skip:], job
         np.testing.assert_allclose(output.chosen, truth.chosen[skip:], atol=1e-4)
@@ -93,6 +96,16 @@ def test_speculation_equals_dense_decoding(steps, rounds):
 def test_speculation_equals_dense_decoding_where_drafts_are_accepted(steps, rounds):
     """Charges for accepted drafts of the same round decide here."""
     assert check(copied_runner(steps, rounds), JOBS, expected(True)) > 1.5
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_chain_may_verify_fewer_rows_than_it_drafts(rounds):
+    """Its accept width, which the shape of what a round brings shows, is that of the rows."""
+    shape = DraftShape.chain(7, 4)
+    check(make_runner(EAGLE3, 7, rounds=rounds, shapes=(shape,)), JOBS, expected(False))
+    runner = copied_runner(7, rounds, shapes=(shape,))
+    assert check(runner, JOBS, expected(True)) > 1.5
+    assert runner.round([1]).read().shape == (rounds, 4, 4 + 3)
 
 
 def test_the_order_of_rows_changes_nothing():

@@ -14,7 +14,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.types import DraftShape
 
 from ..copying import plain_outputs
-from ..scheduling.serving import Serving
+from ..scheduling.serving import Serving, forced
 from .mtp import MODULES, dense_modules, mtp_runner
 from .test_identity import JOBS, check, expected
 
@@ -143,16 +143,13 @@ def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
 def test_tiers_keep_all_modules_up_to_date():
     """Rounds of no, one and three drafts in turn; what they draft is dense in each."""
     runner = mtp_runner((0, 1, 3))
-    serving = Serving(runner=runner)
+    tiers = [shape for shape in runner.config.shapes for _ in range(2)]
+    serving = Serving(runner=runner, controller=forced(runner, tiers))
     requests = serving.add(PROMPTS, GREEDY)
-    steps = 0
     with watched(serving) as rounds:
         while serving.scheduler.has_work:
-            runner.apply_runtime_state(runner.state_of((0, 1, 3)[steps // 2 % 3]))
             serving.step()
             check_kv(serving)
-            steps += 1
-        runner.apply_runtime_state(runner.state_of(3))
     proposed = [one for one in rounds if one[2]]
     assert {len(drafts) for _, _, drafts in proposed} == {1, 3}
     seeds = [request.seed for request in requests]

@@ -24,7 +24,7 @@ from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.standalone import STANDALONE
 from specjax.types import DraftShape
 
-from ..scheduling.serving import Serving
+from ..scheduling.serving import Serving, forced
 from ..tiny import TARGET, make_request, make_runner, run_requests, target_model
 from .driver import Job, start
 from .test_identity import JOBS, check, expected
@@ -43,7 +43,8 @@ SMALL = replace(
     rope_theta=1000.0,
 )
 TREE = DraftShape(steps=3, topk=3, nodes=9)
-TIERS = (DraftShape.chain(0), DraftShape.chain(2), TREE)
+TIERS = (DraftShape.chain(0), DraftShape.chain(2), TREE, DraftShape.chain(7, 4))
+DRAFTING = pytest.mark.parametrize("tier", TIERS[1:], ids=["chain", "tree", "cut chain"])
 RNG = np.random.default_rng(14)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (9, 1, 17, 40, 2, 16)]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=21, ignore_eos=True)
@@ -70,7 +71,7 @@ def with_weights(made: ModelRunner, target: Any, draft: Any) -> ModelRunner:
 @cache
 def own_runner() -> ModelRunner:
     """The target drafts for itself."""
-    made = make_runner(TARGET, TREE.steps, shapes=TIERS)
+    made = make_runner(TARGET, 7, shapes=TIERS)
     return with_weights(made, sharp_weights(), sharp_weights())
 
 
@@ -85,11 +86,6 @@ def plain(prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]
     return request.output_ids
 
 
-def in_tier(runner: ModelRunner, shape: DraftShape) -> ModelRunner:
-    runner.apply_runtime_state(runner.state_of(shape.steps))
-    return runner
-
-
 def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """KV ``[L, length, 2, KV, H]`` of a slot's text, of target and draft."""
     size = runner.config.page_size
@@ -99,11 +95,10 @@ def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.n
     return np.asarray(pools.target)[:, places], np.asarray(pools.draft)[:, places]
 
 
-@pytest.mark.parametrize("shape", TIERS[1:], ids=["chain", "tree"])
-def test_a_random_draft_changes_no_token(shape) -> None:
+@DRAFTING
+def test_a_random_draft_changes_no_token(tier) -> None:
     """Penalties, bias, log-probabilities and end tokens beside the drafts of another family."""
-    runner = make_runner(SMALL, TREE.steps, shapes=TIERS[1:])
-    check(in_tier(runner, shape), JOBS, expected(False))
+    check(make_runner(SMALL, 7, shapes=TIERS[1:]), JOBS, expected(False), tier=tier)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -118,11 +113,11 @@ def test_the_target_as_its_own_draft_is_always_right(params) -> None:
     # every pair of tiers one behind the other
     order = [*TIERS, *TIERS[::-1], TIERS[0], TREE, TIERS[1], TREE, TREE, TIERS[1], TIERS[1]]
     order += rng.sample(TIERS, 3)
-    for shape in order:
-        packed = in_tier(runner, shape).round([1, 2]).read()[0]
+    for tier in order:
+        packed = runner.round([1, 2], tier).read()[0]
         for row, slot in enumerate((1, 2)):
             *tokens, proposed, accepted, count = packed[row].tolist()
-            assert (proposed, accepted, count) == (shape.nodes - 1, shape.steps, shape.steps + 1)
+            assert (proposed, accepted, count) == (tier.nodes - 1, tier.depth, tier.depth + 1)
             texts[slot] += tokens
             target, draft = kv_of(runner, slot, len(texts[slot]) - 2)
             np.testing.assert_allclose(draft, target, atol=1e-4)
@@ -140,24 +135,26 @@ def rounds_of(request: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("shape", TIERS[1:], ids=["chain", "tree"])
-def test_prefixes_keep_the_kv_of_the_draft(shape, run_ahead) -> None:
+@DRAFTING
+def test_prefixes_keep_the_kv_of_the_draft(tier, run_ahead) -> None:
     """Conversations that go on behind cached pages: all drafts are right, but for the end's.
 
     Texts end with a whole round, at each place of a page: their last draft has no KV.
     """
-    runner = in_tier(own_runner(), shape)
-    serving = Serving(runner=runner, is_cached=True, run_ahead=run_ahead)
+    runner = own_runner()
+    serving = Serving(
+        runner=runner, is_cached=True, run_ahead=run_ahead, controller=forced(runner, [tier])
+    )
     assert serving.cache is not None
     text, size = list(PROMPTS[2]), runner.config.page_size
     for turn in range(6):
         rounds = 2 + turn % 2
         params = replace(
-            (GREEDY, SEEDED)[turn // 2 % 2], max_new_tokens=1 + rounds * (shape.steps + 1)
+            (GREEDY, SEEDED)[turn // 2 % 2], max_new_tokens=1 + rounds * tier.accept_width
         )
         while (len(text) + params.max_new_tokens - 1 - turn) % size:
             text.append(7)
-        request = make_request(text, params, seed=turn, width=shape.steps)
+        request = make_request(text, params, seed=turn, width=tier.depth)
         serving.add_all([request])
         serving.finish()
         assert request.output_ids == plain(text, params, turn)
@@ -174,13 +171,19 @@ def test_prefixes_keep_the_kv_of_the_draft(shape, run_ahead) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("shape", TIERS[1:], ids=["chain", "tree"])
-def test_pages_that_run_out_cost_no_draft(shape, params) -> None:
+@DRAFTING
+def test_pages_that_run_out_cost_no_draft(tier, params) -> None:
     """Requests are retracted and come again; a prompt is read in chunks beside rounds."""
-    runner = in_tier(own_runner(), shape)
-    serving = Serving(runner=runner, run_ahead=1, num_pages=22, is_cached=True)
+    runner = own_runner()
+    serving = Serving(
+        runner=runner,
+        run_ahead=1,
+        num_pages=22,
+        is_cached=True,
+        controller=forced(runner, [tier]),
+    )
     requests = [
-        make_request(prompt, params, seed=i, width=shape.steps)
+        make_request(prompt, params, seed=i, width=tier.depth)
         for i, prompt in enumerate(PROMPTS * 2)
     ]
     serving.add_all(requests)
@@ -208,13 +211,15 @@ def test_a_small_tree_moves_only_what_was_drafted_from() -> None:
         assert full >= rounds - 1
 
 
-def test_drafts_that_are_drawn_apart_come_with_their_probabilities() -> None:
+@pytest.mark.parametrize("tier", [TIERS[1], TIERS[3]], ids=["chain", "cut chain"])
+def test_drafts_that_are_drawn_apart_come_with_their_probabilities(tier) -> None:
     """Rejection sampling accepts all that the target itself would draft: p is q."""
-    made = make_runner(TARGET, 2, shapes=(TIERS[1],), acceptance=Acceptance(uses_rejection=True))
+    made = make_runner(TARGET, 2, shapes=(tier,), acceptance=Acceptance(uses_rejection=True))
     weights = target_model()[1]
     runner = with_weights(made, weights, weights)
     requests = [
-        make_request(prompt, SEEDED, seed=i, width=2) for i, prompt in enumerate(PROMPTS[:4])
+        make_request(prompt, SEEDED, seed=i, width=tier.depth)
+        for i, prompt in enumerate(PROMPTS[:4])
     ]
     run_requests(runner, requests)
     for request in requests:

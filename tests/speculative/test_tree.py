@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.tree import accept, chain_input, simulated_path, simulated_tokens
+from specjax.speculative.tree import accept, chain_input, simulated_path, simulated_tokens, truncate
 from specjax.types import DraftShape, NodeOutputs, VerifyInput
 
 ROWS, STEPS = 8, 7
@@ -32,6 +32,16 @@ def accepted(tree, outputs, is_request, shape):
     future = FutureMap((), zeros, zeros, zeros + 99, jnp.zeros((batch + 1, 64), jnp.int32))
     ends = jnp.full((batch, 1), -1, jnp.int32)
     return accept(tree, outputs, future, slots, ends, shape)[0]
+
+
+def test_the_first_rows_of_a_tree_are_a_tree() -> None:
+    lens, tokens = jnp.array([5, 9]), jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    leaves = {"draft_probs": jnp.ones((2, 5, 7)), "draft_rows": tokens}
+    whole = replace(chain_input(tokens, lens, jnp.array([5, 2])), **leaves)
+    cut = replace(chain_input(tokens[:, :4], lens, jnp.array([3, 2])), draft_rows=tokens[:, :4])
+    cut = replace(cut, draft_probs=leaves["draft_probs"][:, :3])
+    assert jax.tree.all(jax.tree.map(np.array_equal, truncate(whole, 4), cut))
+    assert truncate(whole, 6) is whole
 
 
 jit_accepted = jax.jit(accepted, static_argnums=3)

@@ -87,7 +87,6 @@ def test_rows_of_random_models_are_those_of_a_dense_pass(shape, page_size, seed,
             SamplingParams(max_new_tokens=20, ignore_eos=True, **KINDS[i % len(KINDS)]),
             seed=seed + i,
             width=shape.steps,
-            spec_topk=shape.topk,
             top_logprobs=TOP,
             return_hidden_states=True,
         )

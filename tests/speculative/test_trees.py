@@ -10,7 +10,8 @@ from specjax.sampling.params import SamplingParams
 from specjax.types import DraftShape
 
 from ..copying import copied_runner, plain_output, plain_outputs
-from ..scheduling.serving import Serving
+from ..scheduling.serving import Serving, forced
+from ..settings import counted_compilations
 from ..tiny import EAGLE, EAGLE3, make_request, make_runner, run_requests
 from .driver import dense_logits
 from .test_identity import JOBS, check, expected
@@ -33,18 +34,19 @@ def test_trees_equal_dense_decoding():
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_request_may_end_anywhere_in_a_tree(run_ahead):
+@pytest.mark.parametrize("shape", [TREE, DraftShape.chain(7, 4)], ids=["tree", "cut chain"])
+def test_a_request_may_end_anywhere(shape, run_ahead):
     """Up to twice as many tokens as nodes, and behind prompts that reach to the context's end."""
-    runner = tree_runner()
+    runner = tree_runner(shape)
     config = runner.config
     most = config.context - config.reach.overhang
     serving = Serving(runner=runner, run_ahead=run_ahead)
     requests = []
-    for limit in range(1, 2 * TREE.nodes + 1):
+    for limit in range(1, 2 * shape.nodes + 1):
         long = RNG.integers(6, 61, size=most - limit + 1).tolist()
         for i, prompt in enumerate((PROMPTS[limit % len(PROMPTS)], long)):
             params = replace((GREEDY, SEEDED)[(limit + i) % 2], max_new_tokens=limit)
-            requests.append(make_request(prompt, params, seed=limit, width=TREE.steps))
+            requests.append(make_request(prompt, params, seed=limit, width=shape.depth))
     with pytest.raises(ValueError, match=f"{most + 2} KV tokens|needs .* a request holds"):
         serving.scheduler.check(make_request(long, replace(GREEDY, max_new_tokens=limit + 4)))
     serving.add_all(requests)
@@ -67,7 +69,7 @@ def test_pages_that_run_out_change_no_token(params, run_ahead):
 
 def test_figures_of_a_tree():
     """All nodes of a round were proposed; accepted drafts are counted by depth."""
-    request = make_request(PROMPTS[0], GREEDY, width=TREE.steps, spec_topk=TREE.topk)
+    request = make_request(PROMPTS[0], GREEDY, width=TREE.steps)
     run_requests(tree_runner(), [request])
     meta = request.result()["meta_info"]
     rounds = meta["spec_verify_ct"]
@@ -154,17 +156,17 @@ def test_the_shape_of_a_tree_changes_no_token(head, shape, page_size, rounds):
 
 @pytest.mark.slow
 def test_tiers_of_trees_change_no_token():
-    """Rounds without drafts, chains and trees in turn."""
-    shapes = (DraftShape.chain(0), DraftShape(1, 3, 4), TREE)
+    """Rounds without drafts, chains and trees in turn, two of them with equal steps."""
+    shapes = (DraftShape.chain(0), DraftShape(1, 3, 4), DraftShape.chain(3, 2), TREE)
     runner = copied_runner(3, shapes=shapes)
-    serving = Serving(runner=runner, run_ahead=1)
+    names = {one.key for one in runner.compiled.report if one.key.startswith("round")}
+    assert names == {"round 0 4", "round 1-3-4 4", "round 3-1-2 4", "round 3-3-8 4"}
+    controller = forced(runner, [shape for shape in shapes for _ in range(2)])
+    serving = Serving(runner=runner, run_ahead=1, controller=controller)
     requests = serving.add(PROMPTS, SEEDED)
-    steps = 0
-    while serving.scheduler.has_work:
-        runner.apply_runtime_state(runner.state_of(shapes[steps // 2 % 3].steps))
-        serving.step()
-        steps += 1
-    runner.apply_runtime_state(runner.state_of(TREE.steps))
+    with counted_compilations() as compiled:
+        serving.finish()
+    assert not compiled
     seeds = [request.seed for request in requests]
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, SEEDED, seeds)
     by_steps = [set(r.spec.rounds_by_steps) for r in requests]

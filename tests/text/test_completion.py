@@ -11,6 +11,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.types import DraftShape
 
 
 @cache
@@ -38,7 +39,7 @@ def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
     while at < len(ids) and not request.is_finished:
         size = sizes[turn % len(sizes)]
         tokens = ids[at : at + size]
-        request.append_round(tokens, 4, len(tokens) - 1, 4)
+        request.append_round(tokens, 4, len(tokens) - 1, DraftShape.chain(4))
         shown.append(request.streamed_text())
         at, turn = at + size, turn + 1
     return shown
@@ -203,7 +204,7 @@ def test_a_stop_string_inside_an_accepted_run_cuts_its_tail() -> None:
     ids = tokenizer().encode("a b c d e")
     request = make(" c")
     request.append_first(ids[0])
-    request.append_round(ids[1:], 4, 4, 4)
+    request.append_round(ids[1:], 4, 4, DraftShape.chain(4))
     assert request.text == "a b"
     assert request.output_ids == ids[:3]
     meta = request.result()["meta_info"]

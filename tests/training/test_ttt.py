@@ -205,7 +205,7 @@ def test_first_step_attention_is_causal_attention(tiny):
         for s, h in zip(jax.random.split(key, 3), (4, 2, 2), strict=True)
     )
     segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2])
-    rope = rope_tables(tiny.draft, jnp.broadcast_to(jnp.arange(9), (2, 9)))
+    rope = rope_tables(tiny.draft.rope, jnp.broadcast_to(jnp.arange(9), (2, 9)))
     _, ours = ttt_attend(segments)((), 0, q, k, v, rope)
     _, packed = packed_attend(segments)(None, 0, q, k, v, rope)
     np.testing.assert_allclose(ours, packed, rtol=1e-5, atol=1e-6)

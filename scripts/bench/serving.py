@@ -1,0 +1,472 @@
+"""Measures loads on an HTTP server or an engine: tokens/s, time to first token, gaps, latency.
+
+    specjax bench serving --load "burst prompt=256 output=1" --load "mix rate=12" --dtype bfloat16
+    specjax bench serving --url http://127.0.0.1:30000 --load "steady temperature=0.8"
+    specjax bench serving --ways engine,whole,stream --load "burst clients=16 prompt=text"
+
+A load is a kind and its values; other names are sampling parameters:
+
+- burst: each client sends one request, all at once;
+- steady: each client sends its next request when it has an answer, with the prompts in turn;
+- mix: ``prompt`` and ``output`` are the most tokens of random lengths, one prompt in 20 has
+  ``long`` tokens, half of the requests are greedy, a quarter samples with top-p and a quarter with
+  top-k too. They arrive all at once, or as a Poisson process at ``rate`` per second;
+- prompts: long prompts with one completion token arrive every ``interval`` seconds while other
+  requests (``running``) decode.
+
+Prompts have random tokens, or are texts with ``prompt=text``. They are the same in every turn:
+--disable-radix-cache computes them again. Answers come as a ``stream`` or ``whole``, from --url or
+from a ``specjax serve`` process that is started with the engine's options. ``engine`` calls
+``generate`` in this process, once for a burst, in a thread per client for a steady load. Loads and
+ways take turns, and the median turn counts. Clients of a server live in processes of their own.
+Latencies begin when a request should be sent; a chunk is one event of a stream.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from itertools import chain, pairwise, product, repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
+
+import numpy as np
+
+from bench import common
+from specjax import Engine, SamplingParams
+from specjax.checks import check_integer, check_number
+from specjax.cli.options import add_start_options, engine_arguments, with_preset
+from specjax.cli.serve import API_KEY
+
+LOADS: dict[str, dict[str, Any]] = {
+    "burst": {"clients": 64, "prompt": 64, "output": 128},
+    "steady": {"clients": 16, "prompt": 64, "output": 128, "requests": 8},
+    "mix": {"requests": 300, "prompt": 600, "long": 4096, "output": 256, "rate": 1e9},
+    "prompts": {"running": 16, "requests": 40, "prompt": 4096, "interval": 0.3},
+}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+MIX = ({"temperature": 0.0}, {"temperature": 0.0}, SAMPLED, SAMPLED | {"top_k": 50})
+LONG_EVERY = 20
+RUNNING_PROMPT, RUNNING_OUTPUT = 512, 8192  # tokens of the requests that decode in "prompts"
+SETTLING = 1.0  # seconds until they all decode
+IDS = (3, 60)  # of random prompts; every vocabulary has these tokens
+WAYS = ("engine", "whole", "stream")
+MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+SERVE = "import sys; from specjax.cli import main; sys.exit(main())"
+PROCESSES, LEAD = 8, 0.5  # seconds until the clients of all processes begin
+ENGINE_OPTIONS = ("load_format", "skip_tokenizer_init", "simulate_accept_length", "overlap")
+ENGINE_OPTIONS += ("disable_radix_cache",)
+LATENCIES = {"ttft_ms": "TTFT", "chunk_ms": "chunk gap", "itl_ms": "token gap", "e2e_ms": "E2E"}
+COLUMNS = (
+    ("load", "load", ""),
+    ("way", "way", ""),
+    ("done", "done", "d"),
+    ("seconds", "seconds", ".3f"),
+    ("best", "best", ".3f"),
+    ("requests/s", "requests_per_second", ".2f"),
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("/ engine", "over_engine", ".3f"),
+    ("accept", "accept_length_pooled", ".2f"),
+    *((f"{text}: ms mean, p50, p99", f"{name}_text", "") for name, text in LATENCIES.items()),
+)
+
+
+class Request(NamedTuple):
+    """One request; times in seconds after the start of the load."""
+
+    prompt: Any  # text or token ids; encoded for HTTP with everything else
+    sampling: Mapping[str, Any] = {}
+    arrival: float = 0.0
+    until: float | None = None  # when its client leaves
+
+
+@dataclass
+class Trace:
+    """Observations of a client; chunks have seconds since it was due, and tokens if known."""
+
+    until: float | None = None
+    chunks: list[tuple[float, int | None]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)  # ``meta_info`` of the end
+    end: float = 0.0  # seconds after the start of the load
+    error: str | None = None
+
+
+Clients, Traces = Sequence[Sequence[Request]], list[Trace]
+
+
+class HttpClient:
+    """A client with a connection of its own, which is opened again after a failure."""
+
+    def __init__(self, address: tuple[str, int], headers: dict[str, str]) -> None:
+        self._http, self._headers = HTTPConnection(*address), headers
+        self._http.connect()
+        self.close = self._http.close
+
+    def chunks(self, request: Request) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        (path, body, is_stream), is_whole = request.prompt, False
+        try:
+            self._http.request("POST", path, body, self._headers)
+            answer = self._http.getresponse()
+            if answer.status != 200:
+                raise ValueError(answer.read().decode(errors="replace"))
+            data, read = b"", answer.read1 if is_stream else answer.read
+            while part := read():
+                data += part
+                if not is_stream or data.endswith(b"\n\n"):
+                    for event in data.removesuffix(b"data: [DONE]\n\n").splitlines():
+                        if event:
+                            yield read_answer(event.removeprefix(b"data: "))
+                    data = b""
+            is_whole = True
+        finally:
+            if not is_whole:
+                self.close()
+
+
+def read_answer(data: bytes) -> tuple[int | None, dict[str, Any]]:
+    """Completion tokens so far, if the data say so, and ``meta_info`` if they end an answer."""
+    if data.startswith(b'{"error"'):
+        raise ValueError(data.decode(errors="replace"))
+    meta: dict[str, Any] = {}
+    if b'"meta_info"' in data and b'"finish_reason":null' not in data:
+        value = json.loads(data)
+        choice = value.get("choices", [value])[0]
+        reason = choice.get("finish_reason")  # /generate has it in meta_info
+        meta = choice["meta_info"] | ({"finish_reason": {"type": reason}} if reason else {})
+    count = re.search(rb'"completion_tokens":(\d+)', data)
+    return int(count[1]) if count else None, meta
+
+
+class EngineClient:
+    """Calls of an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """``meta_info`` of requests that come at once."""
+        name = "prompt" if isinstance(requests[0].prompt, str) else "input_ids"
+        sampling = [request.sampling for request in requests]
+        inputs = {name: [request.prompt for request in requests]}
+        return [
+            out["meta_info"] for out in self._engine.generate(**inputs, sampling_params=sampling)
+        ]
+
+    def chunks(self, request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
+        (meta,) = self.answers([request])
+        yield meta["completion_tokens"], meta
+
+
+def ask(client: Any, requests: Sequence[Request], start: float) -> Traces:
+    """Send the requests of one client, one after the other, none before its arrival."""
+    traces: Traces = []
+    for request in requests:
+        due = max(request.arrival, traces[-1].end if traces else 0.0)
+        traces.append(trace := Trace(request.until))
+        time.sleep(max(0.0, start + due - time.monotonic()))
+        seen = 0
+        chunks = client.chunks(request)
+        try:
+            for count, trace.meta in chunks:
+                trace.end = time.monotonic() - start
+                if count is None or count > seen:
+                    # streams of texts have the count at their end only
+                    is_known = count is not None and (seen > 0 or not trace.chunks)
+                    trace.chunks.append((trace.end - due, count - seen if is_known else None))
+                    seen = count or 0
+                if request.until is not None and trace.end > request.until:
+                    break
+            else:
+                reason = (trace.meta.get("finish_reason") or {}).get("type")
+                if not trace.chunks or reason in (None, "abort"):
+                    raise ValueError(f"finish_reason={reason} after {seen} tokens")
+        except (ValueError, RuntimeError, OSError, HTTPException) as error:
+            trace.error = f"{type(error).__name__}: {error}"
+        finally:
+            chunks.close()
+    return traces
+
+
+def ask_all(askers: Sequence[Any], clients: Clients, start: float) -> Traces:
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(chain.from_iterable(pool.map(ask, askers, clients, repeat(start))))
+
+
+def run_engine(engine: Engine, clients: Clients) -> Traces:
+    """Run clients in threads, or those that all send one request as one call."""
+    client, start = EngineClient(engine), time.monotonic()
+    if any(len(requests) > 1 for requests in clients):
+        return ask_all([client] * len(clients), clients, start)
+    metas = client.answers([request for (request,) in clients])
+    end = time.monotonic() - start
+    return [Trace(None, [(end, meta["completion_tokens"])], meta, end) for meta in metas]
+
+
+def run_http(address: Any, headers: dict[str, str], clients: Clients, start: float) -> Traces:
+    """Run clients in this process; they connect before the load starts."""
+    with ExitStack() as stack:
+        askers = [stack.enter_context(closing(HttpClient(address, headers))) for _ in clients]
+        return ask_all(askers, clients, start)
+
+
+class Server:
+    """A server at ``url``, and clients of it in the processes of ``pool``."""
+
+    def __init__(self, url: str, pool: ProcessPoolExecutor) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(f"--url {url} must be http://HOST:PORT")
+        key = os.environ.get(API_KEY)
+        headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
+        self._run = partial(pool.submit, run_http, (parts.hostname, parts.port or 80), headers)
+        with urlopen(UrlRequest(f"{url.rstrip('/')}/get_server_info", None, headers)) as info:
+            self.info: dict[str, Any] = json.loads(info.read())
+
+    def run(self, clients: Clients, *, is_stream: bool) -> Traces:
+        encoded = [[encode(request, is_stream=is_stream) for request in one] for one in clients]
+        shares, start = [encoded[i::PROCESSES] for i in range(PROCESSES)], time.monotonic() + LEAD
+        jobs = [self._run(share, start) for share in shares if share]
+        return list(chain.from_iterable(job.result() for job in jobs))
+
+
+def encode(request: Request, *, is_stream: bool) -> Request:
+    """The request with (path, body, is_stream) as its prompt."""
+    body = dict(request.sampling)
+    if isinstance(request.prompt, str):
+        path, body["max_tokens"] = "/v1/completions", body.pop("max_new_tokens")
+        body["prompt"] = request.prompt
+    else:
+        path, body = "/generate", {"sampling_params": body, "input_ids": request.prompt}
+        body["incremental"] = is_stream
+    data = json.dumps(body | {"stream": is_stream}).encode()
+    return request._replace(prompt=(path, data, is_stream), sampling={})
+
+
+@contextmanager
+def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
+    """Run ``specjax serve`` with these engine arguments; gives its address once it is ready."""
+    own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    command = [sys.executable, "-c", SERVE, "serve", "--port", "0"]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command += [f"--{flag}"] if value else ["--no-overlap"] if name == "overlap" else []
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            command += [f"--{flag}", "none" if value is None else text]
+    pipes: Any = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | own, **pipes) as process:
+        try:
+            found = re.search(r"http://\S+", process.stdout.readline())
+            if found is None:
+                raise ValueError(f"specjax serve ended with status {process.wait()}")
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def clients_of(load: str) -> Clients:
+    """Read a load and make its clients. A ``ValueError`` names a value that cannot be."""
+    kind, given = common.pairs_of("--load", load)
+    if kind not in LOADS:
+        raise ValueError(f"--load {load!r}: {kind!r} must be one of {list(LOADS)}")
+    known = LOADS[kind]
+    values = known | {name: value for name, value in given.items() if name in known}
+    sampling = {name: value for name, value in given.items() if name not in known}
+    SamplingParams.of(sampling)
+    for name, value in values.items():
+        where = f"--load {load!r}: {name}"
+        if isinstance(known[name], float):
+            check_number(where, value, above=0)
+        elif name != "prompt" or value != "text" or kind not in ("burst", "steady"):
+            check_integer(where, value, 0 if kind == "prompts" and name == "requests" else 1)
+    rng = np.random.default_rng(0)
+
+    def request(prompt: Any, output: int, arrival: float = 0.0, **own: Any) -> Request:
+        params = {"temperature": 0.0, "ignore_eos": True} | own | sampling
+        if not isinstance(prompt, str):
+            prompt = rng.integers(*IDS, size=prompt).tolist()
+        return Request(prompt, params | {"max_new_tokens": output}, arrival)
+
+    return list(MAKERS[kind](values, rng, request))
+
+
+Make = Callable[..., Request]
+
+
+def simple_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator[list[Request]]:
+    """Clients of ``burst`` and ``steady``; each time another client sends a prompt."""
+    count, prompts = values["clients"], [values["prompt"]] * values["clients"]
+    if values["prompt"] == "text":
+        texts = [row["turns"][0] for row in common.read_lines(common.PROMPTS, ["turns"])]
+        prompts = [f"{i}. {texts[i % len(texts)]}" for i in range(count)]
+    output = values["output"]
+    requests = [request(one, output, sampling_seed=i) for i, one in enumerate(prompts)]
+    for i in range(count):
+        yield [requests[(i + k) % count] for k in range(values.get("requests", 1))]
+
+
+def mix_clients(values: Mapping[str, Any], rng: Any, request: Make) -> Iterator[list[Request]]:
+    """Clients of ``mix``; a rate only stretches the pattern of arrivals."""
+    count, prompt, output = (values[name] for name in ("requests", "prompt", "output"))
+    arrivals = (np.cumsum(rng.exponential(size=count)) / values["rate"]).tolist()
+    lengths = rng.integers(-(-prompt // 6), prompt, size=count, endpoint=True)
+    lengths[rng.permutation(count) % LONG_EVERY == 0] = values["long"]
+    outputs = rng.integers(-(-output // 4), output, size=count, endpoint=True).tolist()
+    for i, kind in enumerate(rng.permutation(count) % len(MIX)):
+        yield [request(lengths[i], outputs[i], arrivals[i], **MIX[kind], sampling_seed=i)]
+
+
+def prompts_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator[list[Request]]:
+    """Clients of ``prompts``: those that decode until the last prompt, and the prompts."""
+    arrivals = [SETTLING + i * values["interval"] for i in range(values["requests"])]
+    end = SETTLING + max(10, len(arrivals)) * values["interval"]
+    for _ in range(values["running"]):
+        yield [request(RUNNING_PROMPT, RUNNING_OUTPUT)._replace(until=end)]
+    for arrival in arrivals:
+        yield [request(values["prompt"], 1, arrival)]
+
+
+MAKERS: dict[str, Any] = {"burst": simple_clients, "steady": simple_clients}
+MAKERS |= {"mix": mix_clients, "prompts": prompts_clients}
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Statistics in ms; ``None`` if there are no values."""
+    if not seconds:
+        return None
+    p50, p99 = np.percentile(seconds, (50, 99))
+    values = {"mean": np.mean(seconds), "p50": p50, "p99": p99, "max": max(seconds)}
+    return {name: float(1e3 * value) for name, value in values.items()}
+
+
+def metrics(traces: Traces) -> dict[str, Any]:
+    """Metrics of the requests of a load that succeeded.
+
+    Gaps are those of all requests. The other metrics leave out requests whose client left.
+    ``itl_ms`` counts a gap once for each token of its second chunk, divided by their number.
+    """
+    good = [trace for trace in traces if trace.error is None]
+    done = [trace for trace in good if trace.until is None]
+    gaps = [
+        (end - start, count)
+        for trace in good
+        for (start, _), (end, count) in pairwise(trace.chunks)
+        if trace.until is None or start >= SETTLING
+    ]
+    seconds = max((trace.end for trace in good), default=0.0)
+    metas = [trace.meta for trace in done]
+    tokens = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "done": len(done),
+        "failed": len(traces) - len(good),
+        "errors": Counter(trace.error for trace in traces if trace.error is not None),
+        "seconds": seconds,
+        "output_tokens": tokens,
+        "tokens_per_second": tokens / seconds if good else 0.0,
+        "requests_per_second": len(done) / seconds if good else 0.0,
+        "ttft_ms": summary([trace.chunks[0][0] for trace in done]),
+        "chunk_ms": summary([gap for gap, _ in gaps]),
+        "itl_ms": summary([gap / n for gap, n in gaps if n for _ in range(n)]),
+        "e2e_ms": summary([trace.chunks[-1][0] for trace in done]),
+        **common.acceptance(metas),
+    }
+
+
+def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = common.engine_parser(name, __doc__, ENGINE_OPTIONS)
+    add_start_options(parser.add_argument_group("start"))
+    add = parser.add_argument_group("run", argument_default=None).add_argument
+    add("--load", action="append", required=True, help="a load and its values; repeatable")
+    add("--ways", type=common.some_of(WAYS), default=["stream"], help=", ".join(WAYS))
+    add("--url", help="a server that runs already; the engine's options are those of a new one")
+    add("--split", action="store_true", help="a prefill server on another GPU computes the prompts")
+    add("--turns", type=int, default=4, help="measured turns, after one more (default: 4)")
+    add("--output", type=Path, metavar="FILE", help="append one JSON line per row")
+    args = parser.parse_args(argv)
+    common.check_at_least(parser, args, 1, "turns")
+    kinds = {load.split()[0] for load in args.load if load}
+    if "engine" in args.ways and (args.url or args.split or kinds & {"mix", "prompts"}):
+        parser.error("--ways engine excludes --url, --split and the loads mix and prompts")
+    return args
+
+
+def start(
+    args: argparse.Namespace, stack: ExitStack
+) -> tuple[dict[str, Callable[[Clients], Traces]], dict[str, Any]]:
+    """Start what the ways need; returns a function for each of them, and settings."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    options = {} if args.url else with_preset(engine_arguments(args), args.preset, folder)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if args.split else [None]
+    http, settings, ways = [way for way in args.ways if way != "engine"], {}, {}
+    is_shared = len(http) < len(args.ways) > 1 or (args.split and len(gpus) == 1)
+    if is_shared and not set(MEMORY) & set(os.environ):
+        os.environ[MEMORY[1]] = "0.45"  # two processes use the same GPU
+    if args.split:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            options["disaggregation_address"] = f"127.0.0.1:{free.getsockname()[1]}"
+        stack.enter_context(serve(options | {"disaggregation_mode": "prefill"}, gpus[-1]))
+        options["disaggregation_mode"] = "decode"
+    if "engine" in args.ways:
+        engine = stack.enter_context(Engine(**options))
+        settings = common.settings_of(engine.get_server_info()) | common.software()
+        gc.collect()
+        gc.freeze()  # as the server does
+        ways["engine"] = partial(run_engine, engine)
+    if http:
+        started = time.monotonic()
+        url = args.url or stack.enter_context(serve(options, gpus[0]))
+        settings |= {} if args.url else {"ready_s": time.monotonic() - started}
+        context = multiprocessing.get_context("spawn")
+        server = Server(url, stack.enter_context(ProcessPoolExecutor(PROCESSES, context)))
+        settings |= common.settings_of(server.info)
+        ways |= {way: partial(server.run, is_stream=way == "stream") for way in http}
+    return ways, settings
+
+
+def main(name: str, argv: Sequence[str]) -> int:
+    args = parse_arguments(name, argv)
+    loads = {load: clients_of(load) for load in args.load}
+    turns: list[dict[tuple[str, str], dict[str, Any]]] = []
+    with ExitStack() as stack:
+        ways, settings = start(args, stack)
+        cells = [(load, way) for load in loads for way in ways]
+        for _ in range(1 + args.turns):
+            turns.append({(load, way): metrics(ways[way](loads[load])) for load, way in cells})
+        settings |= {"peak_gb": common.peak_gb()} if "engine" in ways else {}
+    rows: list[dict[str, Any]] = []
+    for load, way in cells:
+        found = sorted((turn[load, way] for turn in turns[1:]), key=lambda row: row["seconds"])
+        own = {"load": load, "way": way, "turns": args.turns, "best": found[0]["seconds"]}
+        rows.append(own | found[(args.turns - 1) // 2] | settings)
+        first = next(row for row in rows if row["load"] == load)
+        if first["way"] == "engine" and first["done"]:
+            over = rows[-1]["tokens_per_second"] / first["tokens_per_second"]
+            rows[-1]["over_engine"] = over
+        common.append_json(args.output, rows[-1])
+        for error, count in sum((turn[load, way]["errors"] for turn in turns), Counter()).items():
+            print(f"{load}, {way}: {count} failed: {error}", file=sys.stderr)
+    for row, key in product(rows, LATENCIES):
+        if row[key] is not None:
+            row[f"{key}_text"] = " ".join(f"{row[key][at]:.1f}" for at in ("mean", "p50", "p99"))
+    print(common.table_of(COLUMNS, rows))
+    facts = ("planned_gb", "peak_gb", "ready_s")
+    print(", ".join(f"{fact} {settings[fact]:.2f}" for fact in facts if fact in settings))
+    return int(any(row["failed"] for turn in turns for row in turn.values()))

@@ -1,0 +1,24 @@
+"""Qwen2 and 2.5, Qwen3, and MiMo, a Qwen2 with modules of multi-token prediction."""
+
+from typing import Any
+
+from specjax.json_file import Fields
+from specjax.models.family import Family, attention_biases, sliding_window
+
+
+def _window(config: Fields) -> dict[str, Any]:
+    is_on = config.flag("use_sliding_window")
+    return {"sliding_window": sliding_window(config) if is_on else None}
+
+
+def _qwen2(config: Fields) -> dict[str, Any]:
+    return _window(config) | {"qkv_bias": True}
+
+
+def _qwen3(config: Fields) -> dict[str, Any]:
+    return _window(config) | attention_biases(config) | {"qk_norm": True}
+
+
+QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_qwen2, gguf="halves")
+QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_qwen3, gguf="halves")
+MIMO = Family(architecture="MiMoForCausalLM", read=_qwen2)

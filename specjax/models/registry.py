@@ -1,0 +1,65 @@
+"""The model families by ``model_type``. A new one is a file and a line here."""
+
+from collections.abc import Collection
+
+from specjax.config import ModelConfig
+from specjax.models.family import Family
+from specjax.models.layers import LayerKind
+from specjax.models.llama import LLAMA, MISTRAL
+from specjax.models.qwen import MIMO, QWEN2, QWEN3
+from specjax.models.recipes import MTP_PREFIX, Part, Recipe, Recipes, linear, vectors
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mimo": MIMO,
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"model_type={config.model_type!r} is not one of {sorted(FAMILIES)}")
+    return FAMILIES[config.model_type]
+
+
+def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """The kind of each layer."""
+    return family_of(config).layers(config)
+
+
+def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
+    """ValueError if a layer attends with an option that is not among those computed."""
+    for i, kind in enumerate(layer_kinds(config)):
+        given = kind.attention_options
+        if unknown := {name: given[name] for name in given if name not in computed}:
+            raise ValueError(
+                f"model_type={config.model_type!r}: attention of layer {i} has {unknown}, which "
+                f"attention over pages does not compute; it computes {sorted(computed)}"
+            )
+
+
+def target_recipes(config: ModelConfig) -> Recipes:
+    """Recipes of all weights of a target, by flat name."""
+    size, table = config.hidden_size, (config.vocab_size, config.hidden_size)
+    recipes = vectors(size, {"norm": "model.norm"})
+    recipes["embedding.table"] = Recipe((Part("model.embed_tokens.weight", table),))
+    if not config.tie_word_embeddings:
+        recipes |= linear("lm_head", {"lm_head": config.vocab_size}, size, config.dtypes)
+    family = family_of(config)
+    for i, kind in enumerate(family.layers(config)):
+        recipes |= family.recipe(config, kind, f"layers.{i}.", f"model.layers.{i}.")
+    return recipes
+
+
+def mtp_recipes(config: ModelConfig) -> Recipes:
+    """Recipes of modules of multi-token prediction, under the names of MiMo's checkpoints."""
+    size, recipes, family = config.hidden_size, dict[str, Recipe](), family_of(config)
+    for i, kind in enumerate(family.layers(config)):
+        flat, prefix = f"modules.{i}.", f"{MTP_PREFIX}{i}."
+        names = {"hidden_norm": "hidden", "token_norm": "token", "norm": "final"}
+        recipes |= vectors(size, {flat + a: f"{prefix}{b}_layernorm" for a, b in names.items()})
+        recipes |= linear(f"{flat}fc", {f"{prefix}input_proj": size}, 2 * size, config.dtypes)
+        recipes |= family.recipe(config, kind, f"{flat}layer.", prefix)
+    return recipes
