@@ -70,7 +70,14 @@ class CompilePool(dict[Hashable, Compiled]):
         arguments: Sequence[Any],
         compiler_options: CompilerOptions = None,
     ) -> None:
-        """Register a jitted function with abstract arguments under ``key``."""
+        """Register a jitted function with abstract arguments under ``key``.
+
+        The function must not be shared: JAX hands out the executable of an equal one that is in
+        memory already, and where that came out of JAX's own cache, it cannot be kept here. A
+        function of a module is given as ``jax.jit(partial(function))``; otherwise ``ValueError``.
+        """
+        if "." not in getattr(function.__wrapped__, "__qualname__", "."):
+            raise ValueError(f"function={function} is a module's, which others may compile too")
         self._jobs.append(_Job(key, function, tuple(arguments), compiler_options))
 
     def compile(self, *, show_progress: bool) -> None:

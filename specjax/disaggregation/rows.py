@@ -228,7 +228,7 @@ class RowPort:
         # one for each kind of weight: a function of all weights takes long to compile
         kinds = {_fingerprint_key(w): w for w in (*nets.target.abstract, *nets.draft.abstract)}
         for key, weight in kinds.items():
-            add(key, jax.jit(fingerprint), self._place.abstract((weight, number)))
+            add(key, jax.jit(partial(fingerprint)), self._place.abstract((weight, number)))
         for width in self.widths:
             index = self._ints(width)
             if gives:
@@ -239,7 +239,7 @@ class RowPort:
                 kv = self._place.abstract(self._kv[width])
                 add(("put_rows", width), put, (state, index, kv))
         if gives and self._rows:
-            add(("take_first",), jax.jit(take_first), (state, self._ints()))
+            add(("take_first",), jax.jit(partial(take_first)), (state, self._ints()))
         if not gives:
             self._add_begin(None)
             self._add_begin(self._rows)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ class RoundFunctions:
             limit = config.max_chunks(width)
             prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=logs)
             yield (name, width), prefill, self._with(limit * HEADER + width), options
-        record = jax.jit(record_cached, donate_argnums=0)
+        record = jax.jit(partial(record_cached), donate_argnums=0)
         arguments = (self._common[2].future, self._ints(), self._ints(config.context))
         yield ("record_cached",), record, arguments, None
         yield from (job for rows, job in rounds if job is not first[rows])

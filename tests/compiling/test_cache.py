@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,29 @@ def test_one_thread_bypasses_at_a_time() -> None:
     assert order == ["first", "second"]
 
 
+def shared(x: jax.Array) -> jax.Array:
+    return jnp.sort(jnp.concatenate([x, jnp.roll(x, 3) * 2]))
+
+
+def test_what_jax_has_read_from_its_own_cache_is_not_kept(folder) -> None:
+    """Such an executable can be serialized and loaded, and then does not run."""
+    abstract = jax.ShapeDtypeStruct((64,), jnp.float32)
+    wanted = shared(jnp.arange(64.0)).tolist()
+    cache = opened(folder)
+    jax.jit(shared).lower(abstract).compile()
+    jax.clear_caches()
+    held = jax.jit(shared).lower(abstract).compile()
+    for is_hit in (False, True):
+        pool = CompilePool(cache)
+        pool.add("shared", jax.jit(partial(shared)), (abstract,))
+        pool.compile(show_progress=False)
+        assert pool.report[0].is_hit is is_hit
+        assert pool["shared"](jnp.arange(64.0)).tolist() == wanted
+    assert held(jnp.arange(64.0)).tolist() == wanted
+    with pytest.raises(ValueError, match=r"function=.* is a module's"):
+        pool.add("shared", jax.jit(shared), (abstract,))
+
+
 def test_an_error_while_tracing_leaves_what_is_done(folder) -> None:
     pool = pool_of(opened(folder))
 
@@ -407,6 +431,7 @@ SCRIPT = """
     from specjax.compiling.cache import open_compile_cache
     from specjax.compiling.pool import CompilePool
     from specjax.types import KVPools
+    from functools import partial
 
     def step(pools, x):
         noise = jax.random.uniform(jax.random.key(3), pools.target.shape)
@@ -418,7 +443,7 @@ SCRIPT = """
         for n in (64, 128):
             pools = KVPools(jax.ShapeDtypeStruct((8, n), jnp.float32), None)
             arguments = (pools, jax.ShapeDtypeStruct((n, 4), jnp.float32))
-            pool.add(("step", n), jax.jit(step, donate_argnums=0), arguments)
+            pool.add(("step", n), jax.jit(partial(step), donate_argnums=0), arguments)
         pool.compile(show_progress=False)
         lines = [str([function.is_hit for function in pool.report])]
         for n in (64, 128):
