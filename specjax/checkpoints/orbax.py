@@ -35,6 +35,8 @@ def write_digests(folder: Path) -> None:
 
 def check_digests(folder: Path) -> None:
     """ValueError naming a file of ``folder`` that has changed since :func:`write_digests`."""
+    if not (folder / _DIGESTS).is_file():
+        raise ValueError(f"{folder / _DIGESTS} is missing; older versions saved none")
     expected = read_json(folder / _DIGESTS)
     for name, digest in _digests(folder, expected).items():
         if digest != expected[name]:
