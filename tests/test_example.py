@@ -1,7 +1,8 @@
-"""The plugin under examples/, built, installed and named, in processes of their own."""
+"""The examples: the whole path in one file, and the plugin, built and installed in a process."""
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from specjax import SamplingParams
+from specjax.engine.args import EngineArgs
+
 from .tiny_engines import Files
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "specjax-markov"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE = EXAMPLES / "specjax-markov"
 PROMPTS = [[7, 9, 11], [30, 2, 8, 41], [7, 9, 11]]
 SIZES = {"page_size": 4, "max_running_requests": 1, "chunked_prefill_size": 16}
 QUESTIONS = [
@@ -71,6 +76,21 @@ def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[
     assert done.returncode == 0, done.stderr
     tokens, drafts = json.loads(done.stdout)
     return tokens, drafts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_whole_path_in_one_file_writes_what_the_engine_writes(
+    files: Files, temperature: float
+) -> None:
+    generate = runpy.run_path(str(EXAMPLES / "minimal.py"))["generate"]
+    prompts = ["abcabcab", "the quick brown fox jumps over the lazy dog"]
+    given = {"temperature": temperature, "max_new_tokens": 24, "ignore_eos": True}
+    params = SamplingParams(**given, sampling_seed=5)
+    _, texts = generate(EngineArgs(**files.arguments()), prompts, params)
+    with files.engine(speculative=False) as plain:
+        expected = [out["output_ids"] for out in plain.generate(prompts, params)]
+    assert [[token for token, _ in text] for text in texts] == expected
+    assert any(is_draft for text in texts for _, is_draft in text)
 
 
 @pytest.mark.slow
