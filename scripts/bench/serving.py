@@ -73,6 +73,7 @@ SERVE = "import sys; from specjax.cli import main; sys.exit(main())"
 PROCESSES, LEAD = 8, 0.5  # seconds until the clients of all processes begin
 ENGINE_OPTIONS = ("load_format", "skip_tokenizer_init", "simulate_accept_length", "overlap")
 ENGINE_OPTIONS += ("disable_radix_cache",)
+OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 LATENCIES = {"ttft_ms": "TTFT", "chunk_ms": "chunk gap", "itl_ms": "token gap", "e2e_ms": "E2E"}
 COLUMNS = (
     ("load", "load", ""),
@@ -250,8 +251,8 @@ def encode(request: Request, *, is_stream: bool) -> Request:
     """The request with (path, body, is_stream) as its prompt."""
     body = dict(request.sampling)
     if isinstance(request.prompt, str):
-        path, body["max_tokens"] = "/v1/completions", body.pop("max_new_tokens")
-        body["prompt"] = request.prompt
+        path, body["prompt"] = "/v1/completions", request.prompt
+        body |= {new: body.pop(old) for old, new in OPENAI_NAMES.items() if old in body}
     else:
         path, body = "/generate", {"sampling_params": body, "input_ids": request.prompt}
         body["incremental"] = is_stream
