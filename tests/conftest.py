@@ -19,8 +19,7 @@ import pytest
 from hypothesis import settings
 
 from specjax.compiling.cache import CompileCache
-
-from .tiny_engines import Files, engine_files
+from specjax.testing import Files, engine_files
 
 # the same examples in every run; seconds say nothing beside another process
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -155,7 +154,7 @@ def drop_executables() -> None:
     if num_mappings() < MANY_MAPPINGS:
         return
     for name, module in list(sys.modules.items()):
-        if name.startswith("tests."):
+        if name.startswith(("tests.", "specjax.testing.")):
             for value in list(vars(module).values()):
                 clear = getattr(value, "cache_clear", None)
                 if clear is not None and value.__module__ == module.__name__:

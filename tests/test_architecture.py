@@ -27,6 +27,7 @@ FLOORS = (
     ("engine",),
     ("server", "training"),
     ("cli",),
+    ("testing",),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -104,7 +105,7 @@ def test_the_top_is_small() -> None:
 
 def outside() -> list[Path]:
     """Sources that must not know which algorithm it is, scripts included."""
-    inside = ("specjax/speculative/", "specjax/checkpoints/")
+    inside = ("specjax/speculative/", "specjax/checkpoints/", "specjax/testing/")
     paths = [p for top in ("specjax", "kernels", "scripts") for p in (ROOT / top).rglob("*.py")]
     return [p for p in paths if not p.relative_to(ROOT).as_posix().startswith(inside)]
 

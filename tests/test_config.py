@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from specjax.config import RopeScaling
-
-from .tiny import EAGLE, EAGLE3, TARGET
+from specjax.testing import EAGLE, EAGLE3, TARGET
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 from specjax import SamplingParams
 from specjax.engine.args import EngineArgs
-
-from .tiny_engines import Files
+from specjax.testing import Files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "specjax-markov"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from specjax.speculative import registry
-
-from .tiny_engines import Files
+from specjax.testing import Files
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 PROMPTS = ["abcabcab", "Hello, Hello, H", "z"]

@@ -7,9 +7,9 @@ import pytest
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.prune import save_layers
+from specjax.testing import CONFIG, write_target
 
 from ..loading import SCRIPTS
-from ..tiny_checkpoints import CONFIG, write_target
 
 
 def test_layers_move_together(tmp_path) -> None:

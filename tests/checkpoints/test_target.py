@@ -21,8 +21,8 @@ from specjax.checkpoints.tensors import TensorSource
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Placement
 from specjax.models.recipes import Part, Recipe
+from specjax.testing import write_target as tiny_target
 
-from ..tiny_checkpoints import write_target as tiny_target
 from .files import (
     CONFIG,
     INNER,

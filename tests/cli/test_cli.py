@@ -23,9 +23,8 @@ from specjax.cli.generate import SAMPLING_ARGUMENTS
 from specjax.cli.main import build_parser, main
 from specjax.engine.args import EngineArgs
 from specjax.sampling.accept_draws import COUPLED, Acceptance
+from specjax.testing import Files
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
-
-from ..tiny_engines import Files
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

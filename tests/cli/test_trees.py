@@ -10,9 +10,8 @@ from specjax import Engine
 from specjax.cli.main import main
 from specjax.cli.trees import RoundTree, TreePainter, watched_trees
 from specjax.speculative.tree import chain_input
+from specjax.testing import Files
 from specjax.types import NodeOutputs, VerifyInput, VerifyOutput
-
-from ..tiny_engines import Files
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from specjax import Engine
+from specjax.testing import Client
 
-from ..server.client import Client
 from ..server.process import serving, wait_until_ready
 
 HERE = Path(__file__).parent

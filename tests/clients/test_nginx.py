@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ..server.client import Client
+from specjax.testing import Client, Files
+
 from ..server.process import free_port, serving, wait_until_ready
-from ..tiny_engines import Files
 
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
 DOCS = Path(__file__).parents[2] / "docs" / "deploying.md"

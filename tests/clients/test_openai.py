@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ..server.client import Client
+from specjax.testing import Client
+
 from .conftest import MESSAGES, MODEL, PROMPT
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 0.8, "sampling_seed": 7}

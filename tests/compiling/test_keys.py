@@ -8,8 +8,7 @@ import pytest
 
 from specjax.compiling import cache
 from specjax.compiling.cache import CompileCache
-
-from ..tiny import TARGET
+from specjax.testing import TARGET
 
 
 def abstract(*shape: int, dtype=jnp.float32, **options) -> jax.ShapeDtypeStruct:

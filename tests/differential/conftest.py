@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ..tiny_checkpoints import write_draft_model, write_eagle_head, write_modules
-from ..tiny_engines import Files
+from specjax.testing import Files, write_draft_model, write_eagle_head, write_modules
+
 from .draws import MODULES, Drafts
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "specjax-markov"

@@ -10,9 +10,9 @@ import numpy as np
 
 from specjax import DisaggregatedEngine
 from specjax.sampling.params import SamplingParams
+from specjax.testing import CONFIG, EOS_ID, LETTERS
 
 from ..disaggregation.process import ApartEngine
-from ..tiny_checkpoints import CONFIG, EOS_ID, LETTERS
 
 CONTEXT = CONFIG.max_position_embeddings
 CANDIDATES = ([0, 1, 3], [0, 2], [1, 4], [2, 3])

@@ -13,9 +13,9 @@ import pytest
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.engine.requests import sample_seed
+from specjax.testing import Files, is_idle, num_held
 
 from ..disaggregation.process import ApartEngine
-from ..tiny_engines import Files, is_idle, num_held
 from .draws import (
     Options,
     Wish,

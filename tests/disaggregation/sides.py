@@ -12,8 +12,7 @@ import numpy as np
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation.local import LocalPeer
 from specjax.disaggregation.messages import Message, Prefilled, Weights
-
-from ..tiny_engines import num_held
+from specjax.testing import num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 # of a request's time, and what its predecessors left

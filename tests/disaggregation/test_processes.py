@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import Engine
 from specjax.disaggregation.remote import RemotePeer
+from specjax.testing import Files
 
-from ..tiny_engines import Files
 from .process import Process
 from .sides import wait_until_empty
 

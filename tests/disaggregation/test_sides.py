@@ -26,10 +26,9 @@ from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import MOST_TOKENS
 from specjax.server import make_app
+from specjax.testing import EOS_ID, Client, running
 
-from ..server.client import Client, running
 from ..settings import counted_compilations
-from ..tiny_checkpoints import EOS_ID
 from .hostile import job_of
 from .peers import wait_for
 from .sides import assert_same, held, wait_until_empty, without_rows

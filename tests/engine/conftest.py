@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from specjax import Engine
-
-from ..tiny_engines import Files
+from specjax.testing import Files
 
 
 @pytest.fixture(scope="package")

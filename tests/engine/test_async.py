@@ -12,8 +12,7 @@ import pytest
 from specjax import Engine, SamplingParams
 from specjax.engine.requests import SEED_STRIDE, sample_seed
 from specjax.scheduling.scheduler import QueueFullError
-
-from ..tiny_engines import is_idle, num_held
+from specjax.testing import is_idle, num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 TEXTS = ["hello", "The sky is blue", "a"]

@@ -21,10 +21,18 @@ from specjax.engine.info import next_logits
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.testing import (
+    CONFIG,
+    EOS_ID,
+    STEPS,
+    is_idle,
+    letter_tokenizer,
+    num_held,
+    write_head,
+    write_target,
+)
 
 from ..settings import counted_compilations, kept_cache_settings
-from ..tiny_checkpoints import CONFIG, EOS_ID, letter_tokenizer, write_head, write_target
-from ..tiny_engines import STEPS, is_idle, num_held
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)

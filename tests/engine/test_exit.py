@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ..tiny_engines import Files
+from specjax.testing import Files
 
 SECONDS = 120.0
 EXITS = int(os.environ.get("EXITS", 2))

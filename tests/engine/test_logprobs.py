@@ -8,8 +8,7 @@ import pytest
 
 from specjax import Engine
 from specjax.engine.info import next_logits
-
-from ..tiny_checkpoints import letter_tokenizer
+from specjax.testing import letter_tokenizer
 
 TEXTS = ["hello", "The sky is blue, and so on and on"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

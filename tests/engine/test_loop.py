@@ -15,10 +15,8 @@ import pytest
 
 from specjax import Engine, SamplingParams
 from specjax.scheduling.loop import EngineFault
+from specjax.testing import is_idle, letter_tokenizer, num_held
 from specjax.text.completion import CompletionText
-
-from ..tiny_checkpoints import letter_tokenizer
-from ..tiny_engines import is_idle, num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)

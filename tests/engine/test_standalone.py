@@ -18,10 +18,8 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.testing import CONFIG, letter_tokenizer, random_weights
 from specjax.text.tokenizer import Tokenizer
-
-from ..tiny import random_weights
-from ..tiny_checkpoints import CONFIG, letter_tokenizer
 
 ALGORITHM = "STANDALONE"
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]

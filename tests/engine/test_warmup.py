@@ -18,9 +18,9 @@ from specjax.engine import build
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.engine.warmup import warm_up
+from specjax.testing import write_head, write_target
 
 from ..settings import counted_compilations, kept_cache_settings
-from ..tiny_checkpoints import write_head, write_target
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -232,8 +232,7 @@ def test_the_command_refuses_bad_input(files, capsys, extra, message) -> None:
 def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
     from specjax.checkpoints import presets
     from specjax.engine import warmup
-
-    from ..tiny import EAGLE3, TARGET
+    from specjax.testing import EAGLE3, TARGET
 
     monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
     seen = []

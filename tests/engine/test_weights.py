@@ -22,10 +22,9 @@ from specjax.engine.weights import weights_from_tensors
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.scheduling.loop import EngineFault
+from specjax.testing import Files, letter_tokenizer, num_held
 
 from ..settings import counted_compilations
-from ..tiny_checkpoints import letter_tokenizer
-from ..tiny_engines import Files, num_held
 
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)

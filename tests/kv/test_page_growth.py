@@ -8,10 +8,9 @@ import pytest
 from specjax.kv.budget import GROW_DISPATCHES, HELD_BACK_LEAST
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import RunningRequest
+from specjax.testing import copied_runner, make_request, plain_outputs
 
-from ..copying import copied_runner, plain_outputs
 from ..scheduling.serving import STEPS, Serving
-from ..tiny import make_request
 
 pytestmark = pytest.mark.slow
 

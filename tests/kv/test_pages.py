@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from specjax.kv.pages import PageAllocator, PageView, Segments
 from specjax.models.flat import FlatModel
 from specjax.models.layers import Attention, LayerKind, rope_tables
-
-from ..tiny import TARGET
+from specjax.testing import TARGET
 
 
 class Allocation(RuleBasedStateMachine):

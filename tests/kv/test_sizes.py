@@ -14,8 +14,7 @@ from specjax.runtime.runner_config import (
     prefill_buckets,
     smallest_bucket,
 )
-
-from ..tiny import make_runner
+from specjax.testing import make_runner
 
 SIZES = {
     "memory": 10_000,

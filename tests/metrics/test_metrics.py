@@ -25,9 +25,8 @@ from specjax.metrics.totals import (
     Throughput,
     Totals,
 )
+from specjax.testing import STEPS
 from specjax.types import DraftShape
-
-from ..tiny_engines import STEPS
 
 
 class Clock:

@@ -23,6 +23,7 @@ from specjax.models.flat import FlatModel
 from specjax.models.layers import LayerKind, rotated
 from specjax.models.registry import layer_kinds
 from specjax.models.weights import QuantArray, dot, take_outputs
+from specjax.testing import TARGET
 
 from ..checkpoints.files import (
     CONFIG,
@@ -36,7 +37,6 @@ from ..checkpoints.files import (
     target_tensors,
     write_directory,
 )
-from ..tiny import TARGET
 
 # the family
 

@@ -8,8 +8,7 @@ from flax import nnx
 
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-
-from ..tiny import TARGET
+from specjax.testing import TARGET
 
 
 class Quantised(nnx.Module):

@@ -11,8 +11,7 @@ import pytest
 from specjax.engine.info import dense_attend
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-
-from ..tiny import TARGET, random_weights
+from specjax.testing import TARGET, random_weights
 
 WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)
 

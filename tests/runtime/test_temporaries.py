@@ -14,8 +14,8 @@ from specjax.runtime.runner_config import (
 )
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.ngram import NGRAM, NgramShape
+from specjax.testing import TARGET, chains, make_runner
 from specjax.types import DraftShape
-from tests.tiny import TARGET, chains, make_runner
 
 
 def config_of(slots: int, *shapes: DraftShape) -> RunnerConfig:

@@ -14,12 +14,19 @@ from specjax.engine.adaptive import measure_round_seconds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
+from specjax.testing import (
+    EAGLE3,
+    chains,
+    copied_runner,
+    make_request,
+    make_runner,
+    plain_output,
+    plain_outputs,
+)
 from specjax.types import NO_DRAFTS, DraftShape
 
-from ..copying import copied_runner, plain_output, plain_outputs
 from ..scheduling.serving import Forced, Serving
 from ..settings import counted_compilations
-from ..tiny import EAGLE3, chains, make_request, make_runner
 
 pytestmark = pytest.mark.slow
 

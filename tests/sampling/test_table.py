@@ -20,9 +20,8 @@ from specjax.sampling.table import (
     unpack_sampling,
 )
 from specjax.speculative.prefill import Chunk
+from specjax.testing import TARGET, make_runner
 from specjax.types import NO_DRAFTS
-
-from ..tiny import TARGET, make_runner
 
 V = TARGET.vocab_size
 jit_unpack = jax.jit(unpack_sampling)

@@ -15,10 +15,8 @@ from specjax.sampling.table import HostTables
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import Chunk
+from specjax.testing import TARGET, copied_runner, make_request
 from specjax.types import DraftShape
-
-from ..copying import copied_runner
-from ..tiny import TARGET, make_request
 
 STEPS = 4
 

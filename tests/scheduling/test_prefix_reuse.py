@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from specjax.sampling.params import SamplingParams
+from specjax.testing import make_request, plain_output, plain_outputs
 
-from ..copying import plain_output, plain_outputs
-from ..tiny import make_request
 from .serving import STEPS, Serving
 
 RNG = np.random.default_rng(8)

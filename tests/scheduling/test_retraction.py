@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.sampling.params import SamplingParams
+from specjax.testing import make_request, plain_outputs
 
-from ..copying import plain_outputs
-from ..tiny import make_request
 from .serving import STEPS, Serving
 from .test_counts import check_identities
 

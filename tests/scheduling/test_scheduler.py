@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.request import Request
+from specjax.testing import (
+    dense_greedy,
+    make_request,
+    make_runner,
+    plain_output,
+    plain_outputs,
+    run_requests,
+)
 
-from ..copying import plain_output, plain_outputs
-from ..tiny import dense_greedy, make_request, make_runner, run_requests
 from .serving import STEPS, Serving
 from .test_counts import check_identities
 

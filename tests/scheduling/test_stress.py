@@ -15,10 +15,9 @@ import pytest
 from specjax.engine.info import next_logits
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
+from specjax.testing import copied_runner, copied_weights, make_request, run_requests, target_model
 
-from ..copying import copied_runner, copied_weights
 from ..settings import counted_compilations
-from ..tiny import make_request, run_requests, target_model
 from .serving import Serving
 from .test_retraction import Letters
 

@@ -8,10 +8,9 @@ from specjax.kernels.tree_attention import MAX_MASKED
 
 from specjax.kv import budget
 from specjax.sampling.params import SamplingParams
+from specjax.testing import copied_runner, make_request, plain_output
 from specjax.types import DraftShape
 
-from ..copying import copied_runner, plain_output
-from ..tiny import make_request
 from .serving import Serving
 from .test_limits import Clock
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax.testing import letter_tokenizer
+
 from ..loading import load_bench
-from ..tiny_checkpoints import letter_tokenizer
 
 acceptance, common, compare, rounds, serving = (
     load_bench(name) for name in ("acceptance", "common", "compare", "round", "serving")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from specjax.cli import bench, main
+from specjax.testing import Files
 
 from ..loading import SCRIPTS, load_bench, run_bench
-from ..tiny_engines import Files
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

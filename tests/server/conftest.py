@@ -6,9 +6,7 @@ import pytest
 
 from specjax import Engine
 from specjax.server import make_app
-
-from ..tiny_engines import Files
-from .client import Client, running
+from specjax.testing import Client, Files, running
 
 MODEL = "tiny"
 

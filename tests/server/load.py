@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .client import Client
+from specjax.testing import Client
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PROMPTS = ("hello", "ab", "to be or not", "1234567890", "a longer prompt that has some pages")

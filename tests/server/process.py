@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from specjax.cli.serve import API_KEY
-
-from .client import Client
+from specjax.testing import Client
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from specjax.cli import main; sys.exit(main())"]
 

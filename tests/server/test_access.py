@@ -13,8 +13,7 @@ from specjax.server.app import route
 from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
 from specjax.server.service import Service
-
-from .client import Client, running
+from specjax.testing import Client, running
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}

@@ -10,8 +10,8 @@ from starlette.routing import Mount
 
 from specjax import Engine
 from specjax.server import make_app
+from specjax.testing import Client, running
 
-from .client import Client, running
 from .conftest import MODEL
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ..tiny_engines import Files
-from .client import Client
+from specjax.testing import Client, Files
+
 from .process import serving, wait_until_ready
 
 MB = 1e6

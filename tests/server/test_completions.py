@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from specjax.testing import is_idle
 from specjax.text.completion import AcceptPieces
 from specjax.text.tokenizer import IncrementalDecoder
-
-from ..tiny_engines import is_idle
 
 ROUTE = "/v1/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}

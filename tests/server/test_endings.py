@@ -13,9 +13,7 @@ import pytest
 
 from specjax.server import exchange, make_app
 from specjax.server.exchange import ClientGoneError, Exchange
-
-from ..tiny_engines import is_idle, num_held
-from .client import Client, running
+from specjax.testing import Client, is_idle, num_held, running
 
 COMPLETIONS = "/v1/completions"
 PLAIN: dict[str, Any] = {"headers": []}

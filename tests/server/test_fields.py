@@ -10,8 +10,8 @@ import pytest
 
 from specjax.server import fields, generating
 from specjax.server.exchange import Exchange, UnreadAnswers
+from specjax.testing import Client
 
-from .client import Client
 from .test_completions import ENGINE_GREEDY, GREEDY
 from .test_errors import CHAT, COMPLETIONS, GENERATE, HELLO, TOOL
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .client import Client
+from specjax.testing import Client
 
 # valid where they are few, so that other fields are reached
 BASES: dict[str, dict[str, Any]] = {

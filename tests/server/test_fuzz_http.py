@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ..tiny_engines import is_idle, num_held
-from .client import Client
+from specjax.testing import Client, is_idle, num_held
+
 from .test_fuzz import BASES, requests
 
 SECONDS = 20.0

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from .client import Client
+from specjax.testing import Client
+
 from .load import Footprint, Load
 from .process import serving, wait_until_ready
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ..tiny_engines import is_idle
+from specjax.testing import is_idle
+
 from .test_completions import ENGINE_GREEDY
 
 ROUTE = "/generate"

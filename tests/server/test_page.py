@@ -13,9 +13,9 @@ import pytest
 
 from specjax import Engine
 from specjax.server import make_app
+from specjax.testing import Client, running
 
 from ..conftest import COMPILED
-from .client import Client, running
 from .process import COMMAND
 
 SECONDS = 120.0

@@ -10,8 +10,7 @@ import pytest
 
 from specjax.server import protocol
 from specjax.server.protocol import HEAD_BYTES, LimitedProtocol
-
-from .client import Client, running
+from specjax.testing import Client, running
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"

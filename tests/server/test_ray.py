@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ..tiny_engines import Files
-from .client import Client
+from specjax.testing import Client, Files
+
 from .process import flags, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"

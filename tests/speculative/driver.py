@@ -15,9 +15,9 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
+from specjax.testing import TARGET, make_runner
 from specjax.types import DraftShape
 
-from ..tiny import TARGET, make_runner
 from .reference import adjusted_logits, kept_by_sorting
 
 WIDTH = 128

@@ -17,9 +17,7 @@ from specjax.models.mtp import MtpHead
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
-
-from ..copying import copied_weights
-from ..tiny import TARGET, chains, random_weights
+from specjax.testing import TARGET, chains, copied_weights, random_weights
 
 MODULES = dataclasses.replace(TARGET, num_layers=3)
 WIDTH = 128

@@ -15,9 +15,8 @@ from specjax.speculative import registry
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.eagle import DraftInput, Eagle
 from specjax.speculative.future_map import FutureMap
+from specjax.testing import EAGLE3, TARGET, chains
 from specjax.types import DraftShape
-
-from ..tiny import EAGLE3, TARGET, chains
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ from specjax.speculative.algorithm import (
     register_algorithm,
 )
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, VerifyInput, VerifyOutput
-
-from ..tiny import (
+from specjax.testing import (
     TARGET,
     make_request,
     make_runner,
@@ -43,6 +41,8 @@ from ..tiny import (
     run_requests,
     target_model,
 )
+from specjax.types import DraftShape, VerifyInput, VerifyOutput
+
 from .driver import Job, dense_decode, serve, start
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
 from specjax.speculative.future_map import publish, record, take_over
+from specjax.testing import copied_runner
 
-from ..copying import copied_runner
 from .driver import Job, start
 
 COUNT, STEPS = 20, 4

@@ -11,8 +11,7 @@ import pytest
 from specjax.kv.pages import PageView
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
-
-from ..tiny import EAGLE, EAGLE3, head_weights
+from specjax.testing import EAGLE, EAGLE3, head_weights
 
 BATCH, WIDTH, PAGE_SIZE, PAGES = 4, 5, 4, 4
 HEADS = {

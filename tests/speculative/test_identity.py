@@ -9,10 +9,9 @@ import pytest
 
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.testing import EAGLE3, copied_runner, make_runner
 from specjax.types import DraftShape
 
-from ..copying import copied_runner
-from ..tiny import EAGLE3, make_runner
 from .driver import Job, dense_decode, resumed, serve, staged_runner, start
 
 END = 5

@@ -10,11 +10,10 @@ from specjax.engine.args import EngineArgs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.ngram import NgramShape
+from specjax.testing import copied_weights, make_request, make_runner, plain_outputs, run_requests
 from specjax.types import DraftShape
 
-from ..copying import copied_weights, plain_outputs
 from ..scheduling.serving import Serving
-from ..tiny import make_request, make_runner, run_requests
 from .test_identity import JOBS, check, expected
 
 NGRAM = SpeculativeAlgorithm.from_string("NGRAM")

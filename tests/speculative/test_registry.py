@@ -26,10 +26,8 @@ from specjax.speculative.custom import source_facts
 from specjax.speculative.eagle import Eagle
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
+from specjax.testing import TARGET, Files, chains
 from specjax.types import DraftShape
-
-from ..tiny import TARGET, chains
-from ..tiny_engines import Files
 
 ECHO = '''
 from dataclasses import dataclass

@@ -13,8 +13,7 @@ from specjax.speculative.future_map import resolve
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.round import Resident, RoundConfig, make_batch, verify
 from specjax.speculative.tree import chain_input
-
-from ..tiny import (
+from specjax.testing import (
     EAGLE,
     EAGLE3,
     dense_greedy,
@@ -24,6 +23,7 @@ from ..tiny import (
     run_requests,
     target_model,
 )
+
 from .driver import staged_runner
 
 RNG = np.random.default_rng(0)

@@ -22,10 +22,10 @@ from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.standalone import STANDALONE
+from specjax.testing import TARGET, make_request, make_runner, run_requests, target_model
 from specjax.types import DraftShape
 
 from ..scheduling.serving import Serving, forced
-from ..tiny import TARGET, make_request, make_runner, run_requests, target_model
 from .driver import Job, start
 from .test_identity import JOBS, check, expected
 

@@ -16,10 +16,16 @@ from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.testing import (
+    EAGLE3,
+    TARGET,
+    copied_weights,
+    make_request,
+    make_runner,
+    random_weights,
+    run_requests,
+)
 from specjax.types import DraftShape
-
-from ..copying import copied_weights
-from ..tiny import EAGLE3, TARGET, make_request, make_runner, random_weights, run_requests
 
 WIDTH, TOP = 64, 3
 # The noisiest models multiply what sums of another order leave in float32: 5e-4 on some processors.

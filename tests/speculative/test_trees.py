@@ -7,12 +7,20 @@ import pytest
 
 from specjax.config import DraftConfig
 from specjax.sampling.params import SamplingParams
+from specjax.testing import (
+    EAGLE,
+    EAGLE3,
+    copied_runner,
+    make_request,
+    make_runner,
+    plain_output,
+    plain_outputs,
+    run_requests,
+)
 from specjax.types import DraftShape
 
-from ..copying import copied_runner, plain_output, plain_outputs
 from ..scheduling.serving import Serving, forced
 from ..settings import counted_compilations
-from ..tiny import EAGLE, EAGLE3, make_request, make_runner, run_requests
 from .driver import dense_logits
 from .test_identity import JOBS, check, expected
 

@@ -9,10 +9,9 @@ import pytest
 from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
+from specjax.testing import random_weights
 from specjax.training.data import Corpus
 from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
-
-from ..tiny import random_weights
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
+from specjax.testing.copying import PERTURBATION, copying_head, copying_target
+from specjax.testing.tiny import EAGLE3, TARGET
 from specjax.text.tokenizer import Tokenizer
-
-from .copying import PERTURBATION, copying_head, copying_target
-from .tiny import EAGLE3, TARGET
 
 LETTERS = string.ascii_letters + string.digits + string.punctuation
 EOS = "</s>"
@@ -166,7 +165,7 @@ def write_modules(path: Path, target: Path, count: int) -> Path:
     """Modules of multi-token prediction: the target's layers over the newest token's embedding."""
     tensors = load_file(target / "model.safetensors")
     ones = np.ones(CONFIG.hidden_size, np.float32)
-    modules = {}
+    modules: dict[str, np.ndarray] = {}
     for i in range(count):
         name, layer = f"model.mtp_layers.{i}.", f"model.layers.{i % CONFIG.num_layers}."
         modules |= {

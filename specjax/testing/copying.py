@@ -21,8 +21,7 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
-
-from .tiny import (
+from specjax.testing.tiny import (
     EAGLE3,
     TARGET,
     algorithm_of,

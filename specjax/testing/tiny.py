@@ -83,7 +83,7 @@ def head_weights(config: DraftConfig | ModelConfig) -> Weights:
     """Random weights of a draft head or a draft model."""
     flat = algorithm_of(config).draft_model(config, "xla")
     weights = list(random_weights(flat, 1))
-    if "d2t" in flat.names:
+    if isinstance(config, DraftConfig) and "d2t" in flat.names:
         rng = np.random.default_rng(2)
         ids = np.sort(rng.choice(config.vocab_size, config.draft_vocab_size, replace=False))
         offsets = (ids - np.arange(config.draft_vocab_size)).astype(np.int32)

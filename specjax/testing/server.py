@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
-import uvicorn
-
-from specjax.server.protocol import LimitedProtocol
-
 
 @dataclass
 class Answer:
@@ -78,10 +74,15 @@ class Client:
 
 
 @contextmanager
-def running(app: Any, http: Any = LimitedProtocol) -> Iterator[int]:
+def running(app: Any, http: Any = None) -> Iterator[int]:
     """Serve an application on a port of its own, in a thread."""
+    # the other helpers work without the extra "serve"
+    import uvicorn
+
+    from specjax.server.protocol import LimitedProtocol
+
     settings: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
-    config = uvicorn.Config(app, port=0, http=http, **settings)
+    config = uvicorn.Config(app, port=0, http=http or LimitedProtocol, **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="httpd", daemon=True)
     thread.start()

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax import Engine
-
-from .tiny_checkpoints import write_head, write_target
+from specjax.testing.files import write_head, write_target
 
 STEPS = 3
 
@@ -46,7 +45,11 @@ class Files:
 
     def small(self, **changes: Any) -> Engine:
         """An engine with as little to compile as can be."""
-        sizes = {"max_running_requests": 1, "batch_buckets": (1,), "chunked_prefill_size": 1}
+        sizes: dict[str, Any] = {
+            "max_running_requests": 1,
+            "batch_buckets": (1,),
+            "chunked_prefill_size": 1,
+        }
         return self.engine(**(sizes | changes))
 
 
