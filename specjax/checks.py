@@ -3,15 +3,45 @@
 import math
 from operator import ge, gt, le, lt
 from reprlib import Repr
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, inspect
 
 _LIMITS = {"at_least": ("at least", ge), "at_most": ("at most", le)}
 _LIMITS |= {"above": ("above", gt), "below": ("below", lt)}
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+_META = {"ge": "at_least", "gt": "above", "le": "at_most", "lt": "below"}
 
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 500
 short = _SHORT.repr  # of a value in an error message, which may be as long as a request
+
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, by which clients know it
+
+
+class ParameterError(ValueError):
+    """A value that an option does not take.
+
+    Attributes:
+        param: the option as the user typed it; ``None`` if no single option is wrong.
+        limit: the bound that the value misses, if a bound is what it misses.
+        code: how a client recognises the error, for example ``"context_length_exceeded"``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        limit: float | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.limit, self.code = param, limit, code
 
 
 def is_integer(value: Any) -> bool:
@@ -29,11 +59,23 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def refused(name: str, value: Any, demand: str, limit: float | None = None) -> ParameterError:
+    """The error for a value of the option ``name`` that is not as demanded."""
+    # logit_bias[5] is a value of the option logit_bias
+    param = name.partition("[")[0]
+    return ParameterError(f"{name}={short(value)} {demand}", param=param, limit=limit)
+
+
 def check_integer(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
     """``value`` if it is an integer within its limits; refuses it by name and limits if not."""
-    if not is_integer(value) or value < at_least or (at_most is not None and value > at_most):
-        limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ValueError(f"{name}={short(value)} must be an integer {limit}")
+    words = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    demand = f"must be an integer {words}"
+    if not is_integer(value):
+        raise refused(name, value, demand)
+    if value < at_least:
+        raise refused(name, value, demand, at_least)
+    if at_most is not None and value > at_most:
+        raise refused(name, value, demand, at_most)
     return value
 
 
@@ -43,8 +85,40 @@ def check_number(name: str, value: Any, **limits: float) -> float:
     The limits are any of ``at_least``, ``above``, ``at_most`` and ``below``.
     """
     given = [(*_LIMITS[limit], bound) for limit, bound in limits.items()]
-    if not is_number(value) or not all(holds(value, bound) for _, holds, bound in given):
-        kind = [] if is_number(value) else ["a finite number"]
+    kind = [] if is_number(value) else ["a finite number"]
+    missed = [] if kind else [bound for _, holds, bound in given if not holds(value, bound)]
+    if kind or missed:
         words = kind + [f"{word} {bound}" for word, _, bound in given]
-        raise ValueError(f"{name}={short(value)} must be {' and '.join(words)}")
+        limit = missed[0] if missed else None
+        raise refused(name, value, f"must be {' and '.join(words)}", limit)
     return float(value)
+
+
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as an annotation ``kind`` says, or the error that names it, its value and limits.
+
+    ``kind`` is a type that msgspec knows, such as ``Annotated[int, Meta(ge=1)] | None`` or
+    ``dict[str, Any]``. A description of its ``Meta`` says what else than a number is demanded.
+    A float must be finite.
+    """
+    try:
+        # numpy's float64 is a float, but not to msgspec
+        made = msgspec.convert(float(value) if isinstance(value, float) else value, kind)
+        if not isinstance(made, float) or math.isfinite(made):
+            return made
+    except (msgspec.ValidationError, RecursionError):
+        pass
+    info, description = inspect.type_info(kind), None
+    if isinstance(info, inspect.UnionType):
+        info = next(one for one in info.types if not isinstance(one, inspect.NoneType))
+    if isinstance(info, inspect.Metadata):
+        description = (info.extra_json_schema or {}).get("description")
+        info = info.type
+    match info:
+        case inspect.IntType(ge=int() as at_least):
+            check_integer(name, value, at_least, info.le)
+        case inspect.FloatType():
+            bounds = {word: getattr(info, key) for key, word in _META.items()}
+            check_number(name, value, **{word: at for word, at in bounds.items() if at is not None})
+    plain = {inspect.IntType: "an integer", inspect.BoolType: "a bool", inspect.StrType: "a string"}
+    raise refused(name, value, f"must be {description or plain.get(type(info), kind)}")

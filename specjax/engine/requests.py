@@ -8,7 +8,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.checks import check_integer, check_number, is_integer, short
+from specjax.checks import (
+    CONTEXT_LENGTH_EXCEEDED,
+    ParameterError,
+    check_integer,
+    check_number,
+    is_integer,
+    refused,
+)
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import EnginePlan
 from specjax.sampling.params import SamplingParams
@@ -55,16 +62,14 @@ def tokenize_inputs(
     if prompt is not None:
         texts = [prompt] if isinstance(prompt, str) else prompt
         if not _is_list(texts) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"prompt={short(prompt)} must be a text or a list of texts")
+            raise refused("prompt", prompt, "must be a text or a list of texts")
         for text in texts:
             tokenizer.check_length(len(text), context_length)
         return [tokenizer.encode(text) for text in texts], not isinstance(prompt, str)
     is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
     conversations = messages if is_batch else [messages]
     if not all(_is_list(one) for one in conversations):
-        raise ValueError(
-            f"messages={short(messages)} must be a list of turns or a list of such lists"
-        )
+        raise refused("messages", messages, "must be a list of turns or a list of such lists")
     return [encode_conversation(tokenizer, context_length, one) for one in conversations], is_batch
 
 
@@ -117,10 +122,12 @@ def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> No
 
 
 def refuse_length(num_tokens: int, context_length: int) -> NoReturn:
-    """Raise the ValueError of a prompt that leaves no room for a completion."""
-    raise ValueError(
+    """Raise the ParameterError of a prompt that leaves no room for a completion."""
+    raise ParameterError(
         f"a prompt of {num_tokens} tokens leaves no room in context_length={context_length}; "
-        "shorten it or raise context_length"
+        "shorten it or raise context_length",
+        limit=context_length,
+        code=CONTEXT_LENGTH_EXCEEDED,
     )
 
 
@@ -165,7 +172,8 @@ class RequestFactory:
         params = [made[id(one)] for one in given]
         numbers = sorted({one.n for one in params})
         if len(numbers) > 1:
-            raise ValueError(f"n={numbers} in one call; give all inputs the same n, or call twice")
+            message = f"n={numbers} in one call; give all inputs the same n, or call twice"
+            raise ParameterError(message, param="n")
         n = check_integer("n", numbers[0], 1, MAX_SAMPLES) if numbers else 1
         self._scheduler.check_queue(n * count)
         tops = _top_logprobs(return_logprob, top_logprobs_num, count)
@@ -174,7 +182,7 @@ class RequestFactory:
         for first, ids, top in zip(firsts, prompts, tops, strict=True):
             check_integer("logprob_start_len", first, -1, len(ids) - 1)
             if first >= 0 and top is None:
-                raise ValueError(f"logprob_start_len={first} needs return_logprob=True")
+                raise refused("logprob_start_len", first, "needs return_logprob=True")
         rids = _rids(rid, count, is_batch)
         requests = [
             self._request(
@@ -242,9 +250,9 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     rids = list(rid) if is_batch and _is_list(rid) else [rid]
     if len(rids) != count or not all(isinstance(one, str) and one for one in rids):
         kind = f"a list of {count} texts" if is_batch else "a text"
-        raise ValueError(f"rid={short(rid)} must be {kind}, none empty")
+        raise refused("rid", rid, f"must be {kind}, none empty")
     if len(set(rids)) != count:
-        raise ValueError(f"rid={short(rid)} names an id twice")
+        raise refused("rid", rid, "names an id twice")
     return rids
 
 
@@ -255,7 +263,7 @@ def _top_logprobs(return_logprob: Any, top_logprobs_num: Any, count: int) -> lis
     for is_wanted, number in zip(wanted, numbers, strict=True):
         check_integer("top_logprobs_num", number, at_least=0)
         if number and not is_wanted:
-            raise ValueError(f"top_logprobs_num={number} needs return_logprob=True")
+            raise refused("top_logprobs_num", number, "needs return_logprob=True")
     return [n if is_wanted else None for is_wanted, n in zip(wanted, numbers, strict=True)]
 
 
@@ -263,7 +271,7 @@ def _bools(name: str, value: Any, count: int) -> list[bool]:
     values = _for_each_input(name, value, count)
     for one in values:
         if not isinstance(one, bool):
-            raise ValueError(f"{name}={short(one)} must be a bool")
+            raise refused(name, one, "must be a bool")
     return values
 
 
@@ -272,19 +280,21 @@ def _for_each_input(name: str, value: Any, count: int) -> list[Any]:
     if not _is_list(value):
         return [value] * count
     if len(value) != count:
-        raise ValueError(f"{len(value)} {name} for {count} inputs")
+        raise ParameterError(f"{len(value)} {name} for {count} inputs", param=name, limit=count)
     return list(value)
 
 
 def _need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
-        raise ValueError(f"{what} needs a tokenizer; with skip_tokenizer_init give input_ids")
+        message = f"{what} needs a tokenizer; with skip_tokenizer_init give input_ids"
+        raise ParameterError(message, param=what)
     return tokenizer
 
 
 def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        raise ValueError(f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}")
+        message = f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}"
+        raise ParameterError(message, param=name, limit=vocab_size)
 
 
 def _is_list(value: Any) -> bool:
@@ -298,9 +308,7 @@ def _id_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
     rows: list[Any] = items if is_batch else [items]
     for row in rows:
         if not _is_list(row) or not all(is_integer(_without_arrays(i)) for i in row):
-            raise ValueError(
-                f"input_ids={short(input_ids)} must be a list of token ids or of such lists"
-            )
+            raise refused("input_ids", input_ids, "must be a list of token ids or of such lists")
     return [[int(i) for i in row] for row in rows], is_batch
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.checks import refused
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
@@ -188,7 +189,7 @@ class ModelRunner:
         check_slot_limits(params, end_token_ids, self.networks.target_config.vocab_size)
         if top_logprobs is not None and not 0 <= top_logprobs <= self.max_top_logprobs:
             limit = self.max_top_logprobs
-            raise ValueError(f"top_logprobs_num={top_logprobs} must be from 0 to {limit}")
+            raise refused("top_logprobs_num", top_logprobs, f"must be from 0 to {limit}", limit)
 
     def set_slot(
         self,

@@ -2,12 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
+from msgspec import Meta
 
-from specjax.checks import check_integer, check_number, is_integer, short
+from specjax.checks import (
+    Natural,
+    ParameterError,
+    Positive,
+    check_integer,
+    check_number,
+    convert,
+    is_integer,
+    refused,
+    short,
+)
 
 # below this SGLang treats a temperature as greedy
 GREEDY_TEMPERATURE = 1e-6
@@ -67,17 +78,17 @@ class SamplingParams:
     What the caller gave is copied. ValueError names a value outside its range.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
+    max_new_tokens: Natural = 128
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] = 1.0
     logit_bias: Mapping[int | str, float] | None = None
-    min_new_tokens: int = 0
-    n: int = 1
+    min_new_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
+    n: Positive = 1
     stop: str | tuple[str, ...] | list[str] | None = None
     stop_token_ids: tuple[int, ...] | list[int] | None = None
     no_stop_trim: bool = False
@@ -87,28 +98,14 @@ class SamplingParams:
     speculative: bool = True
 
     def __post_init__(self) -> None:
-        check_integer("max_new_tokens", self.max_new_tokens, 0)
-        check_integer("min_new_tokens", self.min_new_tokens, 0, INT32_MAX)
+        for name, kind in _kinds().items():
+            convert(name, getattr(self, name), kind)
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} must be at most "
-                f"max_new_tokens={self.max_new_tokens}"
-            )
-        check_integer("n", self.n, 1)
-        check_number("temperature", self.temperature, at_least=0)
+            demand = f"must be at most max_new_tokens={self.max_new_tokens}"
+            raise refused("min_new_tokens", self.min_new_tokens, demand, self.max_new_tokens)
         check_number("temperature", self.temperature, at_most=FLOAT32_MAX)
-        check_number("top_p", self.top_p, above=0, at_most=1)
-        check_number("min_p", self.min_p, at_least=0, at_most=1)
-        check_number("frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
-        check_number("presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
-        check_number("repetition_penalty", self.repetition_penalty, at_least=0.01, at_most=2)
         if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
-            raise ValueError(
-                f"top_k={short(self.top_k)} must be -1 (off) or an integer of at least 1"
-            )
-        for name in ("ignore_eos", "speculative", "no_stop_trim", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={short(getattr(self, name))} must be a bool")
+            raise refused("top_k", self.top_k, "must be -1 (off) or an integer of at least 1")
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
         self._copy_stops()
@@ -119,35 +116,39 @@ class SamplingParams:
         if isinstance(stop, list | tuple):
             object.__setattr__(self, "stop", tuple(stop))
         elif stop is not None and not isinstance(stop, str):
-            raise ValueError(f"stop={short(stop)} must be a string or a list of strings")
+            raise refused("stop", stop, "must be a string or a list of strings")
         strings = self.stop_strings
         if len(strings) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(strings)} strings; {MAX_STOP_STRINGS} are supported")
+            raise ParameterError(
+                f"stop has {len(strings)} strings; {MAX_STOP_STRINGS} are supported",
+                param="stop",
+                limit=MAX_STOP_STRINGS,
+            )
         for text in strings:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise ValueError(
-                    f"stop={short(stop)} must have 1 to {MAX_STOP_LENGTH} characters each"
-                )
+                demand = f"must have 1 to {MAX_STOP_LENGTH} characters each"
+                raise refused("stop", stop, demand, MAX_STOP_LENGTH)
         if ids is not None:
             if not isinstance(ids, list | tuple) or not all(map(is_integer, ids)):
-                raise ValueError(f"stop_token_ids={short(ids)} must be a list of integers")
+                raise refused("stop_token_ids", ids, "must be a list of integers")
             object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     def _copy_biases(self) -> None:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias={short(self.logit_bias)} must be a mapping of token ids")
+            raise refused("logit_bias", self.logit_bias, "must be a mapping of token ids")
         bias = dict(self.logit_bias)
         object.__setattr__(self, "logit_bias", bias)
         for token, value in bias.items():
             # SGLang and OpenAI write the ids as digits, since JSON knows no other keys
             is_id = token.isdecimal() if isinstance(token, str) else is_integer(token)
             if not is_id or int(token) < 0:
-                raise ValueError(f"logit_bias={short(bias)}: {short(token)} is not a token id")
+                message = f"logit_bias={short(bias)}: {short(token)} is not a token id"
+                raise ParameterError(message, param="logit_bias")
             check_number(f"logit_bias[{short(token)}]", value, at_least=-100, at_most=100)
         if len(dict(self.biases)) < len(self.biases):
-            raise ValueError(f"logit_bias={short(bias)} must not give a token twice")
+            raise refused("logit_bias", bias, "must not give a token twice")
 
     @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -177,18 +178,26 @@ class SamplingParams:
         if isinstance(params, cls):
             return params
         if not isinstance(params, Mapping):
-            raise ValueError(
-                f"sampling_params={short(params)} must be SamplingParams, a mapping or None"
-            )
+            raise refused("sampling_params", params, "must be SamplingParams, a mapping or None")
         names = [f.name for f in fields(cls)]
         unknown = sorted(map(str, set(params) - set(names)))
         for name in unknown:
             if name in REFUSED:
-                raise ValueError(f"{name}={short(params[name])} is not supported: {REFUSED[name]}")
+                raise refused(name, params[name], f"is not supported: {REFUSED[name]}")
             if name in OTHER_NAMES:
-                raise ValueError(f"{short(name)} is called {OTHER_NAMES[name]!r} here")
+                message = f"{short(name)} is called {OTHER_NAMES[name]!r} here"
+                raise ParameterError(message, param=name)
         if unknown:
-            raise ValueError(
+            raise ParameterError(
                 f"sampling parameters {short(unknown)} are not supported; supported: {names}"
             )
         return cls(**params)
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Annotations that say all about their parameter."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    return {
+        name: hint for name, hint in hints.items() if hint is bool or hasattr(hint, "__metadata__")
+    }

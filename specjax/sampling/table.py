@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 import jax
 import numpy as np
 
+from specjax.checks import ParameterError
 from specjax.sampling.params import SamplingParams
 from specjax.types import SamplingTable
 
@@ -32,16 +33,18 @@ def check_slot_limits(
     """Refuse parameters that the tables cannot hold."""
     outside = [token for token, _ in params.biases if token >= vocab_size]
     if outside:
-        raise ValueError(f"logit_bias names {outside}, but the vocabulary ends at {vocab_size - 1}")
+        message = f"logit_bias names {outside}, but the vocabulary ends at {vocab_size - 1}"
+        raise ParameterError(message, param="logit_bias", limit=vocab_size - 1)
     if len(params.biases) > MAX_LOGIT_BIAS:
-        raise ValueError(
-            f"logit_bias has {len(params.biases)} tokens; {MAX_LOGIT_BIAS} are supported"
-        )
+        message = f"logit_bias has {len(params.biases)} tokens; {MAX_LOGIT_BIAS} are supported"
+        raise ParameterError(message, param="logit_bias", limit=MAX_LOGIT_BIAS)
     num_ends = len(_known_ends(end_token_ids, vocab_size))
     if params.min_new_tokens and num_ends > MAX_END_TOKENS:
-        raise ValueError(
+        raise ParameterError(
             f"min_new_tokens={params.min_new_tokens} with {num_ends} end tokens: at most "
-            f"{MAX_END_TOKENS} can be held back; give fewer stop_token_ids or set ignore_eos"
+            f"{MAX_END_TOKENS} can be held back; give fewer stop_token_ids or set ignore_eos",
+            param="min_new_tokens",
+            limit=MAX_END_TOKENS,
         )
 
 

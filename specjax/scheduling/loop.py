@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+from specjax.checks import refused
 from specjax.scheduling.call import Call, Item, Outputs
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
@@ -309,7 +310,7 @@ class EngineLoop:
         try:
             for _, name in call.named:
                 if not all(other.is_finished for other in self._by_rid.get(name, ())):
-                    raise ValueError(f"rid={name!r} is that of a request that still runs")
+                    raise refused("rid", name, "is that of a request that still runs")
             self._scheduler.add(*call.requests)
         except Exception as error:
             call.end(error)

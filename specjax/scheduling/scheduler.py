@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from specjax.adaptive.controller import AdaptiveController
+from specjax.checks import ParameterError
 from specjax.kv.budget import PageBudget, Room
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
@@ -127,10 +128,11 @@ class Scheduler:
             (allocator.num_pages - 1, "the pool holds", "max_total_tokens or mem_fraction_static"),
         ):
             if needed > limit:
-                raise ValueError(
+                raise ParameterError(
                     f"a request of {len(request.input_ids)} prompt tokens and max_new_tokens="
                     f"{request.max_new_tokens} needs {needed * config.page_size} KV tokens, but "
-                    f"{holder} {limit * config.page_size}; shorten it or raise {knobs}"
+                    f"{holder} {limit * config.page_size}; shorten it or raise {knobs}",
+                    limit=limit * config.page_size,
                 )
 
     def check_queue(self, num_new: int) -> None:

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
+from specjax.checks import CONTEXT_LENGTH_EXCEEDED, ParameterError
 from specjax.json_file import Fields, read_text
 from specjax.text.chat_template import render_chat_template
 
@@ -106,10 +107,12 @@ class Tokenizer:
     def check_length(self, num_chars: int, context_length: float) -> None:
         """Refuse a text that cannot fit a context before it is encoded, by its characters."""
         if num_chars > context_length * self.max_token_chars:
-            raise ValueError(
+            raise ParameterError(
                 f"a prompt of {num_chars} characters leaves no room in context_length="
                 f"{context_length}, as no token has more than {self.max_token_chars}; "
-                "shorten it or raise context_length"
+                "shorten it or raise context_length",
+                limit=context_length,
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

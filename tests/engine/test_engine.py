@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
+from specjax.checks import ParameterError
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.engine.info import next_logits
@@ -148,8 +149,9 @@ def test_context_limit_ends_a_request(files, engine) -> None:
         assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
         full = [*prompt, *result["output_ids"]][:23]
         assert len(small.generate(input_ids=full, sampling_params=GREEDY)["output_ids"]) == 1
-        with pytest.raises(ValueError, match="24 tokens leaves no room in context_length=24"):
+        with pytest.raises(ParameterError, match="24 tokens leaves no room in context_") as caught:
             small.generate(input_ids=[*full, 1])
+        assert (caught.value.limit, caught.value.code) == (24, "context_length_exceeded")
 
 
 def test_seeded_requests_do_not_depend_on_company(engine, plain) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax import SamplingParams
+from specjax.checks import ParameterError
 
 
 def test_defaults_are_those_of_sglang() -> None:
@@ -149,9 +150,10 @@ def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
     ],
 )
 def test_refusals_name_the_parameter_and_its_value(name, value) -> None:
-    with pytest.raises(ValueError, match=name) as caught:
+    with pytest.raises(ParameterError, match=name) as caught:
         SamplingParams(**{name: value})
     assert repr(value) in str(caught.value)
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize("value", ["2", None, True, float("-inf"), 1e39, 100.5, -100.5])
