@@ -201,7 +201,7 @@ class DecodeScheduler(Scheduler):
             return False
         if request.output_ids or request in self._here:
             return False
-        left = request.timeout
+        left = request.arguments.timeout
         if left is not None:
             left = max(1e-3, left - request.latency)
         job = Job(
@@ -214,7 +214,7 @@ class DecodeScheduler(Scheduler):
             end_token_ids=sorted(request.end_token_ids),
             top_logprobs=request.top_logprobs,
             logprob_start_len=request.logprob_start_len,
-            return_hidden_states=request.return_hidden_states,
+            return_hidden_states=request.arguments.return_hidden_states,
             timeout=left,
         )
         row.is_awaited, row.heard_time = True, self._clock()
@@ -276,7 +276,7 @@ class DecodeScheduler(Scheduler):
         logprobs, hidden = None, None
         if request.top_logprobs is not None:
             logprobs = _logprobs(done.logprobs, 1, request.top_logprobs)
-        if request.return_hidden_states:
+        if request.arguments.return_hidden_states:
             hidden = done.hidden
             width = self._runner.networks.target_config.hidden_size
             if _kinds((hidden,)) != [((1, width), "float32")]:

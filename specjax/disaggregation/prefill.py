@@ -9,14 +9,14 @@ from uuid import uuid4
 
 import numpy as np
 
-from specjax.checks import check_integer, check_number
+from specjax.checks import check_integer
 from specjax.disaggregation.messages import Cancel, Job, Message, Piece, Prefilled, Refused, Weights
 from specjax.disaggregation.rows import RowPort
 from specjax.disaggregation.values import WireError
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
-from specjax.scheduling.request import Request, RunningRequest
+from specjax.scheduling.request import GenerateRequest, Request, RunningRequest
 from specjax.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -161,24 +161,24 @@ class Asker:
         if ids.min() < 0 or ids.max() >= size:
             raise ValueError(f"input_ids from {ids.min()} to {ids.max()} are no tokens of {size}")
         check_integer("start", job.start, 0, len(ids) - 1)
-        if job.logprob_start_len is not None:
-            check_integer("logprob_start_len", job.logprob_start_len, 0, len(ids) - 1)
-            check_integer("top_logprobs", job.top_logprobs, 0)
-        if job.timeout is not None:
-            check_number("timeout", job.timeout, above=0)
+        start = job.logprob_start_len
+        arguments = GenerateRequest(
+            rid=uuid4().hex,
+            input_ids=ids.tolist(),
+            sampling_params=SamplingParams.of(job.params),
+            return_logprob=job.top_logprobs is not None,
+            top_logprobs_num=0 if job.top_logprobs is None else job.top_logprobs,
+            logprob_start_len=-1 if start is None else start,
+            return_hidden_states=job.return_hidden_states,
+            timeout=job.timeout,
+        )
         return PrefillRequest(
-            uuid4().hex,
-            ids.tolist(),
-            SamplingParams.of(job.params),
+            arguments,
             seed=job.seed,
             max_new_tokens=1,
             end_token_ids=frozenset(job.end_token_ids),
             decoder=None,
             spec_width=0,
-            top_logprobs=job.top_logprobs,
-            logprob_start_len=job.logprob_start_len,
-            return_hidden_states=job.return_hidden_states,
-            timeout=job.timeout,
             job=job,
             reply=self.reply,
         )

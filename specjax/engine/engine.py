@@ -202,35 +202,34 @@ class Engine:
         top_logprobs_num: int | Sequence[int] = 0,
         logprob_start_len: int | Sequence[int] = -1,
         return_hidden_states: bool | Sequence[bool] = False,
-        timeout: float | None = None,
+        timeout: float | Sequence[float | None] | None = None,
         stream: bool = False,
     ) -> Any:
         """Complete one input or a list of them.
 
+        For a list of inputs, each option except ``stream`` is one value or a list of as many.
         Leaving early in any way (Ctrl-C, closing or forgetting a stream) aborts what still runs.
 
         Args:
             prompt: raw text; no chat template is applied.
-            sampling_params: one for all inputs, or a list with one for each.
+            sampling_params: how tokens are chosen and when the request ends.
             input_ids: tokens instead of text.
             messages: a conversation (or a list of them) that goes through the chat template.
-            rid: id of the request, for :meth:`abort`; a list for a list of inputs. An id may be
-                used again when its request has ended. Sample ``i`` of an input with ``n`` above 1
-                is ``"{rid}_{i}"``.
+            rid: id of the request, for :meth:`abort`. An id may be used again when its request
+                has ended. Sample ``i`` of an input with ``n`` above 1 is ``"{rid}_{i}"``.
             return_logprob: report ``(log probability, token id, None)`` of every completion token
                 in ``meta_info["output_token_logprobs"]``, from the raw logits: neither temperature
                 nor filters, penalties and bias are applied, unless the engine's ``logprobs_mode``
-                says so. A list for a list of inputs.
+                says so.
             top_logprobs_num: with ``return_logprob``, report this many best tokens at each position
-                in ``meta_info["output_top_logprobs"]`` too; a list for a list of inputs.
+                in ``meta_info["output_top_logprobs"]`` too.
             logprob_start_len: with ``return_logprob``, report the prompt's tokens from this one on
                 in ``meta_info["input_token_logprobs"]`` and ``["input_top_logprobs"]``, from the
                 raw logits; the first has none, and is ``(None, token id, None)`` and ``None``
-                there. -1 reports none. What is reported is computed anew, not cached. A list for a
-                list of inputs.
+                there. -1 reports none. What is reported is computed again, not cached.
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
                 ``meta_info["hidden_states"]``: row ``i`` is the state after the target's final norm
-                whose logits gave completion token ``i``. A list for a list of inputs.
+                whose logits gave completion token ``i``.
             timeout: seconds after which the requests end with finish reason ``abort``;
                 ``request_timeout`` of the engine by default.
             stream: yield cumulative results as they grow instead of returning the last. A slow

@@ -4,6 +4,7 @@ import math
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +13,6 @@ from specjax.checks import (
     CONTEXT_LENGTH_EXCEEDED,
     ParameterError,
     check_integer,
-    check_number,
     is_integer,
     refused,
 )
@@ -20,7 +20,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import EnginePlan
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.call import Call
-from specjax.scheduling.request import Request
+from specjax.scheduling.request import GenerateRequest, Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -151,13 +151,12 @@ class RequestFactory:
         input_ids: Any = None,
         messages: Any = None,
         rid: Any = None,
-        return_logprob: Any = False,
-        top_logprobs_num: Any = 0,
-        logprob_start_len: Any = -1,
-        return_hidden_states: Any = False,
-        timeout: float | None = None,
+        **options: Any,
     ) -> Call:
-        """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later."""
+        """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later.
+
+        ``options`` are those of :class:`GenerateRequest`, each one value or a list.
+        """
         length = self._plan.context_length
         prompts, is_batch = tokenize_inputs(
             self._tokenizer, prompt, input_ids, messages, context_length=length
@@ -165,8 +164,6 @@ class RequestFactory:
         for ids in prompts:
             check_prompt(ids, self._plan.target.config.vocab_size, length)
         count = len(prompts)
-        if timeout is not None:
-            check_number("timeout", timeout, above=0)
         given = _for_each_input("sampling_params", sampling_params, count)
         made = {id(one): SamplingParams.of(one) for one in given}
         params = [made[id(one)] for one in given]
@@ -176,38 +173,29 @@ class RequestFactory:
             raise ParameterError(message, param="n")
         n = check_integer("n", numbers[0], 1, MAX_SAMPLES) if numbers else 1
         self._scheduler.check_queue(n * count)
-        tops = _top_logprobs(return_logprob, top_logprobs_num, count)
-        firsts = _for_each_input("logprob_start_len", logprob_start_len, count)
-        states = _bools("return_hidden_states", return_hidden_states, count)
-        for first, ids, top in zip(firsts, prompts, tops, strict=True):
-            check_integer("logprob_start_len", first, -1, len(ids) - 1)
-            if first >= 0 and top is None:
-                raise refused("logprob_start_len", first, "needs return_logprob=True")
         rids = _rids(rid, count, is_batch)
+        lists = {name: _for_each_input(name, value, count) for name, value in options.items()}
+        arguments = [
+            GenerateRequest(
+                rid=rids[i],
+                input_ids=prompts[i],
+                sampling_params=params[i],
+                **{name: values[i] for name, values in lists.items()},
+            )
+            for i in range(count)
+        ]
         requests = [
-            self._request(
-                name if n == 1 else f"{name}_{sample}", ids, one, sample, top, first, state, timeout
-            )
-            for name, ids, one, top, first, state in zip(
-                rids, prompts, params, tops, firsts, states, strict=True
-            )
+            self._request(one if n == 1 else replace(one, rid=f"{one.rid}_{sample}"), sample)
+            for one in arguments
             for sample in range(n)
         ]
         groups = [name for name in rids for _ in range(n)]
         return Call(requests, groups=groups, is_batch=is_batch or n > 1, is_stream=stream)
 
-    def _request(
-        self,
-        rid: str,
-        ids: list[int],
-        params: SamplingParams,
-        sample: int,
-        top_logprobs: int | None,
-        logprob_start_len: int,
-        return_hidden_states: bool,
-        timeout: float | None,
-    ) -> Request:
-        config = self._plan.target.config
+    def _request(self, arguments: GenerateRequest, sample: int) -> Request:
+        config, params = self._plan.target.config, arguments.sampling_params
+        if arguments.timeout is None:
+            arguments = replace(arguments, timeout=self._args.request_timeout)
         if params.stop_strings:
             _need_tokenizer(self._tokenizer, "stop")
         ends = set(params.stop_token_ids or ())
@@ -219,26 +207,22 @@ class RequestFactory:
                 seed = int(self._rng.integers(2**63))
         else:
             seed = sample_seed(params.sampling_seed, sample)
-        room = min(self._plan.context_length, self._scheduler.max_tokens) - len(ids)
+        max_tokens = min(self._plan.context_length, self._scheduler.max_tokens)
         decoder = None
         if self._tokenizer is not None:
             skips = params.skip_special_tokens
             decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips)
         request = Request(
-            rid,
-            ids,
-            params,
+            arguments,
             seed=seed,
             # the prompt has to fit, the completion is cut
-            max_new_tokens=min(params.max_new_tokens, max(1, room)),
+            max_new_tokens=min(
+                params.max_new_tokens, max(1, max_tokens - len(arguments.input_ids))
+            ),
             end_token_ids=frozenset(ends),
             decoder=decoder,
             spec_width=self._plan.config.reach.accept_width - 1,
             spec_simulated=self._plan.config.simulate_accept_length,
-            top_logprobs=top_logprobs,
-            logprob_start_len=None if logprob_start_len < 0 else logprob_start_len,
-            return_hidden_states=return_hidden_states,
-            timeout=self._args.request_timeout if timeout is None else timeout,
         )
         self._scheduler.check(request)
         return request
@@ -254,25 +238,6 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     if len(set(rids)) != count:
         raise refused("rid", rid, "names an id twice")
     return rids
-
-
-def _top_logprobs(return_logprob: Any, top_logprobs_num: Any, count: int) -> list[int | None]:
-    """For each input how many of the best tokens to report; ``None``: no log probabilities."""
-    wanted = _bools("return_logprob", return_logprob, count)
-    numbers = _for_each_input("top_logprobs_num", top_logprobs_num, count)
-    for is_wanted, number in zip(wanted, numbers, strict=True):
-        check_integer("top_logprobs_num", number, at_least=0)
-        if number and not is_wanted:
-            raise refused("top_logprobs_num", number, "needs return_logprob=True")
-    return [n if is_wanted else None for is_wanted, n in zip(wanted, numbers, strict=True)]
-
-
-def _bools(name: str, value: Any, count: int) -> list[bool]:
-    values = _for_each_input(name, value, count)
-    for one in values:
-        if not isinstance(one, bool):
-            raise refused(name, one, "must be a bool")
-    return values
 
 
 def _for_each_input(name: str, value: Any, count: int) -> list[Any]:

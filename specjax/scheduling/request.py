@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.checks import check_integer, check_number, refused
 from specjax.kv.budget import PageHolding
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
@@ -94,6 +95,36 @@ class SpecCounts:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One input of :meth:`Engine.generate` with its options, under the same names.
+
+    It travels whole: an option of requests is declared and checked here, and read where it acts.
+    ValueError names a value that cannot be served.
+    """
+
+    rid: str
+    input_ids: list[int]  # checked by the engine, which knows vocabulary and context
+    sampling_params: SamplingParams
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    return_hidden_states: bool = False
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("return_logprob", "return_hidden_states"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise refused(name, value, "must be a bool")
+        check_integer("top_logprobs_num", self.top_logprobs_num, 0)
+        check_integer("logprob_start_len", self.logprob_start_len, -1, len(self.input_ids) - 1)
+        for name, default in (("top_logprobs_num", 0), ("logprob_start_len", -1)):
+            if (value := getattr(self, name)) != default and not self.return_logprob:
+                raise refused(name, value, "needs return_logprob=True")
+        if self.timeout is not None:
+            check_number("timeout", self.timeout, above=0)
+
+
 # of the first prompt token that is reported the value is ``None``
 TokenLogprob = tuple[float | None, int, None]
 
@@ -102,9 +133,7 @@ TokenLogprob = tuple[float | None, int, None]
 class Request:
     """A request from the caller to its end."""
 
-    rid: str  # unique in the engine
-    input_ids: list[int]
-    params: SamplingParams
+    arguments: GenerateRequest
     _: KW_ONLY
     seed: int  # keys its noise
     max_new_tokens: int  # completion tokens at most, context limit included
@@ -112,11 +141,6 @@ class Request:
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # accepted drafts of a round, at most; 0 for plain decoding
     spec_simulated: InitVar[float | None] = None  # accepted tokens a round, right or wrong
-    top_logprobs: int | None = None  # best tokens to report, beside the chosen; ``None``: nothing
-    # first prompt token whose log-probability is reported; ``None``: of none
-    logprob_start_len: int | None = None
-    return_hidden_states: bool = False  # report what the logits of completion tokens come from
-    timeout: float | None = None  # seconds after which it ends with finish reason ``abort``
     clock: Callable[[], float] = time.perf_counter  # the scheduler's
 
     output_ids: list[int] = field(default_factory=list, init=False)
@@ -143,6 +167,30 @@ class Request:
         keeps_stop = self.params.no_stop_trim
         self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()
+
+    @property
+    def rid(self) -> str:
+        """Its id, unique in the engine."""
+        return self.arguments.rid
+
+    @property
+    def input_ids(self) -> list[int]:
+        return self.arguments.input_ids
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.arguments.sampling_params
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """Best tokens to report with each token's log-probability; ``None``: report none."""
+        return self.arguments.top_logprobs_num if self.arguments.return_logprob else None
+
+    @property
+    def logprob_start_len(self) -> int | None:
+        """First prompt token whose log-probability is reported; ``None``: report none."""
+        start = self.arguments.logprob_start_len
+        return None if start < 0 else start
 
     @property
     def is_finished(self) -> bool:
@@ -285,7 +333,7 @@ class Request:
     def _append_beside(
         self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None
     ) -> None:
-        if states is not None and self.return_hidden_states:
+        if states is not None and self.arguments.return_hidden_states:
             self.output_hidden_states.append(states[: len(kept)])
         if logprobs is None or self.top_logprobs is None:
             return
@@ -324,7 +372,7 @@ class Request:
             meta["input_token_logprobs"] = [first, *self.input_token_logprobs]
             if self.top_logprobs:
                 meta["input_top_logprobs"] = [None, *self.input_top_logprobs]
-        if self.return_hidden_states:
+        if self.arguments.return_hidden_states:
             meta["hidden_states"] = np.concatenate(self.output_hidden_states or [np.empty((0, 0))])
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
@@ -407,9 +455,10 @@ class Deadlines:
 
     def watch(self, request: Request) -> None:
         """Expect the request to end within its timeout, if it has one."""
-        if request.timeout is None:
+        timeout = request.arguments.timeout
+        if timeout is None:
             return
-        deadline = request.created_time + request.timeout
+        deadline = request.created_time + timeout
         heapq.heappush(self._queue, (deadline, next(self._serial), request))
         if len(self._queue) > self._limit:
             # ended requests are not kept until their deadline: at twice the number of the others

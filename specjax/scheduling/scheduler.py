@@ -186,7 +186,7 @@ class Scheduler:
     def step(self) -> None:
         """Admit what fits, dispatch prefill chunks and a round, and read results that are due."""
         for request in self._deadlines.expired(self._clock()):
-            self.abort(request, f"the timeout of {request.timeout} s has passed")
+            self.abort(request, f"the timeout of {request.arguments.timeout} s has passed")
         has_unread = bool(self._in_flight)
         self._blocked_steps = max(0, self._blocked_steps - 1)
         num_starting = self._num_starting()
@@ -335,7 +335,7 @@ class Scheduler:
                 end_token_ids=request.end_token_ids,
                 prompt_len=len(request.input_ids),
                 top_logprobs=request.top_logprobs,
-                hidden_states=request.return_hidden_states,
+                hidden_states=request.arguments.return_hidden_states,
                 cached_ids=row.prefill_ids[: row.kv_len],
             )
         except Exception as error:

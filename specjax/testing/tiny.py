@@ -1,6 +1,8 @@
 """Tiny random models and runners that tests share."""
 
 import dataclasses
+import time
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.request import Request
+from specjax.scheduling.request import GenerateRequest, Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.types import DraftShape
@@ -154,19 +156,27 @@ def make_request(
     width: int = 0,
     rid: str = "r",
     decoder: Any = None,
+    ends: Iterable[int] | None = None,
+    top_logprobs: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Request:
-    """A request, without a tokenizer if none is given; token 5 ends it unless ``ignore_eos``."""
+    """A request, without a tokenizer if none is given.
+
+    Token 5 ends it, or ``ends``, unless ``ignore_eos`` is set.
+    """
+    if top_logprobs is not None:
+        options |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
+    if ends is None:
+        ends = () if params.ignore_eos else (5,)
     return Request(
-        rid,
-        input_ids,
-        params,
+        GenerateRequest(rid=rid, input_ids=input_ids, sampling_params=params, **options),
         seed=seed,
         max_new_tokens=params.max_new_tokens,
-        end_token_ids=frozenset(() if params.ignore_eos else (5,)),
+        end_token_ids=frozenset(ends),
         decoder=decoder,
         spec_width=width,
-        **options,
+        clock=clock,
     )
 
 

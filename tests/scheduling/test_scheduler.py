@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
-from specjax.scheduling.request import Request
 from specjax.testing import (
     dense_greedy,
     make_request,
@@ -208,16 +207,7 @@ def test_an_end_token_inside_an_accepted_run_cuts_its_tail(num_steps, rounds, ru
     ended_on_a_draft = 0
     for token in dict.fromkeys(whole):
         serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
-        request = Request(
-            "r",
-            prompt,
-            GREEDY,
-            seed=0,
-            max_new_tokens=24,
-            end_token_ids=frozenset([token]),
-            decoder=None,
-            spec_width=num_steps,
-        )
+        request = make_request(prompt, GREEDY, ends=[token], width=num_steps)
         serving.scheduler.add(request)
         serving.finish()
         assert request.output_ids == whole[: whole.index(token) + 1]
@@ -231,16 +221,8 @@ def test_end_tokens_outside_the_vocabulary_are_ignored() -> None:
     """They come from checkpoints; neither their size nor their number hides the real one."""
     whole = plain_output(tuple(PROMPTS[1]), GREEDY, 0)
     serving = Serving()
-    request = Request(
-        "r",
-        PROMPTS[1],
-        GREEDY,
-        seed=0,
-        max_new_tokens=24,
-        end_token_ids=frozenset([*range(-9, 0), 2**40, whole[3]]),
-        decoder=None,
-        spec_width=STEPS,
-    )
+    ends = [*range(-9, 0), 2**40, whole[3]]
+    request = make_request(PROMPTS[1], GREEDY, ends=ends, width=STEPS)
     serving.scheduler.add(request)
     serving.step()
     assert whole[3] in serving.runner.tables.sampling["end_token_ids"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from specjax.checkpoints import open_target
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
+from specjax.testing import make_request
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 from specjax.types import DraftShape
@@ -20,16 +21,8 @@ def tokenizer() -> Tokenizer:
 
 
 def make(stop=None, *, limit: int = 10_000, ends: frozenset[int] = frozenset()) -> Request:
-    return Request(
-        "r",
-        [1],
-        SamplingParams(max_new_tokens=limit, stop=stop),
-        seed=0,
-        max_new_tokens=limit,
-        end_token_ids=ends,
-        decoder=IncrementalDecoder(tokenizer()),
-        spec_width=4,
-    )
+    params = SamplingParams(max_new_tokens=limit, stop=stop)
+    return make_request([1], params, ends=ends, decoder=IncrementalDecoder(tokenizer()), width=4)
 
 
 def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
