@@ -7,9 +7,10 @@ queue. Whatever goes wrong, the prompt is computed here instead.
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -24,10 +25,10 @@ from specjax.disaggregation.messages import (
     Prefilled,
 )
 from specjax.disaggregation.rows import RowPort, check_facts
-from specjax.kv.budget import Room
+from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
+from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Request, RunningRequest
-from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import UNLIMITED
 from specjax.types import Logprobs
 
@@ -40,7 +41,6 @@ TOKENS_OF_A_START = 128  # for which a request that begins counts
 # sends KV after each chunk, every 0.2 s for that shape. One that is silent for longer has hung, or
 # computes 400,000 tokens of prompts for others first.
 MAX_SILENCE = 10.0
-MAX_SLEEP = 3600.0  # seconds without a look at the timeouts; a queue cannot wait for any number
 MAX_TEXT = 200  # characters of an id that are sent, and of a reason that is logged
 
 
@@ -55,21 +55,29 @@ class PrefillPeer(Protocol):
         """Does not block; ``ConnectionError`` where it has gone."""
 
 
-class DecodeScheduler(Scheduler):
-    """A scheduler whose prompts are computed by a peer, where there is one with equal weights.
+@dataclass
+class _Awaited:
+    row: RunningRequest
+    progress_time: float  # when it was requested, or something of it or of an earlier one came
+
+
+class RemotePrompts(PromptSource):
+    """Prompts computed by a peer, if there is one with equal weights.
 
     Requests that were retracted, and all while no peer is there, are prefilled here.
     """
 
-    def __init__(self, *inputs: Any, port: RowPort, **options: Any) -> None:
-        super().__init__(*inputs, **options)
-        self._port = port
+    def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._port = RowPort(runner)
+        self._target = runner.networks.target_config
+        self._clock = clock
         self._peer: PrefillPeer | None = None
         self._arrived: deque[tuple[Arrival, Callable[[], None] | None]] = deque()
         self._ids = itertools.count()
-        self._awaited: dict[int, RunningRequest] = {}
-        self._here: WeakSet[Request] = WeakSet()  # not to be asked for again
-        self.weights = port.weights()
+        self._awaited: dict[int, _Awaited] = {}  # by job, in the order of requesting
+        self._given_up: list[RunningRequest] = []  # since the last step
+        self._local_only: WeakSet[Request] = WeakSet()  # not to be requested again
+        self.weights = self._port.weights()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -83,7 +91,6 @@ class DecodeScheduler(Scheduler):
 
     @property
     def peer_connected(self) -> bool:
-        """Whether there is somebody to ask. In any thread."""
         return self._peer is not None
 
     def expect(self, facts: dict[str, Any]) -> None:
@@ -119,9 +126,8 @@ class DecodeScheduler(Scheduler):
         """Compute here what this peer has been asked for."""
         if peer is self._peer:
             self._peer = None
-            for row in reversed(self._running):
-                if row.is_awaited:
-                    self._compute_here(row)
+            for job in reversed(list(self._awaited)):
+                self._give_up(job)
 
     def weights_replaced(self) -> None:
         self.weights = self._port.weights()
@@ -133,73 +139,26 @@ class DecodeScheduler(Scheduler):
         self._arrived.append((message, taken))
         if message.id in self._awaited:
             # the peer works in the order of asking: this is progress of all later requests too
-            for job, row in self._awaited.items():
+            for job, awaited in self._awaited.items():
                 if job >= message.id:
-                    row.heard_time = self._clock()
+                    awaited.progress_time = self._clock()
 
-    def step(self) -> None:
-        """Take what has arrived, give up what has made no progress, and go on as ever."""
-        self._take_arrived()
-        for row in reversed(self._running):
-            if row.is_awaited and self._clock() >= row.heard_time + MAX_SILENCE:
-                logger.warning("request %r is prefilled here: no answer", row.request.rid)
-                self._compute_here(row)
-        super().step()
-
-    def _take_arrived(self) -> None:
-        """Take what has arrived, not more than rounds hardly notice."""
-        room = TOKENS_A_STEP if len(self._awaited) < len(self._running) else UNLIMITED
-        while self._arrived and room > 0:
-            message, taken = self._arrived.popleft()
-            row = self._awaited.get(message.id)
-            if row is not None:  # it still waits
-                room -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
-                self._take(row, message)
-            if taken is not None:
-                taken()
-
-    def _take(self, row: RunningRequest, message: Arrival) -> None:
-        try:
-            if isinstance(message, Piece):
-                self._take_piece(row, message)
-            elif isinstance(message, Prefilled):
-                self._begin(row, message)
-            else:
-                raise ValueError(message.reason[:MAX_TEXT])
-        except ValueError as error:
-            logger.warning("request %r is prefilled here: %s", row.request.rid, error)
-            self._compute_here(row)
-
-    # scheduling
+    # the scheduler
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step is of use: nothing is done for requests that wait for the peer alone."""
-        is_decoding = len(self._awaited) < len(self._running)
-        if is_decoding or self._arrived or self.idle_seconds == 0:
-            return True
-        return bool(self._waiting and self._free_slots) and not self._blocked_steps
+    def has_results(self) -> bool:
+        return bool(self._arrived or self._given_up)
 
     @property
-    def idle_seconds(self) -> float | None:
-        """Seconds to the next timeout, or until a request has waited too long for the peer."""
-        moments = [row.heard_time + MAX_SILENCE for row in self._awaited.values()]
-        if (moment := self._deadlines.next) is not None:
-            moments.append(moment)
-        return min(MAX_SLEEP, max(0.0, min(moments) - self._clock())) if moments else None
+    def deadline(self) -> float | None:
+        times = [awaited.progress_time for awaited in self._awaited.values()]
+        return min(times) + MAX_SILENCE if times else None
 
-    def _row_to_prefill(self, room: Room) -> RunningRequest | None:
-        while (row := super()._row_to_prefill(room)) is not None:
-            if row.kv_len > row.num_cached or not self._ask(row):
-                return row
-        return None
-
-    def _ask(self, row: RunningRequest) -> bool:
-        """Ask the peer for a row; false where that has to be computed here."""
+    def request(self, row: RunningRequest) -> bool:
         request, peer = row.request, self._peer
         if peer is None or peer.weights != self.weights:
             return False
-        if request.output_ids or request in self._here:
+        if request.output_ids or request in self._local_only:
             return False
         left = request.arguments.timeout
         if left is not None:
@@ -217,16 +176,73 @@ class DecodeScheduler(Scheduler):
             return_hidden_states=request.arguments.return_hidden_states,
             timeout=left,
         )
-        row.is_awaited, row.heard_time = True, self._clock()
-        self._awaited[job.id] = row
         try:
             peer.send(job)
         except (ConnectionError, ValueError) as error:  # gone, or not to be sent
             logger.warning("request %r is prefilled here: %s", request.rid, error)
-            row.is_awaited = False
-            del self._awaited[job.id]
             return False
+        self._awaited[job.id] = _Awaited(row, self._clock())
         return True
+
+    def receive(self, *, is_idle: bool) -> list[tuple[RunningRequest, FirstToken | None]]:
+        """Store what has arrived, between rounds no more than delays them little.
+
+        Requests without progress for ``MAX_SILENCE`` seconds are given up.
+        """
+        done: list[tuple[RunningRequest, FirstToken | None]] = []
+        left = UNLIMITED if is_idle else TOKENS_A_STEP
+        while self._arrived and left > 0:
+            message, taken = self._arrived.popleft()
+            if (awaited := self._awaited.get(message.id)) is not None:
+                left -= message.count if isinstance(message, Piece) else TOKENS_OF_A_START
+                if (first := self._take(awaited.row, message)) is not None:
+                    done.append((awaited.row, first))
+            if taken is not None:
+                taken()
+        now = self._clock()
+        for job, awaited in reversed(list(self._awaited.items())):
+            if now >= awaited.progress_time + MAX_SILENCE:
+                logger.warning("request %r is prefilled here: no answer", awaited.row.request.rid)
+                self._give_up(job)
+        rows, self._given_up = self._given_up, []
+        return done + [(row, None) for row in rows if not row.is_released]
+
+    def release(self, row: RunningRequest) -> None:
+        for job, awaited in self._awaited.items():
+            if awaited.row is row:
+                self._cancel(job)
+                break
+
+    def _give_up(self, job: int) -> None:
+        """Have a request computed here, now and later, and tell the peer."""
+        row = self._awaited[job].row
+        self._given_up.append(row)
+        self._local_only.add(row.request)
+        self._cancel(job)
+
+    def _cancel(self, job: int) -> None:
+        del self._awaited[job]
+        if self._peer is not None:
+            try:
+                self._peer.send(Cancel(id=job))
+            except ConnectionError as error:
+                logger.info("job %d is not cancelled: %s", job, error)
+
+    def _take(self, row: RunningRequest, message: Arrival) -> FirstToken | None:
+        """Store what a message brings; returns the first token if the prompt is done with it."""
+        try:
+            if isinstance(message, Piece):
+                self._take_piece(row, message)
+                return None
+            if isinstance(message, Prefilled):
+                first = self._begin(row, message)
+                del self._awaited[message.id]
+                return first
+            raise ValueError(message.reason[:MAX_TEXT])
+        except ValueError as error:
+            logger.warning("request %r is prefilled here: %s", row.request.rid, error)
+            self._give_up(message.id)
+            return None
 
     def _take_piece(self, row: RunningRequest, piece: Piece) -> None:
         end = piece.start + piece.count
@@ -238,15 +254,15 @@ class DecodeScheduler(Scheduler):
         self._port.put(row.pages, piece.start, piece.count, piece.kv)
         row.kv_len = end
 
-    def _begin(self, row: RunningRequest, done: Prefilled) -> None:
-        """Go on as if the last chunk of the prompt had been computed and read here."""
+    def _begin(self, row: RunningRequest, done: Prefilled) -> FirstToken:
+        """Make the slot ready for its first round; ValueError if something does not fit."""
         request, text = row.request, row.prefill_ids
         if done.weights != self.weights:
             raise ValueError(f"weights {done.weights} instead of {self.weights}")
         if row.kv_len != len(text):
             raise ValueError(f"KV of {row.kv_len} tokens came instead of {len(text)}")
-        if not 0 <= done.token < self.vocab_size:
-            raise ValueError(f"token {done.token} is none of {self.vocab_size}")
+        if not 0 <= done.token < self._target.vocab_size:
+            raise ValueError(f"token {done.token} is none of {self._target.vocab_size}")
         if done.cached_tokens > len(text):
             raise ValueError(f"{done.cached_tokens} of {len(text)} tokens were cached")
         self._port.check_rows(done.rows)
@@ -255,21 +271,10 @@ class DecodeScheduler(Scheduler):
             count = len(text) - 1 - start
             of_prompt = _logprobs(done.prompt_logprobs, count, request.top_logprobs)
             request.take_prompt_logprobs(start, of_prompt)
-        self._forget(row)
-        self._budget.share(row, is_dispatched=True)
-        if done.cached_tokens > request.cached_tokens:
-            self._metrics.cached_tokens += done.cached_tokens - request.cached_tokens
-            request.cached_tokens = done.cached_tokens
-        try:
-            self._in_flight.take_first(row, done.token, (logprobs, hidden), self._clock())
-        except Exception as error:
-            self.fail(request, error)
-            return
-        if request.is_finished:
-            self._report_end(request)
-            self._release(row)
-        else:
-            self._port.begin(row.slot, request.known_ids, request.num_left, done.rows)
+        if request.max_new_tokens > 1:  # otherwise there is no round
+            left = request.num_left - 1
+            self._port.begin(row.slot, [*text, done.token], left, done.rows)
+        return FirstToken(done.token, logprobs, hidden, done.cached_tokens)
 
     def _reports(self, request: Request, done: Prefilled) -> tuple[Logprobs | None, Any]:
         """What is reported beside the first token, as it was asked for; ValueError if not."""
@@ -277,34 +282,10 @@ class DecodeScheduler(Scheduler):
         if request.top_logprobs is not None:
             logprobs = _logprobs(done.logprobs, 1, request.top_logprobs)
         if request.arguments.return_hidden_states:
-            hidden = done.hidden
-            width = self._runner.networks.target_config.hidden_size
+            hidden, width = done.hidden, self._target.hidden_size
             if _kinds((hidden,)) != [((1, width), "float32")]:
                 raise ValueError(f"hidden states came as {_kinds((hidden,))}")
         return logprobs, hidden
-
-    def _compute_here(self, row: RunningRequest) -> None:
-        self._here.add(row.request)
-        self._requeue(row, is_cached=False)
-
-    def _forget(self, row: RunningRequest) -> int:
-        """Wait for a row no longer; returns its job."""
-        job = next(job for job, other in self._awaited.items() if other is row)
-        del self._awaited[job]
-        row.is_awaited = False
-        return job
-
-    def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
-        if row.is_awaited:
-            # what has come of its KV is not kept: the rest may be of other weights
-            is_cached = False
-            job = self._forget(row)
-            if self._peer is not None:
-                try:
-                    self._peer.send(Cancel(id=job))
-                except ConnectionError as error:
-                    logger.info("job %d is not cancelled: %s", job, error)
-        super()._release(row, is_cached=is_cached)
 
 
 def _json(params: SamplingParams) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 import logging
 from functools import partial
 
-from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.decode import RemotePrompts
 from specjax.disaggregation.messages import Arrival, Message
 from specjax.disaggregation.placing import Placing
-from specjax.disaggregation.prefill import Asker, PrefillScheduler
+from specjax.disaggregation.prefill import Asker, PrefillJobs
 from specjax.scheduling.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
@@ -17,15 +17,15 @@ class LocalPeer:
 
     def __init__(
         self,
-        prefill: tuple[EngineLoop, PrefillScheduler],
-        decode: tuple[EngineLoop, DecodeScheduler],
+        prefill: tuple[EngineLoop, PrefillJobs],
+        decode: tuple[EngineLoop, RemotePrompts],
     ) -> None:
         """Join both sides; ValueError where they do not fit."""
-        self._loop, self._scheduler = decode
-        self._scheduler.expect(prefill[1].facts)
+        self._loop, self._prompts = decode
+        self._prompts.expect(prefill[1].facts)
         self._placing = Placing(decode, self._failed)
         self._asker = Asker(*prefill, self._deliver)
-        self._loop.run(partial(self._scheduler.join, self))
+        self._loop.run(partial(self._prompts.join, self))
 
     @property
     def weights(self) -> str:
@@ -36,7 +36,7 @@ class LocalPeer:
 
     def close(self) -> None:
         """Part the sides: what is asked for is computed by the decode side."""
-        self._loop.post(partial(self._scheduler.leave, self))
+        self._loop.post(partial(self._prompts.leave, self))
         self._asker.lost()
         self._placing.close()
 

@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 
 import jax
 
-from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.decode import RemotePrompts
 from specjax.disaggregation.messages import Arrival, Piece
 from specjax.disaggregation.rows import MOST_TOKENS
 from specjax.scheduling.loop import EngineLoop, start_device_thread
@@ -25,9 +25,9 @@ class Placing:
     """
 
     def __init__(
-        self, side: tuple[EngineLoop, DecodeScheduler], failed: Callable[[Exception], None]
+        self, side: tuple[EngineLoop, RemotePrompts], failed: Callable[[Exception], None]
     ) -> None:
-        self._loop, self._scheduler = side
+        self._loop, self._prompts = side
         self._failed = failed
         self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
         self._vacant: SimpleQueue[None] = SimpleQueue()  # an entry for each further piece
@@ -66,6 +66,6 @@ class Placing:
             taken = partial(self._vacant.put, None)
         if self._is_closed:
             return
-        placed = self._scheduler.placed(message)
+        placed = self._prompts.placed(message)
         jax.block_until_ready(vars(placed))
-        self._loop.post(partial(self._scheduler.take, placed, taken))
+        self._loop.post(partial(self._prompts.take, placed, taken))

@@ -13,11 +13,12 @@ from specjax.checks import check_integer
 from specjax.disaggregation.messages import Cancel, Job, Message, Piece, Prefilled, Refused, Weights
 from specjax.disaggregation.rows import RowPort
 from specjax.disaggregation.values import WireError
+from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.call import Call
 from specjax.scheduling.loop import EngineLoop
+from specjax.scheduling.prompt_source import PromptSource
 from specjax.scheduling.request import GenerateRequest, Request, RunningRequest
-from specjax.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +35,21 @@ class PrefillRequest(Request):
     weights: str = field(default="", init=False)  # those that computed all of it
 
 
-class PrefillScheduler(Scheduler):
-    """Runs jobs: what a step has computed of them is sent at its end.
+class PrefillJobs(PromptSource):
+    """Jobs of decode sides: computed here, and their KV is sent after each chunk.
 
     KV of the last ``lookahead`` tokens of a chunk may still change with the next one; it is sent
     with that.
     """
 
-    def __init__(self, *inputs: Any, port: RowPort, **options: Any) -> None:
-        super().__init__(*inputs, **options)
-        self._port = port
+    def __init__(self, runner: ModelRunner) -> None:
+        self._port = RowPort(runner)
+        self._lookahead = runner.config.algorithm.lookahead
+        self.vocab_size = runner.networks.target_config.vocab_size
         # tokens whose KV has been sent; a job that begins anew sends all again
         self._sent: dict[RunningRequest, int] = {}
         self._askers: set[Asker] = set()
-        self.weights = port.weights()
+        self.weights = self._port.weights()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -56,7 +58,6 @@ class PrefillScheduler(Scheduler):
 
     @property
     def peer_connected(self) -> bool:
-        """Whether any decode side is joined. In any thread."""
         return bool(self._askers)
 
     def hosted(self, message: Message) -> Message:
@@ -79,22 +80,15 @@ class PrefillScheduler(Scheduler):
         for asker in self._askers:
             asker.reply(Weights(weights=self.weights))
 
-    def _prefill(self, is_first: bool) -> bool:
-        has_dispatched = super()._prefill(is_first)
-        for row in self._running:
-            self._send(row)
-        return has_dispatched
+    def dispatched(self, rows: Sequence[RunningRequest]) -> None:
+        for row in rows:
+            if isinstance(row.request, PrefillRequest):  # otherwise nobody has asked for its KV
+                self._send(row, row.request)
 
-    def _send(self, row: RunningRequest) -> None:
-        request = row.request
-        if not isinstance(request, PrefillRequest):
-            return  # nobody has asked for its KV
+    def _send(self, row: RunningRequest, request: PrefillRequest) -> None:
         job, total = request.job, len(row.prefill_ids)
         sent = self._sent.setdefault(row, job.start)
-        if sent >= total:
-            return
-        lookahead = self._runner.config.algorithm.lookahead
-        end = total if row.is_prefilled else row.kv_len - lookahead
+        end = total if row.is_prefilled else row.kv_len - self._lookahead
         for start, count, kv in self._port.take(row.pages, sent, end):
             request.reply(Piece(id=job.id, start=start, count=count, kv=kv))
         self._sent[row] = max(sent, end)
@@ -102,25 +96,24 @@ class PrefillScheduler(Scheduler):
             request.rows = self._port.take_first(row.slot)
             request.weights = self.weights
 
-    def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
+    def release(self, row: RunningRequest) -> None:
         self._sent.pop(row, None)
-        super()._release(row, is_cached=is_cached)
 
 
 class Asker:
     """One decode side, as the prefill side sees it; for any thread."""
 
-    def __init__(self, loop: EngineLoop, scheduler: PrefillScheduler, reply: Reply) -> None:
+    def __init__(self, loop: EngineLoop, jobs: PrefillJobs, reply: Reply) -> None:
         self._loop = loop
-        self._scheduler = scheduler
+        self._jobs = jobs
         self._calls: dict[int, Call] = {}
         self.reply = reply
-        loop.post(partial(scheduler.join, self))
+        loop.post(partial(jobs.join, self))
 
     @property
     def weights(self) -> str:
         """Fingerprint of the weights that jobs are computed with."""
-        return self._scheduler.weights
+        return self._jobs.weights
 
     def take(self, message: Message) -> None:
         """Begin a job, or end it."""
@@ -135,7 +128,7 @@ class Asker:
 
     def lost(self) -> None:
         """End all jobs: nobody waits for them."""
-        self._loop.post(partial(self._scheduler.leave, self))
+        self._loop.post(partial(self._jobs.leave, self))
         for call in list(self._calls.values()):
             self._loop.abort(call)
 
@@ -144,7 +137,7 @@ class Asker:
             raise WireError(f"job {job.id} came again while it was being done")
         try:
             request = self._request(job)
-            self._scheduler.check(request)
+            self._loop.check(request)
         except ValueError as error:
             self.reply(Refused(id=job.id, reason=str(error)))
             return
@@ -155,7 +148,7 @@ class Asker:
 
     def _request(self, job: Job) -> PrefillRequest:
         ids = np.asarray(job.input_ids)
-        size = self._scheduler.vocab_size
+        size = self._jobs.vocab_size
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
             raise ValueError(f"input_ids {ids.dtype}{list(ids.shape)} are no list of tokens")
         if ids.min() < 0 or ids.max() >= size:

@@ -8,11 +8,11 @@ from functools import partial
 from threading import Lock
 
 from specjax.disaggregation.channel import Channel
-from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.decode import RemotePrompts
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Arrival, Hello, Message, Weights
 from specjax.disaggregation.placing import Placing
-from specjax.disaggregation.prefill import Asker, PrefillScheduler
+from specjax.disaggregation.prefill import Asker, PrefillJobs
 from specjax.disaggregation.reconnect import Reconnecting
 from specjax.disaggregation.rows import check_facts
 from specjax.disaggregation.values import WireError
@@ -39,9 +39,7 @@ class PrefillServer:
         address: where it listens.
     """
 
-    def __init__(
-        self, address: str, secret: str, side: tuple[EngineLoop, PrefillScheduler]
-    ) -> None:
+    def __init__(self, address: str, secret: str, side: tuple[EngineLoop, PrefillJobs]) -> None:
         self._side = side
         self._channels: set[Channel] = set()
         self._lock = Lock()
@@ -83,7 +81,7 @@ class RemotePeer:
         address: where it is.
     """
 
-    def __init__(self, address: str, secret: str, side: tuple[EngineLoop, DecodeScheduler]) -> None:
+    def __init__(self, address: str, secret: str, side: tuple[EngineLoop, RemotePrompts]) -> None:
         self._side = side
         self.address = address
         self._is_closed = False
@@ -120,12 +118,12 @@ class RemotePeer:
 class _Link:
     """A prefill side for as long as one channel to it is open."""
 
-    def __init__(self, channel: Channel, side: tuple[EngineLoop, DecodeScheduler]) -> None:
+    def __init__(self, channel: Channel, side: tuple[EngineLoop, RemotePrompts]) -> None:
         self._channel = channel
-        self._loop, self._scheduler = side
+        self._loop, self._prompts = side
         self._placing = Placing(side, self._failed)
         self.weights: str = channel.hello.facts["weights"]
-        self._loop.post(partial(self._scheduler.join, self))
+        self._loop.post(partial(self._prompts.join, self))
 
     def send(self, message: Message) -> None:
         self._channel.send(message)
@@ -133,7 +131,7 @@ class _Link:
     def deliver(self, message: Message) -> None:
         if isinstance(message, Weights):
             self.weights = message.weights
-            self._loop.post(partial(self._scheduler.compare_weights, self))
+            self._loop.post(partial(self._prompts.compare_weights, self))
         elif isinstance(message, Arrival):
             self._placing.put(message)
         else:
@@ -141,21 +139,21 @@ class _Link:
 
     def lost(self) -> None:
         self._placing.close()
-        self._loop.post(partial(self._scheduler.leave, self))
+        self._loop.post(partial(self._prompts.leave, self))
 
     def _failed(self, error: Exception) -> None:
         logger.warning("hanging up on the prefill side", exc_info=error)
         self._channel.close()
 
 
-def _hello(scheduler: PrefillScheduler | DecodeScheduler) -> Hello:
-    return Hello(facts=scheduler.facts | {"weights": scheduler.weights})
+def _hello(prompts: PrefillJobs | RemotePrompts) -> Hello:
+    return Hello(facts=prompts.facts | {"weights": prompts.weights})
 
 
-def _send(channel: Channel, scheduler: PrefillScheduler, message: Message) -> None:
+def _send(channel: Channel, jobs: PrefillJobs, message: Message) -> None:
     """Queue a message, once there is room for it, unless the channel has ended."""
     try:
-        message = scheduler.hosted(message)
+        message = jobs.hosted(message)
     except Exception as error:  # no pinned memory: it is copied to other memory, slowly
         logger.warning("the host has no pinned memory for what is sent: %s", error)
     queued, since = channel.num_queued_bytes, time.monotonic()

@@ -12,10 +12,10 @@ from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.assemble import Checkpoint
 from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.config import ModelConfig
-from specjax.disaggregation.decode import DecodeScheduler
+from specjax.disaggregation.decode import RemotePrompts
 from specjax.disaggregation.local import LocalPeer
 from specjax.disaggregation.placing import TRANSIT_TOKENS
-from specjax.disaggregation.prefill import PrefillScheduler
+from specjax.disaggregation.prefill import PrefillJobs
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import RowPort
 from specjax.engine.args import EngineArgs
@@ -131,11 +131,10 @@ def make_scheduler(
     args: EngineArgs, runner: ModelRunner, *inputs: Any, **options: Any
 ) -> Scheduler:
     """The scheduler of a compiled and loaded runner."""
-    if args.disaggregation_mode is None:
-        return Scheduler(runner, *inputs, **options)
-    gives = args.disaggregation_mode == "prefill"
-    kind = PrefillScheduler if gives else DecodeScheduler
-    return kind(runner, *inputs, port=RowPort(runner), **options)
+    source = None
+    if args.disaggregation_mode is not None:
+        source = (PrefillJobs if args.disaggregation_mode == "prefill" else RemotePrompts)(runner)
+    return Scheduler(runner, *inputs, prompt_source=source, **options)
 
 
 def open_peer(args: EngineArgs, side: tuple[EngineLoop, Any]) -> Peer | None:

@@ -141,7 +141,7 @@ class Engine:
     @property
     def _side(self) -> tuple[EngineLoop, Any]:
         """What another engine is joined to."""
-        return self._loop, self._scheduler
+        return self._loop, self._scheduler.prompt_source
 
     @property
     def disaggregation_address(self) -> str | None:
@@ -151,7 +151,7 @@ class Engine:
     @property
     def peer_connected(self) -> bool | None:
         """Whether the other side of a split is connected; ``None`` without one."""
-        return getattr(self._scheduler, "peer_connected", None)
+        return self._scheduler.prompt_source.peer_connected
 
     def wait_for_peer(self, timeout: float) -> bool:
         """Whether the other side is connected, for which it waits ``timeout`` seconds at most.
@@ -439,7 +439,7 @@ class Engine:
         self._scheduler.flush_cache()
         replace_weights(self.runner, new)
         self.runner.reset()
-        self._scheduler.weights_replaced()
+        self._scheduler.prompt_source.weights_replaced()
 
 
 def _stop(loop: EngineLoop, peer: Peer | None) -> None:

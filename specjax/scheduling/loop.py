@@ -203,6 +203,10 @@ class EngineLoop:
         if (refusal := self._refusal()) is not None:
             raise refusal
 
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served, with a ValueError; any thread may call it."""
+        self._scheduler.check(request)
+
     def submit(self, call: Call) -> None:
         """Queue the requests of a call; whatever happens to them, its last item is delivered."""
         self.check_process()

@@ -394,14 +394,13 @@ class RunningRequest(PageHolding):
 
     request: Request
     awaits_first: bool = False  # the token that prefill sampled is not read
-    is_awaited: bool = False  # computed elsewhere, and not here yet
-    heard_time: float = 0.0  # last progress of what is awaited
+    is_remote: bool = False  # its prompt is computed elsewhere, and not all of it has come
     is_released: bool = False  # slot and pages are given back; what is in flight is ignored
 
     @property
     def is_prefilled(self) -> bool:
         """Whether the last chunk of its text has been dispatched."""
-        return self.kv_len >= len(self.prefill_ids) and not self.is_awaited
+        return self.kv_len >= len(self.prefill_ids) and not self.is_remote
 
     def can_advance(self) -> bool:
         """Whether a further round may be of use.

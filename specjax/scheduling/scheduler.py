@@ -20,12 +20,14 @@ from specjax.metrics.totals import Totals
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
 from specjax.scheduling.in_flight import InFlight
+from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Deadlines, PromptPiece, Request, RunningRequest
 
 logger = logging.getLogger(__name__)
 
 # after so many steps in which the next request found no pages, less may be held back
 RETRY_STEPS = 32
+MAX_SLEEP = 3600.0  # seconds; a queue cannot wait for an arbitrary number
 # prompt tokens that rounds wait for: those of 64 prompts of 1,024, 1.5 s of the Llama-3.1-8B shape
 MAX_STALL = 65_536
 
@@ -63,6 +65,8 @@ class Scheduler:
         max_waiting_requests: how many may wait, beside those that a slot is free for.
         clock: seconds, for timeouts and figures; that of the requests.
         controller: chooses the drafted tokens of each round, by what it hears of earlier ones.
+        prompt_source: asked for the prompt of each newly admitted request; by default all are
+            computed here.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
         metrics: Totals | None = None,
         controller: AdaptiveController | None = None,
+        prompt_source: PromptSource | None = None,
     ) -> None:
         self._runner = runner
         self._allocator = allocator
@@ -85,6 +90,7 @@ class Scheduler:
         self._clock = clock
         self._metrics = Totals() if metrics is None else metrics
         self._controller = controller
+        self.prompt_source = PromptSource() if prompt_source is None else prompt_source
         self._waiting: deque[Request] = deque()
         self._running: list[RunningRequest] = []
         self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
@@ -97,16 +103,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        """Whether a step is of use now. Requests whose prompts are computed elsewhere need none."""
+        if any(not row.is_remote for row in self._running):
+            return True
+        if self._waiting and self._free_slots and not self._blocked_steps:
+            return True
+        return self.prompt_source.has_results or self.idle_seconds == 0
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long nothing has to be done without a command, where there is no work."""
-        return None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.networks.target_config.vocab_size
+        """Seconds until a step is of use, if there is no work and no command comes."""
+        if not self._running:
+            return None
+        deadlines = self._deadlines.next, self.prompt_source.deadline
+        moments = [moment for moment in deadlines if moment is not None]
+        return min(MAX_SLEEP, max(0.0, min(moments) - self._clock())) if moments else None
 
     @property
     def max_tokens(self) -> int:
@@ -114,9 +125,6 @@ class Scheduler:
         tail = self._runner.config.reach.overhang
         # the last token is never read back
         return (self._allocator.num_pages - 1) * self._runner.config.page_size - tail + 1
-
-    def weights_replaced(self) -> None:
-        """Told when the runner has other weights, and no KV of the old ones."""
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served; any thread may call this."""
@@ -185,6 +193,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Admit what fits, dispatch prefill chunks and a round, and read results that are due."""
+        self._receive_prompts()
         for request in self._deadlines.expired(self._clock()):
             self.abort(request, f"the timeout of {request.arguments.timeout} s has passed")
         has_unread = bool(self._in_flight)
@@ -197,7 +206,7 @@ class Scheduler:
             self._dispatch_round(rows)
         # with nothing new to compute the device would idle while the host waits to read
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
-        here = [row for row in self._running if not row.is_awaited]
+        here = [row for row in self._running if not row.is_remote]
         if here and not (has_dispatched or rows or has_unread):
             raise RuntimeError(f"request {here[0].request.rid!r} waits for lost results")
         self._report_queue()
@@ -221,13 +230,39 @@ class Scheduler:
         self._budget.flush()
         self._report_queue()
 
-    # dispatching
+    # prompts
+
+    def _receive_prompts(self) -> None:
+        """Go on with prompts that were computed elsewhere, and compute here what was given up."""
+        is_idle = all(row.is_remote for row in self._running)
+        for row, first in self.prompt_source.receive(is_idle=is_idle):
+            if first is None:
+                self._requeue(row, is_cached=False)
+            else:
+                self._take_first(row, first)
+
+    def _take_first(self, row: RunningRequest, first: FirstToken) -> None:
+        """Go on as if the last chunk of the prompt had been computed and read here."""
+        request = row.request
+        row.is_remote = False
+        self._budget.share(row, is_dispatched=True)
+        if first.cached_tokens > request.cached_tokens:
+            self._metrics.cached_tokens += first.cached_tokens - request.cached_tokens
+            request.cached_tokens = first.cached_tokens
+        beside = first.logprobs, first.hidden_states
+        try:
+            self._in_flight.take_first(row, first.token, beside, self._clock())
+        except Exception as error:
+            self.fail(request, error)
+        else:
+            if request.is_finished:
+                self._end(row)
 
     @property
     def _is_prefilling(self) -> bool:
         """Whether the prompt of the newest running request, the only one here, is not done."""
         newest = self._running[-1] if self._running else None
-        return newest is not None and not (newest.is_prefilled or newest.is_awaited)
+        return newest is not None and not (newest.is_prefilled or newest.is_remote)
 
     def _num_starting(self) -> int:
         """Requests whose prompts could be computed now, if there are pages for them."""
@@ -270,14 +305,15 @@ class Scheduler:
             row.awaits_first = row.is_prefilled
             if row.is_prefilled and not self._budget.share(row, is_dispatched=False):
                 duplicates.append(row)
-        has_pieces = bool(pieces)
         if is_first:
             self._stalled_tokens += sum(piece.num_tokens for piece in pieces)
+        rows = [piece.row for piece in pieces]
         while pieces:
             pieces = self._dispatch_chunks(pieces)
         for row in duplicates:
             self._budget.share(row, is_dispatched=True)
-        return has_pieces
+        self.prompt_source.dispatched(rows)
+        return bool(rows)
 
     def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
         """Dispatch the first pieces, at least one, in one call; returns the others."""
@@ -304,6 +340,14 @@ class Scheduler:
         """The newest running request where its prefill is not done, else the next one waiting."""
         if self._is_prefilling:
             return self._running[-1]
+        while (row := self._admit(room)) is not None:
+            row.is_remote = self.prompt_source.request(row)
+            if not row.is_remote:
+                break
+        return row
+
+    def _admit(self, room: Room) -> RunningRequest | None:
+        """Give the next waiting request a slot and pages, if there are any."""
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
         request = self._waiting[0]
@@ -380,14 +424,17 @@ class Scheduler:
                 if error is not None:
                     self.fail(row.request, error)
                 if not row.is_released:
-                    self._report_end(row.request)
-                    self._release(row)
+                    self._end(row)
 
     # endings
 
     def _finish(self, request: Request, message: str | None) -> None:
         request.finish({"type": "abort"} | ({"message": message} if message else {}))
         self._report_end(request)
+
+    def _end(self, row: RunningRequest) -> None:
+        self._report_end(row.request)
+        self._release(row)
 
     def _report_queue(self) -> None:
         totals, controller = self._metrics, self._controller
@@ -423,10 +470,13 @@ class Scheduler:
         self._waiting.appendleft(row.request)
 
     def _release(self, row: RunningRequest, *, is_cached: bool = True) -> None:
+        self.prompt_source.release(row)
         row.is_released = True
         self._blocked_steps = 0
         self._running.remove(row)
-        self._budget.release(row, row.request.known_ids if is_cached else None)
+        # what has come of remote KV is not kept: the rest may be of other weights
+        is_kept = is_cached and not row.is_remote
+        self._budget.release(row, row.request.known_ids if is_kept else None)
         self._free_slots.append(row.slot)
         self._runner.clear_slot(row.slot)
         if not self._running:

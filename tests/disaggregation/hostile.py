@@ -39,8 +39,8 @@ SECONDS = 30.0
 
 
 def hello_of(engine: Engine) -> Hello:
-    scheduler: Any = engine._scheduler
-    return Hello(facts=scheduler.facts | {"weights": scheduler.weights})
+    prompts = engine._side[1]
+    return Hello(facts=prompts.facts | {"weights": prompts.weights})
 
 
 def frame_of(message: Message, sequence: int, key: bytes) -> bytes:
@@ -283,7 +283,7 @@ class Impostor:
 
     def __init__(self, prefill: Any, rng: random.Random, share: float) -> None:
         self._prefill, self._rng, self._share = prefill, rng, share
-        self._weights = prefill._scheduler.weights
+        self._weights = prefill._side[1].weights
         self.sends_bytes = False
         self.num_sent = 0
         self._listener = Listener(

@@ -63,7 +63,7 @@ class PrefillSide:
     def kill_in_transit(self, decode: Engine) -> None:
         """SIGKILL while the decode side waits for it."""
         os.kill(self.process.running.pid, signal.SIGSTOP)
-        wait_for(lambda: decode._loop.run(lambda: len(decode._scheduler._awaited)))
+        wait_for(lambda: decode._loop.run(lambda: len(decode._side[1]._awaited)))
         self.process.kill()
 
 

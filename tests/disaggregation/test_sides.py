@@ -196,16 +196,16 @@ def test_what_a_silent_peer_is_asked_for_is_prefilled_here(pair, texts, caplog, 
 
 def test_a_peer_that_goes_on_is_waited_for(pair, texts, monkeypatch):
     """Also by those that it computes later, and by each for as long as something comes of it."""
-    scheduler, ahead, taken = pair._scheduler, 0.0, 0
-    take = scheduler.take
+    prompts, ahead, taken = pair._side[1], 0.0, 0
+    take = prompts.take
 
     def counted(*inputs: Any) -> None:
         nonlocal taken
         take(*inputs)
         taken += 1
 
-    monkeypatch.setattr(scheduler, "_clock", lambda: time.perf_counter() + ahead)
-    monkeypatch.setattr(scheduler, "take", counted)
+    monkeypatch.setattr(prompts, "_clock", lambda: time.perf_counter() + ahead)
+    monkeypatch.setattr(prompts, "take", counted)
     before = pair.metrics.snapshot().prefilled_tokens
     with held(pair) as peer, ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair, PROMPTS[4:7])
@@ -278,7 +278,7 @@ def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
         raise RuntimeError("no memory")
 
     with held(pair) as peer:
-        monkeypatch.setattr(pair._scheduler, "placed", failing)
+        monkeypatch.setattr(pair._side[1], "placed", failing)
         peer.let_go()
         assert_same(ask(pair), texts)
     assert "no memory" in caplog.text
@@ -306,7 +306,7 @@ def test_messages_of_nobody_are_ignored(pair, texts):
         asked = executor.submit(ask, pair, PROMPTS[:2])
         messages = peer.wait(Prefilled, 2)
         for message in messages:
-            pair._scheduler.take(foreign(message))
+            pair._side[1].take(foreign(message))
         peer.change = lambda message: message
         peer.let_go(*messages)
         assert_same(asked.result(), texts[:2])
@@ -346,11 +346,11 @@ def test_both_sides_get_the_same_weights(pair, texts):
     """What the one has got is not read once more, and possibly refused, for the other."""
     name = "lm_head.kernel"
     old = np.asarray(pair.runner.weights[0][pair.runner.networks.target.names.index(name)])
-    before = pair._scheduler.weights
+    before = pair._side[1].weights
     pair.update_weights_from_tensor({name: ReadOnce(np.roll(old, 1, axis=1))})
-    assert before != pair._scheduler.weights == pair.prefill._scheduler.weights
+    assert before != pair._side[1].weights == pair.prefill._side[1].weights
     pair.update_weights_from_tensor({name: ReadOnce(old)})
-    assert before == pair._scheduler.weights == pair.prefill._scheduler.weights
+    assert before == pair._side[1].weights == pair.prefill._side[1].weights
     assert_same(ask(pair), texts)
 
 
@@ -363,14 +363,14 @@ def test_a_side_that_cannot_have_them_leaves_the_weights_of_both(
     for name, tensor in tensors.items():
         tensors[name] = np.roll(tensor, 1, axis=-1)
     save_file(tensors, target / "model.safetensors")
-    before = [one._scheduler.weights for one in (pair, pair.prefill)]
+    before = [one._side[1].weights for one in (pair, pair.prefill)]
     with monkeypatch.context() as patch:
         patch.setattr(pair if side == "decode" else pair.prefill, "_is_closed", True)
         with pytest.raises(ValueError, match="the engine is closed"):
             pair.update_weights_from_tensor(tensors)
         with pytest.raises(ValueError, match="the engine is closed"):
             pair.update_weights_from_disk(target)
-    assert [one._scheduler.weights for one in (pair, pair.prefill)] == before
+    assert [one._side[1].weights for one in (pair, pair.prefill)] == before
     assert pair.prefill.target.path == files.target
 
 
@@ -380,8 +380,8 @@ def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
     there = {"disaggregation_mode": "prefill", "disaggregation_address": "127.0.0.1:0"}
     options = SIZES | there | {"overlap": True}
     with files.engine(share_weights_with=alone, **options) as prefill:
-        loop, scheduler = prefill._side
-        old, asker = scheduler.weights, Asker(loop, scheduler, sent.append)
+        (loop, jobs), scheduler = prefill._side, prefill._scheduler
+        old, asker = jobs.weights, Asker(loop, jobs, sent.append)
 
         def replace_while_unread() -> None:
             asker.take(job_of(random.Random(0), 1, 3))
@@ -389,7 +389,7 @@ def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
             scheduler.step()
             assert len(scheduler._in_flight) == 1
             scheduler.flush_cache()
-            scheduler.weights = "0" * 16
+            jobs.weights = "0" * 16
 
         loop.run(replace_while_unread)
         wait_until_empty(prefill)
@@ -460,14 +460,14 @@ def piece_of_nobody(number: int) -> Piece:
 
 @pytest.mark.parametrize("ends", [False, True], ids=["taken", "closed"])
 def test_few_pieces_are_on_the_device_before_they_are_taken(pair, monkeypatch, ends):
-    num_placed, place = 0, pair._scheduler.placed
+    num_placed, place = 0, pair._side[1].placed
 
     def counted(message: Any) -> Any:
         nonlocal num_placed
         num_placed += 1
         return place(message)
 
-    monkeypatch.setattr(pair._scheduler, "placed", counted)
+    monkeypatch.setattr(pair._side[1], "placed", counted)
     busy = threading.Event()
     with ThreadPoolExecutor(1) as executor:
         executor.submit(pair._loop.run, partial(busy.wait, 20))
