@@ -137,7 +137,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         plain = stack.enter_context(Engine(**plainly, share_weights_with=engine))
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
         total = sum(len(prompt["turns"]) for prompt in prompts)
-        bar = stack.enter_context(tqdm(total=total, unit="request", file=sys.stderr))
+        bar = stack.enter_context(tqdm(total=total, unit="request", disable=None, file=sys.stderr))
         for batch in evaluate(watches, prompts, sampling, args.batch_size):
             answers += batch
             bar.set_description(f"accept length {summarize(answers)['accept_length']:.2f}")

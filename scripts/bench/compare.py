@@ -144,7 +144,9 @@ def measure(
     for engine in engines.values() if first else ():
         answer(args, engine, first[:1], temperature)
         answer(args, engine, first, temperature)
-    with tqdm(total=args.repeats * len(phases) * len(cases), unit="run", file=sys.stderr) as bar:
+    with tqdm(
+        total=args.repeats * len(phases) * len(cases), unit="run", disable=None, file=sys.stderr
+    ) as bar:
         for repeat in range(args.repeats):
             for case in cases:
                 engines[case].flush_cache()

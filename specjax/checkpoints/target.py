@@ -45,7 +45,8 @@ def embedded_head(name: str) -> Path:
     if name not in EMBEDDED_MODELS:
         raise ValueError(
             f"draft=None, but only {sorted(EMBEDDED_MODELS)} come with a draft head; pass "
-            f"draft=DIRECTORY for model={name!r}"
+            f"draft=DIRECTORY for model={name!r}, or set speculative_algorithm to 'NGRAM', which "
+            "needs none, or to None"
         )
     path = _HEADS / name
     if not (path / "config.json").is_file():

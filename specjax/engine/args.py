@@ -81,7 +81,7 @@ class EngineArgs:
         draft_rope_theta: overrides the rotary base of the draft head.
         tokenizer: directory or repo id of another tokenizer than the model's own.
         chat_template: file of a Jinja template to use instead of the tokenizer's own.
-        revision: branch, tag or commit of a model that is a repo id.
+        revision: branch, tag or commit of ``model`` if that is a repo id; of nothing else.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
         context_length: prompt and completion together; the model's own limit by default.
         page_size: tokens a KV page.

@@ -1,5 +1,6 @@
 """The engine: text or tokens in, text and figures out."""
 
+import asyncio
 import logging
 import time
 import weakref
@@ -269,7 +270,10 @@ class Engine:
 
         With ``stream`` it returns an asynchronous iterator.
         """
-        return await self.async_run(self.make_call(*inputs, stream=stream, **options))
+        make = partial(self.make_call, *inputs, stream=stream, **options)
+        # the event loop must not wait for a chat template, which another process renders
+        is_slow = options.get("messages") is not None
+        return await self.async_run(await asyncio.to_thread(make) if is_slow else make())
 
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
         """Check and tokenise what :meth:`generate` takes, to be run by :meth:`async_run`.

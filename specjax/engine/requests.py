@@ -50,7 +50,7 @@ def tokenize_inputs(
 
     Special tokens are added to raw text as the checkpoint asks, and by the chat template to
     ``messages``. Arrays serve as ``input_ids`` too. ValueError for a text that has too many
-    characters for the context, before it is encoded.
+    characters for the context, before it is encoded, or too many tokens.
     """
     given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
     names = [name for name, value in given.items() if value is not None]
@@ -65,7 +65,12 @@ def tokenize_inputs(
             raise refused("prompt", prompt, "must be a text or a list of texts")
         for text in texts:
             tokenizer.check_length(len(text), context_length)
-        return [tokenizer.encode(text) for text in texts], not isinstance(prompt, str)
+        rows: list[list[int]] = []
+        for text in texts:  # a list of long texts ends with the first one that does not fit
+            rows.append(tokenizer.encode(text))
+            if len(rows[-1]) >= context_length:
+                refuse_length(len(rows[-1]), context_length)
+        return rows, not isinstance(prompt, str)
     is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
     conversations = messages if is_batch else [messages]
     if not all(_is_list(one) for one in conversations):
@@ -121,7 +126,7 @@ def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> No
         refuse_length(len(ids), context_length)
 
 
-def refuse_length(num_tokens: int, context_length: int) -> NoReturn:
+def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
     """Raise the ParameterError of a prompt that leaves no room for a completion."""
     raise ParameterError(
         f"a prompt of {num_tokens} tokens leaves no room in context_length={context_length}; "

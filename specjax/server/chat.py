@@ -21,7 +21,7 @@ from specjax.server.service import Service
 
 async def answer_chat(service: Service, exchange: Exchange) -> None:
     # the chat template is rendered by another process
-    await generate(service, exchange, read_chat, is_quick=False)
+    await generate(service, exchange, read_chat, renders=True)
 
 
 def read_chat(service: Service, body: Body) -> Job:

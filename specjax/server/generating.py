@@ -55,14 +55,14 @@ Read = Callable[[Service, Body], Job]
 
 
 async def generate(
-    service: Service, exchange: Exchange, read: Read, *, is_quick: bool = True
+    service: Service, exchange: Exchange, read: Read, *, renders: bool = False
 ) -> None:
     """Answer a request for text, which ``read`` makes a job.
 
-    Long requests, and those that are not ``is_quick`` to read, are read in another thread.
+    Long requests, and those whose chat template is rendered, are read in another thread.
     """
     service.check_open()
-    job = await _job(service, exchange, read, is_quick)
+    job = await _job(service, exchange, read, renders)
     if job.max_reported > MAX_REPORTED:
         raise ApiError(
             400,
@@ -75,13 +75,13 @@ async def generate(
         await exchange.while_connected(work)
 
 
-async def _job(service: Service, exchange: Exchange, read: Read, is_quick: bool) -> Job:
+async def _job(service: Service, exchange: Exchange, read: Read, renders: bool) -> Job:
     # in a function of its own, since its frame holds the body
     async with exchange.body(service.max_body_bytes, service.large_bodies) as data:
-        if is_quick and len(data) <= INLINE_BYTES:
+        if not renders and len(data) <= INLINE_BYTES:
             return read(service, Body(parse_object(data)))
         # conversations have threads of their own, since a template may hold them up for seconds
-        threads = None if is_quick else service.renderers
+        threads = service.renderers if renders else None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, lambda: read(service, Body(parse_object(data))))
 

@@ -80,7 +80,7 @@ def serve(
         ws="none",
     )
     LimitedProtocol.max_connections = raise_descriptor_limit()
-    server = _Server(config, service, shutdown_timeout)
+    server = Server(config, service, shutdown_timeout)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if not is_loopback(host) and not access.has_key:
         logger.warning("%s is open to everybody who reaches it; set --api-key", address)
@@ -128,7 +128,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Lets what is in hand end before it closes its sockets."""
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:

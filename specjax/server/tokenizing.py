@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from specjax.checks import is_integer
+from specjax.checks import ParameterError, is_integer
 from specjax.server.answers import dump
 from specjax.server.body import Body, parse_object
 from specjax.server.errors import ApiError
@@ -15,22 +15,22 @@ from specjax.server.sampling import client_names
 from specjax.server.service import Service
 from specjax.text.tokenizer import Tokenizer
 
-# ids of one text
-MAX_DETOKENIZED = 2**20
+# ids of one text, and bytes of a body of ids
+MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23
 
 
 async def answer_tokenize(service: Service, exchange: Exchange) -> None:
-    await _answer(service, exchange, _tokenize)
+    await _answer(service, exchange, _tokenize, service.max_body_bytes)
 
 
 async def answer_detokenize(service: Service, exchange: Exchange) -> None:
-    await _answer(service, exchange, _detokenize)
+    await _answer(service, exchange, _detokenize, min(service.max_body_bytes, MAX_IDS_BYTES))
 
 
 async def _answer(
-    service: Service, exchange: Exchange, read: Callable[[Service, Body], bytes]
+    service: Service, exchange: Exchange, read: Callable[[Service, Body], bytes], max_bytes: int
 ) -> None:
-    async with exchange.body(service.max_body_bytes, service.large_bodies) as data:
+    async with exchange.body(max_bytes, service.large_bodies) as data:
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(
             service.renderers, lambda: read(service, Body(parse_object(data)))
@@ -81,7 +81,11 @@ def _detokenize(service: Service, body: Body) -> bytes:
     """The text of ``tokens``, or the texts of several lists of them."""
     service.check_model(body)
     tokenizer = _tokenizer(service)
-    tokens = body.inputs("tokens", max_ids=MAX_DETOKENIZED, max_rows=service.max_requests)
+    try:
+        tokens = body.inputs("tokens", max_ids=MAX_DETOKENIZED, max_rows=service.max_requests)
+    except ParameterError:
+        message = f"tokens has a list of more than {MAX_DETOKENIZED} ids"
+        raise ApiError(400, message, param="tokens") from None
     skips_special = body.flag("skip_special_tokens", False)
     finish_fields(body, service.ignored_fields)
     is_batch = isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)

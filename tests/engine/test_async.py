@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import inspect
+import os
+import signal
 from collections.abc import Coroutine
 from itertools import pairwise
 from typing import Any
@@ -13,6 +15,7 @@ from specjax import Engine, SamplingParams
 from specjax.engine.requests import SEED_STRIDE, sample_seed
 from specjax.scheduling.scheduler import QueueFullError
 from specjax.testing import is_idle, num_held
+from specjax.text import chat_template
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
 TEXTS = ["hello", "The sky is blue", "a"]
@@ -240,6 +243,25 @@ def test_what_is_not_supported_is_no_argument(engine) -> None:
             engine.generate("a", **{name: None})
         with pytest.raises(TypeError, match=name):
             run(engine.async_generate("a", **{name: None}))
+
+
+def test_a_stopped_template_process_does_not_stop_the_event_loop(engine, monkeypatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 1.0)
+    os.kill(chat_template.start_renderer().pid, signal.SIGSTOP)
+    messages = [{"role": "user", "content": "hello"}]
+
+    async def main() -> float:
+        asked = asyncio.ensure_future(engine.async_generate(messages=messages))
+        longest, loop = 0.0, asyncio.get_running_loop()
+        while not asked.done():
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            longest = max(longest, loop.time() - before)
+        with pytest.raises(ValueError, match="it takes more than"):
+            asked.result()
+        return longest
+
+    assert run(main()) < 0.5
 
 
 def test_both_ways_have_one_signature() -> None:

@@ -483,6 +483,7 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         "80 of 98",
         "3 drafted tokens a round",
         "context of 128 tokens, 1 requests at once",
+        "on cpu",
     )
     for part in parts:
         assert part in caplog.text

@@ -104,6 +104,8 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
         ("/tokenize", {"prompt": "\ud800"}, None),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * (2**20 + 1)}, "tokens"),
+        ("/detokenize", {"tokens": [[1] * (2**20 + 1)]}, "tokens"),
     ],
 )
 def test_bad_requests_name_the_field(client, route, body, param) -> None:

@@ -215,6 +215,19 @@ def test_prompts_are_scored_without_a_new_token(engine, client) -> None:
             assert len(choice["logprobs"]["tokens"]) == len(prompt) * is_echo
             assert choice["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 0
+        one = client.post(COMPLETIONS, body | {"max_tokens": 1} | GREEDY).json()
+        for choice, other in zip(answer["choices"], one["choices"], strict=True):
+            scored = choice["logprobs"]["token_logprobs"]
+            assert other["logprobs"]["token_logprobs"][: len(scored)] == scored
+    sampling = {"max_new_tokens": 0}
+    native = {"text": "hello", "sampling_params": sampling, "return_logprob": True}
+    meta = client.post(GENERATE, native | {"logprob_start_len": 0}).json()["meta_info"]
+    asked = {"return_logprob": True, "logprob_start_len": 0}
+    expected = engine.generate("hello", {"max_new_tokens": 1}, **asked)["meta_info"]
+    assert meta["output_token_logprobs"] == []
+    assert [value for value, *_ in meta["input_token_logprobs"][1:]] == [
+        pytest.approx(value, abs=1e-6) for value, *_ in expected["input_token_logprobs"][1:]
+    ]
 
 
 def test_reported_log_probabilities_are_bounded(engine, client, monkeypatch) -> None:

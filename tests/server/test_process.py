@@ -1,15 +1,23 @@
 """``specjax serve`` as a process, from before it is ready to the answers behind a signal."""
 
+import asyncio
 import signal
 import socket
+import struct
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
 
 from specjax.cli.main import main
-from specjax.server.process import bind
+from specjax.server.process import BACKLOG, Server, bind
+from specjax.server.protocol import ACCEPT_BATCH
 
 from .process import flags, serving, wait_until_ready
 
@@ -113,6 +121,38 @@ def test_bad_options_end_with_a_reason(files, capsys) -> None:
         ):
             assert main(["serve", "--quiet", *flags(files.arguments()), *options]) == 2
             assert reason in capsys.readouterr().err
+
+
+def test_more_descriptors_are_allowed() -> None:
+    code = (
+        "import resource; from specjax.server.protocol import raise_descriptor_limit as more;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512));"
+        "print(more(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    connections, *limits = map(int, done.stdout.split())
+    assert limits == [512, 512]
+    assert 300 < connections < 512
+
+
+def test_many_connections_may_wait_to_be_accepted() -> None:
+    async def main(listener: socket.socket) -> None:
+        options = {"lifespan": "off", "ws": "none", "log_config": None}
+        config = uvicorn.Config(lambda *_: None, backlog=ACCEPT_BATCH, **options)
+        config.load()
+        server = Server(config, Mock(), 1.0)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup([listener])
+        information = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        # of a socket that listens tcpi_sacked is the length of its queue
+        queue = struct.unpack_from("<8B6I", information)[-1]
+        most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+        assert queue == min(BACKLOG, most) > ACCEPT_BATCH
+        for one in server.servers:
+            one.close()
+
+    with bind("127.0.0.1", 0) as listener:
+        asyncio.run(main(listener))
 
 
 def test_addresses_of_both_kinds() -> None:
