@@ -70,8 +70,8 @@ def run_serve(
     args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
 ) -> int:
     """Run the command until a signal ends it."""
-    from specjax.server.access import Access, is_loopback
     from specjax.server.process import serve  # what it needs is an extra
+    from specjax.server.service import Access, is_loopback
 
     check_integer("--port", args.port, 0, 65535)
     check_number("--shutdown-timeout", args.shutdown_timeout, at_least=0)

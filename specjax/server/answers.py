@@ -1,24 +1,103 @@
-"""Answers in OpenAI's formats: a whole one, or the chunks of a stream."""
+"""Answers in OpenAI's formats: whole ones and the chunks of streams, log-probabilities, usage."""
 
-import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, ClassVar
 
 import specjax
-from specjax.server.figures import choice_meta, speculative_metrics, usage
-from specjax.server.tokens import TokenTexts
+from specjax.sampling.params import SamplingParams
+from specjax.scheduling.request import TokenLogprob
+from specjax.server.exchange import dump
 from specjax.text.completion import AcceptPieces
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
-Result = dict[str, Any]  # of the engine
+Result = dict[str, Any]  # of the engine, or a part of an answer
+Tops = Sequence[Sequence[TokenLogprob] | None]
+# JSON has no infinity; a token that a filter has removed gets this.
+LEAST = -9999.0
 _HOLE = "\0"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# Parts of ``meta_info`` that an OpenAI answer has elsewhere or that are as long as the text.
+_LONG = frozenset(
+    "id finish_reason output_token_logprobs output_top_logprobs input_token_logprobs "
+    "input_top_logprobs output_is_draft".split()
+)
 
 
-def dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+class TokenTexts:
+    """What each token adds to a text; without a tokenizer nothing."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._backend = None if tokenizer is None else tokenizer.backend
+        self._alphabet: dict[str, int] = {}
+        self._added: dict[int, str] = {}
+        self._special: set[int] = set()
+        if self._backend is not None:
+            added = self._backend.get_added_tokens_decoder()
+            self._added = {i: token.content for i, token in added.items()}
+            self._special = {i for i, token in added.items() if token.special}
+            decoder = self._backend.decoder
+            if decoder is not None and b"ByteLevel" in decoder.__getstate__():
+                self._alphabet = byte_alphabet()
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is left out of the text."""
+        return token in self._special
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    def accept_pieces(self, skips_special: bool) -> AcceptPieces:
+        """Finds the accepted drafts in a completion's text."""
+        if self._tokenizer is None:
+            return AcceptPieces(lambda ids: "")
+        decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips_special)
+        return AcceptPieces(decoder.push)
+
+    def of(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes; ``bytes:\\xe2``, as OpenAI writes it, for a part of a character."""
+        known = self._known.get(token)
+        if known is None:
+            data = self._bytes(token)
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            known = self._known[token] = text, data
+        return known
+
+    def _bytes(self, token: int) -> bytes:
+        if self._backend is None:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._backend.id_to_token(token) or ""
+        if self._alphabet:
+            if all(letter in self._alphabet for letter in piece):
+                return bytes(self._alphabet[letter] for letter in piece)
+            return piece.encode()
+        if found := _BYTE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Bytes by the characters that byte-level BPE writes them as.
+
+    Printable bytes are written as they are, the others by characters from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 @dataclass
@@ -28,8 +107,10 @@ class Sent:
     chars: int = 0
     tokens: int = 0
     offset: int = 0  # in the text, of the next token with a log-probability
-    ids: int = 0  # of tokens, where they are reported
-    pieces: AcceptPieces | None = None  # where drafts are told
+    ids: int = 0  # number of tokens, if they are reported
+    pieces: AcceptPieces | None = None  # if drafts are reported
+    template: tuple[str, str] | None = None  # a chunk before and after its text
+    last: Result | None = None  # meta_info of a choice that has ended
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,13 +120,12 @@ class Answer(ABC):
     id: str
     model: str
     texts: TokenTexts
-    num_samples: int
+    params: SamplingParams
+    prompt_ids: Sequence[Sequence[int]]
     wants_logprobs: bool = False
     include_usage: bool = False
     include_drafts: bool = False
-    skips_special: bool = True  # special tokens are not in the text
-    # ids of each prompt, where token ids are reported
-    prompt_ids: Sequence[Sequence[int]] | None = None
+    return_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     # whether prompt token ids are in the answer itself or in each choice, as vLLM has it
@@ -55,16 +135,14 @@ class Answer(ABC):
 
     def __post_init__(self) -> None:
         self._sent: dict[int, Sent] = {}
-        self._templates: dict[int, tuple[str, str]] = {}
-        self._last: dict[int, Result] = {}  # meta_info of choices that have ended
 
     @property
     def is_brief(self) -> bool:
-        return not (self.wants_logprobs or self.include_drafts or self.prompt_ids is not None)
+        return not (self.wants_logprobs or self.include_drafts or self.return_ids)
 
     @abstractmethod
     def choice(self, index: int, result: Result) -> Result:
-        """What a whole answer has of a choice, beside what all have."""
+        """What a whole answer has of a choice, in addition to what all have."""
 
     @abstractmethod
     def opening(self, index: int, sent: Sent, result: Result) -> Result | None:
@@ -80,18 +158,25 @@ class Answer(ABC):
 
     def whole(self, results: Sequence[Result]) -> bytes:
         """The whole answer."""
-        metas = [result["meta_info"] for result in results]
-        choices = [self._ended(i, result) for i, result in enumerate(results)]
+        choices = []
+        for i, result in enumerate(results):
+            ids = self._prompt_ids(i)
+            if self.return_ids:
+                ids["token_ids"] = result["output_ids"]
+            end = _end(result["meta_info"])
+            choices.append({"index": i} | self.choice(i, result) | ids | end)
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
-        return dump(head | {"choices": choices} | self._closing(metas)).encode()
+        metas = [result["meta_info"] for result in results]
+        return dump(head | {"choices": choices} | self._usage(metas)).encode()
 
     def chunk(self, result: Result) -> bytes:
-        """The events of a cumulative result; none where nothing has come that can be sent."""
+        """The events of a cumulative result; none if it has nothing new to send."""
         index = result.get("index", 0)
-        sent = self._sent.get(index)
-        events = ""
+        sent, events = self._sent.get(index), ""
         if sent is None:
-            pieces = self.texts.accept_pieces(self.skips_special) if self.include_drafts else None
+            pieces = None
+            if self.include_drafts:
+                pieces = self.texts.accept_pieces(self.params.skip_special_tokens)
             sent = self._sent[index] = Sent(pieces=pieces)
             opening = self.opening(index, sent, result)
             if opening is not None:
@@ -99,56 +184,50 @@ class Answer(ABC):
         text = result["text"]
         new = text[sent.chars :]
         sent.chars = len(text)
-        meta = result.get("meta_info")  # brief where only the text is asked for
+        meta = result.get("meta_info")  # brief results have only the text
         if meta is None:
             if new:
-                before, behind = self._templates.get(index) or self._template(index)
-                events += before + quote(new) + behind
+                before, after = sent.template or self._template(index, sent)
+                events += before + quote(new) + after
             return events.encode()
         is_final = meta["finish_reason"] is not None
-        told: Result = {}
-        top = {} if sent.ids else self._prompt_ids(index, is_top=True)
+        more: Result = {}
+        top: Result = {}
         if sent.pieces is not None:
             ids, flags = result["output_ids"], meta["output_is_draft"]
             parts = sent.pieces.take(text, ids, flags, final=is_final)
-            told["pieces"] = [{"text": part, "is_draft": flag} for part, flag in parts]
+            more["pieces"] = [{"text": part, "is_draft": flag} for part, flag in parts]
             new = "".join(part for part, _ in parts)
-        if self.prompt_ids is not None:
-            told["token_ids"] = result["output_ids"][sent.ids :]
+        if self.return_ids:
+            more["token_ids"] = result["output_ids"][sent.ids :]
             if not sent.ids:
-                told |= self._prompt_ids(index)
+                more |= self._prompt_ids(index)
+                top = self._prompt_ids(index, is_top=True)
             sent.ids = len(result["output_ids"])
-        logprobs = self._new_logprobs(sent, meta)
-        choice = {"index": index} | self.part(new) | told | {"logprobs": logprobs}
-        if not is_final:
-            events += self._event([choice | {"finish_reason": None}], **top)
-        else:
-            self._last[index] = meta
-            events += self._event([choice | _end(meta)], **top)
+        more["logprobs"] = self._new_logprobs(sent, meta) if self.wants_logprobs else None
+        if is_final:
+            sent.last = meta
+        end = _end(meta) if is_final else {"finish_reason": None}
+        events += self._event([{"index": index} | self.part(new) | more | end], **top)
         return events.encode()
 
     def closing(self) -> bytes:
-        """The last event, with usage where it is asked for."""
+        """The last event, with usage if it was requested."""
         if not self.include_usage:
             return b""
-        metas = [self._last[i] for i in sorted(self._last)]
-        body = self._head(self.chunk_kind) | {"choices": []} | self._closing(metas)
+        lasts = [self._sent[i].last for i in sorted(self._sent)]
+        metas = [meta for meta in lasts if meta is not None]
+        body = self._head(self.chunk_kind) | {"choices": []} | self._usage(metas)
         return f"data: {dump(body)}\n\n".encode()
 
-    def _closing(self, metas: Sequence[Result]) -> Result:
-        counts, metrics = usage(metas, self.num_samples), speculative_metrics(metas)
+    def _usage(self, metas: Sequence[Result]) -> Result:
+        counts, metrics = usage(metas, self.params.n), speculative_metrics(metas)
         return {"usage": counts} | ({} if metrics is None else {"metrics": metrics})
 
-    def _ended(self, index: int, result: Result) -> Result:
-        ids = self._prompt_ids(index)
-        if self.prompt_ids is not None:
-            ids["token_ids"] = result["output_ids"]
-        return {"index": index} | self.choice(index, result) | ids | _end(result["meta_info"])
-
     def _prompt_ids(self, index: int, *, is_top: bool = False) -> Result:
-        if self.prompt_ids is None or is_top != self.has_one_prompt:
+        if not self.return_ids or is_top != self.has_one_prompt:
             return {}
-        return {"prompt_token_ids": self.prompt_ids[index // self.num_samples]}
+        return {"prompt_token_ids": self.prompt_ids[index // self.params.n]}
 
     def _head(self, kind: str) -> Result:
         return {
@@ -165,15 +244,13 @@ class Answer(ABC):
             body["usage"] = None
         return f"data: {dump(body)}\n\n"
 
-    def _template(self, index: int) -> tuple[str, str]:
+    def _template(self, index: int, sent: Sent) -> tuple[str, str]:
         choice = {"index": index} | self.part(_HOLE) | {"logprobs": None, "finish_reason": None}
-        before, _, behind = self._event([choice]).rpartition(quote(_HOLE))
-        self._templates[index] = before, behind
-        return before, behind
+        before, _, after = self._event([choice]).rpartition(quote(_HOLE))
+        sent.template = before, after
+        return before, after
 
-    def _new_logprobs(self, sent: Sent, meta: Result) -> Result | None:
-        if not self.wants_logprobs:
-            return None
+    def _new_logprobs(self, sent: Sent, meta: Result) -> Result:
         chosen = meta["output_token_logprobs"][sent.tokens :]
         tops = meta.get("output_top_logprobs", [])[sent.tokens :]
         sent.tokens += len(chosen)
@@ -185,5 +262,101 @@ def _end(meta: Result) -> Result:
     return {
         "finish_reason": reason["type"],
         "matched_stop": reason.get("matched"),
-        "meta_info": choice_meta(meta),
+        "meta_info": {name: value for name, value in meta.items() if name not in _LONG},
     }
+
+
+def usage(metas: Sequence[Result], num_samples: int) -> Result:
+    """Tokens of a request; samples of one prompt follow each other, and count it once."""
+    firsts = metas[::num_samples]
+    prompt = sum(meta["prompt_tokens"] for meta in firsts)
+    completion = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(meta["cached_tokens"] for meta in firsts)},
+    }
+
+
+def speculative_metrics(metas: Sequence[Result]) -> Result | None:
+    """Acceptance over all choices, under vLLM's names; ``None`` if none speculated."""
+    metas = [meta for meta in metas if "spec_verify_ct" in meta]
+    if not metas:
+        return None
+    verifies = sum(meta["spec_verify_ct"] for meta in metas)
+    accepted = sum(meta["spec_num_correct_drafts"] for meta in metas)
+    proposed = sum(meta["spec_num_proposed_drafts"] for meta in metas)
+    counts = [meta["spec_correct_drafts_histogram"] for meta in metas]
+    histogram = [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / verifies if verifies else 0.0,
+            "draft_acceptance_rate": accepted / proposed if proposed else 0.0,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": verifies,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": proposed,
+            "num_spec_tokens": len(histogram) - 1,
+        }
+    }
+
+
+def finite(value: float) -> float:
+    return value if value > LEAST else LEAST  # for NaN too
+
+
+def completion_logprobs(
+    texts: TokenTexts, chosen: Sequence[TokenLogprob], tops: Tops, offset: int
+) -> tuple[Result, int]:
+    """The lists over all tokens that ``logprobs`` of a completion has, and the next offset.
+
+    ``chosen`` and ``tops`` are as in ``meta_info``; a first prompt token has no value. ``offset``
+    is where the first token begins in the text, in characters.
+    """
+    tokens: list[str] = []
+    values: list[float | None] = []
+    best: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for i, (value, token, _) in enumerate(chosen):
+        text, data = texts.of(token)
+        tokens.append(text)
+        offsets.append(offset)
+        if not texts.is_special(token):
+            # a character begins at a byte that continues no other
+            offset += sum(byte & 0xC0 != 0x80 for byte in data)
+        if value is None:
+            values.append(None)
+            best.append(None)
+            continue
+        values.append(finite(value))
+        found: dict[str, float] = {}
+        for top, other, _ in (tops[i] or ()) if tops else ():
+            assert top is not None
+            found.setdefault(texts.of(other)[0], finite(top))
+        # of two tokens with one text the better counts
+        found[text] = max(found.get(text, LEAST), finite(value))
+        best.append(found)
+    lists = {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }
+    return lists, offset
+
+
+def chat_logprobs(texts: TokenTexts, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
+    """``logprobs`` of a chat's choice: an entry for each completion token."""
+
+    def entry(value: float | None, token: int) -> Result:
+        assert value is not None
+        text, data = texts.of(token)
+        return {"token": text, "logprob": finite(value), "bytes": list(data)}
+
+    content = []
+    for i, (value, token, _) in enumerate(chosen):
+        best = (tops[i] or ()) if tops else ()
+        others = [entry(top, other) for top, other, _ in best]
+        content.append(entry(value, token) | {"top_logprobs": others})
+    return {"content": content, "refusal": None}

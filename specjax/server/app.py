@@ -1,34 +1,29 @@
-"""The application: all routes over one engine."""
+"""The application: all routes over one engine, who may use each, and what becomes of errors."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
 from specjax.engine import Engine
-from specjax.server.access import Access
+from specjax.scheduling.loop import EngineFault
+from specjax.scheduling.scheduler import QueueFullError
+from specjax.server import routes
 from specjax.server.chat import answer_chat
 from specjax.server.completions import answer_completion
-from specjax.server.control import answer_flush_cache, answer_update_weights
-from specjax.server.endpoint import Endpoint, Handler, no_route
-from specjax.server.information import (
-    answer_health,
-    answer_health_generate,
-    answer_loads,
-    answer_model,
-    answer_model_info,
-    answer_models,
-    answer_server_info,
-    answer_tokenizer_info,
-    answer_version,
-)
-from specjax.server.metrics import answer_metrics
+from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
+from specjax.server.fields import ApiError
 from specjax.server.native import answer_abort, answer_generate
-from specjax.server.page import answer_page
-from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Service
-from specjax.server.tokenizing import answer_detokenize, answer_tokenize
+from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
+
+logger = logging.getLogger(__name__)
+
+# Answers an exchange, or returns the JSON value to answer with.
+Handler = Callable[[Service, Exchange], Awaitable[Any]]
 
 
 def make_app(
@@ -79,34 +74,105 @@ def route(service: Service) -> Router:
         return Route(path, Endpoint(service, handler, methods, **access))
 
     get, post = ("GET", "HEAD"), "POST"
-    routes = [
-        to("/", answer_page, *get, is_open=True, needs_engine=False),
+    table = [
+        to("/", routes.page, *get, is_open=True, needs_engine=False),
         to("/v1/completions", answer_completion, post),
         to("/v1/chat/completions", answer_chat, post),
         to("/generate", answer_generate, post),
-        to("/v1/models", answer_models, *get),
-        to("/v1/models/{name:path}", answer_model, *get),
-        to("/health", answer_health, *get, is_open=True),
-        to("/health_generate", answer_health_generate, *get),
-        to("/ping", answer_health, *get, post, is_open=True),
-        to("/version", answer_version, *get, needs_engine=False),
-        to("/metrics", answer_metrics, *get, is_open=True),
-        to("/v1/loads", answer_loads, *get),
-        to("/get_server_info", answer_server_info, *get),
-        to("/server_info", answer_server_info, *get),
-        to("/get_model_info", answer_model_info, *get),
-        to("/model_info", answer_model_info, *get),
-        to("/tokenizer_info", answer_tokenizer_info, *get),
-        to("/tokenize", answer_tokenize, post),
-        to("/detokenize", answer_detokenize, post),
+        to("/v1/models", routes.models, *get),
+        to("/v1/models/{name:path}", routes.model, *get),
+        to("/health", routes.health, *get, is_open=True),
+        to("/health_generate", routes.health_generate, *get),
+        to("/ping", routes.health, *get, post, is_open=True),
+        to("/version", routes.version, *get, needs_engine=False),
+        to("/metrics", routes.metrics, *get, is_open=True),
+        to("/v1/loads", routes.loads, *get),
+        to("/get_server_info", routes.server_info, *get),
+        to("/server_info", routes.server_info, *get),
+        to("/get_model_info", routes.model_info, *get),
+        to("/model_info", routes.model_info, *get),
+        to("/tokenizer_info", routes.tokenizer_info, *get),
+        to("/tokenize", routes.tokenize, post),
+        to("/detokenize", routes.detokenize, post),
         to("/abort_request", answer_abort, post),
-        to("/flush_cache", answer_flush_cache, *get, post, is_admin=True),
-        to("/update_weights_from_disk", answer_update_weights, post, is_admin=True),
+        to("/flush_cache", routes.flush_cache, *get, post, is_admin=True),
+        to("/update_weights_from_disk", routes.update_weights, post, is_admin=True),
     ]
     origins = list(service.access.origins)
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
     )
     return Router(
-        routes, redirect_slashes=False, default=no_route, middleware=[cors] if origins else None
+        table, redirect_slashes=False, default=no_route, middleware=[cors] if origins else None
     )
+
+
+class Endpoint:
+    """Calls a handler for every request of a route, as an ASGI application.
+
+    ``is_open`` needs no API key, ``is_admin`` is for those who may change the server, and
+    ``needs_engine`` is false for what is answered before there is one.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        handler: Handler,
+        methods: Collection[str],
+        *,
+        is_open: bool = False,
+        is_admin: bool = False,
+        needs_engine: bool = True,
+    ) -> None:
+        self._service, self._handler, self._methods = service, handler, methods
+        self._is_open, self._is_admin = is_open, is_admin
+        self._needs_engine = needs_engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            if scope["method"] not in self._methods:
+                raise _unknown_route(exchange, 405)
+            if not self._is_open:
+                self._service.access.check(exchange)
+            if self._is_admin:
+                self._service.access.check_admin(exchange)
+            if self._needs_engine:
+                self._service.engine  # noqa: B018 - raises if there is none
+            value = await self._handler(self._service, exchange)
+            if value is not None:
+                await exchange.reply_json(value)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await exchange.fail(_api_error(scope, error))
+
+
+def _api_error(scope: Scope, error: Exception) -> ApiError:
+    """What a client is told of an exception."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full")
+        case EngineFault():
+            message = "the engine has failed; its log says why"
+            return ApiError(503, message, code="engine_failed")
+        case RecursionError():  # of values that an error quotes, too
+            return ApiError(400, "the request is nested too deeply")
+    logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+    return ApiError(500, "the server failed; its log says why")
+
+
+async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request that no route takes."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close"})
+        return
+    exchange = Exchange(scope, receive, send)
+    await exchange.fail(_unknown_route(exchange, 404))
+
+
+def _unknown_route(exchange: Exchange, status: int) -> ApiError:
+    message = f"{exchange.scope['method']} {exchange.scope['path']} is no route of this server"
+    return ApiError(status, message, code="unknown_route")

@@ -1,33 +1,36 @@
-"""``POST /v1/chat/completions``: the next message of a conversation."""
+"""``POST /v1/chat/completions``: the next message of a conversation as OpenAI writes it."""
 
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from specjax.checks import short
-from specjax.server.answers import Answer, Result, Sent
-from specjax.server.body import Body
-from specjax.server.completions import MAX_LOGPROBS, check_best_of, take_shown
-from specjax.server.errors import ApiError
+from specjax.engine.requests import encode_conversation
+from specjax.scheduling.call import Call
+from specjax.server.answers import Answer, Result, Sent, chat_logprobs
+from specjax.server.completions import MAX_LOGPROBS, take_params, take_shown
 from specjax.server.exchange import Exchange
-from specjax.server.fields import finish_fields
-from specjax.server.generating import MAX_REPORTED, Job, generate
-from specjax.server.logprobs import chat_logprobs
-from specjax.server.messages import take_conversation
-from specjax.server.sampling import client_names, take_sampling
+from specjax.server.fields import CLIENT_NAMES, ApiError, Body, client_names, finish_fields
+from specjax.server.generating import MAX_REPORTED, generate
 from specjax.server.service import Service
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# fields of the request itself
+_RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
 async def answer_chat(service: Service, exchange: Exchange) -> None:
-    # the chat template is rendered by another process
     await generate(service, exchange, read_chat, renders=True)
 
 
-def read_chat(service: Service, body: Body) -> Job:
+@client_names("messages", CLIENT_NAMES | {"top_logprobs_num": "top_logprobs"})
+def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check a request, put it through the chat template and tokenise it."""
     model = service.check_model(body)
-    conversation = take_conversation(body)
+    messages, variables = take_conversation(body)
     wants_logprobs = body.flag("logprobs")
     num_top = body.integer("top_logprobs", 0, at_least=0, at_most=MAX_LOGPROBS)
     if num_top and not wants_logprobs:
@@ -36,35 +39,31 @@ def read_chat(service: Service, body: Body) -> Job:
     _merge_limits(body)
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
-    params = take_sampling(body, length)
-    check_best_of(body, params)
+    params = take_params(body, length)
     finish_fields(body, service.ignored_fields)
     service.check_count(params.n)
+    if is_cut:
+        most = MAX_REPORTED // (params.n * (1 + num_top))
+        params = replace(params, max_new_tokens=min(length, most))
+    ids = encode_conversation(service.tokenizer, length, messages, **variables)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    with client_names("messages", top_logprobs_num="top_logprobs"):
-        if is_cut:
-            most = MAX_REPORTED // (params.n * (1 + num_top))
-            params = replace(params, max_new_tokens=min(length, most))
-        ids = conversation.ids(service.engine.tokenizer, length)
-        call = service.engine.make_call(
-            stream=is_stream,
-            sampling_params=params,
-            rid=request_id,
-            input_ids=ids,
-            return_logprob=wants_logprobs,
-            top_logprobs_num=num_top,
-        )
-    answer = ChatAnswer(
+    call = service.engine.make_call(
+        stream=is_stream,
+        sampling_params=params,
+        rid=request_id,
+        input_ids=ids,
+        return_logprob=wants_logprobs,
+        top_logprobs_num=num_top,
+    )
+    return call, ChatAnswer(
         id=request_id,
         model=model,
         texts=service.texts,
-        num_samples=params.n,
+        params=params,
+        prompt_ids=[ids],
         wants_logprobs=wants_logprobs,
-        skips_special=params.skip_special_tokens,
-        prompt_ids=[ids] if shown.pop("ids") else None,
         **shown,
     )
-    return Job(call, answer)
 
 
 def _merge_limits(body: Body) -> None:
@@ -79,6 +78,94 @@ def _merge_limits(body: Body) -> None:
         )
         raise ApiError(400, message, param="max_completion_tokens")
     body.put("max_tokens", newer)
+
+
+def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages with plain text, and the variables of the chat template."""
+    messages = body.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message", param="messages")
+    variables = body.take("chat_template_kwargs", {})
+    if not isinstance(variables, dict) or any(name in _RESERVED for name in variables):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs must be an object without {', '.join(_RESERVED)}",
+            param="chat_template_kwargs",
+        )
+    body.put("tool_choice", choice := body.take("tool_choice"))  # refused later, if it is others
+    if choice == "none" and "tools" in body:
+        variables["tools"] = tools = body.take("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ApiError(400, f"tools={short(tools)} must be a list of objects", param="tools")
+    for name, default in zip(_RESERVED[1:], (True, False), strict=True):
+        variables[name] = body.flag(name, default)
+    if all(variables[name] for name in _RESERVED[1:]):
+        message = "continue_final_message=true needs add_generation_prompt=false"
+        raise ApiError(400, message, param="continue_final_message")
+    return [_message(i, m) for i, m in enumerate(messages)], variables
+
+
+def _message(index: int, message: Any) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise ApiError(400, f"{where} must be an object", param=where)
+    fields = Body(message)
+    role = fields.take("role")
+    if role not in ROLES:
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=where)
+    plain = {
+        # the newer name of the same role, which templates do not know
+        "role": "system" if role == "developer" else role,
+        "content": _text(where, fields.take("content")),
+    }
+    if (name := fields.take("name")) is not None:
+        if not isinstance(name, str):
+            raise ApiError(400, f"{where}.name must be a string", param=where)
+        plain["name"] = name
+    if calls := fields.take("tool_calls"):
+        plain["tool_calls"] = _tool_calls(where, calls)
+    for neutral in ("refusal", "annotations", "audio", "function_call"):
+        if value := fields.take(neutral):
+            raise ApiError(400, f"{where}.{neutral}={short(value)} is not supported", param=where)
+    # of a template's own making, such as the reasoning of an earlier answer
+    return plain | {name: fields.take(name) for name in fields.left}
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls of an earlier answer; templates want arguments as objects, and clients send JSON."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        message = f"{where}.tool_calls={short(calls)} must be a list of calls with a function"
+        raise ApiError(400, message, param=where)
+    return [call | {"function": _with_object(call["function"])} for call in calls]
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return function
+    return function | {"arguments": arguments} if isinstance(arguments, dict) else function
+
+
+def _text(where: str, content: Any) -> str:
+    """The text of a message, which may come in parts."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}.content must be a string or a list of parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            message = f"{where}.content has a part of type {short(kind)}; only text is supported"
+            raise ApiError(400, message, param=where)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 @dataclass(eq=False, kw_only=True)

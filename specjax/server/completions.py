@@ -7,14 +7,19 @@ from typing import Any
 
 from specjax.checks import is_integer, short
 from specjax.sampling.params import SamplingParams
-from specjax.server.answers import Answer, Result, Sent
-from specjax.server.body import INPUTS, Body
-from specjax.server.errors import ApiError
+from specjax.scheduling.call import Call
+from specjax.server.answers import Answer, Result, Sent, completion_logprobs
 from specjax.server.exchange import Exchange
-from specjax.server.fields import finish_fields
-from specjax.server.generating import Job, generate
-from specjax.server.logprobs import completion_logprobs
-from specjax.server.sampling import client_names, take_sampling
+from specjax.server.fields import (
+    CLIENT_NAMES,
+    INPUTS,
+    ApiError,
+    Body,
+    client_names,
+    finish_fields,
+    take_sampling,
+)
+from specjax.server.generating import generate
 from specjax.server.service import Service
 
 DEFAULT_TOKENS = 16
@@ -25,48 +30,45 @@ async def answer_completion(service: Service, exchange: Exchange) -> None:
     await generate(service, exchange, read_completion)
 
 
-def read_completion(service: Service, body: Body) -> Job:
+@client_names("prompt", CLIENT_NAMES | {"top_logprobs_num": "logprobs", "input_ids": "prompt"})
+def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check and tokenise a request."""
     model = service.check_model(body)
-    prompts, is_text = _prompts(service, body)
+    prompt = service.take_inputs(body, "prompt")
+    if not prompt and prompt != "":
+        raise ApiError(400, f"prompt must be {INPUTS}", param="prompt")
+    prompts = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
+    is_text = isinstance(prompts[0], str)
     echo, logprobs = body.flag("echo"), body.integer("logprobs", at_least=0, at_most=MAX_LOGPROBS)
     is_stream, shown = take_shown(body)
-    params = take_sampling(body, DEFAULT_TOKENS)
-    check_best_of(body, params)
+    params = take_params(body, DEFAULT_TOKENS)
     finish_fields(body, service.ignored_fields)
     service.check_count(len(prompts) * params.n)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    rids = [f"{request_id}-{i}" for i in range(len(prompts))]
     is_batch = len(prompts) > 1
-    with client_names("prompt", top_logprobs_num="logprobs", input_ids="prompt"):
-        call = service.engine.make_call(
-            stream=is_stream,
-            sampling_params=params,
-            rid=rids if is_batch else request_id,
-            return_logprob=logprobs is not None,
-            top_logprobs_num=logprobs or 0,
-            logprob_start_len=0 if echo and logprobs is not None else -1,
-            **{"prompt" if is_text else "input_ids": prompts if is_batch else prompts[0]},
-        )
-    firsts = call.requests[:: params.n]
-    if not echo:
-        echoed = None
-    elif is_text:
-        echoed = list(prompts)
-    else:
-        echoed = [service.decode(request.input_ids) for request in firsts]
-    answer = CompletionAnswer(
+    call = service.engine.make_call(
+        stream=is_stream,
+        sampling_params=params,
+        rid=[f"{request_id}-{i}" for i in range(len(prompts))] if is_batch else request_id,
+        return_logprob=logprobs is not None,
+        top_logprobs_num=logprobs or 0,
+        logprob_start_len=0 if echo and logprobs is not None else -1,
+        **{"prompt" if is_text else "input_ids": prompts if is_batch else prompts[0]},
+    )
+    prompt_ids = [request.input_ids for request in call.requests[:: params.n]]
+    echoed = None
+    if echo:
+        echoed = list(prompts) if is_text else [service.texts.decode(ids) for ids in prompt_ids]
+    return call, CompletionAnswer(
         id=request_id,
         model=model,
         texts=service.texts,
-        num_samples=params.n,
+        params=params,
+        prompt_ids=prompt_ids,
         wants_logprobs=logprobs is not None,
-        skips_special=params.skip_special_tokens,
-        prompt_ids=[request.input_ids for request in firsts] if shown.pop("ids") else None,
         echoed=echoed,
         **shown,
     )
-    return Job(call, answer)
 
 
 def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
@@ -82,24 +84,17 @@ def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
     if options.left:
         message = f"stream_options: unknown field {options.left[0]!r}"
         raise ApiError(400, message, param="stream_options", code="unknown_field")
-    return is_stream, shown | {"ids": body.flag("return_token_ids")}
+    return is_stream, shown | {"return_ids": body.flag("return_token_ids")}
 
 
-def check_best_of(body: Body, params: SamplingParams) -> None:
+def take_params(body: Body, max_tokens: int) -> SamplingParams:
+    """Sampling parameters; ``best_of`` may only repeat ``n``."""
+    params = take_sampling(body, max_tokens)
     best_of = body.take("best_of", params.n)
     if best_of != params.n or isinstance(best_of, bool):
         message = f"best_of={short(best_of)} must be n={params.n}: samples are not ranked"
         raise ApiError(400, message, param="best_of", code="unsupported_field")
-
-
-def _prompts(service: Service, body: Body) -> tuple[list[Any], bool]:
-    """Texts, or lists of token ids, and which of both they are."""
-    with client_names("prompt"):
-        prompt = service.take_inputs(body, "prompt")
-    if not prompt and prompt != "":
-        raise ApiError(400, f"prompt must be {INPUTS}", param="prompt")
-    prompts = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
-    return prompts, isinstance(prompts[0], str)
+    return params
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,8 +106,7 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
 
     def choice(self, index: int, result: Result) -> Result:
-        meta, prompt = result["meta_info"], self._prompt(index)
-        logprobs = None
+        meta, prompt, logprobs = result["meta_info"], self._prompt(index), None
         if self.wants_logprobs:
             chosen, tops = self._scored(meta)
             chosen += meta["output_token_logprobs"]
@@ -136,8 +130,8 @@ class CompletionAnswer(Answer):
         return lists
 
     def _prompt(self, index: int) -> str:
-        return "" if self.echoed is None else self.echoed[index // self.num_samples]
+        return "" if self.echoed is None else self.echoed[index // self.params.n]
 
     def _scored(self, meta: Result) -> tuple[list[Any], list[Any]]:
-        chosen, tops = meta.get("input_token_logprobs", []), meta.get("input_top_logprobs", [])
-        return list(chosen), list(tops)
+        """Log-probabilities of the prompt, if they were requested, and the best others."""
+        return list(meta.get("input_token_logprobs", [])), list(meta.get("input_top_logprobs", []))

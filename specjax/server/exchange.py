@@ -1,19 +1,12 @@
 """One HTTP request and its answer, over the bare ASGI channels."""
 
 import asyncio
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    MutableMapping,
-)
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from specjax.server.body import Body, parse_object
-from specjax.server.errors import RETRY_SECONDS, ApiError
+from specjax.server.fields import ApiError, Body, parse_object
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -22,6 +15,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = b"application/json"
+RETRY_SECONDS = 1
 # a body that takes longer to come is given up
 READ_SECONDS = 60.0
 # A body of more bytes counts against a budget, has to come at a rate in bytes per second after some
@@ -42,6 +36,10 @@ EVENT_HEADERS: list[Header] = [
 ABORT = "specjax.abort"  # an extension of the scope: closes the connection at once
 MAX_REQUEST_ID = 128  # characters of what a client calls its request
 DONE = b"data: [DONE]\n\n"
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class ClientGoneError(Exception):
@@ -180,6 +178,9 @@ class Exchange:
             message = {"type": "http.response.body", "body": piece, "more_body": has_more}
             await self._deliver(message)
 
+    async def reply_json(self, value: Any) -> None:
+        await self.reply(dump(value).encode())
+
     async def start_events(self) -> None:
         await self._start(200, EVENT_HEADERS)
         self._is_streaming = True
@@ -201,7 +202,7 @@ class Exchange:
             await self.end_events(b"data: " + error.json() + b"\n\n")
             return
         headers: list[Header] = []
-        if error.is_temporary:
+        if error.status in (429, 503):  # the same request may succeed later
             headers = [(b"retry-after", str(RETRY_SECONDS).encode())]
         elif error.status == 401:
             headers = [(b"www-authenticate", b"Bearer")]

@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from specjax.scheduling.call import Call
-from specjax.server.body import Body, parse_object
-from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
+from specjax.server.fields import ApiError, Body, parse_object
 from specjax.server.service import Service
 
+T = TypeVar("T")
 # A longer request is read and tokenised in another thread. To go there and back takes longer than
 # to do a short one here: with 64 clients 10 ms and more, as threads wait for the interpreter.
 INLINE_BYTES = 4096
@@ -38,76 +37,75 @@ class Format(Protocol):
     def closing(self) -> bytes: ...
 
 
-@dataclass(frozen=True)
-class Job:
-    """A request that passed all checks."""
-
-    call: Call
-    answer: Format
-
-    @property
-    def max_reported(self) -> int:
-        """Log-probabilities that it reports at most."""
-        return sum(request.max_reported for request in self.call.requests)
-
-
-Read = Callable[[Service, Body], Job]
+Read = Callable[[Service, Body], tuple[Call, Format]]
 
 
 async def generate(
     service: Service, exchange: Exchange, read: Read, *, renders: bool = False
 ) -> None:
-    """Answer a request for text, which ``read`` makes a job.
-
-    Long requests, and those whose chat template is rendered, are read in another thread.
-    """
+    """Answer a request for text, which ``read`` checks and tokenises."""
     service.check_open()
-    job = await _job(service, exchange, read, renders)
-    if job.max_reported > MAX_REPORTED:
+    call, answer = await read_body(service, exchange, read, renders=renders)
+    num_reported = max_reported(call)
+    if num_reported > MAX_REPORTED:
         raise ApiError(
             400,
-            f"up to {job.max_reported} log-probabilities in one request; at most {MAX_REPORTED} "
+            f"up to {num_reported} log-probabilities in one request; at most {MAX_REPORTED} "
             "are reported; lower max_tokens (max_new_tokens), n or the number of best tokens",
         )
-    with service.admitted(len(job.call.requests)):
-        work = (_stream if job.call.is_stream else _reply)(service, exchange, job)
-        del job  # a client that reads slowly must not keep what was reported
+    with service.admitted(len(call.requests)):
+        work = (_stream if call.is_stream else _reply)(service, exchange, call, answer)
+        del call, answer  # a client that reads slowly must not keep what was reported
         await exchange.while_connected(work)
 
 
-async def _job(service: Service, exchange: Exchange, read: Read, renders: bool) -> Job:
+async def read_body(
+    service: Service,
+    exchange: Exchange,
+    read: Callable[[Service, Body], T],
+    *,
+    renders: bool,
+    max_bytes: int | None = None,
+) -> T:
+    """What ``read`` makes of the body, in another thread if it is long or renders a template."""
     # in a function of its own, since its frame holds the body
-    async with exchange.body(service.max_body_bytes, service.large_bodies) as data:
-        if not renders and len(data) <= INLINE_BYTES:
+    limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
+    async with exchange.body(limit, service.large_bodies) as data:
+        if len(data) <= INLINE_BYTES and not renders:
             return read(service, Body(parse_object(data)))
-        # conversations have threads of their own, since a template may hold them up for seconds
+        # templates have threads of their own, since one may take seconds
         threads = service.renderers if renders else None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, lambda: read(service, Body(parse_object(data))))
 
 
-async def _reply(service: Service, exchange: Exchange, job: Job) -> None:
-    body = await _whole(service, job)
-    del job
+def max_reported(call: Call) -> int:
+    """The most log-probabilities that a call reports."""
+    return sum(request.max_reported for request in call.requests)
+
+
+async def _reply(service: Service, exchange: Exchange, call: Call, answer: Format) -> None:
+    body = await _whole(service, call, answer)
+    del call, answer
     with service.unread.holding(exchange, len(body)):
         await exchange.reply(body)
 
 
-async def _whole(service: Service, job: Job) -> bytes:
+async def _whole(service: Service, call: Call, answer: Format) -> bytes:
     with service.refusals():
-        results = await service.engine.async_run(job.call)
-    results = results if job.call.is_batch else [results]
+        results = await service.engine.async_run(call)
+    results = results if call.is_batch else [results]
     counts = (result["meta_info"] for result in results)
     size = sum(meta["prompt_tokens"] + meta["completion_tokens"] for meta in counts)
-    if job.answer.wants_logprobs and size > INLINE_LOGPROBS:
-        return await asyncio.to_thread(job.answer.whole, results)
-    return job.answer.whole(results)
+    if answer.wants_logprobs and size > INLINE_LOGPROBS:
+        return await asyncio.to_thread(answer.whole, results)
+    return answer.whole(results)
 
 
-async def _stream(service: Service, exchange: Exchange, job: Job) -> None:
-    job.call.is_brief = job.answer.is_brief
-    outputs, chunk = await service.engine.async_run(job.call), job.answer.chunk
-    kept = ENTRY_BYTES * job.max_reported
+async def _stream(service: Service, exchange: Exchange, call: Call, answer: Format) -> None:
+    call.is_brief, chunk = answer.is_brief, answer.chunk
+    kept = ENTRY_BYTES * max_reported(call)
+    outputs = await service.engine.async_run(call)
     try:
         with service.refusals():
             output = await anext(outputs)
@@ -118,6 +116,6 @@ async def _stream(service: Service, exchange: Exchange, job: Job) -> None:
                 with service.unread.holding(exchange, kept + len(events)):
                     await exchange.push(events)
             output = await anext(outputs, None)
-        await exchange.end_events(job.answer.closing())
+        await exchange.end_events(answer.closing())
     finally:
         await outputs.aclose()

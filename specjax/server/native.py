@@ -5,16 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.sampling.params import SamplingParams
-from specjax.server.answers import dump
-from specjax.server.body import Body
-from specjax.server.errors import ApiError
-from specjax.server.exchange import Exchange
-from specjax.server.fields import REFUSED, finish_fields, is_neutral
-from specjax.server.generating import Job, generate
-from specjax.server.logprobs import finite
-from specjax.server.sampling import client_names
+from specjax.scheduling.call import Call
+from specjax.server.answers import TokenTexts, finite
+from specjax.server.exchange import Exchange, dump
+from specjax.server.fields import (
+    REFUSED,
+    ApiError,
+    Body,
+    client_names,
+    finish_fields,
+    is_neutral,
+)
+from specjax.server.generating import generate
 from specjax.server.service import Service
-from specjax.server.tokens import TokenTexts
 
 _LOGPROBS = ("output_token_logprobs", "input_token_logprobs")
 _TOPS = ("output_top_logprobs", "input_top_logprobs")
@@ -24,11 +27,11 @@ async def answer_generate(service: Service, exchange: Exchange) -> None:
     await generate(service, exchange, read_generate)
 
 
-def read_generate(service: Service, body: Body) -> Job:
+@client_names(None, {})
+def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
     service.check_model(body)
-    with client_names(is_native=True):
-        text, ids = (service.take_inputs(body, name) for name in ("text", "input_ids"))
+    text, ids = (service.take_inputs(body, name) for name in ("text", "input_ids"))
     if (text is None) == (ids is None):
         raise ApiError(400, "give exactly one of text and input_ids", param="text")
     inputs = text if ids is None else ids
@@ -39,10 +42,8 @@ def read_generate(service: Service, body: Body) -> Job:
     count = len(inputs) if is_batch else 1
     sampling = body.take("sampling_params")
     is_stream, is_incremental = body.flag("stream"), body.flag("incremental")
-    options = {name: body.take(name) for name in ("rid", "return_logprob") if name in body}
-    for name in ("top_logprobs_num", "logprob_start_len"):
-        if name in body:
-            options[name] = body.take(name)
+    names = ("rid", "return_logprob", "top_logprobs_num", "logprob_start_len")
+    options = {name: body.take(name) for name in names if name in body}
     has_texts = body.flag("return_text_in_logprobs")
     finish_fields(body, service.ignored_fields)
     service.check_count(count)
@@ -50,19 +51,13 @@ def read_generate(service: Service, body: Body) -> Job:
     if given is sampling and len(given) != count:
         message = f"{len(given)} sampling_params for {count} inputs"
         raise ApiError(400, message, param="sampling_params")
-    with client_names(is_native=True):
-        made = [_sampling(one) for one in given]
-        service.check_count(count * max((params.n for params in made), default=1))
-        call = service.engine.make_call(
-            text,
-            made if isinstance(sampling, list) else made[0],
-            input_ids=ids,
-            stream=is_stream,
-            **options,
-        )
+    made = [_sampling(one) for one in given]
+    service.check_count(count * max((params.n for params in made), default=1))
+    params = made if isinstance(sampling, list) else made[0]
+    call = service.engine.make_call(text, params, input_ids=ids, stream=is_stream, **options)
     has_logprobs = any(request.top_logprobs is not None for request in call.requests)
     texts = service.texts if has_texts else None
-    return Job(call, NativeAnswer(call.is_batch, has_logprobs, texts, is_incremental))
+    return call, NativeAnswer(call.is_batch, has_logprobs, texts, is_incremental)
 
 
 def _sampling(given: Any) -> SamplingParams:
@@ -132,15 +127,13 @@ class NativeAnswer:
         ]
 
 
-async def answer_abort(service: Service, exchange: Exchange) -> None:
+async def answer_abort(service: Service, exchange: Exchange) -> dict[str, Any]:
     """End a request by its id, or all of them."""
     body = await exchange.read_object(service.max_body_bytes)
     rid, abort_all = body.text("rid", ""), body.flag("abort_all")
     finish_fields(body, service.ignored_fields)
     if abort_all:
         service.access.check_admin(exchange)
-    try:
+    with client_names(None, {}):
         service.engine.abort_request(rid, abort_all)
-    except ValueError as error:
-        raise ApiError(400, str(error)) from None
-    await exchange.reply(dump({"success": True}).encode())
+    return {"success": True}

@@ -1,22 +1,131 @@
-"""What all routes share: the engine once it is there, its name, and the work in hand."""
+"""What all routes share: the engine once it is there, requests in hand, and who may use what."""
 
-from collections.abc import Iterator, Sequence
+import hmac
+import ipaddress
+import re
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from specjax.checks import check_integer
 from specjax.engine import Engine
-from specjax.server.access import Access
-from specjax.server.body import Body
-from specjax.server.errors import ApiError, unavailable
-from specjax.server.exchange import LargeBodies, UnreadAnswers
-from specjax.server.fields import IgnoredFields
-from specjax.server.tokens import TokenTexts
+from specjax.server.answers import TokenTexts
+from specjax.server.exchange import Exchange, LargeBodies, UnreadAnswers
+from specjax.server.fields import ApiError, Body, IgnoredFields
+from specjax.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
 MAX_BODY_BYTES = 32 * 2**20
 MAX_UNREAD_BYTES = 128 * 2**20  # of finished answers whose clients do not read
+# A name or address, with or without a port.
+_HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
+
+
+class Access:
+    """Who may use which routes: keys, callers on the same host, and pages of other sites.
+
+    Args:
+        api_key: clients have to show it, for all but open routes; ``None`` for no key.
+        admin_api_key: administrators have to show it. By default they show the API key or, if there
+            is none either, have to be on the same host.
+        is_private: the server listens at a loopback address. Without a key it then refuses pages
+            of other sites, which a browser on this host may have.
+        allowed_hosts: names in the Host header of callers on this host, besides loopback ones.
+        origins: of pages that may call from a browser; ``"*"`` for all.
+
+    Raises:
+        ValueError: for a key that nobody could show.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        is_private: bool = False,
+        allowed_hosts: Collection[str] = (),
+        origins: Collection[str] = (),
+    ) -> None:
+        for name, key in (("api_key", api_key), ("admin_api_key", admin_api_key)):
+            if key is not None and (key.split() != [key] or not key.isprintable()):
+                raise ValueError(
+                    f"{name} of {len(key)} characters must have no whitespace and at least one "
+                    f"character; set another one, or none ({name}, --{name.replace('_', '-')}, "
+                    f"SPECJAX_{name.upper()})"
+                )
+        self._api_key, self._admin_key = api_key, admin_api_key
+        self._is_private = is_private
+        self._hosts = {name.lower() for name in allowed_hosts}
+        self.origins = origins
+
+    @property
+    def has_key(self) -> bool:
+        """Whether clients have to show a key."""
+        return self._api_key is not None
+
+    def check(self, exchange: Exchange) -> None:
+        """Refuse a caller who may not use the server; ApiError."""
+        if self._api_key is not None:
+            _check_key(exchange, self._api_key, self._admin_key)
+        elif self._is_private:
+            self._check_site(exchange)
+
+    def check_admin(self, exchange: Exchange) -> None:
+        """Refuse a caller who may not change the server; ApiError."""
+        if self._admin_key is not None:
+            _check_key(exchange, self._admin_key)
+        elif self._api_key is None:
+            client = exchange.scope.get("client")
+            if client is not None and not is_loopback(client[0]):
+                message = "without a key this is for callers on the same host; set --admin-api-key"
+                raise ApiError(403, message, code="not_local")
+            self._check_site(exchange)
+
+    def _check_site(self, exchange: Exchange) -> None:
+        """Refuse what browsers send for pages of other sites, and foreign names of this host."""
+        host = (_only(exchange, b"host") or b"localhost").decode("latin-1")
+        origin = _only(exchange, b"origin")
+        site = _only(exchange, b"sec-fetch-site")
+        found = _HOST.fullmatch(host)
+        name = (found[1] or found[2]).lower() if found else ""
+        if not is_loopback(name) and name not in self._hosts:
+            message = f"Host {host!r} is not a loopback address; allow it with --allowed-hosts"
+            raise ApiError(403, message, code="unknown_host")
+        if origin is not None and not {"*", origin.decode("latin-1")}.isdisjoint(self.origins):
+            return
+        is_own = origin is None or origin.decode("latin-1").partition("://")[2] == host
+        if not is_own or site not in (None, b"none", b"same-origin"):
+            message = "pages of other sites may not use this server; see --cors-allow-origin"
+            raise ApiError(403, message, code="cross_site")
+
+
+def _check_key(exchange: Exchange, *keys: str | None) -> None:
+    scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = exchange.header(b"x-api-key") or b""
+    # bytes: text beyond ASCII cannot be compared in constant time
+    known = [key.encode() for key in keys if key is not None]
+    if not any(hmac.compare_digest(given.strip(), key) for key in known):
+        message = "give the API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        raise ApiError(401, message, code="invalid_api_key")
+
+
+def _only(exchange: Exchange, name: bytes) -> bytes | None:
+    """The value of a header that may not come twice."""
+    values = [value for key, value in exchange.scope["headers"] if key == name]
+    if len(values) > 1:
+        raise ApiError(400, f"the header {name.decode()} comes {len(values)} times")
+    return values[0] if values else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this host's own, which nobody else reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Service:
@@ -51,39 +160,39 @@ class Service:
         self.large_bodies = LargeBodies(2 * max_body_bytes)
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
         self._is_stopping = False
-        self._texts: TokenTexts | None = None
         self.is_updating = False  # its weights
 
     @property
     def engine(self) -> Engine:
-        """The engine; ApiError 503 where there is none, or it has failed or been closed."""
+        """The engine; ApiError 503 if it is not there yet, has failed or is closed."""
         engine = self._engine
         if isinstance(engine, Future):
             if not engine.done():
-                raise unavailable("the model is being loaded", "starting")
+                raise ApiError(503, "the model is being loaded", code="starting")
             if engine.exception() is not None:
-                raise unavailable("the model could not be loaded", "engine_failed")
+                raise ApiError(503, "the model could not be loaded", code="engine_failed")
             engine = self._engine = engine.result()
         try:
             engine.check_health()
         except ValueError:
-            raise unavailable("the engine is closed", "stopping") from None
+            raise ApiError(503, "the engine is closed", code="stopping") from None
         return engine
 
     @property
     def name(self) -> str:
         return self._name or self.engine.target.name
 
-    @property
+    @cached_property
     def texts(self) -> TokenTexts:
-        """Texts of single tokens."""
-        if self._texts is None:
-            self._texts = TokenTexts(self.engine.tokenizer)
-        return self._texts
+        return TokenTexts(self.engine.tokenizer)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer; ApiError 400 if it has none."""
         tokenizer = self.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(ids)
+        if tokenizer is None:
+            raise ApiError(400, "the server has no tokenizer (skip_tokenizer_init)")
+        return tokenizer
 
     def take_inputs(self, body: Body, name: str) -> Any:
         """A text, a list of token ids that may fit the context, or a list of either."""
@@ -93,14 +202,17 @@ class Service:
         """The name of the model that a request asks for, by its name or by what it is made of."""
         model = body.text("model", self.name)
         if model not in (self.name, self.engine.target.name):
-            message = f"the model {model!r} does not exist; there is {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise self.unknown_model(model)
         return model
 
+    def unknown_model(self, name: str) -> ApiError:
+        message = f"the model {name!r} does not exist; there is {self.name!r}"
+        return ApiError(404, message, param="model", code="model_not_found")
+
     def check_open(self) -> None:
-        """Refuse new requests where the server ends."""
+        """Refuse new requests if the server is stopping."""
         if self._is_stopping:
-            raise unavailable("the server is shutting down", "stopping")
+            raise ApiError(503, "the server is shutting down", code="stopping")
 
     def check_count(self, count: int) -> None:
         """Refuse a request of more completions than are ever in hand."""
@@ -132,7 +244,7 @@ class Service:
         try:
             yield
         except ValueError as error:
-            self.engine  # noqa: B018 - raises where it cannot
+            self.engine  # noqa: B018 - raises if it cannot serve
             raise ApiError(400, str(error)) from error
 
     def stop(self) -> None:

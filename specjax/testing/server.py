@@ -79,7 +79,7 @@ def running(app: Any, http: Any = None) -> Iterator[int]:
     # the other helpers work without the extra "serve"
     import uvicorn
 
-    from specjax.server.protocol import LimitedProtocol
+    from specjax.server.process import LimitedProtocol
 
     settings: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
     config = uvicorn.Config(app, port=0, http=http or LimitedProtocol, **settings)

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specjax.server import exchange, make_app
-from specjax.server.access import Access
 from specjax.server.app import route
-from specjax.server.errors import ApiError
 from specjax.server.exchange import Exchange
-from specjax.server.service import Service
+from specjax.server.fields import ApiError
+from specjax.server.service import Access, Service
 from specjax.testing import Client, running
 
 COMPLETIONS = "/v1/completions"

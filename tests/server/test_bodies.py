@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from specjax.server import body as bodies
 from specjax.server import exchange as exchanges
-from specjax.server.body import Body, parse_object
-from specjax.server.errors import ApiError
+from specjax.server import fields as bodies
 from specjax.server.exchange import Exchange, LargeBodies
+from specjax.server.fields import ApiError, Body, parse_object
 
 LARGE = exchanges.LARGE_BYTES + 1
 

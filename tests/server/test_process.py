@@ -16,8 +16,7 @@ import pytest
 import uvicorn
 
 from specjax.cli.main import main
-from specjax.server.process import BACKLOG, Server, bind
-from specjax.server.protocol import ACCEPT_BATCH
+from specjax.server.process import ACCEPT_BATCH, BACKLOG, Server, bind
 
 from .process import flags, serving, wait_until_ready
 
@@ -125,7 +124,7 @@ def test_bad_options_end_with_a_reason(files, capsys) -> None:
 
 def test_more_descriptors_are_allowed() -> None:
     code = (
-        "import resource; from specjax.server.protocol import raise_descriptor_limit as more;"
+        "import resource; from specjax.server.process import raise_descriptor_limit as more;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512));"
         "print(more(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specjax.server import protocol
-from specjax.server.protocol import HEAD_BYTES, LimitedProtocol
+from specjax.server import process as protocol
+from specjax.server.process import HEAD_BYTES, LimitedProtocol
 from specjax.testing import Client, running
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"

@@ -9,12 +9,18 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from specjax.server import fields, metrics, sampling
+from specjax.server import fields, routes
+from specjax.server.answers import (
+    LEAST,
+    TokenTexts,
+    byte_alphabet,
+    chat_logprobs,
+    completion_logprobs,
+    speculative_metrics,
+    usage,
+)
 from specjax.server.app import make_app
-from specjax.server.figures import speculative_metrics, usage
-from specjax.server.logprobs import LEAST, chat_logprobs, completion_logprobs
 from specjax.server.native import NativeAnswer
-from specjax.server.tokens import TokenTexts, byte_alphabet
 from specjax.text.tokenizer import Tokenizer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -130,8 +136,8 @@ def test_acceptance_is_summed_over_choices() -> None:
         {
             *fields.IGNORED,
             *fields.REFUSED,
-            *sampling.NAMES,
-            *(f"vllm:{a.name}" for a in metrics.ALIASES),
+            *fields.NAMES,
+            *(f"vllm:{a.name}" for a in routes.ALIASES),
         }
     ),
 )

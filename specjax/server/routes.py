@@ -1,0 +1,321 @@
+"""Routes that generate no text: the page, health, models, metrics, tokens, and control."""
+
+import asyncio
+import base64
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+import specjax
+from specjax.checks import ParameterError, is_integer, short
+from specjax.engine.requests import encode_conversation
+from specjax.metrics.prometheus import FIGURES, PREFIX, Figure, families
+from specjax.server.chat import take_conversation
+from specjax.server.exchange import Exchange, Header, dump
+from specjax.server.fields import ApiError, Body, client_names, finish_fields
+from specjax.server.generating import read_body
+from specjax.server.service import Service
+
+HEALTH_SECONDS = 20.0
+MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # ids of one text, and bytes of a body of ids
+METRICS_KIND = b"text/plain; version=0.0.4; charset=utf-8"
+_STARTED = int(time.time())
+_REASON = "finished_reason"
+_SUCCESS = "Number of requests that ended, by reason."
+# vLLM's names, which benchmarks, dashboards and gateways look for
+ALIASES = (
+    Figure("num_requests_running", "gauge", "num_running", "Number of running requests."),
+    Figure("num_requests_waiting", "gauge", "num_waiting", "Number of waiting requests."),
+    Figure("kv_cache_usage_perc", "gauge", "token_usage", "Used share of the KV pool, up to 1."),
+    Figure("num_preemptions", "counter", "num_retracted", "Number of preemptions."),
+    Figure("prompt_tokens", "counter", "prompt_tokens", "Number of prompt tokens."),
+    Figure("generation_tokens", "counter", "generated_tokens", "Number of completion tokens."),
+    Figure("prefix_cache_queries", "counter", "prompt_tokens", "Prompt tokens looked up."),
+    Figure("prefix_cache_hits", "counter", "cached_tokens", "Prompt tokens found in the cache."),
+    Figure("request_success", "counter", "num_stopped", _SUCCESS, label=(_REASON, "stop")),
+    Figure("request_success", "counter", "num_cut", _SUCCESS, label=(_REASON, "length")),
+    Figure("request_success", "counter", "num_aborted", _SUCCESS, label=(_REASON, "abort")),
+    Figure("request_prompt_tokens", "histogram", "prompt_length", "Prompt tokens per request."),
+    Figure(
+        "request_generation_tokens",
+        "histogram",
+        "completion_length",
+        "Completion tokens per request.",
+    ),
+    Figure("request_queue_time_seconds", "histogram", "queue_time", "Seconds until prefill."),
+    Figure("time_to_first_token_seconds", "histogram", "time_to_first_token", "Seconds."),
+    Figure("inter_token_latency_seconds", "histogram", "inter_token_latency", "Seconds."),
+    Figure("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds until the end."),
+    Figure("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
+    Figure("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
+    Figure("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
+)
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+Json = dict[str, Any]
+
+
+async def page(service: Service, exchange: Exchange) -> None:
+    """A page to chat with the model and to watch the engine."""
+    body, headers = load_page()
+    await exchange.reply(body, kind=b"text/html; charset=utf-8", headers=headers)
+
+
+@cache
+def load_page() -> tuple[bytes, list[Header]]:
+    """The page, and headers that let it run its own script and talk to this server alone."""
+    body = files(__package__).joinpath("page.html").read_bytes()
+
+    def digest(tag: bytes) -> str:
+        """What a content security policy calls the page's only element of a kind."""
+        (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {digest(b'script')}; style-src {digest(b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return body, [
+        (b"content-security-policy", policy.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cache-control", b"no-cache"),
+    ]
+
+
+async def health(service: Service, exchange: Exchange) -> Json:
+    """200 if a request would be served now, else 503."""
+    service.check_open()
+    return {}
+
+
+async def health_generate(service: Service, exchange: Exchange) -> Json:
+    """200 if a token has come out of the engine."""
+    service.check_open()
+    with service.refusals():
+        result = await service.engine.async_run(service.engine.make_probe(HEALTH_SECONDS))
+    if not result["output_ids"]:
+        raise ApiError(503, f"no token came within {HEALTH_SECONDS:g} s", code="engine_slow")
+    return {}
+
+
+async def version(service: Service, exchange: Exchange) -> Json:
+    return {"version": specjax.__version__}
+
+
+async def models(service: Service, exchange: Exchange) -> Json:
+    return {"object": "list", "data": [_model_card(service)]}
+
+
+async def model(service: Service, exchange: Exchange) -> Json:
+    name = exchange.scope["path_params"]["name"]
+    if name != service.name:
+        raise service.unknown_model(name)
+    return _model_card(service)
+
+
+def _model_card(service: Service) -> Json:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "specjax",
+        "root": service.engine.target.name,
+        "parent": None,
+        "max_model_len": service.engine.context_length,
+    }
+
+
+async def server_info(service: Service, exchange: Exchange) -> Json:
+    return service.engine.get_server_info() | {"served_model_name": service.name}
+
+
+async def model_info(service: Service, exchange: Exchange) -> Json:
+    target, tokenizer = service.engine.target, service.engine.tokenizer
+    return {
+        "model_path": target.name,
+        "tokenizer_path": target.name,
+        "served_model_name": service.name,
+        "model_type": target.config.model_type,
+        "is_generation": True,
+        "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
+        "max_model_len": service.engine.context_length,
+    }
+
+
+async def tokenizer_info(service: Service, exchange: Exchange) -> Json:
+    """The chat template and what texts are made of."""
+    tokenizer = service.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "the server has no tokenizer (skip_tokenizer_init)")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": service.engine.context_length,
+        "chat_template": tokenizer.chat_template,
+        "eos_token_ids": tokenizer.eos_token_ids,
+        **tokenizer.special_tokens,
+    }
+
+
+async def loads(service: Service, exchange: Exchange) -> Json:
+    """Load of the engine, as gateways compare it."""
+    totals = service.engine.metrics.snapshot()
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": totals.num_running,
+        "num_waiting_reqs": totals.num_waiting,
+        "num_used_tokens": totals.num_used_tokens,
+        "max_total_num_tokens": totals.max_total_tokens,
+        "max_running_requests": service.engine.runner.config.num_slots - 1,
+        "token_usage": totals.token_usage,
+        "gen_throughput": totals.gen_throughput,
+        "cache_hit_rate": totals.cache_hit_rate,
+    }
+    timestamp = datetime.now(UTC).isoformat()
+    return {"timestamp": timestamp, "version": specjax.__version__, "loads": [load]}
+
+
+async def metrics(service: Service, exchange: Exchange) -> None:
+    await exchange.reply(generate_latest(ServerMetrics(service)), kind=METRICS_KIND)
+
+
+class ServerMetrics:
+    """All families of a server, as a registry gives them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Any]:
+        name, engine = self._service.name, self._service.engine
+        totals, config = engine.metrics.snapshot(), engine.runner.config
+        yield from families(totals, FIGURES, PREFIX, name)
+        yield from families(totals, ALIASES, "vllm:", name)
+        accepted = totals.accepted_by_position
+        labels = ["model_name", "position"]
+        metric = CounterMetricFamily(PER_POSITION, "Drafts accepted at a position.", labels=labels)
+        for position in range(config.reach.accept_width - 1):
+            count = accepted[position] if position < len(accepted) else 0
+            metric.add_metric([name, str(position)], count)
+        yield metric
+        sizes = {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages - 1)}
+        sizes["model_name"] = name
+        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes.", labels=list(sizes))
+        info.add_metric(list(sizes.values()), 1)
+        yield info
+        text = "Number of unknown request fields that were ignored."
+        ignored = CounterMetricFamily(f"{PREFIX}ignored_request_fields", text)
+        ignored.add_metric([], self._service.ignored_fields.count)
+        yield ignored
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    await exchange.reply(await read_body(service, exchange, _tokenize, renders=True))
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    answer = await read_body(service, exchange, _detokenize, renders=True, max_bytes=MAX_IDS_BYTES)
+    await exchange.reply(answer)
+
+
+@client_names("prompt", {})
+def _tokenize(service: Service, body: Body) -> bytes:
+    """Ids of a ``prompt``, of several or of ``messages``, with the fields of vLLM and SGLang."""
+    service.check_model(body)
+    tokenizer, length = service.tokenizer, service.engine.context_length
+    conversation = take_conversation(body) if "messages" in body else None
+    prompt = service.take_inputs(body, "prompt")
+    adds_special = body.flag("add_special_tokens", True)
+    wants_texts = body.flag("return_token_strs")
+    finish_fields(body, service.ignored_fields)
+    is_batch = isinstance(prompt, list)
+    if conversation is not None:
+        messages, variables = conversation
+        with client_names("messages", {}):
+            ids = [encode_conversation(tokenizer, length, messages, **variables)]
+    else:
+        texts = prompt if is_batch else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise ApiError(400, "prompt must be a text or a list of texts", param="prompt")
+        for text in texts:
+            tokenizer.check_length(len(text), length)
+        ids = [tokenizer.encode(text, adds_special) for text in texts]
+    names = None
+    if wants_texts:
+        names = [[tokenizer.backend.id_to_token(i) for i in row] for row in ids]
+
+    def shown(rows: list[Any] | None) -> Any:
+        return rows if rows is None or is_batch else rows[0]
+
+    return dump(
+        {
+            "count": shown([len(row) for row in ids]),
+            "max_model_len": length,
+            "tokens": shown(ids),
+            "token_strs": shown(names),
+        }
+    ).encode()
+
+
+def _detokenize(service: Service, body: Body) -> bytes:
+    """The text of ``tokens``, or the texts of several lists of them."""
+    service.check_model(body)
+    tokenizer = service.tokenizer
+    try:
+        tokens = body.inputs("tokens", max_ids=MAX_DETOKENIZED, max_rows=service.max_requests)
+    except ParameterError:
+        message = f"tokens has a list of more than {MAX_DETOKENIZED} ids"
+        raise ApiError(400, message, param="tokens") from None
+    skips_special = body.flag("skip_special_tokens", False)
+    finish_fields(body, service.ignored_fields)
+    is_batch = isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
+    rows = tokens if is_batch else [tokens]
+    size = service.engine.target.config.vocab_size
+    for row in rows:
+        if not isinstance(row, list) or not all(is_integer(i) and 0 <= i < size for i in row):
+            message = f"tokens must be a list of ids below {size}, or a list of such lists"
+            raise ApiError(400, message, param="tokens")
+    texts = [tokenizer.decode(row, skips_special) for row in rows]
+    shown = texts if is_batch else texts[0]
+    return dump({"prompt": shown, "text": shown}).encode()
+
+
+async def flush_cache(service: Service, exchange: Exchange) -> Json:
+    """Forget all KV; running requests compute theirs again."""
+    with service.refusals():
+        await asyncio.to_thread(service.engine.flush_cache)
+    return {"success": True, "message": "the cache is empty"}
+
+
+async def update_weights(service: Service, exchange: Exchange) -> Json:
+    """Put the weights of a checkpoint on the server's disk in place of those that run."""
+    body = await exchange.read_object(service.max_body_bytes)
+    paths = {name: body.text(name) for name in ("model_path", "draft_path")}
+    for name, path in paths.items():
+        # a caller from elsewhere must not make the server ask the hub
+        if path is not None and not os.path.exists(path):
+            message = f"{name}={short(path)} does not exist on the server"
+            raise ApiError(400, message, param=name)
+    finish_fields(body, service.ignored_fields)
+    if service.is_updating:
+        raise ApiError(409, "weights are being replaced already; wait for that", code="updating")
+    service.is_updating = True
+    try:
+        with service.refusals():
+            update = service.engine.update_weights_from_disk
+            await asyncio.to_thread(update, *paths.values())
+    except OSError as error:
+        raise ApiError(400, str(error)) from error
+    finally:
+        service.is_updating = False
+    return {"success": True, "message": "the weights are replaced"}
