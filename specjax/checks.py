@@ -12,6 +12,12 @@ _LIMITS = {"at_least": ("at least", ge), "at_most": ("at most", le)}
 _LIMITS |= {"above": ("above", gt), "below": ("below", lt)}
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+_WORDS: dict[type, tuple[str, str]] = {
+    inspect.IntType: ("an integer", "integers"),
+    inspect.StrType: ("a string", "strings"),
+    inspect.BoolType: ("a bool", "bools"),
+    inspect.DictType: ("an object", "objects"),
+}
 _META = {"ge": "at_least", "gt": "above", "le": "at_most", "lt": "below"}
 
 
@@ -98,9 +104,11 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as an annotation ``kind`` says, or the error that names it, its value and limits.
 
     ``kind`` is a type that msgspec knows, such as ``Annotated[int, Meta(ge=1)] | None`` or
-    ``dict[str, Any]``. A description of its ``Meta`` says what else than a number is demanded.
-    A float must be finite.
+    ``dict[str, Any]``. The description of its ``Meta``, if there is one, says what is demanded of
+    other values than numbers. A float must be finite.
     """
+    if kind is Any:
+        return value
     try:
         # numpy's float64 is a float, but not to msgspec
         made = msgspec.convert(float(value) if isinstance(value, float) else value, kind)
@@ -120,5 +128,6 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         case inspect.FloatType():
             bounds = {word: getattr(info, key) for key, word in _META.items()}
             check_number(name, value, **{word: at for word, at in bounds.items() if at is not None})
-    plain = {inspect.IntType: "an integer", inspect.BoolType: "a bool", inspect.StrType: "a string"}
-    raise refused(name, value, f"must be {description or plain.get(type(info), kind)}")
+        case inspect.ListType() | inspect.VarTupleType():
+            description = f"a list of {_WORDS[type(info.item_type)][1]}"
+    raise refused(name, value, f"must be {description or _WORDS[type(info)][0]}")

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from specjax.checks import is_integer, is_number
+from msgspec import Meta
+
+from specjax.checks import convert, short
 
 T = TypeVar("T")
 
@@ -57,11 +59,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-class Fields:
-    """Typed values of a JSON object or of other metadata; null is as good as absent.
+# What files say: sizes are at most what an int32 holds.
+Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveSize = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Flag = Annotated[bool, Meta(description="true or false")]
 
-    ``where`` is the file and the place in it. Every method raises a ValueError that names place,
-    key and value for one of another type, and for an absent one unless a ``default`` is given.
+
+class Fields:
+    """Typed values of a JSON object or of other metadata; null counts as absent.
+
+    ``where`` is the file and the place in it, which every error names.
     """
 
     def __init__(self, values: Mapping[str, Any], where: object) -> None:
@@ -79,48 +86,30 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: Any = ..., *, at_least: int = 0) -> Any:
-        value = self.get(key, default)
-        if value is not default and not (is_integer(value) and at_least <= value < 2**31):
-            raise self.wrong(key, f"must be an integer from {at_least} to {2**31 - 1}")
-        return value
+    def get(self, key: str, kind: Any, default: Any = ...) -> Any:
+        """The value as :func:`convert` gives it, or the default of an absent one.
 
-    def number(self, key: str, default: Any = ...) -> Any:
-        value = self.get(key, default)
-        if value is not default and not is_number(value):
-            raise self.wrong(key, "must be a finite number")
-        return value if value is default else float(value)
-
-    def flag(self, key: str, default: Any = False) -> Any:
-        return self._typed(key, default, bool, "true or false")
-
-    def text(self, key: str, default: Any = ...) -> Any:
-        return self._typed(key, default, str, "a string")
-
-    def items(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A list of values of one type; a bool is no integer."""
-        value = self._typed(key, default, list, "a list")
-        if value is not default and not all(type(item) is kind for item in value):
-            names = {int: "integers", str: "strings", dict: "objects"}
-            raise self.wrong(key, f"must be a list of {names[kind]}")
-        return value
-
-    def ids(self, key: str) -> list[int]:
-        """Token ids: one, a list of them or none."""
-        value = self.get(key, [])
-        ids = value if isinstance(value, list) else [value]
-        return [Fields({key: i}, self.where).integer(key) for i in ids]
-
-    def fields(self, key: str) -> "Fields":
-        """A nested object, empty if it is absent."""
-        value = self._typed(key, {}, Mapping, "an object")
-        return Fields(value, f"{self.where}: {key}")
-
-    def get(self, key: str, default: Any = ...) -> Any:
+        ValueError for a value of another type, and for an absent one without a default.
+        """
         value = self.values.get(key)
         if value is None and default is ...:
             raise ValueError(f"{self.where} has no {key}")
-        return default if value is None else value
+        if value is None:
+            return default
+        try:
+            return convert(key, value, kind)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
+
+    def ids(self, key: str) -> list[int]:
+        """Token ids: one, a list of them or none."""
+        value = self.get(key, Any, [])
+        ids = value if isinstance(value, list) else [value]
+        return [Fields({key: i}, self.where).get(key, Size) for i in ids]
+
+    def fields(self, key: str) -> "Fields":
+        """A nested object, empty if it is absent."""
+        return Fields(self.get(key, dict[str, Any], {}), f"{self.where}: {key}")
 
     def build(self, kind: Callable[..., T], values: Mapping[str, Any]) -> T:
         """``kind(**values)``, whose complaints then name this place."""
@@ -131,10 +120,4 @@ class Fields:
 
     def wrong(self, key: str, demand: str) -> ValueError:
         """The error for a value that is not as demanded."""
-        return ValueError(f"{self.where}: {key}={self.values.get(key)!r:.300} {demand}")
-
-    def _typed(self, key: str, default: Any, kind: type, meaning: str) -> Any:
-        value = self.get(key, default)
-        if value is not default and not isinstance(value, kind):
-            raise self.wrong(key, f"must be {meaning}")
-        return value
+        return ValueError(f"{self.where}: {key}={short(self.values.get(key))} {demand}")

@@ -10,7 +10,7 @@ from typing import Any
 from specjax.checkpoints.huggingface import layer_sizes
 from specjax.checkpoints.tensors import TensorSource
 from specjax.config import DraftConfig, ModelConfig
-from specjax.json_file import Fields
+from specjax.json_file import Fields, Flag, Size
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -62,25 +62,25 @@ class _Head:
         nested = self.body.fields("transformer_layer_config").values
         stated = {key: value for key, value in self.body.values.items() if value is not None}
         self.layer = Fields({**nested, **stated}, self.path)
-        self.hidden_size = self.layer.integer("hidden_size")
+        self.hidden_size = self.layer.get("hidden_size", Size)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A switch of the top level or of ``eagle_config``."""
-        return self.body.flag(name, self.eagle.flag(name, default))
+        return self.body.get(name, Flag, self.eagle.get(name, Flag, default))
 
 
 def _common_values(head: _Head) -> dict[str, Any]:
     """Sizes and rotary settings; the context is at least the target's."""
     layer, target = head.layer, head.target
-    vocab_size = layer.integer("vocab_size", target.vocab_size)
-    stated = head.body.integer("target_hidden_size", target.hidden_size)
+    vocab_size = layer.get("vocab_size", Size, target.vocab_size)
+    stated = head.body.get("target_hidden_size", Size, target.hidden_size)
     check_pair(head.path, vocab_size, stated, target)
     first = "midlayer" if "midlayer.self_attn.q_proj.weight" in head.names else "layers.0"
     # published heads often state 2048, which is how far they were trained, not a bound
-    context = max(layer.integer("max_position_embeddings", 1), target.max_position_embeddings)
+    context = max(layer.get("max_position_embeddings", Size, 1), target.max_position_embeddings)
     return layer_sizes(layer) | {
         "vocab_size": vocab_size,
-        "num_layers": layer.integer("num_hidden_layers", 1),
+        "num_layers": layer.get("num_hidden_layers", Size, 1),
         "max_position_embeddings": context,
         "dtype": target.dtype,
         "target_hidden_size": target.hidden_size,
@@ -101,7 +101,7 @@ def _eagle_values(head: _Head) -> dict[str, Any]:
         "checkpoint_format": "eagle-1",
         "draft_vocab_size": target.vocab_size,
         # the original code builds the projection with a bias unless the configuration denies it
-        "fc_bias": head.body.flag("bias", True),
+        "fc_bias": head.body.get("bias", Flag, True),
         "has_own_embedding": False,
         "has_own_lm_head": False,
     }
@@ -126,7 +126,7 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
             f"{head.source.path} has no tensor 'embed_tokens.weight', and the target's embeddings "
             f"do not fit: {sizes}"
         )
-    tied = not own_head and head.layer.flag("tie_word_embeddings")
+    tied = not own_head and head.layer.get("tie_word_embeddings", Flag, False)
     has_other_head = same_width or (tied and own_embedding)
     if not own_head and not (vocab_size == target.vocab_size and has_other_head):
         raise ValueError(
@@ -167,9 +167,9 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
     In ``eagle_config`` the ids name layers. At the top level, where speculators writes them, they
     count hidden states from the embedding, so id ``k`` is the output of layer ``k - 1``.
     """
-    if ids := head.eagle.items(_LAYER_IDS, int, []):
+    if ids := head.eagle.get(_LAYER_IDS, list[int], []):
         layers, where = tuple(ids), f"eagle_config.{_LAYER_IDS}={ids}"
-    elif ids := head.body.items(_LAYER_IDS, int, []):
+    elif ids := head.body.get(_LAYER_IDS, list[int], []):
         layers, where = tuple(i - 1 for i in ids), f"{_LAYER_IDS}={ids}"
     else:
         layers = head.target.default_feature_layers
@@ -182,4 +182,4 @@ def _draft_vocab_size(head: _Head) -> int:
     """The configured size; without one, that of the tensors, else the target's."""
     stored = [head.names[name].shape for name in ("d2t", "lm_head.weight") if name in head.names]
     sizes = [next(iter(shape), 0) for shape in stored]
-    return head.layer.integer("draft_vocab_size", [*sizes, head.target.vocab_size][0])
+    return head.layer.get("draft_vocab_size", Size, [*sizes, head.target.vocab_size][0])

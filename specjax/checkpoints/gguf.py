@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from ml_dtypes import bfloat16
 
 from specjax.checkpoints.tensors import TensorInfo
-from specjax.json_file import Fields
+from specjax.json_file import Fields, Size
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate(map(np.dtype, "u1 i1 <u2 <i2 <u4 <i4 <f4 ?".split())))
@@ -50,7 +50,7 @@ class GGUFFile:
             self._bytes = self._data.data
             values, num_tensors = self._read_metadata()
             self.metadata = Fields(values, self.path)
-            self._read_tensor_table(num_tensors, self.metadata.integer("general.alignment", 32))
+            self._read_tensor_table(num_tensors, self.metadata.get("general.alignment", Size, 32))
         except (ValueError, OSError) as error:
             raise ValueError(
                 f"{self.path} is not a complete GGUF file of version 2 or 3: {error}"

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from specjax.checkpoints.gguf import GGUFFile
 from specjax.checkpoints.tensors import TensorSource
 from specjax.config import ModelConfig, Rope, RopeScaling
-from specjax.json_file import Fields
+from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.layers import rope_frequencies
 from specjax.models.registry import FAMILIES, family_of
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
@@ -66,34 +66,37 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     if dtype == "auto":
         kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
         dtype = "float32" if kinds <= {"F32"} else "bfloat16"
-    arch = file.metadata.text("general.architecture", None)
+    arch = file.metadata.get("general.architecture", str, None)
     supported = tuple(name for name, family in FAMILIES.items() if family.gguf)
     if arch not in supported:
         demand = f"is not supported; supported: {supported}"
         raise file.metadata.wrong("general.architecture", demand)
     keys = _architecture_keys(file, arch)
-    if keys.integer("expert_count", 0):
+    if keys.get("expert_count", Size, 0):
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
-    hidden = keys.integer("embedding_length")
-    heads = keys.integer("attention.head_count", at_least=1)
-    head_dim = keys.integer("attention.key_length", hidden // heads)
+    hidden = keys.get("embedding_length", Size)
+    heads = keys.get("attention.head_count", PositiveSize)
+    head_dim = keys.get("attention.key_length", Size, hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.integer(key, head_dim) != head_dim:
+        if keys.get(key, Size, head_dim) != head_dim:
             raise keys.wrong(key, f"must be the head dimension {head_dim}")
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
-    theta = keys.number("rope.freq_base", 10000.0)
-    context, window = keys.integer("context_length"), keys.integer("attention.sliding_window", 0)
+    theta = keys.get("rope.freq_base", float, 10000.0)
+    context, window = (
+        keys.get("context_length", Size),
+        keys.get("attention.sliding_window", Size, 0),
+    )
     values = {
         "model_type": arch,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.integer("feed_forward_length"),
-        "num_layers": keys.integer("block_count"),
+        "intermediate_size": keys.get("feed_forward_length", Size),
+        "num_layers": keys.get("block_count", Size),
         "num_heads": heads,
-        "num_kv_heads": keys.integer("attention.head_count_kv", heads),
+        "num_kv_heads": keys.get("attention.head_count_kv", Size, heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float),
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, keys, head_dim, theta),
         "max_position_embeddings": context,
@@ -106,7 +109,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
         # a window as wide as the context never applies
         "sliding_window": window if 0 < window < context else None,
         "eos_token_ids": eos_token_ids(file),
-        "bos_token_id": file.metadata.integer("tokenizer.ggml.bos_token_id", None),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", Size, None),
     }
     return file.metadata.build(FAMILIES[arch].config, values)
 
@@ -123,13 +126,13 @@ def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
 def _rope_scaling(file: GGUFFile, keys: Fields, head_dim: int, theta: float) -> RopeScaling | None:
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, head_dim, theta)
-    kind = keys.text("rope.scaling.type", "none")
+    kind = keys.get("rope.scaling.type", str, "none")
     if kind not in ("none", "linear"):
         demand = "is not supported; supported: 'none', 'linear' and Llama 3.1's rope_freqs.weight"
         raise keys.wrong("rope.scaling.type", demand)
     if kind == "none":
         return None
-    factor = keys.number("rope.scaling.factor", 1.0)
+    factor = keys.get("rope.scaling.factor", float, 1.0)
     return keys.build(RopeScaling, {"rope_type": "linear", "factor": factor})
 
 
@@ -185,15 +188,15 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """
     data = file.metadata
     for key, default, known in (("model", None, ["gpt2"]), ("pre", "default", sorted(_SPLITS))):
-        if data.text(f"tokenizer.ggml.{key}", default) not in known:
+        if data.get(f"tokenizer.ggml.{key}", str, default) not in known:
             raise data.wrong(
                 f"tokenizer.ggml.{key}",
                 f"is not supported; supported: {known} (byte-level BPE). Use the Hugging Face "
                 "directory of the model, or pass skip_tokenizer_init=True and give input_ids",
             )
-    tokens: list[str] = data.items("tokenizer.ggml.tokens", str)
-    kinds: list[int] = data.items("tokenizer.ggml.token_type", int, [])
-    merges = [tuple(merge.split(" ", 1)) for merge in data.items("tokenizer.ggml.merges", str)]
+    tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
+    kinds: list[int] = data.get("tokenizer.ggml.token_type", list[int], [])
+    merges = [tuple(merge.split(" ", 1)) for merge in data.get("tokenizer.ggml.merges", list[str])]
     alphabet = _byte_alphabet()
     letters = set(alphabet.values())
     vocab = {
@@ -206,7 +209,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{file.path}: broken BPE vocabulary: {error}") from error
     backend.decoder = decoders.ByteLevel()
-    backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.text("tokenizer.ggml.pre", "default")])
+    backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.get("tokenizer.ggml.pre", str, "default")])
     _add_marked_tokens(backend, tokens, kinds, letters)
     special = _special_tokens(file, tokens)
     named = dict.fromkeys(special.values())
@@ -215,7 +218,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     return Tokenizer(
         backend,
         special_tokens=special,
-        chat_template=data.text("tokenizer.chat_template", None),
+        chat_template=data.get("tokenizer.chat_template", str, None),
         extra_eos_token_ids=eos_token_ids(file),
     )
 
@@ -223,7 +226,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Ids that end a text: those of the end of a text, of a turn and of a message."""
     keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
-    return unique_ids(file.metadata.integer(key, None) for key in keys)
+    return unique_ids(file.metadata.get(key, Size, None) for key in keys)
 
 
 def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
@@ -258,7 +261,7 @@ def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
     for name, stored in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         key = f"tokenizer.ggml.{stored}_token_id"
         if key in file.metadata:
-            if (token_id := file.metadata.integer(key)) >= len(tokens):
+            if (token_id := file.metadata.get(key, Size)) >= len(tokens):
                 demand = f"is outside the vocabulary of {len(tokens)} tokens"
                 raise file.metadata.wrong(key, demand)
             special[f"{name}_token"] = tokens[token_id]

@@ -13,7 +13,7 @@ from specjax.checkpoints.orbax import is_orbax_directory
 from specjax.checkpoints.target import TargetCheckpoint, download
 from specjax.checkpoints.tensors import open_directory
 from specjax.config import ModelConfig
-from specjax.json_file import Fields
+from specjax.json_file import Fields, Size
 from specjax.models.recipes import MTP_PREFIX, Recipes
 from specjax.models.registry import mtp_recipes
 
@@ -72,7 +72,7 @@ def open_mtp(
     names = [name for name in source.infos if name.startswith(MTP_PREFIX)]
     if experts := next(filter(_EXPERTS.search, names), None):
         raise ValueError(f"{path}: {experts!r} is of a mixture of experts, which is not supported")
-    stated = Fields.read(path / "config.json").integer("num_nextn_predict_layers", 0)
+    stated = Fields.read(path / "config.json").get("num_nextn_predict_layers", Size, 0)
     count = len(set(map(_module_of, names)))
     if not count or count < stated:
         raise ValueError(

@@ -7,7 +7,7 @@ checkpoint of a plain dict of arrays by flat name) and, for a target, its tokeni
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import file_digest
 from pathlib import Path
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig, RopeScaling, TransformerConfig
-from specjax.json_file import Fields, read_json
+from specjax.json_file import Fields, Flag, Size, read_json
 from specjax.models.registry import FAMILIES
 from specjax.text.tokenizer import Tokenizer
 
@@ -106,16 +106,11 @@ def _build(kind: type[Any], body: Fields) -> Any:
     known = {field.name: field.type for field in dataclasses.fields(kind)}
     if unknown := sorted(set(body.values) - set(known)):
         raise ValueError(f"{body.where} has unknown keys {unknown}; known: {sorted(known)}")
-    readers: dict[Any, Callable[[str], Any]] = {
-        int: body.integer,
-        int | None: body.integer,
-        float: body.number,
-        bool: body.flag,
-        str: body.text,
-        tuple[int, ...]: lambda name: tuple(body.items(name, int)),
-        RopeScaling | None: lambda name: _build(RopeScaling, body.fields(name)),
-    }
-    values = {name: readers[type_](name) for name, type_ in known.items() if name in body}
+    kinds: dict[Any, Any] = {int: Size, int | None: Size, bool: Flag}
+    kinds[RopeScaling | None] = dict[str, Any]
+    values = {n: body.get(n, kinds.get(hint, hint)) for n, hint in known.items() if n in body}
+    if "rope_scaling" in values:
+        values["rope_scaling"] = _build(RopeScaling, body.fields("rope_scaling"))
     return body.build(kind, values)
 
 

@@ -44,7 +44,8 @@ def _shards(directory: Path, index: str) -> list[Path]:
     weight_map = Fields.read(directory / index).fields("weight_map")
     if not weight_map.values:
         raise ValueError(f"{directory / index} has no weight_map")
-    paths = [directory / name for name in dict.fromkeys(map(weight_map.text, weight_map.values))]
+    names = dict.fromkeys(weight_map.get(tensor, str) for tensor in weight_map.values)
+    paths = [directory / name for name in names]
     if absent := [path.name for path in paths if not os.path.isfile(path)]:
         raise ValueError(f"{directory / index} names shards that are missing: {absent}")
     return paths

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax.config import ModelConfig
-from specjax.json_file import Fields
+from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
 from specjax.models.recipes import Recipe, decoder_layer
 
@@ -34,22 +34,22 @@ class Family:
 
 
 def attention_biases(config: Fields) -> dict[str, Any]:
-    has_bias = config.flag("attention_bias")
+    has_bias = config.get("attention_bias", Flag, False)
     return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
 def sliding_window(config: Fields) -> int | None:
     """The attention window of all layers, None if none applies within the context."""
-    window = config.integer("sliding_window", 0)
+    window = config.get("sliding_window", Size, 0)
     if not window:
         return None
-    num_layers = config.integer("num_hidden_layers")
-    if kinds := config.items("layer_types", str, []):
+    num_layers = config.get("num_hidden_layers", Size)
+    if kinds := config.get("layer_types", list[str], []):
         count = kinds.count("sliding_attention")
     else:
-        first = config.integer("max_window_layers", 0) if "use_sliding_window" in config else 0
+        first = config.get("max_window_layers", Size, 0) if "use_sliding_window" in config else 0
         count = max(0, num_layers - first)
-    if not count or window >= config.integer("max_position_embeddings"):
+    if not count or window >= config.get("max_position_embeddings", Size):
         return None
     if count < num_layers:
         raise ValueError(

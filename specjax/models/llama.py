@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from specjax.json_file import Fields
+from specjax.json_file import Fields, Flag
 from specjax.models.family import Family, attention_biases, sliding_window
 
 
 def _llama(config: Fields) -> dict[str, Any]:
-    return attention_biases(config) | {"mlp_bias": config.flag("mlp_bias")}
+    return attention_biases(config) | {"mlp_bias": config.get("mlp_bias", Flag, False)}
 
 
 def _mistral(config: Fields) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from specjax.json_file import Fields
+from specjax.json_file import Fields, Flag
 from specjax.models.family import Family, attention_biases, sliding_window
 
 
 def _window(config: Fields) -> dict[str, Any]:
-    is_on = config.flag("use_sliding_window")
+    is_on = config.get("use_sliding_window", Flag, False)
     return {"sliding_window": sliding_window(config) if is_on else None}
 
 

@@ -12,7 +12,7 @@ from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
 from specjax.checks import CONTEXT_LENGTH_EXCEEDED, ParameterError
-from specjax.json_file import Fields, read_text
+from specjax.json_file import Fields, Flag, Size, read_text
 from specjax.text.chat_template import render_chat_template
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -161,9 +161,9 @@ def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
 def _special_tokens(config: Fields) -> dict[str, str]:
     """Named special tokens of a tokenizer configuration: plain strings or added-token objects."""
     return {
-        name: config.fields(name).text("content")
-        if isinstance(config.get(name), Mapping)
-        else config.text(name)
+        name: config.fields(name).get("content", str)
+        if isinstance(config.get(name, Any), Mapping)
+        else config.get(name, str)
         for name in _SPECIAL_TOKENS
         if name in config
     }
@@ -176,17 +176,17 @@ def find_eos_token_id(directory: Path) -> int | None:
     if eos is None:
         return None
     for token_id, entry in _added_tokens(config):
-        if entry.text("content") == eos:
+        if entry.get("content", str) == eos:
             return token_id
     tokenizer = Fields.read_if_there(directory / "tokenizer.json")
-    for values in tokenizer.items("added_tokens", dict, []):
+    for values in tokenizer.get("added_tokens", list[dict], []):
         entry = Fields(values, f"{tokenizer.where}: added_tokens")
-        if entry.text("content") == eos:
-            return entry.integer("id")
+        if entry.get("content", str) == eos:
+            return entry.get("id", Size)
     model = tokenizer.fields("model")
     # the vocabulary of some kinds of model is a list
-    is_mapping = isinstance(model.get("vocab", None), Mapping)
-    return model.fields("vocab").integer(eos, None) if is_mapping else None
+    is_mapping = isinstance(model.get("vocab", Any, None), Mapping)
+    return model.fields("vocab").get(eos, Size, None) if is_mapping else None
 
 
 def _added_tokens(config: Fields) -> list[tuple[int, Fields]]:
@@ -203,7 +203,9 @@ def set_template(
 ) -> None:
     """Make encoding add the tokens that ``add_bos_token`` and ``add_eos_token`` ask for."""
     bos, eos = (
-        [token] if config.flag(f"{prefix}add_{name}") and (token := special.get(name)) else []
+        [token]
+        if config.get(f"{prefix}add_{name}", Flag, False) and (token := special.get(name))
+        else []
         for name in ("bos_token", "eos_token")
     )
     ids = [(token, backend.token_to_id(token)) for token in {*bos, *eos}]
@@ -217,8 +219,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
     known = backend.get_added_tokens_decoder()
     for token_id, entry in _added_tokens(config):
         if token_id not in known:
-            given = {flag: entry.flag(flag) for flag in flags if flag in entry}
-            backend.add_tokens([tokenizers.AddedToken(entry.text("content"), **given)])
+            given = {flag: entry.get(flag, Flag, False) for flag in flags if flag in entry}
+            backend.add_tokens([tokenizers.AddedToken(entry.get("content", str), **given)])
 
 
 def _find_template(directory: Path, config: Fields) -> str | None:
@@ -226,13 +228,13 @@ def _find_template(directory: Path, config: Fields) -> str | None:
         return read_text(directory / "chat_template.jinja")
     if "chat_template" in (other := Fields.read_if_there(directory / "chat_template.json")):
         config = other
-    template = config.get("chat_template", None)
+    template = config.get("chat_template", Any, None)
     if isinstance(template, list):  # named templates: [{"name": ..., "template": ...}]
-        named = [Fields(x, config.where) for x in config.items("chat_template", dict)]
-        return {x.text("name"): x.text("template") for x in named}.get("default")
+        named = [Fields(x, config.where) for x in config.get("chat_template", list[dict])]
+        return {x.get("name", str): x.get("template", str) for x in named}.get("default")
     if isinstance(template, Mapping):
-        return config.fields("chat_template").text("default", None)
-    return config.text("chat_template", None)
+        return config.fields("chat_template").get("default", str, None)
+    return config.get("chat_template", str, None)
 
 
 class IncrementalDecoder:

@@ -55,7 +55,7 @@ def post_layers(config: Any, **differences: Any) -> tuple[LayerKind, ...]:
 
 POST = Family(
     architecture="PostForCausalLM",
-    read=lambda config: {"score_scale": config.number("score_scale")},
+    read=lambda config: {"score_scale": config.get("score_scale", float)},
     layers=post_layers,
     config=PostConfig,
     hidden_act=("gelu_pytorch_tanh",),

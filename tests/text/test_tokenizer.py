@@ -404,7 +404,7 @@ def write_vocabulary(path: Path, **changes: Any) -> GGUFFile:
 
 def test_gguf_vocabulary(tmp_path: Path) -> None:
     file = write_vocabulary(tmp_path / "t.gguf")
-    tokens = file.metadata.items("tokenizer.ggml.tokens", str)
+    tokens = file.metadata.get("tokenizer.ggml.tokens", list[str])
     tokenizer = tokenizer_from_gguf(file)
     assert tokenizer.vocab_size == len(tokens)
     assert tokenizer.encode("ab<|end|>") == [tokens.index("ab"), tokens.index("<|end|>")]
