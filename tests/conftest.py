@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 
 from specjax.compiling.cache import CompileCache
-from specjax.testing import Files, engine_files
+from specjax.testing import Files, write_files
 
 # the same examples in every run; seconds say nothing beside another process
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -143,7 +143,7 @@ def _few_executables() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Tiny checkpoints, and the compile cache that engines share."""
-    return engine_files(tmp_path_factory.mktemp("engine"), COMPILED)
+    return write_files(tmp_path_factory.mktemp("engine"), COMPILED)
 
 
 def drop_executables() -> None:

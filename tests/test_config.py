@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from specjax.config import RopeScaling
-from specjax.testing import EAGLE, EAGLE3, TARGET
+from specjax.testing import EAGLE3, TARGET
+
+from .runners import EAGLE
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Engines over the tiny checkpoint, and questions to them that tests share."""
+"""Engines over the tiny checkpoints, and questions to them."""
 
 import time
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ STEPS = 3
 
 @dataclass
 class Files:
-    """Directories that all engines share."""
+    """Folders of a target and its EAGLE-3 head, and of compiled functions that engines share."""
 
     target: Path
     head: Path
-    cache: Path
+    cache: Path | None = None
 
     def arguments(self, *, speculative: bool = True, **changes: Any) -> dict[str, Any]:
-        """Those of an engine over the tiny model, or over a ``target`` of its kind."""
+        """Engine arguments for the tiny model, or for a ``target`` of its kind."""
         arguments: dict[str, Any] = {
             "model": changes.pop("target", self.target),
             "page_size": 4,
@@ -40,31 +40,32 @@ class Files:
     def engine(
         self, *, speculative: bool = True, kind: type[Engine] = Engine, **changes: Any
     ) -> Engine:
+        """An engine of these arguments; it drafts with the head unless ``speculative`` is off."""
         arguments = self.arguments(speculative=speculative, **changes)
         return kind(arguments.pop("model"), **arguments)
 
     def small(self, **changes: Any) -> Engine:
-        """An engine with as little to compile as can be."""
+        """An engine with the least to compile: one request, one prompt token at a time."""
         sizes: dict[str, Any] = {
             "max_running_requests": 1,
             "batch_buckets": (1,),
             "chunked_prefill_size": 1,
         }
-        return self.engine(**(sizes | changes))
+        return self.engine(**sizes | changes)
 
 
-def engine_files(root: Path, cache: Path) -> Files:
-    """Checkpoints written below a folder."""
-    return Files(write_target(root / "target"), write_head(root / "head"), cache)
+def write_files(folder: Path, cache: Path | None = None) -> Files:
+    """Write the tiny checkpoints into a folder; engines compile anew without a ``cache`` folder."""
+    return Files(write_target(folder / "target"), write_head(folder / "head"), cache)
 
 
 def num_held(engine: Engine) -> int:
-    """Pages of running requests, once the engine's thread has done what it was asked for."""
+    """Pages of running requests, after the engine's thread has done all that it was asked."""
     return engine.debug_state()["pages_held"]
 
 
 def is_idle(engine: Engine) -> bool:
-    """Whether the engine has forgotten every call, once its thread did what it was asked for."""
+    """Whether the engine has forgotten every call, after its thread did all that it was asked."""
     state = engine.debug_state()
     if state["running"] or state["waiting"]:
         return False

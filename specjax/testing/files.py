@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import string
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
-from specjax.testing.copying import PERTURBATION, copying_head, copying_target
-from specjax.testing.tiny import EAGLE3, TARGET
+from specjax.testing.models import EAGLE3, TARGET, copying_head, copying_target
 from specjax.text.tokenizer import Tokenizer
 
 LETTERS = string.ascii_letters + string.digits + string.punctuation
@@ -49,8 +47,7 @@ def letter_tokenizer() -> Tokenizer:
 
 
 def write_target(path: Path) -> Path:
-    """A Hugging Face directory, written without the package's own name maps."""
-    path.mkdir(parents=True)
+    """The copying target as a Hugging Face directory, written without the package's name maps."""
     named = copying_target(CONFIG, HEAD)
     dim = CONFIG.head_dim
     q_size, kv_size = CONFIG.num_heads * dim, CONFIG.num_kv_heads * dim
@@ -74,10 +71,6 @@ def write_target(path: Path) -> Path:
             name + "input_layernorm.weight": named[flat + "input_norm.scale"],
             name + "post_attention_layernorm.weight": named[flat + "post_attention_norm.scale"],
         }
-    save_file(
-        {name: np.ascontiguousarray(array) for name, array in tensors.items()},
-        path / "model.safetensors",
-    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -96,102 +89,62 @@ def write_target(path: Path) -> Path:
         "torch_dtype": "bfloat16",
         "eos_token_id": EOS_ID,
     }
-    (path / "config.json").write_text(json.dumps(config))
-    letter_tokenizer().save(path)
-    return path
+    return _write(path, config, tensors)
 
 
 def write_head(path: Path) -> Path:
-    """The head of :func:`write_target` in the published format."""
+    """The EAGLE-3 head of :func:`write_target` in the published format."""
     export_draft(path, HEAD, copying_head(HEAD, copying_target(CONFIG, HEAD)))
     return path
 
 
-def write_eagle_head(path: Path) -> Path:
-    """An EAGLE-1 head for :func:`write_target` that copies the newest token's embedding as well."""
-    path.mkdir(parents=True)
-    rng = np.random.default_rng(4)
-    size, inner, dim = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.head_dim
-    q_size, kv_size = CONFIG.num_heads * dim, CONFIG.num_kv_heads * dim
-    layer = "layers.0."
-    shapes = {
-        "self_attn.q_proj": (q_size, size),
-        "self_attn.k_proj": (kv_size, size),
-        "self_attn.v_proj": (kv_size, size),
-        "self_attn.o_proj": (size, q_size),
-        "mlp.gate_proj": (inner, size),
-        "mlp.up_proj": (inner, size),
-        "mlp.down_proj": (size, inner),
+def write_eagle_head(path: Path, target: Path) -> Path:
+    """An EAGLE-1 head: the target's first layer over the last token's embedding."""
+    config, tensors = _read(target)
+    size, name = CONFIG.hidden_size, "layers.0."
+    head = {
+        key.removeprefix("model."): value
+        for key, value in tensors.items()
+        if key.startswith(f"model.{name}") and "input_layernorm" not in key
     }
-    tensors = {
-        f"{layer}{name}.weight": rng.normal(size=shape) * shape[1] ** -0.5
-        for name, shape in shapes.items()
-    }
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        tensors[f"{layer}{name}.weight"] *= PERTURBATION
-    tensors[f"{layer}post_attention_layernorm.weight"] = np.ones(size)
-    # embeddings as long as states behind the target's final norm
-    tensors["fc.weight"] = np.eye(size, 2 * size) * (size / 10) ** 0.5
-    save_file(
-        {name: tensor.astype(np.float32) for name, tensor in tensors.items()},
-        path / "model.safetensors",
-    )
-    config = {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": CONFIG.vocab_size,
-        "hidden_size": size,
-        "intermediate_size": inner,
-        "num_hidden_layers": 1,
-        "num_attention_heads": CONFIG.num_heads,
-        "num_key_value_heads": CONFIG.num_kv_heads,
-        "head_dim": dim,
-        "rms_norm_eps": CONFIG.rms_norm_eps,
-        "rope_theta": CONFIG.rope_theta,
-        "max_position_embeddings": CONFIG.max_position_embeddings,
-        "bias": False,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    # embeddings as long as states after the target's final norm
+    head["fc.weight"] = np.eye(size, 2 * size, dtype=np.float32) * np.float32(size / 10) ** 0.5
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "bias": False}
+    return _write(path, config, head)
 
 
 def write_draft_model(path: Path, target: Path) -> Path:
     """The target without its last layer."""
-    return _write_like(path, target, range(CONFIG.num_layers - 1))
+    config, tensors = _read(target)
+    count = CONFIG.num_layers - 1
+    kept = {name: x for name, x in tensors.items() if f"model.layers.{count}." not in name}
+    return _write(path, config | {"num_hidden_layers": count}, kept)
 
 
 def write_modules(path: Path, target: Path, count: int) -> Path:
-    """Modules of multi-token prediction: the target's layers over the newest token's embedding."""
-    tensors = load_file(target / "model.safetensors")
-    ones = np.ones(CONFIG.hidden_size, np.float32)
-    modules: dict[str, np.ndarray] = {}
+    """Modules of multi-token prediction: the target's layers over the last token's embedding."""
+    config, tensors = _read(target)
+    size, ones = CONFIG.hidden_size, np.ones(CONFIG.hidden_size, np.float32)
+    modules = {name: x for name, x in tensors.items() if ".layers." not in name}
     for i in range(count):
         name, layer = f"model.mtp_layers.{i}.", f"model.layers.{i % CONFIG.num_layers}."
-        modules |= {
-            key.replace(layer, name): value for key, value in tensors.items() if layer in key
-        }
+        modules |= {key.replace(layer, name): x for key, x in tensors.items() if layer in key}
         modules |= {f"{name}{kind}_layernorm.weight": ones for kind in ("token", "hidden")}
         modules[f"{name}final_layernorm.weight"] = tensors["model.norm.weight"]
-        weight = np.eye(CONFIG.hidden_size, 2 * CONFIG.hidden_size, CONFIG.hidden_size)
-        modules[f"{name}input_proj.weight"] = weight.astype(np.float32)
-    return _write_like(path, target, (), modules, num_nextn_predict_layers=count)
+        modules[f"{name}input_proj.weight"] = np.eye(size, 2 * size, size, dtype=np.float32)
+    changes = {"num_hidden_layers": 1, "num_nextn_predict_layers": count}
+    return _write(path, config | changes, modules)
 
 
-def _write_like(
-    path: Path, target: Path, layers: Iterable[int], more: Any = None, **changes: Any
-) -> Path:
-    """A directory with some layers of another, and what comes beside them."""
-    path.mkdir(parents=True)
-    kept = tuple(f"model.layers.{i}." for i in layers)
-    tensors = {
-        name: value
-        for name, value in load_file(target / "model.safetensors").items()
-        if name.startswith(kept) or ".layers." not in name
-    }
-    save_file(tensors | (more or {}), path / "model.safetensors")
+def _read(target: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config = json.loads((target / "config.json").read_text())
-    config |= {"num_hidden_layers": max(len(kept), 1)} | changes
+    return config, load_file(target / "model.safetensors")
+
+
+def _write(path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    path.mkdir(parents=True)
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(contiguous, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     letter_tokenizer().save(path)
     return path

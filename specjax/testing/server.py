@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
+from specjax import Engine
+
 
 @dataclass
 class Answer:
@@ -74,9 +76,17 @@ class Client:
 
 
 @contextmanager
+def serve(engine: Engine, **options: Any) -> Iterator[Client]:
+    """Serve an engine in a thread on a free port; options are those of ``make_app``."""
+    from specjax.server import make_app  # needs the extra "serve", as nothing else here does
+
+    with running(make_app(engine, **options)) as port:
+        yield Client(port)
+
+
+@contextmanager
 def running(app: Any, http: Any = None) -> Iterator[int]:
-    """Serve an application on a port of its own, in a thread."""
-    # the other helpers work without the extra "serve"
+    """Serve an application in a thread on a free port."""
     import uvicorn
 
     from specjax.server.process import LimitedProtocol

@@ -7,7 +7,7 @@ import pytest
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.prune import save_layers
-from specjax.testing import CONFIG, write_target
+from specjax.testing.files import CONFIG, write_target
 
 from ..loading import SCRIPTS
 

@@ -21,7 +21,7 @@ from specjax.checkpoints.tensors import TensorSource
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Placement
 from specjax.models.recipes import Part, Recipe
-from specjax.testing import write_target as tiny_target
+from specjax.testing.files import write_target as tiny_target
 
 from .files import (
     CONFIG,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specjax.testing import Files, write_draft_model, write_eagle_head, write_modules
+from specjax.testing import Files
+from specjax.testing.files import write_draft_model, write_eagle_head, write_modules
 
 from .draws import MODULES, Drafts
 
@@ -32,7 +33,7 @@ def drafts(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
     corpus.write_text("\n".join(json.dumps(list(range(i, 94, i))) for i in range(1, 9)))
     return Drafts(
         files.head,
-        write_eagle_head(root / "eagle"),
+        write_eagle_head(root / "eagle", files.target),
         corpus,
         write_draft_model(root / "model", files.target),
         write_modules(root / "modules", files.target, MODULES),

@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import DisaggregatedEngine
 from specjax.sampling.params import SamplingParams
-from specjax.testing import CONFIG, EOS_ID, LETTERS
+from specjax.testing.files import CONFIG, EOS_ID, LETTERS
 
 from ..disaggregation.process import ApartEngine
 

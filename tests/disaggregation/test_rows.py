@@ -9,8 +9,9 @@ import pytest
 from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, joined, token_axes
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.future_map import take_over
-from specjax.testing import copied_runner, make_runner
 from specjax.types import DraftShape
+
+from ..runners import copied_runner, make_runner
 
 
 def port_of(runner: ModelRunner) -> RowPort:

@@ -26,7 +26,8 @@ from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import MOST_TOKENS
 from specjax.server import make_app
-from specjax.testing import EOS_ID, Client, running
+from specjax.testing import Client, running
+from specjax.testing.files import EOS_ID
 
 from ..settings import counted_compilations
 from .hostile import job_of

@@ -16,7 +16,8 @@ from specjax.compiling.cache import FOLDER
 from specjax.engine import adaptive as engine_adaptive
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import _describe_tiers
-from specjax.testing import chains
+
+from ..runners import chains
 
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}

@@ -22,16 +22,8 @@ from specjax.engine.info import next_logits
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
-from specjax.testing import (
-    CONFIG,
-    EOS_ID,
-    STEPS,
-    is_idle,
-    letter_tokenizer,
-    num_held,
-    write_head,
-    write_target,
-)
+from specjax.testing import STEPS, is_idle, letter_tokenizer, num_held
+from specjax.testing.files import CONFIG, EOS_ID, write_head, write_target
 
 from ..settings import counted_compilations, kept_cache_settings
 

@@ -18,7 +18,8 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.testing import CONFIG, letter_tokenizer, random_weights
+from specjax.testing import letter_tokenizer, random_weights
+from specjax.testing.files import CONFIG
 from specjax.text.tokenizer import Tokenizer
 
 ALGORITHM = "STANDALONE"

@@ -18,7 +18,7 @@ from specjax.engine import build
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import plan_parts
 from specjax.engine.warmup import warm_up
-from specjax.testing import write_head, write_target
+from specjax.testing.files import write_head, write_target
 
 from ..settings import counted_compilations, kept_cache_settings
 

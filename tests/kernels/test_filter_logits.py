@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from specjax.kernels.filter_logits import kept_logits, logit_thresholds
 
-from ..speculative.reference import kept_by_sorting
+from specjax.testing import kept_by_sorting
+
 from .lowering import lower_for_cuda
 from .runs import DEVICE, RUNS, run_jitted
 

@@ -8,8 +8,8 @@ import pytest
 from specjax.kv.budget import GROW_DISPATCHES, HELD_BACK_LEAST
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import RunningRequest
-from specjax.testing import copied_runner, make_request, plain_outputs
 
+from ..runners import copied_runner, make_request, plain_outputs
 from ..scheduling.serving import STEPS, Serving
 
 pytestmark = pytest.mark.slow

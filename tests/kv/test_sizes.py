@@ -14,7 +14,8 @@ from specjax.runtime.runner_config import (
     prefill_buckets,
     smallest_bucket,
 )
-from specjax.testing import make_runner
+
+from ..runners import make_runner
 
 SIZES = {
     "memory": 10_000,

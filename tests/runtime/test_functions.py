@@ -5,8 +5,10 @@ from dataclasses import replace
 
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
-from specjax.testing import EAGLE3, chains, make_runner
+from specjax.testing import EAGLE3
 from specjax.types import DraftShape
+
+from ..runners import chains, make_runner
 
 
 def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
-from specjax.testing import EAGLE3, chains, make_request, make_runner, run_requests
+from specjax.testing import EAGLE3
 
+from ..runners import chains, make_request, make_runner, run_requests
 from ..settings import counted_compilations
 
 KEYS = [("round", chains(4)[0], batch) for batch in (1, 4)] + [("prefill", 4), ("prefill", 16)]

@@ -14,8 +14,10 @@ from specjax.runtime.runner_config import (
 )
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.ngram import NGRAM, NgramShape
-from specjax.testing import TARGET, chains, make_runner
+from specjax.testing import TARGET
 from specjax.types import DraftShape
+
+from ..runners import chains, make_runner
 
 
 def config_of(slots: int, *shapes: DraftShape) -> RunnerConfig:

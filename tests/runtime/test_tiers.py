@@ -14,17 +14,10 @@ from specjax.engine.adaptive import measure_round_seconds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
-from specjax.testing import (
-    EAGLE3,
-    chains,
-    copied_runner,
-    make_request,
-    make_runner,
-    plain_output,
-    plain_outputs,
-)
+from specjax.testing import EAGLE3
 from specjax.types import NO_DRAFTS, DraftShape
 
+from ..runners import chains, copied_runner, make_request, make_runner, plain_output, plain_outputs
 from ..scheduling.serving import Forced, Serving
 from ..settings import counted_compilations
 

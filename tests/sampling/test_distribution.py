@@ -18,11 +18,10 @@ from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
-from specjax.testing import EAGLE3, TARGET, algorithm_of, random_weights
+from specjax.testing import EAGLE3, TARGET, dense_logits, kept_by_sorting, random_weights
 from specjax.types import DraftShape
 
-from ..speculative.driver import dense_logits
-from ..speculative.reference import kept_by_sorting
+from ..runners import algorithm_of
 
 V, ROWS, PAGE = 9, 512, 8
 STEPS = 3

@@ -11,9 +11,9 @@ from specjax.kernels.draw_tokens import position_noise
 from specjax.sampling.draw import SamplingConfig, draft_tokens, target_tokens
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
+from specjax.testing import kept_by_sorting
 
 from ..kernels.lowering import lower_for_cuda
-from ..speculative.reference import kept_by_sorting
 from ..speculative.tables import sampling_rows
 
 VOCAB = 61

@@ -14,9 +14,9 @@ from specjax.kernels.filter_logits import logit_thresholds
 from specjax.sampling.draw import SamplingConfig, target_tokens
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
+from specjax.testing import kept_by_sorting
 
 from ..kernels.lowering import lower_for_cuda
-from ..speculative.reference import kept_by_sorting
 from ..speculative.tables import equal_rows, sampling_rows
 
 

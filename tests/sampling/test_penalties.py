@@ -10,9 +10,9 @@ import pytest
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.penalties import adjust_logits, is_adjusting
 from specjax.speculative.tree import chain_input
+from specjax.testing import adjusted_logits
 from specjax.types import VerifyInput
 
-from ..speculative.reference import adjusted_logits
 from ..speculative.tables import sampling_rows
 
 V = 23

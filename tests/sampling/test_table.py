@@ -20,8 +20,10 @@ from specjax.sampling.table import (
     unpack_sampling,
 )
 from specjax.speculative.prefill import Chunk
-from specjax.testing import TARGET, make_runner
+from specjax.testing import TARGET
 from specjax.types import NO_DRAFTS
+
+from ..runners import make_runner
 
 V = TARGET.vocab_size
 jit_unpack = jax.jit(unpack_sampling)

@@ -15,8 +15,10 @@ from specjax.sampling.table import HostTables
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import Chunk
-from specjax.testing import TARGET, copied_runner, make_request
+from specjax.testing import TARGET
 from specjax.types import DraftShape
+
+from ..runners import copied_runner, make_request
 
 STEPS = 4
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
-from specjax.testing import make_request
 from specjax.types import DraftShape
+
+from ..runners import make_request
 
 END = 5  # of `make_request`
 

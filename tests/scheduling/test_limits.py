@@ -11,8 +11,8 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.request import Deadlines
 from specjax.scheduling.scheduler import QueueFullError
-from specjax.testing import make_request, plain_output
 
+from ..runners import make_request, plain_output
 from .serving import STEPS, Serving
 
 RNG = np.random.default_rng(12)

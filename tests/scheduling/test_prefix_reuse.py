@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from specjax.sampling.params import SamplingParams
-from specjax.testing import make_request, plain_output, plain_outputs
 
+from ..runners import make_request, plain_output, plain_outputs
 from .serving import STEPS, Serving
 
 RNG = np.random.default_rng(8)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.sampling.params import SamplingParams
-from specjax.testing import make_request, plain_outputs
 
+from ..runners import make_request, plain_outputs
 from .serving import STEPS, Serving
 from .test_counts import check_identities
 

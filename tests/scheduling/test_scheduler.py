@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
-from specjax.testing import (
+
+from ..runners import (
     dense_greedy,
     make_request,
     make_runner,
@@ -17,7 +18,6 @@ from specjax.testing import (
     plain_outputs,
     run_requests,
 )
-
 from .serving import STEPS, Serving
 from .test_counts import check_identities
 

@@ -15,8 +15,8 @@ import pytest
 from specjax.engine.info import next_logits
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
-from specjax.testing import copied_runner, copied_weights, make_request, run_requests, target_model
 
+from ..runners import copied_runner, copied_weights, make_request, run_requests, target_model
 from ..settings import counted_compilations
 from .serving import Serving
 from .test_retraction import Letters

@@ -8,9 +8,9 @@ from specjax.kernels.tree_attention import MAX_MASKED
 
 from specjax.kv import budget
 from specjax.sampling.params import SamplingParams
-from specjax.testing import copied_runner, make_request, plain_output
 from specjax.types import DraftShape
 
+from ..runners import copied_runner, make_request, plain_output
 from .serving import Serving
 from .test_limits import Clock
 

@@ -1,52 +1,21 @@
-"""Requests on a runner without a scheduler, and the same requests decoded densely in numpy."""
+"""Requests on a runner without a scheduler."""
 
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from specjax.kernels.draw_tokens import position_noise
-
-from specjax.config import DraftConfig, ModelConfig
-from specjax.engine.info import dense_attend
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel, Weights
+from specjax.config import DraftConfig
 from specjax.runtime.runner import Dispatched, ModelRunner
-from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk
-from specjax.testing import TARGET, make_runner
+from specjax.testing import Job, Output
 from specjax.types import DraftShape
 
-from .reference import adjusted_logits, kept_by_sorting
-
-WIDTH = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A request; ``done`` is output of an earlier run that it resumes from."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    seed: int = 0
-    ends: tuple[int, ...] = ()
-    top_logprobs: int | None = None
-    done: tuple[int, ...] = ()
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """What is prefilled."""
-        return self.prompt + self.done
+from ..runners import make_runner
 
 
 @dataclass
-class Output:
-    """Tokens of a job, and the log-probabilities beside them."""
+class Served(Output):
+    """What rounds brought of a job."""
 
-    tokens: list[int] = field(default_factory=list)
-    chosen: list[float] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)
     num_rounds: int = 0
 
     def take(self, tokens, job: Job, logprobs, at) -> None:
@@ -60,11 +29,6 @@ class Output:
                 self.chosen.append(float(logprobs.chosen[at][i]))
                 ids, values = logprobs.top_ids[at][i, :n], logprobs.top_values[at][i, :n]
                 self.top.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))
-
-    def is_over(self, job: Job) -> bool:
-        """Whether the job has all its tokens."""
-        left = job.params.max_new_tokens - len(job.done)
-        return len(self.tokens) >= left or bool(set(self.tokens[-1:]) & set(job.ends))
 
 
 def start(
@@ -101,10 +65,10 @@ def start(
 
 def serve(
     runner: ModelRunner, jobs: list[Job], tier: DraftShape | None = None, **first_start
-) -> list[Output]:
+) -> list[Served]:
     """Run jobs to their end, as many at once as there are slots."""
     at_once = runner.config.num_slots - 1
-    outputs = [Output() for _ in jobs]
+    outputs = [Served() for _ in jobs]
     for begin in range(0, len(jobs), at_once):
         batch = list(zip(jobs, outputs, strict=True))[begin : begin + at_once]
         slots = list(range(1, len(batch) + 1))
@@ -125,54 +89,6 @@ def serve(
         for slot in slots:
             runner.clear_slot(slot)
     return outputs
-
-
-@cache
-def _dense_function(config: ModelConfig):
-    flat = FlatModel.of(partial(CausalLM, config))
-    positions = jnp.arange(WIDTH, dtype=jnp.int32)[None]
-
-    @jax.jit
-    def logits(weights, tokens):
-        model = flat.rebuild(weights)
-        return model.logits(model(tokens, positions, None, dense_attend)[0])[0]
-
-    return logits
-
-
-def dense_logits(weights: Weights, ids, config: ModelConfig = TARGET) -> np.ndarray:
-    """Raw logits f32 ``[N, V]`` of a whole text: no cache, no pages, no rounds."""
-    padded = np.zeros((1, WIDTH), np.int32)
-    padded[0, : len(ids)] = ids
-    return np.asarray(_dense_function(config)(weights, padded))[: len(ids)]
-
-
-def dense_decode(weights: Weights, job: Job) -> Output:
-    """Decode a job one token at a time, sampling in numpy on dense logits."""
-    params, vocab_size = job.params, None
-    output = Output()
-    while not output.is_over(job):
-        produced = [*job.done, *output.tokens]
-        ids = [*job.prompt, *produced]
-        raw = dense_logits(weights, ids)[-1].astype(np.float64)
-        vocab_size = len(raw)
-        logits = adjusted_logits(raw, job.prompt, produced, params, job.ends)
-        if not params.is_greedy:
-            logits = logits / params.temperature
-            top_k = vocab_size if params.top_k == -1 else params.top_k
-            kept, _ = kept_by_sorting(logits, top_k, params.top_p, params.min_p)
-            seed = np.array([[job.seed >> 32, job.seed & 0xFFFFFFFF]], np.uint32)
-            noise = position_noise(jnp.asarray(seed), jnp.array([len(ids)]), vocab_size)
-            logits = logits + np.asarray(noise)[0]
-            logits[list(set(range(vocab_size)) - kept)] = -np.inf
-        token = int(np.argmax(logits))
-        output.tokens.append(token)
-        if job.top_logprobs is not None:
-            logprobs = raw - np.log(np.sum(np.exp(raw)))
-            best = np.argsort(-raw, kind="stable")[: job.top_logprobs].tolist()
-            output.chosen.append(float(logprobs[token]))
-            output.top.append({i: float(logprobs[i]) for i in best})
-    return output
 
 
 @cache

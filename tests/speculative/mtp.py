@@ -15,9 +15,10 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import rotated
 from specjax.models.mtp import MtpHead
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
-from specjax.testing import TARGET, chains, copied_weights, random_weights
+from specjax.testing import TARGET, random_weights
+
+from ..runners import chains, copied_weights, runner_config
 
 MODULES = dataclasses.replace(TARGET, num_layers=3)
 WIDTH = 128
@@ -45,20 +46,7 @@ def module_weights() -> Weights:
 def mtp_runner(steps: tuple[int, ...] = (3,), **changes: Any) -> Any:
     """A compiled runner, one for equal arguments, whose rounds can be watched."""
     algorithm = dataclasses.replace(MULTI_LAYER_EAGLE, num_modules=MODULES.num_layers)
-    config = RunnerConfig(
-        **{
-            "algorithm": algorithm,
-            "shapes": chains(*steps),
-            "page_size": 4,
-            "num_pages": 151,
-            "pages_per_request": 32,
-            "num_slots": 5,
-            "batch_buckets": (4,),
-            "prefill_buckets": (16,),
-            "attention": "reference",
-            **changes,
-        }
-    )
+    config = runner_config(**{"algorithm": algorithm, "shapes": chains(*steps), **changes})
     runner = ModelRunner(algorithm.networks(TARGET, MODULES), config)
     runner.compile(show_progress=False, stages=True)
     runner.load(copied_weights()[0], module_weights())

@@ -15,8 +15,10 @@ from specjax.speculative import registry
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.eagle import DraftInput, Eagle
 from specjax.speculative.future_map import FutureMap
-from specjax.testing import EAGLE3, TARGET, chains
+from specjax.testing import EAGLE3, TARGET
 from specjax.types import DraftShape
+
+from ..runners import chains
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,11 @@ from specjax.speculative.algorithm import (
     register_algorithm,
 )
 from specjax.speculative.tree import chain_input
-from specjax.testing import (
-    TARGET,
-    make_request,
-    make_runner,
-    random_weights,
-    run_requests,
-    target_model,
-)
+from specjax.testing import TARGET, Job, dense_decode, random_weights
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
-from .driver import Job, dense_decode, serve, start
+from ..runners import make_request, make_runner, run_requests, target_model
+from .driver import serve, start
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,10 @@ from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
 from specjax.speculative.future_map import publish, record, take_over
-from specjax.testing import copied_runner
+from specjax.testing import Job
 
-from .driver import Job, start
+from ..runners import copied_runner
+from .driver import start
 
 COUNT, STEPS = 20, 4
 PARAMS = [

@@ -11,7 +11,9 @@ import pytest
 from specjax.kv.pages import PageView
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
-from specjax.testing import EAGLE, EAGLE3, head_weights
+from specjax.testing import EAGLE3
+
+from ..runners import EAGLE, head_weights
 
 BATCH, WIDTH, PAGE_SIZE, PAGES = 4, 5, 4, 4
 HEADS = {

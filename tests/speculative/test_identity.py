@@ -9,10 +9,11 @@ import pytest
 
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.testing import EAGLE3, copied_runner, make_runner
+from specjax.testing import EAGLE3, Job, dense_decode
 from specjax.types import DraftShape
 
-from .driver import Job, dense_decode, resumed, serve, staged_runner, start
+from ..runners import copied_runner, make_runner
+from .driver import resumed, serve, staged_runner, start
 
 END = 5
 RNG = np.random.default_rng(4)

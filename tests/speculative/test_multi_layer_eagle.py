@@ -11,9 +11,9 @@ import pytest
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.testing import plain_outputs
 from specjax.types import DraftShape
 
+from ..runners import plain_outputs
 from ..scheduling.serving import Serving, forced
 from .mtp import MODULES, dense_modules, mtp_runner
 from .test_identity import JOBS, check, expected

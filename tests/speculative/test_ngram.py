@@ -10,9 +10,9 @@ from specjax.engine.args import EngineArgs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.ngram import NgramShape
-from specjax.testing import copied_weights, make_request, make_runner, plain_outputs, run_requests
 from specjax.types import DraftShape
 
+from ..runners import copied_weights, make_request, make_runner, plain_outputs, run_requests
 from ..scheduling.serving import Serving
 from .test_identity import JOBS, check, expected
 

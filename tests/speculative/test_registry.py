@@ -26,8 +26,10 @@ from specjax.speculative.custom import source_facts
 from specjax.speculative.eagle import Eagle
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
-from specjax.testing import TARGET, Files, chains
+from specjax.testing import TARGET, Files
 from specjax.types import DraftShape
+
+from ..runners import chains
 
 ECHO = '''
 from dataclasses import dataclass

@@ -13,9 +13,10 @@ from specjax.speculative.future_map import resolve
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.round import Resident, RoundConfig, make_batch, verify
 from specjax.speculative.tree import chain_input
-from specjax.testing import (
+from specjax.testing import EAGLE3
+
+from ..runners import (
     EAGLE,
-    EAGLE3,
     dense_greedy,
     head_weights,
     make_request,
@@ -23,7 +24,6 @@ from specjax.testing import (
     run_requests,
     target_model,
 )
-
 from .driver import staged_runner
 
 RNG = np.random.default_rng(0)

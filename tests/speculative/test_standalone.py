@@ -22,11 +22,12 @@ from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.standalone import STANDALONE
-from specjax.testing import TARGET, make_request, make_runner, run_requests, target_model
+from specjax.testing import TARGET, Job
 from specjax.types import DraftShape
 
+from ..runners import make_request, make_runner, run_requests, target_model
 from ..scheduling.serving import Serving, forced
-from .driver import Job, start
+from .driver import start
 from .test_identity import JOBS, check, expected
 
 # another family, of other sizes

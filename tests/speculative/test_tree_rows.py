@@ -16,16 +16,10 @@ from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.testing import (
-    EAGLE3,
-    TARGET,
-    copied_weights,
-    make_request,
-    make_runner,
-    random_weights,
-    run_requests,
-)
+from specjax.testing import EAGLE3, TARGET, random_weights
 from specjax.types import DraftShape
+
+from ..runners import copied_weights, make_request, make_runner, run_requests
 
 WIDTH, TOP = 64, 3
 # The noisiest models multiply what sums of another order leave in float32: 5e-4 on some processors.

@@ -7,9 +7,11 @@ import pytest
 
 from specjax.config import DraftConfig
 from specjax.sampling.params import SamplingParams
-from specjax.testing import (
+from specjax.testing import EAGLE3, dense_logits
+from specjax.types import DraftShape
+
+from ..runners import (
     EAGLE,
-    EAGLE3,
     copied_runner,
     make_request,
     make_runner,
@@ -17,11 +19,8 @@ from specjax.testing import (
     plain_outputs,
     run_requests,
 )
-from specjax.types import DraftShape
-
 from ..scheduling.serving import Serving, forced
 from ..settings import counted_compilations
-from .driver import dense_logits
 from .test_identity import JOBS, check, expected
 
 TREE = DraftShape(steps=3, topk=3, nodes=8)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from specjax.checkpoints import open_target
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
-from specjax.testing import make_request
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 from specjax.types import DraftShape
+
+from ..runners import make_request
 
 
 @cache

@@ -1,14 +1,13 @@
-"""A tiny target and an EAGLE-3 head that is right often, made by construction instead of training.
+"""Tiny networks: random ones, and a target with an EAGLE-3 head that is right often, untrained.
 
-The target is close to a Markov chain: its attention and feed-forward layers only perturb the
-embedding of the newest token. The head's attention sees nothing but its own row (a rotary score of
-huge scale peaks at distance 0), copies the newest token's embedding, and applies the target's own
-output head, so it is wrong where the perturbation decides or its smaller vocabulary ends.
+The copying target is close to a Markov chain: its attention and feed-forward layers only perturb
+the embedding of the last token. The attention of its head sees only its own node (a rotary score
+of huge scale peaks at distance 0), copies the last token's embedding, and applies the target's own
+output head. So the head is wrong if the perturbation decides or its smaller vocabulary ends.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,30 +17,52 @@ from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel, Weights
-from specjax.runtime.runner import ModelRunner
-from specjax.sampling.params import SamplingParams
-from specjax.sampling.table import HostTables
-from specjax.testing.tiny import (
-    EAGLE3,
-    TARGET,
-    algorithm_of,
-    make_request,
-    make_runner,
-    random_weights,
-    run_requests,
-)
 
+TARGET = ModelConfig(
+    model_type="llama",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+EAGLE3 = DraftConfig(
+    checkpoint_format="eagle-3",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    target_hidden_size=32,
+    draft_vocab_size=40,
+    feature_layers=(0, 0, 1),
+)
 PERTURBATION = 0.095
 Named = dict[str, np.ndarray]
 
 
-def _random(build: Any, seed: int) -> Named:
-    flat = FlatModel.of(build)
-    return dict(zip(flat.names, map(np.asarray, random_weights(flat, seed)), strict=True))
+def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
+    """Weights as the models' own initialisers make them, in numpy, which compiles nothing."""
+    rng = np.random.default_rng(seed)
+    weights = []
+    for name, leaf in zip(flat.names, flat.abstract, strict=True):
+        kind, array = name.rsplit(".", 1)[-1], np.zeros(leaf.shape)
+        if kind in ("kernel", "table"):
+            fan_in = leaf.shape[0] if kind == "kernel" else leaf.shape[1]
+            array = rng.normal(size=leaf.shape) * fan_in**-0.5
+        elif kind == "scale":
+            array = np.ones(leaf.shape)
+        weights.append(array.astype(leaf.dtype))
+    return jax.device_put(tuple(weights))
 
 
 def copying_target(config: ModelConfig, head: DraftConfig) -> Named:
-    """Weights of the target by flat name.
+    """Weights of the copying target by flat name.
 
     Embeddings lie in the first coordinates, as many as the head's values can carry; they have equal
     length, so that every norm scales them alike, and the first coordinate is constant.
@@ -61,7 +82,7 @@ def copying_target(config: ModelConfig, head: DraftConfig) -> Named:
 
 
 def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named:
-    """Weights of the head by flat name; its output is the newest token's embedding."""
+    """Weights of the head by flat name; its output is the last token's embedding."""
     named = _random(partial(build_head, config), 1)
     size, dim = config.hidden_size, config.head_dim
     q_size, width = config.num_heads * dim, config.num_kv_heads * dim
@@ -87,38 +108,6 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     return named
 
 
-@cache
-def copied_weights() -> tuple[Weights, Weights]:
-    """Flat weights for the networks of ``tiny``."""
-    networks = algorithm_of(EAGLE3).networks(TARGET, EAGLE3)
-    target = copying_target(TARGET, EAGLE3)
-    head = networks.draft.order(copying_head(EAGLE3, target))
-    return jax.device_put((networks.target.order(target), head))
-
-
-@cache
-def copied_runner(num_steps: int, rounds: int = 1, **changes: Any) -> ModelRunner:
-    """A runner over these weights with the compiled functions of the tiny one; 0 is plain."""
-    head_config = EAGLE3 if num_steps else None
-    runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds, **changes))
-    config = runner.config
-    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
-    runner._slots_on_device = {}
-    target, head = copied_weights()
-    runner.load(target, head if num_steps else ())
-    return runner
-
-
-@cache
-def plain_output(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> list[int]:
-    """What plain decoding of one request alone gives."""
-    request = make_request(list(prompt), params, seed=seed)
-    run_requests(copied_runner(0), [request])
-    return request.output_ids
-
-
-def plain_outputs(
-    prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-) -> list[list[int]]:
-    """What plain decoding gives, each request alone."""
-    return [plain_output(tuple(p), params, s) for p, s in zip(prompts, seeds, strict=True)]
+def _random(build: Any, seed: int) -> Named:
+    flat = FlatModel.of(build)
+    return dict(zip(flat.names, map(np.asarray, random_weights(flat, seed)), strict=True))

@@ -1,0 +1,149 @@
+"""Plain decoding from its definition: one full pass per token, and sampling in numpy.
+
+There is no KV cache, no page, no batch and no round, so it can judge all of them. It shares only
+the network's layers and the seeded noise with the engine.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import ModelConfig
+from specjax.engine.info import dense_attend
+from specjax.kernels.draw_tokens import position_noise
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel, Weights
+from specjax.sampling.params import SamplingParams
+from specjax.testing.models import TARGET
+
+WIDTH = 128  # tokens of the longest text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request; ``done`` is output of an earlier run that it resumes from."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int = 0
+    ends: tuple[int, ...] = ()
+    top_logprobs: int | None = None
+    done: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The tokens to prefill."""
+        return self.prompt + self.done
+
+
+@dataclass
+class Output:
+    """Tokens of a job, and their log-probabilities if the job asks for them."""
+
+    tokens: list[int] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+
+    def is_over(self, job: Job) -> bool:
+        """Whether the job has all its tokens."""
+        left = job.params.max_new_tokens - len(job.done)
+        return len(self.tokens) >= left or bool(set(self.tokens[-1:]) & set(job.ends))
+
+
+@cache
+def _dense_function(config: ModelConfig) -> Callable[..., jax.Array]:
+    flat = FlatModel.of(partial(CausalLM, config))
+    positions = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def logits(weights: Weights, tokens: jax.Array) -> jax.Array:
+        model = flat.rebuild(weights)
+        return model.logits(model(tokens, positions, None, dense_attend)[0])[0]
+
+    return logits
+
+
+def dense_logits(weights: Weights, ids: Sequence[int], config: ModelConfig = TARGET) -> np.ndarray:
+    """Raw logits f32 ``[N, V]`` of a whole text."""
+    padded = np.zeros((1, WIDTH), np.int32)
+    padded[0, : len(ids)] = ids
+    return np.asarray(_dense_function(config)(weights, padded))[: len(ids)]
+
+
+def dense_decode(weights: Weights, job: Job, config: ModelConfig = TARGET) -> Output:
+    """Decode a job token by token with the target's flat weights, ``engine.runner.weights[0]``."""
+    params, output = job.params, Output()
+    while not output.is_over(job):
+        produced = [*job.done, *output.tokens]
+        ids = [*job.prompt, *produced]
+        raw = dense_logits(weights, ids, config)[-1].astype(np.float64)
+        logits = adjusted_logits(raw, job.prompt, produced, params, job.ends)
+        if not params.is_greedy:
+            logits = logits / params.temperature
+            top_k = len(raw) if params.top_k == -1 else params.top_k
+            kept, _ = kept_by_sorting(logits, top_k, params.top_p, params.min_p)
+            seed = np.array([[job.seed >> 32, job.seed & 0xFFFFFFFF]], np.uint32)
+            noise = position_noise(jnp.asarray(seed), jnp.array([len(ids)]), len(raw))
+            logits = logits + np.asarray(noise)[0]
+            logits[list(set(range(len(raw))) - kept)] = -np.inf
+        token = int(np.argmax(logits))
+        output.tokens.append(token)
+        if job.top_logprobs is not None:
+            logprobs = raw - np.log(np.sum(np.exp(raw)))
+            best = np.argsort(-raw, kind="stable")[: job.top_logprobs].tolist()
+            output.chosen.append(float(logprobs[token]))
+            output.top.append({i: float(logprobs[i]) for i in best})
+    return output
+
+
+def adjusted_logits(
+    logits: Any,
+    prompt: Collection[int],
+    produced: Sequence[int],
+    params: SamplingParams,
+    end_token_ids: Iterable[int] = (),
+) -> np.ndarray:
+    """Logits f64 ``[V]`` after a text, with penalties, bias and the minimum length."""
+    logits = np.array(logits, np.float64)
+    for token in range(len(logits)):
+        times = produced.count(token)
+        logits[token] -= params.frequency_penalty * times
+        logits[token] -= params.presence_penalty * (times > 0)
+        if times or token in prompt:
+            if logits[token] > 0:
+                logits[token] /= params.repetition_penalty
+            else:
+                logits[token] *= params.repetition_penalty
+    for biased, value in (params.logit_bias or {}).items():
+        logits[int(biased)] += value
+    if len(produced) < params.min_new_tokens:
+        logits[list(end_token_ids)] = -np.inf
+    return logits
+
+
+def kept_by_sorting(
+    logits: Any, top_k: int, top_p: float = 1.0, min_p: float = 0.0
+) -> tuple[set[int], float]:
+    """Top-k with ties, then the smallest set that reaches top-p with ties, then min-p.
+
+    Returns:
+        The kept tokens, and the distance of the closest share from the limit that it is compared
+        with: rounding may decide if that is near 0.
+    """
+    logits = np.asarray(logits, np.float64)
+    kept = logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]
+    weights = np.where(kept, np.exp(logits - logits.max()), 0.0)
+    gaps = [np.inf]
+    if top_p < 1:
+        mass = {v: weights[logits >= v].sum() / weights.sum() for v in set(logits[kept])}
+        kept &= logits >= max((v for v, share in mass.items() if share >= top_p), default=-np.inf)
+        gaps += [abs(share - top_p) for share in mass.values()]
+    if min_p > 0:
+        gaps += list(np.abs(weights - min_p))
+    kept &= weights >= min_p
+    return set(np.flatnonzero(kept & (logits > -np.inf)).tolist()), min(gaps)

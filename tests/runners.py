@@ -1,0 +1,198 @@
+"""Runners over tiny networks, compiled once for equal arguments, and requests without an engine."""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import DraftConfig, ModelConfig
+from specjax.kv.pages import PageAllocator
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel, Weights
+from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
+from specjax.sampling.params import SamplingParams
+from specjax.sampling.table import HostTables
+from specjax.scheduling.request import GenerateRequest, Request
+from specjax.scheduling.scheduler import Scheduler
+from specjax.speculative.algorithm import SpeculativeAlgorithm
+from specjax.testing import EAGLE3, TARGET, Job, dense_decode, random_weights
+from specjax.testing.models import copying_head, copying_target
+from specjax.types import DraftShape
+
+EAGLE = dataclasses.replace(
+    EAGLE3,
+    checkpoint_format="eagle-1",
+    draft_vocab_size=61,
+    feature_layers=(),
+    has_own_lm_head=False,
+)
+
+
+def chains(*steps: int) -> tuple[DraftShape, ...]:
+    """Tiers of chains."""
+    return tuple(map(DraftShape.chain, steps))
+
+
+def algorithm_of(head: DraftConfig | ModelConfig | None) -> SpeculativeAlgorithm:
+    """The algorithm that drafts with a head, or a model, of this configuration."""
+    name = None
+    if isinstance(head, ModelConfig):
+        name = "STANDALONE"
+    elif head is not None:
+        name = "EAGLE3" if head.fuses_features else "EAGLE"
+    found = SpeculativeAlgorithm.from_string(name)
+    assert isinstance(found, SpeculativeAlgorithm)
+    return found
+
+
+@cache
+def target_model() -> tuple[FlatModel[CausalLM], Weights]:
+    """Random target weights, scaled so that its distributions are neither flat nor peaked."""
+    flat = FlatModel.of(partial(CausalLM, TARGET))
+    weights = random_weights(flat, 0)
+    head = flat.names.index("lm_head.kernel")
+    return flat, (*weights[:head], 4 * weights[head], *weights[head + 1 :])
+
+
+@cache
+def head_weights(config: DraftConfig | ModelConfig) -> Weights:
+    """Random weights of a draft head or a draft model."""
+    flat = algorithm_of(config).draft_model(config, "xla")
+    weights = list(random_weights(flat, 1))
+    if isinstance(config, DraftConfig) and "d2t" in flat.names:
+        rng = np.random.default_rng(2)
+        ids = np.sort(rng.choice(config.vocab_size, config.draft_vocab_size, replace=False))
+        offsets = (ids - np.arange(config.draft_vocab_size)).astype(np.int32)
+        weights[flat.names.index("d2t")] = jnp.asarray(offsets)
+    return tuple(weights)
+
+
+@cache
+def copied_weights() -> tuple[Weights, Weights]:
+    """Flat weights of the copying target and head, for the configurations above."""
+    networks = algorithm_of(EAGLE3).networks(TARGET, EAGLE3)
+    target = copying_target(TARGET, EAGLE3)
+    head = networks.draft.order(copying_head(EAGLE3, target))
+    return jax.device_put((networks.target.order(target), head))
+
+
+def runner_config(page_size: int = 4, **changes: Any) -> RunnerConfig:
+    """Four request slots, and pools of 600 tokens.
+
+    Rounds and prefill have one bucket each, since every function takes seconds to compile.
+    """
+    config: dict[str, Any] = {
+        "page_size": page_size,
+        "num_pages": 1 + 600 // page_size,
+        "pages_per_request": -(-128 // page_size),
+        "num_slots": 5,
+        "batch_buckets": (4,),
+        "prefill_buckets": (16,),
+        "attention": "reference",
+    }
+    return RunnerConfig(**(config | changes))
+
+
+@cache
+def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
+    runner = ModelRunner(config.algorithm.networks(TARGET, head), config)
+    runner.compile(show_progress=False)
+    runner.load(
+        target_model()[1],
+        head_weights(head) if isinstance(head, (DraftConfig, ModelConfig)) else (),
+    )
+    return runner
+
+
+def make_runner(
+    head: Any = None, num_steps: int = 0, *, rounds: int = 1, **changes: Any
+) -> ModelRunner:
+    """A compiled runner with random weights, one for equal arguments. A test clears its slots."""
+    options = {"algorithm": algorithm_of(head), "shapes": chains(num_steps)} | changes
+    return _made_runner(head, runner_config(rounds_per_dispatch=rounds, **options))
+
+
+@cache
+def copied_runner(num_steps: int, rounds: int = 1, **changes: Any) -> ModelRunner:
+    """The same with the copying networks, and with the same compiled functions; 0 is plain."""
+    head_config = EAGLE3 if num_steps else None
+    runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds, **changes))
+    config = runner.config
+    runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
+    runner._slots_on_device = {}
+    target, head = copied_weights()
+    runner.load(target, head if num_steps else ())
+    return runner
+
+
+def make_request(
+    input_ids: list[int],
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    width: int = 0,
+    rid: str = "r",
+    decoder: Any = None,
+    ends: Iterable[int] | None = None,
+    top_logprobs: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
+) -> Request:
+    """A request, without a tokenizer if none is given.
+
+    Token 5 ends it, or ``ends``, unless ``ignore_eos`` is set.
+    """
+    if top_logprobs is not None:
+        options |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
+    if ends is None:
+        ends = () if params.ignore_eos else (5,)
+    return Request(
+        GenerateRequest(rid=rid, input_ids=input_ids, sampling_params=params, **options),
+        seed=seed,
+        max_new_tokens=params.max_new_tokens,
+        end_token_ids=frozenset(ends),
+        decoder=decoder,
+        spec_width=width,
+        clock=clock,
+    )
+
+
+def run_requests(runner: ModelRunner, requests: list[Request], *, run_ahead: int = 0) -> None:
+    """Serve requests to their end; afterwards every page is free again."""
+    config = runner.config
+    allocator = PageAllocator(config.num_pages, config.page_size)
+    scheduler = Scheduler(runner, allocator, run_ahead=run_ahead)
+    for request in requests:
+        scheduler.check(request)
+        scheduler.add(request)
+    while scheduler.has_work:
+        scheduler.step()
+    assert allocator.num_free == config.num_pages - 1
+
+
+def dense_greedy(prompt: Sequence[int], count: int) -> list[int]:
+    """The greedy continuation by the random target, without cache, pages and rounds."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=count)
+    return dense_decode(target_model()[1], Job(prompt=tuple(prompt), params=params)).tokens
+
+
+@cache
+def plain_output(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> list[int]:
+    """What plain decoding of one request alone gives, by the copying target."""
+    request = make_request(list(prompt), params, seed=seed)
+    run_requests(copied_runner(0), [request])
+    return request.output_ids
+
+
+def plain_outputs(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+) -> list[list[int]]:
+    """What plain decoding gives, each request alone."""
+    return [plain_output(tuple(p), params, s) for p, s in zip(prompts, seeds, strict=True)]
