@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from specjax import SamplingParams
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import EnginePlan, plan_parts
+from specjax.engine.plan import EnginePlan, plan_engine
 from specjax.engine.weights import load_weights
 from specjax.kv.pages import PageAllocator
 from specjax.runtime.runner import ModelRunner
@@ -23,8 +23,8 @@ Token = tuple[int, bool]  # its id, and whether it is an accepted draft
 
 def build(args: EngineArgs) -> tuple[EnginePlan, ModelRunner]:
     """Plan all sizes, compile every function of that plan, and put the weights on the device."""
-    plan = plan_parts(args)
-    runner = plan.make_runner()
+    plan = plan_engine(args)
+    runner = ModelRunner(plan.networks, plan.config)
     runner.compile(show_progress=False)
     runner.load(*load_weights(plan.networks, plan.target, plan.drafts))
     return plan, runner

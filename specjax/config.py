@@ -1,11 +1,14 @@
 """Frozen, validated configuration of models, speculation and the engine."""
 
+import logging
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from specjax.checks import check_integer, check_number
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -117,6 +120,20 @@ class ModelConfig(TransformerConfig):
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
+
+    def context_length(self, asked: int | None) -> int:
+        """The context length asked for, or the model's own limit."""
+        limit, longest = self.context_limit, self.max_position_embeddings
+        what = f"limit of {limit} (max_position_embeddings)"
+        if limit < longest:
+            what = f"sliding window of {limit}, beyond which attention is not supported"
+            if asked is None:
+                logger.warning("context_length=%d of %d: the %s", limit, longest, what)
+        if asked is not None and asked > limit:
+            raise ValueError(
+                f"context_length={asked} exceeds the model's {what}; lower context_length"
+            )
+        return asked or limit
 
     def within(self, length: int) -> "ModelConfig":
         """The same for texts of at most ``length`` tokens: a window as wide never applies."""

@@ -29,7 +29,7 @@ from bench import common
 from specjax import Engine, SamplingParams
 from specjax.checkpoints.presets import PRESETS, write_preset
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import plan_parts
+from specjax.engine.plan import plan_engine
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.prefill import Chunk
 from specjax.speculative.registry import DEFAULT
@@ -247,7 +247,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft
     # the batch sizes, a batch of one padded as the engine would pad it
-    smallest = plan_parts(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]
+    smallest = plan_engine(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]
     return Engine(**options, batch_buckets=sorted({max(smallest, batch) for batch in args.batch}))
 
 

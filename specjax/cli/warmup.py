@@ -15,8 +15,8 @@ from specjax.cli.options import (
     with_preset,
 )
 from specjax.compiling.cache import open_compile_cache
-from specjax.engine import warmup
 from specjax.engine.args import EngineArgs
+from specjax.engine.build import warm_up
 
 SECONDS_A_DAY = 86400.0
 
@@ -51,7 +51,7 @@ def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
     """Run the command; returns 1 where some function could not be written, else 0."""
     with tempfile.TemporaryDirectory() as folder:
         parsed = EngineArgs(**with_preset(engine_args, args.preset, Path(folder)))
-        result = warmup.warm_up(parsed, stages=args.stages)
+        result = warm_up(parsed, stages=args.stages)
     if args.prune is not None and (cache := open_compile_cache(parsed.compile_cache_dir)):
         count = cache.prune(args.prune * SECONDS_A_DAY)
         print(f"{count} old entries deleted", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Arguments of an engine, checked as far as they can be without model and device."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -221,6 +222,13 @@ class EngineArgs:
             raise ValueError(
                 f"{knob} is for chains: speculative_eagle_topk={topk} must be at most 1 with it"
             )
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether sizes and progress go to standard error, which a process may not have."""
+        if sys.stderr is None:
+            return False
+        return sys.stderr.isatty() if self.show_progress is None else self.show_progress
 
     @cached_property
     def acceptance(self) -> Acceptance:

@@ -17,15 +17,9 @@ from specjax.checkpoints.assemble import Checkpoint
 from specjax.checks import check_number
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import (
-    EnginePlan,
-    Peer,
-    build_engine,
-    make_scheduler,
-    open_peer,
-    shows_progress,
-)
+from specjax.engine.build import Peer, build_engine, make_scheduler, open_peer
 from specjax.engine.info import next_logits, server_info
+from specjax.engine.plan import EnginePlan
 from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
 from specjax.engine.weights import (
     NewWeights,
@@ -400,7 +394,7 @@ class Engine:
         """
         self._need_open()
         if watch is not None:
-            self.runner.compile_stages(show_progress=shows_progress(self.args))
+            self.runner.compile_stages(show_progress=self.args.shows_progress)
         self._loop.run(partial(self.runner.watch_rounds, watch))
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.adaptive import AdaptiveController
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import EnginePlan
+from specjax.engine.plan import EnginePlan
 from specjax.metrics.prometheus import FIGURES
 from specjax.metrics.totals import Totals
 from specjax.models.decoder import CausalLM

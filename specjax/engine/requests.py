@@ -17,7 +17,7 @@ from specjax.checks import (
     refused,
 )
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import EnginePlan
+from specjax.engine.plan import EnginePlan
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.call import Call
 from specjax.scheduling.request import GenerateRequest, Request

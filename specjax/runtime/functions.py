@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from specjax.compiling.pool import CompilerOptions
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
-from specjax.runtime.runner_config import PREFILL_OPTIONS, RunnerConfig, compiler_options
+from specjax.models.weights import MAX_SPLIT_ROWS
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED
 from specjax.sampling.draw import SamplingConfig
 from specjax.speculative.future_map import DeviceState, record_cached
@@ -35,6 +36,28 @@ STAGES: dict[str, Callable[..., Any]] = {
 Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
 # a key of the compile pool, a jitted function, its abstract arguments, and XLA's options for it
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
+
+# The search for the fastest Triton kernel of a product takes 25 s of CPU time a number of rows
+# (Llama-3.1-8B shape). It pays at few rows: a round takes 4.26 ms instead of cuBLAS's 4.65 at one
+# row, 5.65 instead of 5.91 at 32, but 7.34 instead of 7.11 at 128. Prefill is as fast without.
+WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+LEAST_ROWS_WITHOUT_TRITON = 128
+# XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each
+# time, for which its graph would be rebuilt. Figures: docs/performance.md, "Changes".
+PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000", **WITHOUT_TRITON}
+
+
+def compiler_options(rows: int) -> CompilerOptions:
+    """XLA's options for a round that verifies ``rows`` rows on a GPU.
+
+    XLA splits small products along their inner axis before it looks for the fastest kernel, so
+    that from 64 rows on cuBLAS's better ones are no candidates: 4.72 ms of products against 5.02
+    at 64 rows of the Llama-3.1-8B shape (H200, jax 0.11.2).
+    """
+    if rows <= MAX_SPLIT_ROWS:
+        return None
+    others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
+    return {"xla_gpu_experimental_force_split_k": "1", **others}
 
 
 class RoundFunctions:

@@ -1,16 +1,18 @@
-"""Static sizes of a runner, and how its functions are compiled."""
+"""Static sizes of a runner, and the device memory that it needs."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
+from typing import NamedTuple
 
-from specjax.compiling.pool import CompilerOptions
+import jax
+
 from specjax.config import TransformerConfig
 from specjax.kv.budget import Reach
-from specjax.models.weights import MAX_SPLIT_ROWS
+from specjax.models.flat import Networks
 from specjax.sampling.accept_draws import COUPLED, Acceptance
-from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes
+from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes, kv_pool
 from specjax.types import DraftShape
 
 
@@ -96,29 +98,6 @@ MIN_CHUNK = 8
 # logits of a vocabulary of 128,256 in float32: 0.26 GB
 MAX_LOGPROB_ROWS = 512
 
-# The search for the fastest Triton kernel of a product takes 25 s of CPU time a number of rows
-# (Llama-3.1-8B shape). It pays at few rows: a round takes 4.26 ms instead of cuBLAS's 4.65 at one
-# row, 5.65 instead of 5.91 at 32, but 7.34 instead of 7.11 at 128. Prefill is as fast without.
-WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-LEAST_ROWS_WITHOUT_TRITON = 128
-# XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each
-# time, for which its graph would be rebuilt. Figures: docs/performance.md, "Changes".
-PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000", **WITHOUT_TRITON}
-
-
-def compiler_options(rows: int) -> CompilerOptions:
-    """XLA's options for a round that verifies ``rows`` rows on a GPU.
-
-    XLA splits small products along their inner axis before it looks for the fastest kernel, so
-    that from 64 rows on cuBLAS's better ones are no candidates: 4.72 ms of products against 5.02
-    at 64 rows of the Llama-3.1-8B shape (H200, jax 0.11.2).
-    """
-    if rows <= MAX_SPLIT_ROWS:
-        return None
-    others = WITHOUT_TRITON if rows >= LEAST_ROWS_WITHOUT_TRITON else {}
-    return {"xla_gpu_experimental_force_split_k": "1", **others}
-
-
 # Arrays of logits in float32 that live at once. In a round those of the target, and as they are
 # after penalties and temperature, which the kernels of sampling read; without these kernels noise
 # and what filters keep too. What is drafted in one pass has its logits, their noise and their
@@ -132,21 +111,48 @@ HISTORY_BYTES = 32
 PARTIAL_SUMS = 2**27
 
 
+class MemoryNeeds(NamedTuple):
+    """Device memory of a runner in bytes."""
+
+    fixed_bytes: int  # weights, and state whose size does not depend on the KV pool
+    token_bytes: int  # state per token of the KV pool
+    temporary_bytes: int  # upper bound while a function runs
+
+
+def memory_needs(networks: Networks, config: RunnerConfig) -> MemoryNeeds:
+    """What a runner needs; ``config.num_pages`` is not read."""
+    algorithm, model = config.algorithm, networks.target_config
+
+    def state_bytes(num_kv: int) -> int:
+        sizes = config.sizes._replace(num_kv=num_kv)
+        state = algorithm.abstract_state(networks, sizes), kv_pool(model, num_kv)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+    token_bytes = state_bytes(2) - state_bytes(1)
+    num_features = len(algorithm.feature_layers(networks))
+    return MemoryNeeds(
+        networks.weight_bytes + state_bytes(1) - token_bytes,
+        token_bytes,
+        # the draft may be the wider one
+        max(temporary_bytes(one, config, num_features) for one in networks.configs),
+    )
+
+
 def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
     """The most that a round or a prefill takes beside weights and state, estimated from above.
 
     ``num_features`` of the target's layers are read. XLA takes 0.93 to 1.25 GB of 1.18 to 1.31
     planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). On a CPU attention comes on top.
     """
+    prefills = (
+        _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
+    )
     rounds = (
         _round_bytes(model, config, shape, batch, num_features)
         for shape in config.shapes
         for batch in config.batch_buckets
     )
-    prefills = (
-        _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
-    )
-    return PARTIAL_SUMS + max((*rounds, *prefills))
+    return PARTIAL_SUMS + max((*prefills, *rounds))
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:

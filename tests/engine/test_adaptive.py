@@ -15,7 +15,7 @@ from specjax.adaptive import CostAwarePolicy
 from specjax.compiling.cache import FOLDER
 from specjax.engine import adaptive as engine_adaptive
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import _describe_tiers
+from specjax.engine.plan import _describe_tiers
 
 from ..runners import chains
 

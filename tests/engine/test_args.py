@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import shows_progress
 
 SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
 REJECTION = "speculative_use_rejection_sampling"
@@ -123,7 +122,7 @@ def test_every_argument_is_described() -> None:
 
 
 def test_a_process_without_standard_error_shows_no_progress(monkeypatch) -> None:
-    assert shows_progress(EngineArgs(show_progress=True))
+    assert EngineArgs(show_progress=True).shows_progress
     monkeypatch.setattr(sys, "stderr", None)
-    assert not shows_progress(EngineArgs(show_progress=True))
-    assert not shows_progress(EngineArgs())
+    assert not EngineArgs(show_progress=True).shows_progress
+    assert not EngineArgs().shows_progress

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from specjax import Engine, SamplingParams
 from specjax.checks import ParameterError
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import plan_parts
 from specjax.engine.info import next_logits
+from specjax.engine.plan import plan_engine
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
@@ -610,7 +610,7 @@ def test_how_drafts_are_accepted_reaches_the_rounds(files) -> None:
         ({"speculative_accept_threshold_acc": 0.5}, Acceptance(threshold_acc=0.5)),
         ({"speculative_accept_threshold_single": 0.5}, Acceptance(threshold_single=0.5)),
     ):
-        plan = plan_parts(EngineArgs(model=files.target, **arguments, **options))
+        plan = plan_engine(EngineArgs(model=files.target, **arguments, **options))
         assert plan.config.acceptance == expected
 
 
@@ -649,7 +649,7 @@ def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
     )
     with pytest.raises(ValueError, match=r"context_length=65 exceeds .* sliding window of 64"):
         files.small(target=target, context_length=65)
-    assert plan_parts(EngineArgs(model=target)).context_length == 64
+    assert plan_engine(EngineArgs(model=target)).context_length == 64
     assert "context_length=64 of 128: the sliding window" in caplog.text
 
 

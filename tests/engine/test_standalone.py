@@ -15,7 +15,7 @@ import tokenizers
 from specjax import Engine
 from specjax.checkpoints import open_target, save_orbax
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import plan_parts
+from specjax.engine.plan import plan_engine
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer, random_weights
@@ -109,7 +109,7 @@ def test_other_weights_of_the_draft(standalone, plain, draft, tmp_path) -> None:
 
 def plan(files: Any, draft: Any, **changes: Any) -> Any:
     options = {"speculative_algorithm": ALGORITHM, "speculative_num_steps": 3}
-    return plan_parts(EngineArgs(model=files.target, draft=draft, **(options | changes)))
+    return plan_engine(EngineArgs(model=files.target, draft=draft, **(options | changes)))
 
 
 def test_the_plan_counts_both_models(files, draft) -> None:

@@ -14,10 +14,11 @@ import pytest
 from specjax.cli import main
 from specjax.cli import warmup as cli_warmup
 from specjax.compiling.cache import FOLDER, open_compile_cache
-from specjax.engine import build
+from specjax.engine import build, plan
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import plan_parts
-from specjax.engine.warmup import warm_up
+from specjax.engine.build import warm_up
+from specjax.engine.plan import plan_engine
+from specjax.runtime.runner import ModelRunner
 from specjax.testing.files import write_head, write_target
 
 from ..settings import counted_compilations, kept_cache_settings
@@ -109,7 +110,10 @@ def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, w
 
 def test_compiling_after_it_traces_nothing(files, warmed) -> None:
     args = EngineArgs(**options(files))
-    runner = plan_parts(args).make_runner(open_compile_cache(args.compile_cache_dir))
+    planned = plan_engine(args)
+    runner = ModelRunner(
+        planned.networks, planned.config, open_compile_cache(args.compile_cache_dir)
+    )
     with counted_compilations() as events:
         runner.compile(show_progress=False)
     assert not [event for event in events if "backend_compile" in event or "mlir" in event]
@@ -128,17 +132,17 @@ def test_without_a_folder_there_is_nothing_to_warm_up(files) -> None:
         warm_up(EngineArgs(**options(files, compile_cache_dir=None)))
 
 
-@pytest.mark.parametrize("extra", [0, 1, build.MEMORY_GRANULE - 1])
+@pytest.mark.parametrize("extra", [0, 1, plan.MEMORY_GRANULE - 1])
 def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
     """Sized by memory: the context of so many requests does not fit."""
     args = EngineArgs(**options(files, max_running_requests=2**12, batch_buckets=[2**12]))
-    monkeypatch.setattr(build, "device_memory", lambda _: build.MEMORY_GRANULE)
-    plan = plan_parts(args)
-    assert plan.config.num_pages < 2**12 * plan.config.pages_per_request
-    monkeypatch.setattr(build, "device_memory", lambda _: build.MEMORY_GRANULE + extra)
-    assert plan_parts(args).config == plan.config
-    monkeypatch.setattr(build, "device_memory", lambda _: 2 * build.MEMORY_GRANULE)
-    assert plan_parts(args).config.num_pages > plan.config.num_pages
+    monkeypatch.setattr(plan, "device_memory", lambda _: plan.MEMORY_GRANULE)
+    planned = plan_engine(args)
+    assert planned.config.num_pages < 2**12 * planned.config.pages_per_request
+    monkeypatch.setattr(plan, "device_memory", lambda _: plan.MEMORY_GRANULE + extra)
+    assert plan_engine(args).config == planned.config
+    monkeypatch.setattr(plan, "device_memory", lambda _: 2 * plan.MEMORY_GRANULE)
+    assert plan_engine(args).config.num_pages > planned.config.num_pages
 
 
 def command(files: Path, *extra: str) -> list[str]:
@@ -231,7 +235,7 @@ def test_the_command_refuses_bad_input(files, capsys, extra, message) -> None:
 
 def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
     from specjax.checkpoints import presets
-    from specjax.engine import warmup
+    from specjax.cli import warmup
     from specjax.testing import EAGLE3, TARGET
 
     monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
@@ -252,7 +256,7 @@ class _Done:
 
 
 def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
-    from specjax.engine import warmup
+    from specjax.cli import warmup
 
     monkeypatch.setattr(_Done, "is_complete", False)
     monkeypatch.setattr(warmup, "warm_up", lambda args, stages: _Done())

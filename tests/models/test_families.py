@@ -14,8 +14,8 @@ from specjax import SamplingParams
 from specjax.checkpoints import open_target, save_orbax
 from specjax.config import ModelConfig, Rope
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import plan_parts
 from specjax.engine.info import dense_attend
+from specjax.engine.plan import plan_engine
 from specjax.models import registry
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Family, alike
@@ -306,7 +306,7 @@ def test_layers_of_two_kinds_with_options_of_attention(
         logits_of(path)
     args = EngineArgs(model=path, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match=r"'post': attention of layer 0 has \{.*'softcap': 2\.0"):
-        plan_parts(args)
+        plan_engine(args)
 
 
 def test_a_window_that_no_text_reaches_is_none() -> None:

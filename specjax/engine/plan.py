@@ -1,0 +1,155 @@
+"""The plan of an engine: checkpoints, networks and sizes, before anything is compiled or loaded."""
+
+import logging
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specjax.checkpoints import TargetCheckpoint, open_target
+from specjax.checkpoints.assemble import Checkpoint
+from specjax.disaggregation.placing import TRANSIT_TOKENS
+from specjax.engine.args import EngineArgs
+from specjax.kernels.tree_attention import attention_implementation
+from specjax.kv.budget import Reach
+from specjax.kv.pages import ATTENTION_OPTIONS
+from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
+from specjax.models.flat import Networks, Placement
+from specjax.models.registry import check_attention
+from specjax.runtime.runner_config import (
+    DEFAULT_CHUNK,
+    RunnerConfig,
+    checked_buckets,
+    memory_needs,
+    prefill_buckets,
+    smallest_bucket,
+)
+from specjax.speculative.registry import HINT
+
+logger = logging.getLogger(__name__)
+
+# The number of pages is part of the shapes that functions are compiled for. A device reports its
+# total memory times a fraction, whatever else is allocated. Rounding down to this granule removes
+# what still differs between drivers' reserves from one start to the next.
+MEMORY_GRANULE = 2**28
+# Prompt tokens of a step if nothing decodes or many requests start: 42,500 tokens/s of that shape
+# against 39,400 in chunks of 2,048.
+IDLE_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Everything that is decided before an engine compiles and loads; it holds no weights."""
+
+    args: EngineArgs
+    target: TargetCheckpoint
+    drafts: tuple[Checkpoint[Any], ...]  # one, or none if the draft has no network
+    networks: Networks
+    pools: PoolPlan
+    config: RunnerConfig
+    context_length: int  # prompt and completion together
+
+    def describe(self) -> list[str]:
+        """Lines of text about drafts, sizes and memory, for the log and the terminal."""
+        config, largest, target = self.config, self.config.largest, self.target
+        speculation = f"plain decoding; {HINT}"
+        if largest.steps > 0:
+            speculation = (
+                f"{config.algorithm.name}: {_describe_tiers(self.args)}, topk {largest.topk}, "
+                f"{largest.nodes} rows a verify"
+            )
+        kind = self.networks.placement.device.device_kind
+        return [
+            *(f"draft: {draft.describe()}" for draft in self.drafts),
+            speculation,
+            f"context of {self.context_length} tokens, {config.num_slots - 1} requests at once in "
+            f"batches of {list(config.batch_buckets)}",
+            f"{target.name} ({target.config.dtype}) on {kind}: {self.pools.describe()}",
+        ]
+
+
+def _describe_tiers(args: EngineArgs) -> str:
+    *others, deepest = (str(shape.steps) for shape in args.shapes)
+    steps = f"{', '.join(others)} or {deepest}" if others else deepest
+    how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
+    what = "drafted tokens" if args.shapes[-1].topk == 1 else "steps"
+    return f"{steps} {what} a round{how}"
+
+
+def plan_engine(args: EngineArgs) -> EnginePlan:
+    """Open the checkpoints and decide all sizes; equal arguments give an equal plan on a device.
+
+    ValueError if there is no device, or if sizes do not fit the model or the device.
+    """
+    placement = Placement.on(args.base_gpu_id)
+    dtype = "float32" if args.dtype == "auto" and placement.on_cpu else args.dtype
+    target = open_target(args.model, dtype=dtype, revision=args.revision)
+    if args.tokenizer is not None or args.chat_template is not None:
+        target = target.with_tokenizer(args.tokenizer, args.chat_template)
+    drafts = args.algorithm.open_draft(args, target, args.draft)
+    context_length = target.config.context_length(args.context_length)
+    networks = args.algorithm.networks(
+        target.config.within(context_length),
+        drafts[0].config if drafts else None,
+        kernels="xla" if placement.on_cpu else "pallas",
+        placement=placement,
+    )
+    for model in networks.models:
+        check_attention(model, ATTENTION_OPTIONS)
+    config = _runner_config(args, networks, context_length)
+    needs = memory_needs(networks, config)
+    transit = TRANSIT_TOKENS * needs.token_bytes * (args.disaggregation_mode == "decode")
+    pools = plan_pools(
+        memory=device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE,
+        on_cpu=placement.on_cpu,
+        weight_bytes=needs.fixed_bytes,
+        temporary_bytes=needs.temporary_bytes + transit,
+        token_bytes=needs.token_bytes,
+        page_size=config.page_size,
+        context_length=config.context,
+        max_running_requests=config.num_slots - 1,
+        max_total_tokens=args.max_total_tokens,
+        mem_fraction_static=args.mem_fraction_static,
+    )
+    config = replace(config, num_pages=pools.num_pages)
+    plan = EnginePlan(args, target, drafts, networks, pools, config, context_length)
+    for line in plan.describe():
+        logger.info(line)
+        if args.shows_progress and not logger.isEnabledFor(logging.INFO):
+            print(line, file=sys.stderr)
+    return plan
+
+
+def _runner_config(args: EngineArgs, networks: Networks, context_length: int) -> RunnerConfig:
+    """Sizes of the runner, except the number of pages."""
+    on_cpu = networks.placement.on_cpu
+    slots = args.max_running_requests or (4 if on_cpu else 32)
+    chunk = args.chunked_prefill_size or DEFAULT_CHUNK
+    if on_cpu:
+        most = min(chunk, context_length)
+    else:
+        most = min(max(chunk, IDLE_CHUNK), context_length * slots)
+    drafts, weight_bytes = args.shapes[-1].steps > 0, networks.weight_bytes
+    smallest = smallest_bucket(on_gpu=not on_cpu, drafts=drafts, weight_bytes=weight_bytes)
+    buckets = checked_buckets(args.batch_buckets, slots, smallest)
+    if args.disaggregation_mode == "prefill":
+        buckets = ()  # no rounds
+    whole = context_length + Reach.of(args.shapes, args.rounds_per_dispatch).overhang
+    return RunnerConfig(
+        algorithm=args.algorithm,
+        shapes=args.shapes,
+        page_size=args.page_size,
+        num_pages=0,
+        pages_per_request=-(-whole // args.page_size),
+        num_slots=slots + 1,
+        batch_buckets=buckets,
+        prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
+        mixed_prefill_tokens=min(chunk, most),
+        processed_logprobs=args.logprobs_mode == "processed",
+        on_gpu=not on_cpu,
+        attention=attention_implementation(
+            "cpu" if on_cpu else "gpu", [config.head_dim for config in networks.configs]
+        ),
+        rounds_per_dispatch=args.rounds_per_dispatch,
+        simulate_accept_length=args.simulate_accept_length,
+        acceptance=args.acceptance,
+    )
