@@ -141,11 +141,11 @@ class Answer(ABC):
         return not (self.wants_logprobs or self.include_drafts or self.return_ids)
 
     @abstractmethod
-    def choice(self, index: int, result: Result) -> Result:
-        """What a whole answer has of a choice, in addition to what all have."""
+    def message(self, index: int, text: str) -> Result:
+        """The fields of a choice that carry its whole text."""
 
     @abstractmethod
-    def opening(self, index: int, sent: Sent, result: Result) -> Result | None:
+    def opening(self, index: int) -> Result | None:
         """The fields of a choice's first chunk, if there is one before its text."""
 
     @abstractmethod
@@ -153,18 +153,21 @@ class Answer(ABC):
         """The fields of a choice that carry a piece of text."""
 
     @abstractmethod
-    def logprobs(self, sent: Sent, chosen: Sequence[Any], tops: Sequence[Any]) -> Result:
+    def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         """``logprobs`` of tokens that come next."""
 
     def whole(self, results: Sequence[Result]) -> bytes:
         """The whole answer."""
         choices = []
         for i, result in enumerate(results):
-            ids = self._prompt_ids(i)
+            meta, more = result["meta_info"], self._prompt_ids(i)
             if self.return_ids:
-                ids["token_ids"] = result["output_ids"]
-            end = _end(result["meta_info"])
-            choices.append({"index": i} | self.choice(i, result) | ids | end)
+                more["token_ids"] = result["output_ids"]
+            more["logprobs"] = None
+            if self.wants_logprobs:
+                (chosen, tops), (new, new_tops) = _scored(meta, "input"), _scored(meta, "output")
+                more["logprobs"] = self.logprobs(Sent(), chosen + new, tops + new_tops)
+            choices.append({"index": i} | self.message(i, result["text"]) | more | _end(meta))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
         metas = [result["meta_info"] for result in results]
         return dump(head | {"choices": choices} | self._usage(metas)).encode()
@@ -178,9 +181,12 @@ class Answer(ABC):
             if self.include_drafts:
                 pieces = self.texts.accept_pieces(self.params.skip_special_tokens)
             sent = self._sent[index] = Sent(pieces=pieces)
-            opening = self.opening(index, sent, result)
+            opening = self.opening(index)
             if opening is not None:
-                events = self._event([{"index": index} | opening | {"finish_reason": None}])
+                end: Result = {"logprobs": None, "finish_reason": None}
+                if self.wants_logprobs and (scored := _scored(result["meta_info"], "input"))[0]:
+                    end["logprobs"] = self.logprobs(sent, *scored)
+                events = self._event([{"index": index} | opening | end])
         text = result["text"]
         new = text[sent.chars :]
         sent.chars = len(text)
@@ -204,7 +210,11 @@ class Answer(ABC):
                 more |= self._prompt_ids(index)
                 top = self._prompt_ids(index, is_top=True)
             sent.ids = len(result["output_ids"])
-        more["logprobs"] = self._new_logprobs(sent, meta) if self.wants_logprobs else None
+        more["logprobs"] = None
+        if self.wants_logprobs:
+            chosen, tops = _scored(meta, "output", sent.tokens)
+            sent.tokens += len(chosen)
+            more["logprobs"] = self.logprobs(sent, chosen, tops)
         if is_final:
             sent.last = meta
         end = _end(meta) if is_final else {"finish_reason": None}
@@ -250,11 +260,11 @@ class Answer(ABC):
         sent.template = before, after
         return before, after
 
-    def _new_logprobs(self, sent: Sent, meta: Result) -> Result:
-        chosen = meta["output_token_logprobs"][sent.tokens :]
-        tops = meta.get("output_top_logprobs", [])[sent.tokens :]
-        sent.tokens += len(chosen)
-        return self.logprobs(sent, chosen, tops)
+
+def _scored(meta: Result, source: str, first: int = 0) -> tuple[list[TokenLogprob], list[Any]]:
+    """Log-probabilities of the ``input`` or ``output`` from a token on, and the best others."""
+    chosen = meta.get(f"{source}_token_logprobs", [])[first:]
+    return chosen, meta.get(f"{source}_top_logprobs", [])[first:]
 
 
 def _end(meta: Result) -> Result:

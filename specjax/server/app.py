@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -13,16 +15,17 @@ from specjax.engine import Engine
 from specjax.scheduling.loop import EngineFault
 from specjax.scheduling.scheduler import QueueFullError
 from specjax.server import routes
-from specjax.server.chat import answer_chat
-from specjax.server.completions import answer_completion
-from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
+from specjax.server.chat import read_chat
+from specjax.server.completions import read_completion
+from specjax.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send, dump
 from specjax.server.fields import ApiError
-from specjax.server.native import answer_abort, answer_generate
+from specjax.server.generating import generate, read_body
+from specjax.server.native import answer_abort, read_generate
 from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)
 
-# Answers an exchange, or returns the JSON value to answer with.
+# Answers an exchange, or returns what to answer it with: a JSON value, or one as bytes.
 Handler = Callable[[Service, Exchange], Awaitable[Any]]
 
 
@@ -70,34 +73,36 @@ def route(service: Service) -> Router:
     A bare router: in a Starlette application each chunk of a stream passes two more layers.
     """
 
-    def to(path: str, handler: Handler, *methods: str, **access: bool) -> Route:
-        return Route(path, Endpoint(service, handler, methods, **access))
+    table: list[Route] = []
+
+    def to(paths: str, handler: Handler, *methods: str, **access: bool) -> None:
+        endpoint = Endpoint(service, handler, methods, **access)
+        table.extend(Route(path, endpoint) for path in paths.split())
 
     get, post = ("GET", "HEAD"), "POST"
-    table = [
-        to("/", routes.page, *get, is_open=True, needs_engine=False),
-        to("/v1/completions", answer_completion, post),
-        to("/v1/chat/completions", answer_chat, post),
-        to("/generate", answer_generate, post),
-        to("/v1/models", routes.models, *get),
-        to("/v1/models/{name:path}", routes.model, *get),
-        to("/health", routes.health, *get, is_open=True),
-        to("/health_generate", routes.health_generate, *get),
-        to("/ping", routes.health, *get, post, is_open=True),
-        to("/version", routes.version, *get, needs_engine=False),
-        to("/metrics", routes.metrics, *get, is_open=True),
-        to("/v1/loads", routes.loads, *get),
-        to("/get_server_info", routes.server_info, *get),
-        to("/server_info", routes.server_info, *get),
-        to("/get_model_info", routes.model_info, *get),
-        to("/model_info", routes.model_info, *get),
-        to("/tokenizer_info", routes.tokenizer_info, *get),
-        to("/tokenize", routes.tokenize, post),
-        to("/detokenize", routes.detokenize, post),
-        to("/abort_request", answer_abort, post),
-        to("/flush_cache", routes.flush_cache, *get, post, is_admin=True),
-        to("/update_weights_from_disk", routes.update_weights, post, is_admin=True),
-    ]
+    to("/", routes.page, *get, is_open=True, needs_engine=False)
+    to("/v1/completions", partial(generate, read=read_completion), post)
+    to("/v1/chat/completions", partial(generate, read=read_chat, renders=True), post)
+    to("/generate", partial(generate, read=read_generate), post)
+    to("/v1/models", routes.models, *get)
+    to("/v1/models/{name:path}", routes.model, *get)
+    to("/health", routes.health, *get, is_open=True)
+    to("/health_generate", routes.health_generate, *get)
+    to("/ping", routes.health, *get, post, is_open=True)
+    to("/version", routes.version, *get, needs_engine=False)
+    to("/metrics", routes.metrics, *get, is_open=True)
+    to("/v1/loads", routes.loads, *get)
+    to("/get_server_info /server_info", routes.server_info, *get)
+    to("/get_model_info /model_info", routes.model_info, *get)
+    to("/tokenizer_info", routes.tokenizer_info, *get)
+    to("/tokenize", partial(read_body, read=routes.tokenize, renders=True), post)
+    detokenize = partial(
+        read_body, read=routes.detokenize, renders=True, max_bytes=routes.MAX_IDS_BYTES
+    )
+    to("/detokenize", detokenize, post)
+    to("/abort_request", answer_abort, post)
+    to("/flush_cache", routes.flush_cache, *get, post, is_admin=True)
+    to("/update_weights_from_disk", routes.update_weights, post, is_admin=True)
     origins = list(service.access.origins)
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
@@ -107,41 +112,32 @@ def route(service: Service) -> Router:
     )
 
 
+@dataclass(frozen=True, eq=False)
 class Endpoint:
-    """Calls a handler for every request of a route, as an ASGI application.
+    """Calls a handler for every request of a route, as an ASGI application."""
 
-    ``is_open`` needs no API key, ``is_admin`` is for those who may change the server, and
-    ``needs_engine`` is false for what is answered before there is one.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        handler: Handler,
-        methods: Collection[str],
-        *,
-        is_open: bool = False,
-        is_admin: bool = False,
-        needs_engine: bool = True,
-    ) -> None:
-        self._service, self._handler, self._methods = service, handler, methods
-        self._is_open, self._is_admin = is_open, is_admin
-        self._needs_engine = needs_engine
+    service: Service
+    handler: Handler
+    methods: Collection[str]
+    is_open: bool = False  # needs no API key
+    is_admin: bool = False  # for those who may change the server
+    needs_engine: bool = True  # if not, it is answered before there is one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
-            if scope["method"] not in self._methods:
+            if scope["method"] not in self.methods:
                 raise _unknown_route(exchange, 405)
-            if not self._is_open:
-                self._service.access.check(exchange)
-            if self._is_admin:
-                self._service.access.check_admin(exchange)
-            if self._needs_engine:
-                self._service.engine  # noqa: B018 - raises if there is none
-            value = await self._handler(self._service, exchange)
+            if not self.is_open:
+                self.service.access.check(exchange)
+            if self.is_admin:
+                self.service.access.check_admin(exchange)
+            if self.needs_engine:
+                self.service.engine  # noqa: B018 - raises if there is none
+            value = await self.handler(self.service, exchange)
             if value is not None:
-                await exchange.reply_json(value)
+                is_json = isinstance(value, bytes)
+                await exchange.reply(value if is_json else dump(value).encode())
         except ClientGoneError:
             return
         except Exception as error:

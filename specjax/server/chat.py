@@ -10,11 +10,11 @@ import msgspec
 from specjax.checks import short
 from specjax.engine.requests import encode_conversation
 from specjax.scheduling.call import Call
-from specjax.server.answers import Answer, Result, Sent, chat_logprobs
+from specjax.scheduling.request import TokenLogprob
+from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs
 from specjax.server.completions import MAX_LOGPROBS, take_params, take_shown
-from specjax.server.exchange import Exchange
-from specjax.server.fields import CLIENT_NAMES, ApiError, Body, client_names, finish_fields
-from specjax.server.generating import MAX_REPORTED, generate
+from specjax.server.fields import ApiError, Body, client_names, finish_fields
+from specjax.server.generating import MAX_REPORTED
 from specjax.server.service import Service
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -22,11 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
-async def answer_chat(service: Service, exchange: Exchange) -> None:
-    await generate(service, exchange, read_chat, renders=True)
-
-
-@client_names("messages", CLIENT_NAMES | {"top_logprobs_num": "top_logprobs"})
+@client_names("messages", top_logprobs_num="top_logprobs")
 def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check a request, put it through the chat template and tokenise it."""
     model = service.check_model(body)
@@ -36,7 +32,14 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     if num_top and not wants_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     is_stream, shown = take_shown(body)
-    _merge_limits(body)
+    newer = body.take("max_completion_tokens")  # the newer name of max_tokens
+    older = body.take("max_tokens", newer)
+    if newer is not None and older != newer:
+        message = (
+            f"max_tokens={short(older)} and max_completion_tokens={short(newer)}: give one of them"
+        )
+        raise ApiError(400, message, param="max_completion_tokens")
+    body.put("max_tokens", older)
     length = service.engine.context_length
     is_cut = wants_logprobs and "max_tokens" not in body
     params = take_params(body, length)
@@ -64,20 +67,6 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         wants_logprobs=wants_logprobs,
         **shown,
     )
-
-
-def _merge_limits(body: Body) -> None:
-    """``max_completion_tokens`` is the newer name of ``max_tokens``."""
-    newer = body.take("max_completion_tokens")
-    if newer is None:
-        return
-    older = body.take("max_tokens", newer)
-    if older != newer:
-        message = (
-            f"max_tokens={short(older)} and max_completion_tokens={short(newer)}: give one of them"
-        )
-        raise ApiError(400, message, param="max_completion_tokens")
-    body.put("max_tokens", newer)
 
 
 def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -176,19 +165,14 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def choice(self, index: int, result: Result) -> Result:
-        meta, logprobs = result["meta_info"], None
-        if self.wants_logprobs:
-            tops = meta.get("output_top_logprobs", [])
-            logprobs = self.logprobs(Sent(), meta["output_token_logprobs"], tops)
-        message = {"role": "assistant", "content": result["text"], "refusal": None}
-        return {"message": message, "logprobs": logprobs}
+    def message(self, index: int, text: str) -> Result:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def opening(self, index: int, sent: Sent, result: Result) -> Result | None:
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    def opening(self, index: int) -> Result | None:
+        return {"delta": {"role": "assistant", "content": ""}}
 
     def part(self, text: str) -> Result:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, sent: Sent, chosen: Sequence[Any], tops: Sequence[Any]) -> Result:
+    def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         return chat_logprobs(self.texts, chosen, tops)

@@ -3,15 +3,13 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from specjax.checks import is_integer, short
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.call import Call
-from specjax.server.answers import Answer, Result, Sent, completion_logprobs
-from specjax.server.exchange import Exchange
+from specjax.scheduling.request import TokenLogprob
+from specjax.server.answers import Answer, Result, Sent, Tops, completion_logprobs
 from specjax.server.fields import (
-    CLIENT_NAMES,
     INPUTS,
     ApiError,
     Body,
@@ -19,18 +17,13 @@ from specjax.server.fields import (
     finish_fields,
     take_sampling,
 )
-from specjax.server.generating import generate
 from specjax.server.service import Service
 
 DEFAULT_TOKENS = 16
 MAX_LOGPROBS = 20
 
 
-async def answer_completion(service: Service, exchange: Exchange) -> None:
-    await generate(service, exchange, read_completion)
-
-
-@client_names("prompt", CLIENT_NAMES | {"top_logprobs_num": "logprobs", "input_ids": "prompt"})
+@client_names("prompt", top_logprobs_num="logprobs", input_ids="prompt")
 def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
     """Check and tokenise a request."""
     model = service.check_model(body)
@@ -105,33 +98,18 @@ class CompletionAnswer(Answer):
 
     kind = chunk_kind = "text_completion"
 
-    def choice(self, index: int, result: Result) -> Result:
-        meta, prompt, logprobs = result["meta_info"], self._prompt(index), None
-        if self.wants_logprobs:
-            chosen, tops = self._scored(meta)
-            chosen += meta["output_token_logprobs"]
-            tops += meta.get("output_top_logprobs", [])
-            logprobs = self.logprobs(Sent(), chosen, tops)
-        return {"text": prompt + result["text"], "logprobs": logprobs}
+    def message(self, index: int, text: str) -> Result:
+        return {"text": self._prompt(index) + text}
 
-    def opening(self, index: int, sent: Sent, result: Result) -> Result | None:
-        if self.echoed is None:
-            return None
-        logprobs = None
-        if self.wants_logprobs:
-            logprobs = self.logprobs(sent, *self._scored(result["meta_info"]))
-        return self.part(self._prompt(index)) | {"logprobs": logprobs}
+    def opening(self, index: int) -> Result | None:
+        return None if self.echoed is None else {"text": self._prompt(index)}
 
     def part(self, text: str) -> Result:
         return {"text": text}
 
-    def logprobs(self, sent: Sent, chosen: Sequence[Any], tops: Sequence[Any]) -> Result:
+    def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
         lists, sent.offset = completion_logprobs(self.texts, chosen, tops, sent.offset)
         return lists
 
     def _prompt(self, index: int) -> str:
         return "" if self.echoed is None else self.echoed[index // self.params.n]
-
-    def _scored(self, meta: Result) -> tuple[list[Any], list[Any]]:
-        """Log-probabilities of the prompt, if they were requested, and the best others."""
-        return list(meta.get("input_token_logprobs", [])), list(meta.get("input_top_logprobs", []))

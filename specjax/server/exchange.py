@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from specjax.server.fields import ApiError, Body, parse_object
@@ -96,74 +96,59 @@ class Exchange:
     @asynccontextmanager
     async def body(self, limit: int, large: LargeBodies) -> AsyncIterator[bytearray]:
         """The body of at most ``limit`` bytes; a large one may be used inside the block only."""
-        claimed = 0
-
-        def claim(size: int) -> bool:
-            nonlocal claimed
-            if size > large.left:
-                return False
-            claimed = size
-            large.left -= size
-            return True
-
+        if self.header(b"content-encoding") not in (None, b"identity"):
+            raise ApiError(415, "the body is compressed; send it as it is")
+        total = min(limit, int(self.header(b"content-length") or limit))
+        data, size, claimed, has_more, is_refused = bytearray(), 0, 0, True, False
         try:
-            data = await self._read(limit, claim)
-            if claimed:
-                async with large.turns:
-                    yield data
-            else:
+            try:
+                async with asyncio.timeout(READ_SECONDS) as timeout:
+                    # many clients look for an answer only when they have sent all
+                    while has_more and size <= max(DISCARDED * limit, LEAST_DISCARDED):
+                        message = await self._receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientGoneError
+                        piece = message.get("body", b"")
+                        size += len(piece)
+                        has_more = message.get("more_body", False)
+                        if LARGE_BYTES < size <= limit and not (claimed or is_refused):
+                            is_refused = total > large.left
+                            if not is_refused:
+                                claimed = total
+                                large.left -= claimed
+                                seconds = RATE_GRACE_SECONDS + (total - size) / MIN_RATE
+                                timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+                        if size > limit or is_refused:
+                            data.clear()
+                        else:
+                            data += piece
+            except TimeoutError:
+                raise ApiError(
+                    408,
+                    f"the body did not come within {READ_SECONDS:g} s or, above {LARGE_BYTES} "
+                    f"bytes, at {MIN_RATE} bytes per second",
+                ) from None
+            if size > limit:
+                too_long = (
+                    f"the body is longer than {limit} bytes; send less or raise max_body_bytes"
+                )
+                raise ApiError(413, too_long)
+            if is_refused:
+                raise ApiError(
+                    429,
+                    f"bodies above {LARGE_BYTES} bytes of other requests are in hand; "
+                    "try again later",
+                    code="too_many_bytes",
+                )
+            async with large.turns if claimed else nullcontext():
                 yield data
         finally:
             large.left += claimed
 
-    async def _read(self, limit: int, claim: Callable[[int], bool]) -> bytearray:
-        if self.header(b"content-encoding") not in (None, b"identity"):
-            raise ApiError(415, "the body is compressed; send it as it is")
-        total = min(limit, int(self.header(b"content-length") or limit))
-        data = bytearray()
-        size, has_more, is_claimed, is_refused = 0, True, False, False
-        try:
-            async with asyncio.timeout(READ_SECONDS) as timeout:
-                # many clients look for an answer only when they have sent all
-                while has_more and size <= max(DISCARDED * limit, LEAST_DISCARDED):
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    body = message.get("body", b"")
-                    size += len(body)
-                    has_more = message.get("more_body", False)
-                    if LARGE_BYTES < size <= limit and not (is_claimed or is_refused):
-                        is_claimed = claim(total)
-                        is_refused = not is_claimed
-                        if is_claimed:
-                            seconds = RATE_GRACE_SECONDS + (total - size) / MIN_RATE
-                            timeout.reschedule(asyncio.get_running_loop().time() + seconds)
-                    if size > limit or is_refused:
-                        data.clear()
-                    else:
-                        data += body
-        except TimeoutError:
-            raise ApiError(
-                408,
-                f"the body did not come within {READ_SECONDS:g} s or, above {LARGE_BYTES} bytes, "
-                f"at {MIN_RATE} bytes per second",
-            ) from None
-        if size > limit:
-            raise ApiError(
-                413, f"the body is longer than {limit} bytes; send less or raise max_body_bytes"
-            )
-        if is_refused:
-            raise ApiError(
-                429,
-                f"bodies above {LARGE_BYTES} bytes of other requests are in hand; try again later",
-                code="too_many_bytes",
-            )
-        return data
-
-    async def read_object(self, limit: int) -> Body:
+    async def read_object(self, limit: int, large: LargeBodies) -> Body:
         """A short body, a JSON object; no body at all is an empty one."""
-        data = await self._read(min(limit, LARGE_BYTES), lambda size: False)
-        return Body(parse_object(data) if data else {})
+        async with self.body(min(limit, LARGE_BYTES), large) as data:
+            return Body(parse_object(data) if data else {})
 
     async def reply(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Iterable[Header] = ()
@@ -177,9 +162,6 @@ class Exchange:
             piece, has_more = body[start : start + PIECE_BYTES], start + PIECE_BYTES < len(body)
             message = {"type": "http.response.body", "body": piece, "more_body": has_more}
             await self._deliver(message)
-
-    async def reply_json(self, value: Any) -> None:
-        await self.reply(dump(value).encode())
 
     async def start_events(self) -> None:
         await self._start(200, EVENT_HEADERS)

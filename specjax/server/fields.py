@@ -65,59 +65,56 @@ IGNORED = frozenset(
 _GRAMMAR = "constrained decoding is not supported"
 _TOOLS = "tool calls are not supported; with tool_choice 'none' the template sees tools"
 _TEXT = "only text is supported"
-_SAMPLER = "this way to sample is not supported"
-# why a field is refused, and the values that ask for nothing
+_BEAM = "beam search is not supported"
+_PROCESSORS = "custom logit processors are not supported"
+_TEMPLATE = "give it in chat_template_kwargs"
+_SCORES = "give return_logprob and top_logprobs_num"
+# Why a field is refused, and the values that ask for nothing.
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "response_format": (_GRAMMAR, ({"type": "text"},)),
-    **dict.fromkeys(
-        "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema "
-        "regex ebnf structural_tag grammar".split(),
-        (_GRAMMAR, ()),
-    ),
-    "tools": (_TOOLS, ([],)),
-    "tool_choice": (_TOOLS, ("none", "auto")),
-    "functions": (_TOOLS, ([],)),
-    "function_call": (_TOOLS, ("none", "auto")),
-    "web_search_options": (_TOOLS, ()),
-    **dict.fromkeys(
-        "audio image_data audio_data video_data multi_modal_data input_embeds".split(),
-        (_TEXT, ([],)),
-    ),
-    "modalities": (_TEXT, (["text"],)),
-    "mm_processor_kwargs": (_TEXT, ({},)),
-    "suffix": ("text is only continued at its end", ("",)),
-    "use_beam_search": ("beam search is not supported", (False,)),
-    "length_penalty": ("beam search is not supported", (1, 1.0)),
-    "prompt_logprobs": ("give echo and logprobs, or use /generate with logprob_start_len", ()),
-    "truncate_prompt_tokens": ("prompts are not cut; shorten them", ()),
-    "bad_words": ("give their tokens a logit_bias of -100", ([],)),
-    "allowed_token_ids": (_GRAMMAR, ()),
-    "logits_processors": ("custom logit processors are not supported", ([],)),
-    "custom_logit_processor": ("custom logit processors are not supported", ()),
-    "stop_regex": ("stop takes plain strings", ([],)),
-    "spaces_between_special_tokens": ("the tokenizer decides", (True, False)),
-    **dict.fromkeys(
-        "typical_p top_a top_n_sigma tfs mirostat mirostat_mode dry_multiplier xtc_probability "
-        "epsilon_cutoff eta_cutoff dynatemp_range".split(),
-        (_SAMPLER, (0, 0.0)),
-    ),
-    "lora_path": ("adapters are not supported", ()),
-    "chat_template": ("the checkpoint's own is used", ()),
-    "documents": ("give them in chat_template_kwargs", ([],)),
-    **dict.fromkeys(
-        "reasoning_effort reasoning thinking enable_thinking verbosity".split(),
-        ("give it in chat_template_kwargs", ()),
-    ),
-    "do_sample": ("give temperature, which is 0 for the likeliest tokens", ()),
-    "prompt_embeds": (_TEXT, ()),
-    "session_params": ("a request has its whole text", ()),
-    "token_ids_logprob": ("give return_logprob and top_logprobs_num", ([],)),
-    "lora_request": ("adapters are not supported", ()),
-    "return_hidden_states": ("they are not sent over HTTP", (False,)),
-    "return_bytes": ("answers are text", (False,)),
-    "return_entropy": ("give return_logprob and top_logprobs_num", (False,)),
-    "background": ("an answer is waited for", (False,)),
-    "return_tokens_as_token_ids": ("logprobs name tokens by their text", (False,)),
+    name: (reason, neutral)
+    for names, reason, neutral in (
+        ("response_format", _GRAMMAR, ({"type": "text"},)),
+        ("guided_json guided_regex guided_choice guided_grammar", _GRAMMAR, ()),
+        ("structured_outputs json_schema regex ebnf structural_tag grammar", _GRAMMAR, ()),
+        ("allowed_token_ids", _GRAMMAR, ()),
+        ("tools functions", _TOOLS, ([],)),
+        ("tool_choice function_call", _TOOLS, ("none", "auto")),
+        ("web_search_options", _TOOLS, ()),
+        ("audio image_data audio_data video_data", _TEXT, ([],)),
+        ("multi_modal_data input_embeds", _TEXT, ([],)),
+        ("modalities", _TEXT, (["text"],)),
+        ("mm_processor_kwargs", _TEXT, ({},)),
+        ("prompt_embeds", _TEXT, ()),
+        ("suffix", "text is only continued at its end", ("",)),
+        ("use_beam_search", _BEAM, (False,)),
+        ("length_penalty", _BEAM, (1, 1.0)),
+        ("prompt_logprobs", "give echo and logprobs, or use /generate with logprob_start_len", ()),
+        ("truncate_prompt_tokens", "prompts are not cut; shorten them", ()),
+        ("bad_words", "give their tokens a logit_bias of -100", ([],)),
+        ("logits_processors", _PROCESSORS, ([],)),
+        ("custom_logit_processor", _PROCESSORS, ()),
+        ("stop_regex", "stop takes plain strings", ([],)),
+        ("spaces_between_special_tokens", "the tokenizer decides", (True, False)),
+        (
+            "typical_p top_a top_n_sigma tfs mirostat mirostat_mode dry_multiplier "
+            "xtc_probability epsilon_cutoff eta_cutoff dynatemp_range",
+            "this way to sample is not supported",
+            (0, 0.0),
+        ),
+        ("lora_path lora_request", "adapters are not supported", ()),
+        ("chat_template", "the checkpoint's own is used", ()),
+        ("documents", "give them in chat_template_kwargs", ([],)),
+        ("reasoning_effort reasoning thinking enable_thinking verbosity", _TEMPLATE, ()),
+        ("do_sample", "give temperature, which is 0 for the likeliest tokens", ()),
+        ("session_params", "a request has its whole text", ()),
+        ("token_ids_logprob", _SCORES, ([],)),
+        ("return_entropy", _SCORES, (False,)),
+        ("return_hidden_states", "they are not sent over HTTP", (False,)),
+        ("return_bytes", "answers are text", (False,)),
+        ("background", "an answer is waited for", (False,)),
+        ("return_tokens_as_token_ids", "logprobs name tokens by their text", (False,)),
+    )
+    for name in names.split()
 }
 # Fields that one route takes and another does not.
 SAMPLING = frozenset((*NAMES, *NAMES.values()))
@@ -304,26 +301,26 @@ def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
 
 
 @contextmanager
-def client_names(prompt: str | None, names: Mapping[str, str] = CLIENT_NAMES) -> Iterator[None]:
-    """Turn a ValueError into status 400, with the client's names of fields; decorates readers too.
+def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
+    """Turn a ValueError into status 400, with OpenAI's names of fields; decorates readers too.
 
     Args:
-        prompt: the field that the prompt comes from.
-        names: the client's name for each name of the engine; fields without one are not named.
+        prompt: the field that the prompt comes from; ``None`` keeps the engine's names.
+        **others: further names of the engine with the client's.
     """
     try:
         yield
     except ValueError as error:
-        param = limit = code = None
-        if isinstance(error, ParameterError):
-            param, limit, code = names.get(error.param or ""), error.limit, error.code
-        message = str(error)
+        message, param, code = str(error), None, None
+        names = {} if prompt is None else CLIENT_NAMES | others
         for ours, theirs in names.items():
             message = message.replace(ours, theirs) if ours != theirs else message
-        if code == CONTEXT_LENGTH_EXCEEDED:
-            # by these words clients know the error, and turn to another model or a shorter prompt
-            param = prompt
-            message = f"This model's maximum context length is {limit} tokens; {message}"
+        if isinstance(error, ParameterError):
+            param, code = names.get(error.param or ""), error.code
+            if code == CONTEXT_LENGTH_EXCEEDED:
+                # by these words clients know the error, and turn to another model or shorten it
+                message = f"This model's maximum context length is {error.limit} tokens; {message}"
+                param = prompt
         raise ApiError(400, message, param=param, code=code) from error
 
 

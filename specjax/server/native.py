@@ -16,18 +16,13 @@ from specjax.server.fields import (
     finish_fields,
     is_neutral,
 )
-from specjax.server.generating import generate
 from specjax.server.service import Service
 
 _LOGPROBS = ("output_token_logprobs", "input_token_logprobs")
 _TOPS = ("output_top_logprobs", "input_top_logprobs")
 
 
-async def answer_generate(service: Service, exchange: Exchange) -> None:
-    await generate(service, exchange, read_generate)
-
-
-@client_names(None, {})
+@client_names()
 def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
     service.check_model(body)
@@ -129,11 +124,11 @@ class NativeAnswer:
 
 async def answer_abort(service: Service, exchange: Exchange) -> dict[str, Any]:
     """End a request by its id, or all of them."""
-    body = await exchange.read_object(service.max_body_bytes)
+    body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     rid, abort_all = body.text("rid", ""), body.flag("abort_all")
     finish_fields(body, service.ignored_fields)
     if abort_all:
         service.access.check_admin(exchange)
-    with client_names(None, {}):
+    with client_names():
         service.engine.abort_request(rid, abort_all)
     return {"success": True}

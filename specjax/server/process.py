@@ -99,7 +99,7 @@ def serve(
     LimitedProtocol.max_connections = raise_descriptor_limit()
     server = Server(config, service, shutdown_timeout)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    if not is_loopback(host) and not access.has_key:
+    if not is_loopback(host) and access.api_key is None:
         logger.warning("%s is open to everybody who reaches it; set --api-key", address)
 
     def make() -> None:
@@ -291,10 +291,8 @@ def raise_descriptor_limit() -> int:
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    soft = min(soft if soft != resource.RLIM_INFINITY else most, MAX_DESCRIPTORS)
     open_now = len(os.listdir("/proc/self/fd"))
-    return max(LEAST_CONNECTIONS, soft - open_now - RESERVED_DESCRIPTORS)
+    return max(LEAST_CONNECTIONS, most - open_now - RESERVED_DESCRIPTORS)
 
 
 class AcceptFailures:

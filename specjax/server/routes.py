@@ -22,7 +22,6 @@ from specjax.metrics.prometheus import FIGURES, PREFIX, Figure, families
 from specjax.server.chat import take_conversation
 from specjax.server.exchange import Exchange, Header, dump
 from specjax.server.fields import ApiError, Body, client_names, finish_fields
-from specjax.server.generating import read_body
 from specjax.server.service import Service
 
 HEALTH_SECONDS = 20.0
@@ -219,17 +218,8 @@ class ServerMetrics:
         yield ignored
 
 
-async def tokenize(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(await read_body(service, exchange, _tokenize, renders=True))
-
-
-async def detokenize(service: Service, exchange: Exchange) -> None:
-    answer = await read_body(service, exchange, _detokenize, renders=True, max_bytes=MAX_IDS_BYTES)
-    await exchange.reply(answer)
-
-
-@client_names("prompt", {})
-def _tokenize(service: Service, body: Body) -> bytes:
+@client_names("prompt")
+def tokenize(service: Service, body: Body) -> bytes:
     """Ids of a ``prompt``, of several or of ``messages``, with the fields of vLLM and SGLang."""
     service.check_model(body)
     tokenizer, length = service.tokenizer, service.engine.context_length
@@ -241,7 +231,7 @@ def _tokenize(service: Service, body: Body) -> bytes:
     is_batch = isinstance(prompt, list)
     if conversation is not None:
         messages, variables = conversation
-        with client_names("messages", {}):
+        with client_names("messages"):
             ids = [encode_conversation(tokenizer, length, messages, **variables)]
     else:
         texts = prompt if is_batch else [prompt]
@@ -267,7 +257,7 @@ def _tokenize(service: Service, body: Body) -> bytes:
     ).encode()
 
 
-def _detokenize(service: Service, body: Body) -> bytes:
+def detokenize(service: Service, body: Body) -> bytes:
     """The text of ``tokens``, or the texts of several lists of them."""
     service.check_model(body)
     tokenizer = service.tokenizer
@@ -299,7 +289,7 @@ async def flush_cache(service: Service, exchange: Exchange) -> Json:
 
 async def update_weights(service: Service, exchange: Exchange) -> Json:
     """Put the weights of a checkpoint on the server's disk in place of those that run."""
-    body = await exchange.read_object(service.max_body_bytes)
+    body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     paths = {name: body.text(name) for name in ("model_path", "draft_path")}
     for name, path in paths.items():
         # a caller from elsewhere must not make the server ask the hub

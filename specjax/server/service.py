@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,60 +24,44 @@ MAX_UNREAD_BYTES = 128 * 2**20  # of finished answers whose clients do not read
 _HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Access:
     """Who may use which routes: keys, callers on the same host, and pages of other sites.
 
-    Args:
-        api_key: clients have to show it, for all but open routes; ``None`` for no key.
-        admin_api_key: administrators have to show it. By default they show the API key or, if there
-            is none either, have to be on the same host.
-        is_private: the server listens at a loopback address. Without a key it then refuses pages
-            of other sites, which a browser on this host may have.
-        allowed_hosts: names in the Host header of callers on this host, besides loopback ones.
-        origins: of pages that may call from a browser; ``"*"`` for all.
-
-    Raises:
-        ValueError: for a key that nobody could show.
+    ValueError for a key that nobody could show.
     """
 
-    def __init__(
-        self,
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        is_private: bool = False,
-        allowed_hosts: Collection[str] = (),
-        origins: Collection[str] = (),
-    ) -> None:
-        for name, key in (("api_key", api_key), ("admin_api_key", admin_api_key)):
+    api_key: str | None = None  # clients have to show it, for all but open routes
+    # Administrators have to show it. By default they show the API key or, if there is none either,
+    # have to be on the same host.
+    admin_api_key: str | None = None
+    # The server listens at a loopback address. Without a key it then refuses pages of other sites,
+    # which a browser on this host may have.
+    is_private: bool = False
+    allowed_hosts: Collection[str] = ()  # in the Host header of local callers, besides loopback
+    origins: Collection[str] = ()  # of pages that may call from a browser; "*" for all
+
+    def __post_init__(self) -> None:
+        for name, key in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key)):
             if key is not None and (key.split() != [key] or not key.isprintable()):
                 raise ValueError(
                     f"{name} of {len(key)} characters must have no whitespace and at least one "
                     f"character; set another one, or none ({name}, --{name.replace('_', '-')}, "
                     f"SPECJAX_{name.upper()})"
                 )
-        self._api_key, self._admin_key = api_key, admin_api_key
-        self._is_private = is_private
-        self._hosts = {name.lower() for name in allowed_hosts}
-        self.origins = origins
-
-    @property
-    def has_key(self) -> bool:
-        """Whether clients have to show a key."""
-        return self._api_key is not None
 
     def check(self, exchange: Exchange) -> None:
         """Refuse a caller who may not use the server; ApiError."""
-        if self._api_key is not None:
-            _check_key(exchange, self._api_key, self._admin_key)
-        elif self._is_private:
+        if self.api_key is not None:
+            _check_key(exchange, self.api_key, self.admin_api_key)
+        elif self.is_private:
             self._check_site(exchange)
 
     def check_admin(self, exchange: Exchange) -> None:
         """Refuse a caller who may not change the server; ApiError."""
-        if self._admin_key is not None:
-            _check_key(exchange, self._admin_key)
-        elif self._api_key is None:
+        if self.admin_api_key is not None:
+            _check_key(exchange, self.admin_api_key)
+        elif self.api_key is None:
             client = exchange.scope.get("client")
             if client is not None and not is_loopback(client[0]):
                 message = "without a key this is for callers on the same host; set --admin-api-key"
@@ -90,7 +75,7 @@ class Access:
         site = _only(exchange, b"sec-fetch-site")
         found = _HOST.fullmatch(host)
         name = (found[1] or found[2]).lower() if found else ""
-        if not is_loopback(name) and name not in self._hosts:
+        if not is_loopback(name) and name not in map(str.lower, self.allowed_hosts):
             message = f"Host {host!r} is not a loopback address; allow it with --allowed-hosts"
             raise ApiError(403, message, code="unknown_host")
         if origin is not None and not {"*", origin.decode("latin-1")}.isdisjoint(self.origins):
@@ -148,16 +133,14 @@ class Service:
         max_requests: int = MAX_REQUESTS,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        check_integer("max_requests", max_requests, 1)
-        check_integer("max_body_bytes", max_body_bytes, 1)
         self._engine, self._name = engine, name
         self.access = access or Access()
-        self.max_requests, self.max_body_bytes = max_requests, max_body_bytes
+        self.max_requests = check_integer("max_requests", max_requests, 1)
+        self.max_body_bytes = check_integer("max_body_bytes", max_body_bytes, 1)
         self.num_requests = 0
         self.ignored_fields = IgnoredFields()
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
-        # two of the longest bodies
-        self.large_bodies = LargeBodies(2 * max_body_bytes)
+        self.large_bodies = LargeBodies(2 * max_body_bytes)  # two of the longest
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
         self._is_stopping = False
         self.is_updating = False  # its weights

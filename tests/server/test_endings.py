@@ -141,7 +141,7 @@ def test_the_connection_of_who_takes_nothing_is_closed(monkeypatch) -> None:
 
 def test_a_server_that_stops_lets_requests_end(engine) -> None:
     app = make_app(engine)
-    service = app.routes[0].app._service
+    service = app.routes[0].app.service
     with running(app) as port:
         client = Client(port)
         running_one = client.connect("POST", COMPLETIONS, LONG)
@@ -158,7 +158,7 @@ def test_a_server_that_stops_lets_requests_end(engine) -> None:
 
 def test_what_is_aborted_is_answered(engine) -> None:
     app = make_app(engine)
-    service = app.routes[0].app._service
+    service = app.routes[0].app.service
     with running(app) as port:
         client = Client(port)
         found: list[Any] = []
