@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from specjax.speculative import registry
-from specjax.testing import Files
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
-PROMPTS = ["abcabcab", "Hello, Hello, H", "z"]
 
 
 def blocks(language: str) -> list[str]:
@@ -24,7 +22,7 @@ def test_it_is_as_short_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_runs(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed as its entry point says, and checked by its own test."""
     module, test = blocks("python")
     (points,) = blocks("toml")
@@ -40,9 +38,7 @@ def test_the_page_runs(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
     exec(test, names)
-    sizes = {"page_size": 4, "max_running_requests": 4, "batch_buckets": (4,)}
-    sizes |= {"chunked_prefill_size": 16, "compile_cache_dir": files.cache}
     try:
-        names["check"](files.target, PROMPTS, "Lookup", **sizes)
+        names["test_lookup"](tmp_path)
     finally:
         sys.modules.pop(package, None)

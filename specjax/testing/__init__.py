@@ -12,7 +12,7 @@ from specjax.testing.dense import (
     dense_logits,
     kept_by_sorting,
 )
-from specjax.testing.engines import STEPS, Files, is_idle, num_held, write_files
+from specjax.testing.engines import STEPS, Files, check_tokens, is_idle, num_held, write_files
 from specjax.testing.files import letter_tokenizer
 from specjax.testing.models import EAGLE3, TARGET, random_weights
 from specjax.testing.server import Answer, Client, running, serve
@@ -27,6 +27,7 @@ __all__ = [
     "Job",
     "Output",
     "adjusted_logits",
+    "check_tokens",
     "dense_decode",
     "dense_logits",
     "is_idle",

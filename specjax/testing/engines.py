@@ -1,11 +1,13 @@
 """Engines over the tiny checkpoints, and questions to them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import Engine
+from specjax import Engine, SamplingParams
+from specjax.testing.dense import Job, dense_decode
 from specjax.testing.files import write_head, write_target
 
 STEPS = 3
@@ -57,6 +59,26 @@ class Files:
 def write_files(folder: Path, cache: Path | None = None) -> Files:
     """Write the tiny checkpoints into a folder; engines compile anew without a ``cache`` folder."""
     return Files(write_target(folder / "target"), write_head(folder / "head"), cache)
+
+
+def check_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int = 24) -> int:
+    """Compare a float32 engine's tokens with dense decoding, greedy and seeded.
+
+    Returns:
+        The number of accepted drafts.
+    """
+    accepted = 0
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(
+            temperature=temperature, max_new_tokens=count, sampling_seed=3, ignore_eos=True
+        )
+        outputs = engine.generate(input_ids=prompts, sampling_params=params)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            job = Job(prompt=tuple(prompt), params=params, seed=3)
+            dense = dense_decode(engine.runner.weights[0], job, engine.target.config)
+            assert output["output_ids"] == dense.tokens, prompt
+            accepted += output["meta_info"].get("spec_num_correct_drafts", 0)
+    return accepted
 
 
 def num_held(engine: Engine) -> int:
