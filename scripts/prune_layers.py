@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.prune import save_layers
+from specjax.checkpoints.export import save_layers
 from specjax.cli.main import report_error
 
 

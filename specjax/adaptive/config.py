@@ -3,43 +3,21 @@
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
-from specjax.checks import check_integer, check_number
+from msgspec import Meta
+
+from specjax.checks import Natural, Positive, check_integer, convert, refused
 from specjax.json_file import read_json
 from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
 # Tiers that a policy chooses from where the configuration names none.
 DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "cost": (0, 1, 3, 7)}
-
-
-def _check_candidates(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise ValueError(f"{name}={value!r} must be a non-empty list of integers")
-    return tuple(sorted({check_integer(f"{name}={value!r}: a step", v, at_least=0) for v in value}))
-
-
-def _check_policy(name: str, value: Any) -> str:
-    if value not in tuple(DEFAULT_CANDIDATES):
-        raise ValueError(f"{name}={value!r} is not one of {sorted(DEFAULT_CANDIDATES)}")
-    return str(value)
-
-
-_SLOT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "candidate_steps": _check_candidates,
-    "ema_alpha": partial(check_number, above=0, at_most=1),
-    "warmup_batches": partial(check_integer, at_least=0),
-    "update_interval": partial(check_integer, at_least=1),
-    "down_hysteresis": check_number,
-    "up_hysteresis": check_number,
-    "max_probe_interval": partial(check_integer, at_least=1),
-}
-_CHECKS = {"policy": _check_policy, **_SLOT_CHECKS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +31,20 @@ class AdaptiveSlot:
     ValueError naming the key, its value and the limit.
     """
 
-    min_batch_size: int = 1
+    min_batch_size: Positive = 1
     candidate_steps: tuple[int, ...] = ()
-    ema_alpha: float = 0.2
-    warmup_batches: int = 10
-    update_interval: int = 5
+    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    warmup_batches: Natural = 10
+    update_interval: Positive = 5
     down_hysteresis: float = -0.25
     up_hysteresis: float = 0.0
-    max_probe_interval: int = 320
+    max_probe_interval: Positive = 320
     tiers: tuple[DraftShape, ...] = ()
 
     def __post_init__(self) -> None:
-        check_integer("min_batch_size", self.min_batch_size, at_least=1)
-        for name, check in _SLOT_CHECKS.items():
-            value = getattr(self, name)
-            if value != ():
-                object.__setattr__(self, name, check(name, value))
+        for name in ("min_batch_size", *_KEYS):
+            if (value := getattr(self, name)) != ():
+                object.__setattr__(self, name, _check(name, value))
         if self.up_hysteresis < self.down_hysteresis:
             raise ValueError(
                 f"up_hysteresis={self.up_hysteresis!r} is below "
@@ -91,7 +67,7 @@ class AdaptiveConfig:
         if not sizes or sizes != sorted(set(sizes)):
             raise ValueError(f"slots with min_batch_size={sizes} must ascend, one at least")
         if self.policy is not None:
-            _check_policy("policy", self.policy)
+            _check("policy", self.policy)
 
     def resolve(self, policy: str, tiers: Iterable[DraftShape] = ()) -> "AdaptiveConfig":
         """The same with ``policy`` set, its default candidates and their tiers.
@@ -127,6 +103,27 @@ class AdaptiveConfig:
         return tuple(sorted({tier.steps for tier in self.tiers}))
 
 
+# of a slot in the configuration
+_KEYS = tuple(f.name for f in fields(AdaptiveSlot) if f.name not in ("min_batch_size", "tiers"))
+
+
+@cache
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(AdaptiveSlot, include_extras=True)
+
+
+def _check(name: str, value: Any) -> Any:
+    if name == "policy":
+        if value not in tuple(DEFAULT_CANDIDATES):
+            raise refused(name, value, f"is not one of {sorted(DEFAULT_CANDIDATES)}")
+        return value
+    if name != "candidate_steps":
+        return convert(name, value, _annotations()[name])
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise refused(name, value, "must be a non-empty list of integers")
+    return tuple(sorted({check_integer(f"{name}={value!r}: a step", v, at_least=0) for v in value}))
+
+
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | AdaptiveConfig | None
 
 
@@ -160,8 +157,8 @@ def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
 def _parse(values: Mapping[str, Any]) -> AdaptiveConfig:
     sizes = [key for key in values if isinstance(key, str) and _BATCH_SIZE.fullmatch(key)]
     common = {key: value for key, value in values.items() if key not in sizes}
-    _check_keys(common, _CHECKS)
-    common = {key: _CHECKS[key](key, value) for key, value in common.items()}
+    _check_keys(common, ("policy", *_KEYS))
+    common = {key: _check(key, value) for key, value in common.items()}
     policy = common.pop("policy", None)
     slots = [_parse_slot(size, values[size], common) for size in sorted(sizes, key=int)]
     return AdaptiveConfig(slots=tuple(slots) or (AdaptiveSlot(**common),), policy=policy)
@@ -170,7 +167,7 @@ def _parse(values: Mapping[str, Any]) -> AdaptiveConfig:
 def _parse_slot(size: str, values: Any, common: Mapping[str, Any]) -> AdaptiveSlot:
     if not isinstance(values, Mapping):
         raise ValueError(f"slot {size!r}={values!r} must be an object")
-    _check_keys(values, _SLOT_CHECKS, f"{size}.")
+    _check_keys(values, _KEYS, f"{size}.")
     try:
         return AdaptiveSlot(min_batch_size=int(size), **{**common, **values})
     except ValueError as error:

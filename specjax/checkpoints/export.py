@@ -1,17 +1,19 @@
-"""Writing EAGLE-3 heads in the published format, which other engines read too."""
+"""Writing EAGLE-3 heads in the published format, and targets with fewer layers."""
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
+from specjax.checkpoints.orbax import save_orbax
+from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX
-from specjax.checks import check_integer
+from specjax.checks import check_integer, is_integer
 from specjax.config import DraftConfig
 from specjax.models.recipes import draft_recipes
 
@@ -126,3 +128,35 @@ def _write_shards(directory: Path, tensors: Mapping[str, np.ndarray], max_shard_
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2) + "\n"
     (directory / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
+
+
+def save_layers(
+    path: str | os.PathLike[str], model: TargetCheckpoint, layers: Sequence[int]
+) -> None:
+    """Write a model that has only some of another one's layers, everything else as it is.
+
+    Args:
+        path: directory to create, which :func:`open_target` opens.
+        model: whose weights and tokenizer are read.
+        layers: indices of the layers to keep, ascending.
+
+    Raises:
+        ValueError: for layers that the model does not have, or weights that cannot be read.
+    """
+    count, kept = model.config.num_layers, list(layers)
+    if (
+        not kept
+        or not all(map(is_integer, kept))
+        or kept != sorted(set(kept))
+        or not 0 <= kept[0] <= kept[-1] < count
+    ):
+        raise ValueError(f"layers={kept} must ascend, from 0 to {count - 1} at most")
+    given = model.load_weights()
+    weights = {name: weight for name, weight in given.items() if not name.startswith("layers.")}
+    for place, layer in enumerate(kept):
+        prefix = f"layers.{layer}."
+        for name in given:
+            if name.startswith(prefix):
+                weights[f"layers.{place}.{name.removeprefix(prefix)}"] = given[name]
+    config = dataclasses.replace(model.config, num_layers=len(kept))
+    save_orbax(path, config, weights, tokenizer=model.load_tokenizer())

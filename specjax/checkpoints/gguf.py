@@ -1,18 +1,25 @@
-"""GGUF files: plain metadata, and tensors that the ``gguf`` library dequantises on demand."""
+"""GGUF files: metadata, tensors in Hugging Face names, configuration and tokenizer of a target."""
 
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from ml_dtypes import bfloat16
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from specjax.checkpoints.tensors import TensorInfo
-from specjax.json_file import Fields, Size
+from specjax.checkpoints.tensors import TensorInfo, TensorSource
+from specjax.config import ModelConfig, Rope, RopeScaling
+from specjax.json_file import Fields, PositiveSize, Size
+from specjax.models.layers import rope_frequencies
+from specjax.models.registry import FAMILIES, family_of
+from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate(map(np.dtype, "u1 i1 <u2 <i2 <u4 <i4 <f4 ?".split())))
@@ -150,3 +157,257 @@ class GGUFFile:
         start = self._at
         self._at = start + self._checked(size, 1)
         return self._bytes[start : self._at]
+
+
+_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+
+
+def _huggingface_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; one that target models do not have keeps its own."""
+    match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in (_IN_LAYER if match[1] else _TOP_LEVEL):
+        return name
+    if match[1] is None:
+        return f"{_TOP_LEVEL[match[2]]}.{match[3]}"
+    return f"{match[1].replace('blk', 'model.layers')}{_IN_LAYER[match[2]]}.{match[3]}"
+
+
+def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
+    """Rows of a GGUF query or key projection that are interleaved, in Hugging Face order.
+
+    GGUF rotates neighbouring pairs, Hugging Face the two halves of a head, so the converter
+    interleaves the halves: row ``2 i + j`` of a head is row ``j * H / 2 + i``. This undoes it.
+    """
+    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
+    """A GGUF file as a source of tensors in Hugging Face names and layout."""
+    stored = {_huggingface_name(name): name for name in file.tensors}
+    stored.pop("rope_freqs.weight", None)
+    rows: dict[str, np.ndarray] = {}
+    if family_of(config).gguf == "interleaved":
+        rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
+        rows["k_proj"] = _interleaved_rows(config.num_kv_heads, config.head_dim)
+
+    def read(name: str) -> np.ndarray:
+        array, module = file.read(stored[name]), name.split(".")[-2]
+        return array[rows[module]] if module in rows else array
+
+    return TensorSource(file.path, {name: file.info(stored[name]) for name in stored}, read)
+
+
+def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
+    """The configuration that the metadata and tensor table of a GGUF file describe."""
+    if dtype == "auto":
+        kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+        dtype = "float32" if kinds <= {"F32"} else "bfloat16"
+    arch = file.metadata.get("general.architecture", str, None)
+    supported = tuple(name for name, family in FAMILIES.items() if family.gguf)
+    if arch not in supported:
+        demand = f"is not supported; supported: {supported}"
+        raise file.metadata.wrong("general.architecture", demand)
+    keys = _architecture_keys(file, arch)
+    if keys.get("expert_count", Size, 0):
+        raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
+    hidden = keys.get("embedding_length", Size)
+    heads = keys.get("attention.head_count", PositiveSize)
+    head_dim = keys.get("attention.key_length", Size, hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.get(key, Size, head_dim) != head_dim:
+            raise keys.wrong(key, f"must be the head dimension {head_dim}")
+    if "token_embd.weight" not in file.tensors:
+        raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
+    theta = keys.get("rope.freq_base", float, 10000.0)
+    context, window = (
+        keys.get("context_length", Size),
+        keys.get("attention.sliding_window", Size, 0),
+    )
+    values = {
+        "model_type": arch,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.get("feed_forward_length", Size),
+        "num_layers": keys.get("block_count", Size),
+        "num_heads": heads,
+        "num_kv_heads": keys.get("attention.head_count_kv", Size, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, keys, head_dim, theta),
+        "max_position_embeddings": context,
+        "dtype": dtype,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        # a window as wide as the context never applies
+        "sliding_window": window if 0 < window < context else None,
+        "eos_token_ids": eos_token_ids(file),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", Size, None),
+    }
+    return file.metadata.build(FAMILIES[arch].config, values)
+
+
+def _architecture_keys(file: GGUFFile, arch: str) -> Fields:
+    values = {}
+    for key, value in file.metadata.values.items():
+        if key.startswith(f"{arch}."):
+            is_alike = isinstance(value, list) and value and all(x == value[0] for x in value)
+            values[key.removeprefix(f"{arch}.")] = value[0] if is_alike else value
+    return Fields(values, f"{file.path}: {arch}")
+
+
+def _rope_scaling(file: GGUFFile, keys: Fields, head_dim: int, theta: float) -> RopeScaling | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, head_dim, theta)
+    kind = keys.get("rope.scaling.type", str, "none")
+    if kind not in ("none", "linear"):
+        demand = "is not supported; supported: 'none', 'linear' and Llama 3.1's rope_freqs.weight"
+        raise keys.wrong("rope.scaling.type", demand)
+    if kind == "none":
+        return None
+    factor = keys.get("rope.scaling.factor", float, 1.0)
+    return keys.build(RopeScaling, {"rope_type": "linear", "factor": factor})
+
+
+def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
+    """The Llama 3.1 scaling whose frequencies the file lists as divisors."""
+    divisors = np.asarray(file.read("rope_freqs.weight"), np.float32)
+    scaling = RopeScaling(rope_type="llama3", factor=max(1.0, float(divisors.max())))
+    if theta > 0 and divisors.shape == (head_dim // 2,):
+        plain, scaled = (rope_frequencies(Rope(head_dim, theta, x)) for x in (None, scaling))
+        if np.allclose(divisors, plain / scaled, rtol=1e-4):
+            return scaling
+    raise ValueError(
+        f"{file.path}: rope_freqs.weight {divisors.shape} is not the Llama 3.1 scaling with factor "
+        f"{scaling.factor} over 8192 positions, the only one that is supported"
+    )
+
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# `tokenizer.ggml.pre` to the regular expression that splits text before merging; None is GPT-2's,
+# which `tokenizers` has built in. transformers reads `smollm` files with GPT-2's split too.
+_SPLITS: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Spelling of each byte in a byte-level vocabulary: printable as itself, others from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+    """The tokenizer that a GGUF file describes.
+
+    Encodes as transformers does when it loads the same file (``gguf_file=``): control tokens are
+    special, user-defined ones are matched whole, and ``tokenizer.ggml.pre`` picks the split.
+    """
+    data = file.metadata
+    for key, default, known in (("model", None, ["gpt2"]), ("pre", "default", sorted(_SPLITS))):
+        if data.get(f"tokenizer.ggml.{key}", str, default) not in known:
+            raise data.wrong(
+                f"tokenizer.ggml.{key}",
+                f"is not supported; supported: {known} (byte-level BPE). Use the Hugging Face "
+                "directory of the model, or pass skip_tokenizer_init=True and give input_ids",
+            )
+    tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
+    kinds: list[int] = data.get("tokenizer.ggml.token_type", list[int], [])
+    merges = [tuple(merge.split(" ", 1)) for merge in data.get("tokenizer.ggml.merges", list[str])]
+    alphabet = _byte_alphabet()
+    letters = set(alphabet.values())
+    vocab = {
+        # some converters store added tokens as plain text; merges only know the byte spelling
+        token if set(token) <= letters else "".join(alphabet[b] for b in token.encode()): i
+        for i, token in enumerate(tokens)
+    }
+    try:
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"{file.path}: broken BPE vocabulary: {error}") from error
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.get("tokenizer.ggml.pre", str, "default")])
+    _add_marked_tokens(backend, tokens, kinds, letters)
+    special = _special_tokens(file, tokens)
+    named = dict.fromkeys(special.values())
+    backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
+    set_template(backend, special, data, "tokenizer.ggml.")
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_template=data.get("tokenizer.chat_template", str, None),
+        extra_eos_token_ids=eos_token_ids(file),
+    )
+
+
+def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
+    """Ids that end a text: those of the end of a text, of a turn and of a message."""
+    keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
+    return unique_ids(file.metadata.get(key, Size, None) for key in keys)
+
+
+def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    if split is None:
+        return letters
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), letters])
+
+
+def _add_marked_tokens(
+    backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int], letters: set[str]
+) -> None:
+    """Control tokens as special tokens, user-defined tokens as tokens that are matched whole.
+
+    An entry outside the byte alphabet is stored under its byte spelling, so adding its text would
+    allot a new id beyond the model's vocabulary: it stays a plain vocabulary entry.
+    """
+    marked = {
+        wanted: [
+            AddedToken(token, normalized=False, special=wanted == _CONTROL)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind == wanted and set(token) <= letters
+        ]
+        for wanted in (_CONTROL, _USER_DEFINED)
+    }
+    backend.add_special_tokens(marked[_CONTROL])
+    backend.add_tokens(marked[_USER_DEFINED])
+
+
+def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
+    special = {}
+    for name, stored in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        key = f"tokenizer.ggml.{stored}_token_id"
+        if key in file.metadata:
+            if (token_id := file.metadata.get(key, Size)) >= len(tokens):
+                demand = f"is outside the vocabulary of {len(tokens)} tokens"
+                raise file.metadata.wrong(key, demand)
+            special[f"{name}_token"] = tokens[token_id]
+    return special

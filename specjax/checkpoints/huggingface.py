@@ -1,12 +1,16 @@
-"""Configuration of a target model from the JSON files of a Hugging Face directory."""
+"""Configurations from the JSON files of Hugging Face directories: of targets and of draft heads.
+
+Of heads three spellings are read: the original EAGLE repository's, the one of SGLang and SpecForge
+(``eagle_config``) and that of speculators (a nested ``transformer_layer_config``).
+"""
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.tensors import open_directory
-from specjax.config import DTYPES, ModelConfig, RopeScaling
+from specjax.checkpoints.tensors import TensorSource, open_directory
+from specjax.config import DTYPES, DraftConfig, ModelConfig, RopeScaling
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.registry import FAMILIES
 from specjax.text.tokenizer import find_eos_token_id, unique_ids
@@ -121,3 +125,176 @@ def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:
     generation = Fields.read_if_there(directory / "generation_config.json")
     ids = [*generation.ids("eos_token_id"), *config.ids("eos_token_id")]
     return unique_ids([*ids, find_eos_token_id(directory)])
+
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> DraftConfig:
+    """The head's configuration, resolved against its target.
+
+    ``source`` has the head's tensors under canonical names: ``midlayer.*``, no ``model.`` prefix.
+    """
+    head = _Head(directory, source, target)
+    is_eagle3 = "midlayer.hidden_norm.weight" in head.names
+    values = _common_values(head) | (_eagle3_values(head) if is_eagle3 else _eagle_values(head))
+    return head.body.build(DraftConfig, values)
+
+
+def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
+    """Raise if a head was made for a target of another vocabulary or width."""
+    for name, found, wanted in (
+        ("vocab_size", vocab_size, target.vocab_size),
+        ("target_hidden_size", hidden_size, target.hidden_size),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"{path}: {name}={found} of the head, but the target has {wanted}; the head was "
+                "trained for another model"
+            )
+
+
+def check_feature_layers(
+    path: Path, layers: tuple[int, ...], shown: str, target: ModelConfig
+) -> None:
+    """Raise if the target lacks one of the layers whose outputs a head fuses."""
+    if not all(0 <= layer < target.num_layers for layer in layers):
+        raise ValueError(
+            f"{path}: {shown} are no layers of the target, which has {target.num_layers}"
+        )
+
+
+class _Head:
+    """What both kinds of head read from the configuration."""
+
+    def __init__(self, directory: Path, source: TensorSource, target: ModelConfig) -> None:
+        self.path = directory / "config.json"
+        self.source, self.target = source, target
+        self.names = source.infos
+        self.body = Fields.read(self.path)
+        self.eagle = self.body.fields("eagle_config")
+        self.is_speculators = "transformer_layer_config" in self.body
+        nested = self.body.fields("transformer_layer_config").values
+        stated = {key: value for key, value in self.body.values.items() if value is not None}
+        self.layer = Fields({**nested, **stated}, self.path)
+        self.hidden_size = self.layer.get("hidden_size", Size)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A switch of the top level or of ``eagle_config``."""
+        return self.body.get(name, Flag, self.eagle.get(name, Flag, default))
+
+
+def _common_values(head: _Head) -> dict[str, Any]:
+    """Sizes and rotary settings; the context is at least the target's."""
+    layer, target = head.layer, head.target
+    vocab_size = layer.get("vocab_size", Size, target.vocab_size)
+    stated = head.body.get("target_hidden_size", Size, target.hidden_size)
+    check_pair(head.path, vocab_size, stated, target)
+    first = "midlayer" if "midlayer.self_attn.q_proj.weight" in head.names else "layers.0"
+    # published heads often state 2048, which is how far they were trained, not a bound
+    context = max(layer.get("max_position_embeddings", Size, 1), target.max_position_embeddings)
+    return layer_sizes(layer) | {
+        "vocab_size": vocab_size,
+        "num_layers": layer.get("num_hidden_layers", Size, 1),
+        "max_position_embeddings": context,
+        "dtype": target.dtype,
+        "target_hidden_size": target.hidden_size,
+        "qkv_bias": f"{first}.self_attn.q_proj.bias" in head.names,
+    }
+
+
+def _eagle_values(head: _Head) -> dict[str, Any]:
+    """EAGLE-1/2: embeddings and output head are the target's, copies in the file are ignored."""
+    target = head.target
+    if head.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"{head.path}: hidden_size={head.hidden_size} differs from the target's "
+            f"{target.hidden_size}; an EAGLE-1/2 head uses the target's output head and must match"
+        )
+    _check_fc(head, 2 * target.hidden_size, "the embedding and the target's hidden state")
+    return {
+        "checkpoint_format": "eagle-1",
+        "draft_vocab_size": target.vocab_size,
+        # the original code builds the projection with a bias unless the configuration denies it
+        "fc_bias": head.body.get("bias", Flag, True),
+        "has_own_embedding": False,
+        "has_own_lm_head": False,
+    }
+
+
+def _eagle3_values(head: _Head) -> dict[str, Any]:
+    target, hidden = head.target, head.hidden_size
+    layers = _feature_layers(head)
+    if not head.flag("use_aux_hidden_state", True):
+        raise ValueError(f"{head.path}: use_aux_hidden_state=false is not supported")
+    meaning = f"{len(layers)} features of the target's hidden_size={target.hidden_size}"
+    _check_fc(head, len(layers) * target.hidden_size, meaning)
+    vocab_size = _draft_vocab_size(head)
+    sizes = (
+        f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={hidden} (target "
+        f"{target.hidden_size})"
+    )
+    same_width = hidden == target.hidden_size
+    own_embedding, own_head = (f"{x}.weight" in head.names for x in ("embed_tokens", "lm_head"))
+    if not own_embedding and not same_width:
+        raise ValueError(
+            f"{head.source.path} has no tensor 'embed_tokens.weight', and the target's embeddings "
+            f"do not fit: {sizes}"
+        )
+    tied = not own_head and head.layer.get("tie_word_embeddings", Flag, False)
+    has_other_head = same_width or (tied and own_embedding)
+    if not own_head and not (vocab_size == target.vocab_size and has_other_head):
+        raise ValueError(
+            f"{head.source.path} has no tensor 'lm_head.weight', and no other output head fits: "
+            f"{sizes}"
+        )
+    return {
+        "checkpoint_format": "eagle-3",
+        "draft_vocab_size": vocab_size,
+        "feature_layers": layers,
+        "fc_bias": "fc.bias" in head.names,
+        "has_own_embedding": own_embedding,
+        # a configuration may call the head tied although the file has one: the tensor decides
+        "has_own_lm_head": own_head,
+        "ties_lm_head": tied,
+        "norm_before_residual": head.flag("norm_before_residual", head.is_speculators),
+        # where a configuration has no switch, the tensors decide
+        "norm_before_fc": head.flag("norm_before_fc", "input_norm.weight" in head.names),
+        "has_fc_norm": head.flag("fc_norm", "fc_norm.0.weight" in head.names),
+        "norm_output": head.flag("norm_output"),
+    }
+
+
+def _check_fc(head: _Head, in_size: int, meaning: str) -> None:
+    info = head.names.get("fc.weight")
+    if info is None:
+        raise ValueError(f"{head.source.path} has no tensor 'fc.weight'")
+    if len(info.shape) != 2 or info.shape[1] != in_size:
+        raise ValueError(
+            f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {meaning} make "
+            f"{in_size} inputs; the head was trained for another target or other layers"
+        )
+
+
+def _feature_layers(head: _Head) -> tuple[int, ...]:
+    """Target layers whose outputs are captured.
+
+    In ``eagle_config`` the ids name layers. At the top level, where speculators writes them, they
+    count hidden states from the embedding, so id ``k`` is the output of layer ``k - 1``.
+    """
+    if ids := head.eagle.get(_LAYER_IDS, list[int], []):
+        layers, where = tuple(ids), f"eagle_config.{_LAYER_IDS}={ids}"
+    elif ids := head.body.get(_LAYER_IDS, list[int], []):
+        layers, where = tuple(i - 1 for i in ids), f"{_LAYER_IDS}={ids}"
+    else:
+        layers = head.target.default_feature_layers
+        where = f"the default for {head.target.num_layers} layers, {layers}"
+    check_feature_layers(head.path, layers, f"feature layers {where}", head.target)
+    return layers
+
+
+def _draft_vocab_size(head: _Head) -> int:
+    """The configured size; without one, that of the tensors, else the target's."""
+    stored = [head.names[name].shape for name in ("d2t", "lm_head.weight") if name in head.names]
+    sizes = [next(iter(shape), 0) for shape in stored]
+    return head.layer.get("draft_vocab_size", Size, [*sizes, head.target.vocab_size][0])

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specjax.checkpoints.assemble import Checkpoint
-from specjax.checkpoints.gguf import GGUFFile
-from specjax.checkpoints.gguf_model import gguf_config, gguf_source, tokenizer_from_gguf
+from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import huggingface_config
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
-from specjax.checkpoints.tensors import open_directory
+from specjax.checkpoints.tensors import Checkpoint, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
 from specjax.models.recipes import MTP_PREFIX, Recipes

@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from os import PathLike
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
 
 from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
-from specjax.checks import check_integer, check_number, is_integer
+from specjax.checks import Natural, Positive, convert, is_integer, refused
 from specjax.config import MAX_STEPS
 from specjax.disaggregation.address import check_secret
 from specjax.sampling.accept_draws import Acceptance
@@ -18,17 +20,7 @@ from specjax.types import DraftShape
 
 # measured: docs/adaptive_decoding.md
 DEFAULT_POLICY = "ema"
-# of numbers, where it is not "at least 1" of an integer; the algorithm checks its own sizes
-LIMITS: dict[str, Any] = {
-    "max_waiting_requests": {"at_least": 0},
-    "seed": {"at_least": 0},
-    "base_gpu_id": {"at_least": 0},
-    "speculative_num_steps": {"at_least": 0, "at_most": MAX_STEPS},
-    "request_timeout": {"above": 0},
-    "mem_fraction_static": {"above": 0, "at_most": 1},
-    "speculative_accept_threshold_single": {"at_least": 0, "at_most": 1},
-    "speculative_accept_threshold_acc": {"at_least": 0, "at_most": 1},
-}
+Share = Annotated[float, Meta(ge=0, le=1)]
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "disaggregation_mode": (None, "prefill", "decode"),
     "dtype": ("auto", "float32", "bfloat16"),
@@ -127,44 +119,44 @@ class EngineArgs:
     model: str | PathLike[str] = "smollm2-135m"
     draft: str | PathLike[str] | None = None
     speculative_algorithm: str | None = None
-    speculative_num_steps: int | None = None
-    speculative_eagle_topk: int = 1
-    speculative_num_draft_tokens: int | None = None
+    speculative_num_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] | None = None
+    speculative_eagle_topk: Positive = 1
+    speculative_num_draft_tokens: Positive | None = None
     speculative_adaptive: bool = False
     speculative_adaptive_config: str | PathLike[str] | Mapping[str, Any] | None = None
     speculative_use_rejection_sampling: bool = False
-    speculative_accept_threshold_single: float = 1.0
-    speculative_accept_threshold_acc: float = 1.0
-    speculative_ngram_min_match_window_size: int = 1
-    speculative_ngram_max_match_window_size: int = 12
-    speculative_ngram_max_bfs_breadth: int = 10
+    speculative_accept_threshold_single: Share = 1.0
+    speculative_accept_threshold_acc: Share = 1.0
+    speculative_ngram_min_match_window_size: Positive = 1
+    speculative_ngram_max_match_window_size: Positive = 12
+    speculative_ngram_max_bfs_breadth: Positive = 10
     speculative_ngram_match_type: str = "BFS"
     speculative_ngram_external_corpus_path: str | PathLike[str] | None = None
-    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
+    speculative_ngram_external_corpus_max_tokens: Positive = 10_000_000
     draft_rope_theta: float | None = None
     tokenizer: str | PathLike[str] | None = None
     chat_template: str | PathLike[str] | None = None
     revision: str | None = None
     dtype: str = "auto"
-    context_length: int | None = None
-    page_size: int = 16
-    max_running_requests: int | None = None
-    max_waiting_requests: int | None = None
-    request_timeout: float | None = None
+    context_length: Positive | None = None
+    page_size: Positive = 16
+    max_running_requests: Positive | None = None
+    max_waiting_requests: Natural | None = None
+    request_timeout: Annotated[float, Meta(gt=0)] | None = None
     batch_buckets: Sequence[int] | None = None
-    max_total_tokens: int | None = None
-    mem_fraction_static: float | None = None
+    max_total_tokens: Positive | None = None
+    mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] | None = None
     disable_radix_cache: bool = False
-    chunked_prefill_size: int | None = None
+    chunked_prefill_size: Positive | None = None
     overlap: bool | None = None
     logprobs_mode: str = "raw"
     load_format: str = "auto"
-    rounds_per_dispatch: int = 1
+    rounds_per_dispatch: Positive = 1
     skip_tokenizer_init: bool = False
-    seed: int = 0
+    seed: Natural = 0
     compile_cache_dir: str | PathLike[str] | None = "auto"
     show_progress: bool | None = None
-    base_gpu_id: int = 0
+    base_gpu_id: Natural = 0
     disaggregation_mode: str | None = None
     disaggregation_address: str | None = None
     disaggregation_secret: str = field(default="", repr=False)
@@ -175,7 +167,7 @@ class EngineArgs:
             _check_type(name, getattr(self, name), hint)
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r} is not {' or '.join(map(repr, known))}")
+                raise refused(name, value, f"is not {' or '.join(map(repr, known))}")
         self.algorithm.validate(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
@@ -281,15 +273,18 @@ class EngineArgs:
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
     kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
-    if value is None and NoneType in kinds:
+    if {int, float, bool} & {*kinds}:
+        convert(name, value, _annotations()[name])
+    elif value is None and NoneType in kinds:
         return
-    if int in kinds:
-        check_integer(name, value, **LIMITS.get(name, {"at_least": 1}))
-    elif float in kinds:
-        check_number(name, value, **LIMITS.get(name, {}))
     elif Sequence in kinds:
         if not isinstance(value, Sequence) or not all(map(is_integer, value)):
-            raise ValueError(f"{name}={value!r} must be a list of integers")
+            raise refused(name, value, "must be a list of integers")
     elif not isinstance(value, tuple(kinds)):
         names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
-        raise ValueError(f"{name}={value!r} must be a {names}")
+        raise refused(name, value, f"must be a {names}")
+
+
+@cache
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(EngineArgs, include_extras=True)

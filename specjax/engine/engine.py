@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints import TargetCheckpoint
-from specjax.checkpoints.assemble import Checkpoint
+from specjax.checkpoints.tensors import Checkpoint
 from specjax.checks import check_number
 from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import TargetCheckpoint, open_target
-from specjax.checkpoints.assemble import Checkpoint, cast, make_weight
-from specjax.checkpoints.tensors import TensorInfo, TensorSource
+from specjax.checkpoints.tensors import Checkpoint, TensorInfo, TensorSource, cast, make_weight
 from specjax.models.flat import Networks, Weights
 from specjax.models.recipes import Recipe
 from specjax.runtime.runner import ModelRunner

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoints.mtp import MtpCheckpoint, open_mtp
+from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import ModelConfig
 from specjax.models.flat import FlatModel, Networks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.mtp import MtpCheckpoint, open_mtp
+from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.models.flat import FlatModel
 from specjax.models.mtp import MtpHead
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.prune import save_layers
+from specjax.checkpoints.export import save_layers
 from specjax.testing.files import CONFIG, write_target
 
 from ..loading import SCRIPTS

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
-from specjax.checkpoints.assemble import make_weight
-from specjax.checkpoints.tensors import TensorSource
+from specjax.checkpoints.tensors import TensorSource, make_weight
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Placement
 from specjax.models.recipes import Part, Recipe

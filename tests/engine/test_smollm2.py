@@ -9,7 +9,7 @@ import pytest
 
 from specjax import Engine
 from specjax.checkpoints import open_target
-from specjax.checkpoints.prune import save_layers
+from specjax.checkpoints.export import save_layers
 
 PROMPTS = Path(__file__).parents[2] / "scripts" / "data" / "prompts.jsonl"
 NUM_STEPS = 5

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
-from specjax.checkpoints.assemble import cast
+from specjax.checkpoints.tensors import cast
 from specjax.engine.weights import weights_from_tensors
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel

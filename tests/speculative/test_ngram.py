@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specjax.checkpoints.corpus import CorpusConfig, sort_corpus
 from specjax.engine.args import EngineArgs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.algorithm import SpeculativeAlgorithm
-from specjax.speculative.ngram import NgramShape
+from specjax.speculative.ngram import CorpusConfig, NgramShape, sort_corpus
 from specjax.types import DraftShape
 
 from ..runners import copied_weights, make_request, make_runner, plain_outputs, run_requests

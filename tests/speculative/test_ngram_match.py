@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.checkpoints.corpus import open_corpus, sort_corpus
+from specjax.speculative.ngram import open_corpus, sort_corpus
 from specjax.speculative.ngram_match import (
     NO_TOKEN,
     Continuations,

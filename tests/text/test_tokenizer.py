@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import open_target
-from specjax.checkpoints.gguf import GGUFFile
-from specjax.checkpoints.gguf_model import tokenizer_from_gguf
+from specjax.checkpoints.gguf import GGUFFile, tokenizer_from_gguf
 from specjax.text import chat_template
 from specjax.text.tokenizer import LONG_TEXT, IncrementalDecoder, Tokenizer
 

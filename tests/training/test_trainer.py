@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints.draft import DraftCheckpoint, canonical_source
-from specjax.checkpoints.draft_config import draft_config
 from specjax.checkpoints.export import export_draft
+from specjax.checkpoints.huggingface import draft_config
 from specjax.checkpoints.tensors import open_directory
 from specjax.models.eagle import Eagle3Head
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
