@@ -52,6 +52,27 @@ class AdaptiveSlot:
             )
 
 
+# of a slot in the configuration
+_KEYS = tuple(f.name for f in fields(AdaptiveSlot) if f.name not in ("min_batch_size", "tiers"))
+
+
+@cache
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(AdaptiveSlot, include_extras=True)
+
+
+def _check(name: str, value: Any) -> Any:
+    if name == "policy":
+        if value not in tuple(DEFAULT_CANDIDATES):
+            raise refused(name, value, f"is not one of {sorted(DEFAULT_CANDIDATES)}")
+        return value
+    if name != "candidate_steps":
+        return convert(name, value, _annotations()[name])
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise refused(name, value, "must be a non-empty list of integers")
+    return tuple(sorted({check_integer(f"{name}={value!r}: a step", v, at_least=0) for v in value}))
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
     """Slots in ascending order of batch size, the first for smaller batches too, and a policy.
@@ -101,27 +122,6 @@ class AdaptiveConfig:
     def candidate_steps(self) -> tuple[int, ...]:
         """The steps of these tiers, ascending."""
         return tuple(sorted({tier.steps for tier in self.tiers}))
-
-
-# of a slot in the configuration
-_KEYS = tuple(f.name for f in fields(AdaptiveSlot) if f.name not in ("min_batch_size", "tiers"))
-
-
-@cache
-def _annotations() -> dict[str, Any]:
-    return get_type_hints(AdaptiveSlot, include_extras=True)
-
-
-def _check(name: str, value: Any) -> Any:
-    if name == "policy":
-        if value not in tuple(DEFAULT_CANDIDATES):
-            raise refused(name, value, f"is not one of {sorted(DEFAULT_CANDIDATES)}")
-        return value
-    if name != "candidate_steps":
-        return convert(name, value, _annotations()[name])
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise refused(name, value, "must be a non-empty list of integers")
-    return tuple(sorted({check_integer(f"{name}={value!r}: a step", v, at_least=0) for v in value}))
 
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | AdaptiveConfig | None
