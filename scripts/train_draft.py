@@ -11,50 +11,15 @@ A later run with the same target, prompts and options reads the generated text f
 """
 
 import argparse
-import dataclasses
-import json
 import logging
-import os
 import sys
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import jax
-import numpy as np
-from tqdm import tqdm
-
-from specjax.checkpoints import open_target
-from specjax.checkpoints.export import export_draft
-from specjax.checks import check_integer, check_number, is_integer
 from specjax.cli.main import report_error
 from specjax.cli.options import add_options
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
-from specjax.text.tokenizer import Tokenizer
-from specjax.training.collect import CollectConfig, collect, read_prompts
-from specjax.training.data import Corpus, batches, draft_vocabulary, pack
-from specjax.training.generate import Sampler
-from specjax.training.trainer import (
-    TrainConfig,
-    Trainer,
-    checkpoint_manager,
-    default_draft_config,
-    restore_state,
-    save_state,
-)
-from specjax.training.ttt import PackedBatch, StepStatistics
-
-logger = logging.getLogger("train_draft")
-
-# small files travel better than one large file
-SHARD_BYTES = 15_000_000
-NUMBER_LIMITS: dict[str, dict[str, float]] = {
-    "held_out": {"at_least": 0.0, "below": 1.0},
-    "hard_weight": {"at_least": 0.0, "at_most": 1.0},
-    "learning_rate": {"above": 0.0},
-}
+from specjax.training.collect import CollectConfig
+from specjax.training.run import check_arguments, run
+from specjax.training.trainer import TrainConfig
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -101,106 +66,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(config)}
-
-
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse arguments that would fail later, before anything is loaded."""
-    for name, value in vars(args).items():
-        if is_integer(value):
-            least = 0 if name in ("seed", "self_sample", "file_samples", "warmup_steps") else 1
-            check_integer(option(name), value, least)
-        elif isinstance(value, float):
-            check_number(option(name), value, **NUMBER_LIMITS[name])
-    if args.generate_only and args.data is None:
-        raise ValueError("--generate-only needs --data")
-    if not args.generate_only and args.output is None:
-        raise ValueError("--output is needed, unless --generate-only")
-    if not (args.self_sample or args.prompts or (args.data is not None and args.data.exists())):
-        raise ValueError(
-            "nothing to train on: give prompt files (--prompts), or a number of prompts to sample "
-            "from the target itself (--self-sample), or both"
-        )
-    for name in ("output", "checkpoint_dir", "data", "report"):
-        path = getattr(args, name)
-        if path is None:
-            continue
-        is_file = name in ("data", "report")
-        if is_file and path.is_dir():
-            raise ValueError(f"{option(name)} {path} is a directory")
-        folder = path.absolute().parent if is_file else path.absolute()
-        there = next(p for p in (folder, *folder.parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(f"{option(name)} {path}: {there} is no directory to write to")
-
-
-def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, str]]) -> Path:
-    """File of ``--output`` for the text that these options, prompts and model files give."""
-    files = [path for path in (model, *model.glob("*")) if path.is_file()]
-    stamps = sorted((str(path.resolve()), path.stat().st_mtime_ns) for path in files)
-    options = (args.dtype, args.max_prompt_len, chosen(args, CollectConfig))
-    name = sha256(repr((stamps, options, entries)).encode()).hexdigest()[:12]
-    return args.output / f"data-{name}.npz"
-
-
-def make_corpus(
-    args: argparse.Namespace, entries: list[tuple[str, str]], sampler: Sampler, tokenizer: Tokenizer
-) -> Corpus:
-    if args.data.exists():
-        logger.info("using the text in %s", args.data)
-        corpus = Corpus.load(args.data)
-        if (token := corpus.tokens.max(initial=0)) >= (limit := sampler.model.vocab_size):
-            raise ValueError(f"{args.data} is another model's: token {token} of {limit}")
-        return corpus
-    config = CollectConfig(**chosen(args, CollectConfig))
-    with tqdm(unit="tok", unit_scale=True, mininterval=2.0, desc="generating") as bar:
-        corpus = collect(sampler, tokenizer, config, entries, lambda _, count: bar.update(count))
-    logger.info("%d sequences, %d answer tokens", len(corpus), corpus.answer_tokens)
-    corpus.save(args.data)
-    return corpus
-
-
-def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: PackedBatch) -> Any:
-    """The state after the training loop, which resumes from ``--checkpoint-dir``."""
-    config = trainer.config
-    rows = pack(kept, config.row_length, args.seed)
-    fill = float((rows.segments > 0).mean())
-    logger.info("%d training rows of %d tokens, %.0f%% full", *rows.tokens.shape, 100 * fill)
-    state = trainer.init()
-    manager = checkpoint_manager(args.checkpoint_dir) if args.checkpoint_dir else None
-    if manager is not None and (restored := restore_state(manager, state, trainer.vocabulary)):
-        state = restored
-        logger.info("resumed at step %d", int(state.step))
-    first = int(state.step)
-    last = min(config.steps, args.stop_at or config.steps)
-    stream = batches(rows, config.batch_rows, config.seed, first)
-    with tqdm(total=config.steps, initial=first, mininterval=2.0, desc="training") as bar:
-        for done in range(first + 1, last + 1):
-            rate = np.float32(config.rate(done - 1))
-            state, statistics = trainer.step(state, trainer.target_weights, next(stream), rate)
-            if done % args.log_every == 0 or done == last:
-                bar.update(done - bar.n)
-                bar.set_postfix_str(summary(statistics), refresh=False)
-            if done % args.checkpoint_every == 0 or done == last:
-                if manager is not None:
-                    save_state(manager, state, trainer.vocabulary)
-                if len(held.tokens):
-                    figures = trainer.evaluate(state.params, held)
-                    tqdm.write(f"step {done} held out: {summary(figures)}", file=sys.stderr)
-    return state
-
-
-def summary(statistics: StepStatistics) -> str:
-    loss = float(statistics.loss[0] / max(float(statistics.weight[0]), 1.0))
-    steps = " ".join(f"{a:.2f}" for a in statistics.acceptance())
-    return f"loss {loss:.3f} accept [{steps}] length {statistics.accept_length():.3f}"
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
@@ -211,63 +76,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report_error("train_draft", error)
     return 0
-
-
-def run(args: argparse.Namespace) -> None:
-    entries = [entry for path in args.prompts for entry in read_prompts(path)]
-    on_gpu = jax.default_backend() == "gpu"
-    dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    target = open_target(args.model, dtype=dtype)
-    model, tokenizer = target.config, target.load_tokenizer()
-    draft = default_draft_config(
-        model,
-        intermediate_size=args.intermediate_size or model.intermediate_size,
-        draft_vocab_size=min(args.draft_vocab_size, model.vocab_size),
-        has_fc_norm=args.fc_norm,
-        norm_output=args.norm_output,
-    )
-    args.data = args.data or data_file(args, target.path, entries)
-    num_answers = args.self_sample + len(entries) * (1 + args.file_samples)
-    if args.batch_rows > num_answers and not (args.generate_only or args.data.exists()):
-        raise ValueError(
-            f"--batch-rows={args.batch_rows} is more than the {num_answers} answers to generate; "
-            "lower it, or use more prompts (--prompts, --self-sample)"
-        )
-    longest = args.max_prompt_len + max(args.max_answer_tokens, args.max_user_tokens)
-    flat = FlatModel.of(partial(CausalLM, model.within(longest)))
-    weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
-    sampler = Sampler(
-        flat=flat,
-        weights=weights,
-        model=model,
-        stop_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})),
-        num_rows=args.generator_rows,
-        prefill_rows=args.prefill_rows,
-        max_prompt_len=args.max_prompt_len,
-        max_new_tokens=max(args.max_answer_tokens, args.max_user_tokens),
-    )
-    corpus = make_corpus(args, entries, sampler, tokenizer)
-    report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
-    if not args.generate_only:
-        kept, held = corpus.split(args.held_out, args.seed)
-        args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
-        args.warmup_steps = min(args.warmup_steps, args.steps - 1)
-        config = TrainConfig(**chosen(args, TrainConfig))
-        vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
-        trainer = Trainer(config, draft, flat, weights, vocabulary)
-        held_rows = pack(held, config.row_length, args.seed)
-        state = train(args, trainer, kept, held_rows)
-        report |= {"steps": int(state.step), "config": dataclasses.asdict(config)}
-        named = trainer.named_weights(state.params)
-        export_draft(args.output, draft, named, max_shard_bytes=SHARD_BYTES)
-        logger.info("wrote %s", args.output)
-        if len(held_rows.tokens):
-            figures = trainer.evaluate(state.params, held_rows)
-            report["held_out_acceptance"] = [float(a) for a in figures.acceptance()]
-            report["predicted_accept_length"] = figures.accept_length()
-    if args.report is not None:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

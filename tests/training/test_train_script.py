@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import open_draft
+from specjax.training import run
 from specjax.training.data import Corpus
 
 from ..loading import load_script
@@ -24,18 +25,15 @@ TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-si
 
 
 @pytest.fixture(scope="module")
-def script():
-    return load_script("train_draft")
+def main():
+    script = load_script("train_draft")
 
-
-@pytest.fixture(scope="module")
-def main(script):
-    def run(arguments: str) -> int:
+    def call(arguments: str) -> int:
         # optax promotes its step count implicitly
         with jax.numpy_dtype_promotion("standard"):
             return script.main(arguments.split())
 
-    return run
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +122,7 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
 
 
 @pytest.fixture
-def generated(script, monkeypatch) -> list[str]:
+def generated(monkeypatch) -> list[str]:
     """The prompts of each generation: nothing is generated, 24 short sequences take its place."""
     calls: list[str] = []
 
@@ -132,7 +130,7 @@ def generated(script, monkeypatch) -> list[str]:
         calls.append(str(entries))
         return Corpus.of([([i, 1], [2, 3, 4], "text") for i in range(24)])
 
-    monkeypatch.setattr(script, "collect", collect)
+    monkeypatch.setattr(run, "collect", collect)
     return calls
 
 
@@ -143,13 +141,13 @@ def test_a_later_failure_does_not_cost_the_generated_text(
     prompts, model = tmp_path / "questions.jsonl", tmp_path / "model"
     shutil.copytree(model_directory, model)
     prompts.write_text('{"turns": ["1 + 1?"]}\n')
-    run = (
+    options = (
         f"--output {tmp_path / 'head'} --model {model} --prompts {prompts} --self-sample 24 {SIZES}"
     )
 
     def fails(batch_rows: int, more: str = "") -> int:
         """Number of generations so far."""
-        assert main(f"{run} --row-length 64 --batch-rows {batch_rows} {more}") == 2
+        assert main(f"{options} --row-length 64 --batch-rows {batch_rows} {more}") == 2
         message = f"--batch-rows={batch_rows} is more than the 2 packed rows of the training data"
         assert message in capsys.readouterr().err
         assert len(list((tmp_path / "head").glob("data-*.npz"))) == len(generated)
@@ -182,8 +180,8 @@ def test_target_and_options_are_checked_before_anything_is_generated(
         shutil.copytree(model_directory, model, dirs_exist_ok=True)
         (model / "config.json").write_text(json.dumps(config | change))
         Corpus.of([([300], [1, 2], "text")]).save(data)
-        run = f"--model {model} --output {tmp_path / 'head'} --self-sample 24 {SIZES}"
-        assert main(f"{run} --max-user-tokens 8 {arguments.format(data=data)}") == 2
+        options = f"--model {model} --output {tmp_path / 'head'} --self-sample 24 {SIZES}"
+        assert main(f"{options} --max-user-tokens 8 {arguments.format(data=data)}") == 2
         assert message in " ".join(capsys.readouterr().err.split())
     assert not generated
 
