@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.checkpoints import TargetCheckpoint, open_target
-from specjax.checkpoints.assemble import Checkpoint
+from specjax.checkpoints.tensors import Checkpoint
 from specjax.disaggregation.placing import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels.tree_attention import attention_implementation
