@@ -54,14 +54,14 @@ class DraftShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """KV indices behind a text that a round writes."""
+        """KV indices after a text that a round writes."""
         return max(self.nodes, self.draft_rows + 1)
 
     @property
-    def overhang(self) -> int:
-        """KV indices that a round needs behind the last token of a request.
+    def tail(self) -> int:
+        """KV indices that a round needs after the last token of a request.
 
-        In a chain a row behind that token is never accepted. In a tree rows are not depths: the
+        In a chain a row after that token is never accepted. In a tree rows are not depths: the
         last row may hold the first draft.
         """
         return 0 if self.topk == 1 else self.rows - 1

@@ -3,9 +3,8 @@
 import logging
 from functools import partial
 
-from specjax.disaggregation.decode import RemotePrompts
+from specjax.disaggregation.decode import Placing, RemotePrompts
 from specjax.disaggregation.messages import Arrival, Message
-from specjax.disaggregation.placing import Placing
 from specjax.disaggregation.prefill import Asker, PrefillJobs
 from specjax.scheduling.loop import EngineLoop
 

@@ -15,8 +15,7 @@ from specjax.disaggregation.rows import RowPort
 from specjax.disaggregation.values import WireError
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.call import Call
-from specjax.scheduling.loop import EngineLoop
+from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.prompt_source import PromptSource
 from specjax.scheduling.request import GenerateRequest, Request, RunningRequest
 

@@ -8,10 +8,9 @@ from functools import partial
 from threading import Lock
 
 from specjax.disaggregation.channel import Channel
-from specjax.disaggregation.decode import RemotePrompts
+from specjax.disaggregation.decode import Placing, RemotePrompts
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Arrival, Hello, Message, Weights
-from specjax.disaggregation.placing import Placing
 from specjax.disaggregation.prefill import Asker, PrefillJobs
 from specjax.disaggregation.reconnect import Reconnecting
 from specjax.disaggregation.rows import check_facts

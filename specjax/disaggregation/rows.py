@@ -25,7 +25,7 @@ from specjax.speculative.future_map import (
     publish,
     record_cached,
     resolve,
-    take_over,
+    stash_handover,
 )
 from specjax.types import KVPools
 
@@ -138,7 +138,7 @@ def begin(
     if rows is not None:
         rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(finite_or_zero, rows)])
     given = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
-    return replace(state, future=take_over(future, slots, given))
+    return replace(state, future=stash_handover(future, slots, given))
 
 
 def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:

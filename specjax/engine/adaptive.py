@@ -99,7 +99,7 @@ def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> floa
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
     room = pages * config.page_size
-    advance = config.reach.behind(config.rounds_per_dispatch)
+    advance = config.kv_writes.after(config.rounds_per_dispatch)
     filled = max(1, min(CONTEXT, room - 2 * advance))
     # as many as the pages hold, less the one to warm up
     count = max(1, min(count, MOST_DISPATCHES, (room - filled) // advance - 2))

@@ -34,8 +34,7 @@ from specjax.metrics.prometheus import EngineMetrics
 from specjax.metrics.totals import Totals
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
-from specjax.scheduling.call import Call
-from specjax.scheduling.loop import EngineLoop
+from specjax.scheduling.loop import Call, EngineLoop
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

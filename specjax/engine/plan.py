@@ -7,10 +7,10 @@ from typing import Any
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import Checkpoint
-from specjax.disaggregation.placing import TRANSIT_TOKENS
+from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kernels.tree_attention import attention_implementation
-from specjax.kv.budget import Reach
+from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
 from specjax.models.flat import Networks, Placement
@@ -133,7 +133,7 @@ def _runner_config(args: EngineArgs, networks: Networks, context_length: int) ->
     buckets = checked_buckets(args.batch_buckets, slots, smallest)
     if args.disaggregation_mode == "prefill":
         buckets = ()  # no rounds
-    whole = context_length + Reach.of(args.shapes, args.rounds_per_dispatch).overhang
+    whole = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
     return RunnerConfig(
         algorithm=args.algorithm,
         shapes=args.shapes,

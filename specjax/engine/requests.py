@@ -19,7 +19,7 @@ from specjax.checks import (
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.call import Call
+from specjax.scheduling.loop import Call
 from specjax.scheduling.request import GenerateRequest, Request
 from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -226,7 +226,7 @@ class RequestFactory:
             ),
             end_token_ids=frozenset(ends),
             decoder=decoder,
-            spec_width=self._plan.config.reach.accept_width - 1,
+            spec_width=self._plan.config.kv_writes.accept_width - 1,
             spec_simulated=self._plan.config.simulate_accept_length,
         )
         self._scheduler.check(request)

@@ -1,12 +1,12 @@
-"""Pages of the running requests: who gets how many, and who gives some back.
+"""Pages of the running requests: how many each one gets, and which of them it gives back.
 
 Invariant between any two calls: every page but the padding page is free, owned by the prefix cache,
-or owned by exactly one holding (its ``pages`` behind the first ``num_shared``).
+or owned by exactly one holding (its ``pages`` after the first ``num_shared``).
 
 Holdings grow on demand. Before a dispatch each has pages for the largest advance of all its unread
-rounds and of this one. A change of any of them uploads the page tables, so all grow together and,
-where pages are plentiful, for up to ``GROW_DISPATCHES`` to come. What turns out unneeded stays with
-its holding, until an admission or another one needs it.
+rounds and of this one. A change of any of them uploads the page tables, so all grow together. If
+pages are plentiful, they grow for up to ``GROW_DISPATCHES`` dispatches. What turns out to be
+unneeded stays with its holding until an admission or another holding needs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,33 +20,33 @@ from specjax.types import DraftShape
 GROW_DISPATCHES = 16
 
 # Fraction of what running requests may still grow by that an admission leaves untouched. Requests
-# often end before their limit, so holding all of it back wastes pages, and too little means
-# retractions: each raises the fraction, each round lowers it.
-HELD_BACK_START = 0.3
-HELD_BACK_LEAST = 0.1
-HELD_BACK_RAISE = 0.2
-HELD_BACK_DECAY = 0.998
+# often end before their limit, so a full reserve wastes pages, and too little means preemptions:
+# each raises the fraction, each round lowers it.
+RESERVE_START = 0.3
+MIN_RESERVE = 0.1
+RESERVE_RAISE = 0.2
+RESERVE_DECAY = 0.998
 
 
-class Reach(NamedTuple):
-    """How far a dispatch may write behind a text: of all tiers, the most."""
+class KVWrites(NamedTuple):
+    """Maximum KV write of a dispatch after a text, over all tiers."""
 
     rounds: int  # of a dispatch
     accept_width: int  # A, tokens that a round adds
-    rows: int  # that a round writes behind the tokens it found
-    overhang: int  # rows that it needs behind a request's last token
+    rows: int  # KV indices that a round writes
+    tail: int  # KV indices that a round needs after the last token of a request
 
     @classmethod
-    def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "Reach":
+    def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "KVWrites":
         return cls(
             rounds,
             max(shape.accept_width for shape in shapes),
             max(shape.rows for shape in shapes),
-            max(shape.overhang for shape in shapes),
+            max(shape.tail for shape in shapes),
         )
 
-    def behind(self, num_rounds: int) -> int:
-        """KV indices behind a text that so many rounds may write, none of them read."""
+    def after(self, num_rounds: int) -> int:
+        """KV indices after a text that ``num_rounds`` unread rounds may write."""
         return (num_rounds - 1) * self.accept_width + self.rows if num_rounds else 0
 
 
@@ -56,12 +56,12 @@ class PageHolding:
 
     ``kv_len`` counts tokens whose KV is final in the target once everything dispatched has run: a
     prefill chunk counts from its dispatch, a round from when its tokens are read. Dispatches write
-    at ``kv_len`` or behind it. A draft whose KV depends on more than one token behind a position
-    writes as many positions earlier as those are more than one, but no cached ones.
+    at ``kv_len`` and later. A draft whose KV at a position depends on n following tokens, n > 1,
+    also writes the n - 1 positions before, but no cached ones.
     """
 
     slot: int  # request slot
-    prefill_ids: list[int]  # the prompt, and the output of before a retraction
+    prefill_ids: list[int]  # the prompt, and the output of before a preemption
     max_kv_tokens: int  # tokens that the request ever has in the pool
     num_cacheable: int  # first tokens whose KV may come out of the prefix cache
     pages: list[int] = field(default_factory=list)  # in the order of the text
@@ -71,24 +71,24 @@ class PageHolding:
     kv_len: int = 0
     unread_rounds: int = 0  # dispatched rounds that the host has not read
 
-    def reached(self, reach: Reach, dispatches: int = 1) -> int:
-        """KV indices, at most, that are in use after everything dispatched and so much more.
+    def max_kv_len(self, writes: KVWrites, dispatches: int = 1) -> int:
+        """Maximum KV indices in use after everything dispatched and ``dispatches`` more.
 
-        The rows that a round verifies begin where the text in the pool ends, and its drafts lie
-        among them. Those behind the request's own maximum and the overhang are never accepted; they
-        go to the padding page where they have none.
+        A round writes from the end of the text in the pool on, drafts and verified rows alike.
+        What it writes after the request's own maximum and the tail is never accepted; it goes to
+        the padding page if there is no page for it.
         """
         begin = max(self.kv_len, len(self.prefill_ids))
-        rounds = self.unread_rounds + dispatches * reach.rounds
-        return min(begin + reach.behind(rounds), self.max_kv_tokens + reach.overhang)
+        rounds = self.unread_rounds + dispatches * writes.rounds
+        return min(begin + writes.after(rounds), self.max_kv_tokens + writes.tail)
 
 
 @dataclass
-class Room:
-    """Sums over the running requests, of pages."""
+class Capacity:
+    """Sums over the running requests, in pages, that decide how many more are admitted."""
 
-    held_back: int  # that they may need later
-    spare: int  # that they hold and do not need yet
+    reserved: int  # that they may need later
+    reclaimable: int  # that they hold and do not need yet
 
 
 class PageBudget:
@@ -101,68 +101,69 @@ class PageBudget:
         self,
         allocator: PageAllocator,
         cache: PrefixCache | None,
-        reach: Reach,
+        writes: KVWrites,
         set_pages: Callable[[int, Sequence[int], int], None],
     ) -> None:
         self._allocator = allocator
         # without one, a cache that is never given a page
         self._cache = PrefixCache(allocator, lookahead=0) if cache is None else cache
         self._is_sharing = cache is not None
-        self._reach = reach
+        self._writes = writes
         self._set_pages = set_pages
-        self._held_back = HELD_BACK_START
+        self._reserve = RESERVE_START
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens in the pages of the holdings, those that the prefix cache lends them included."""
+        """Tokens in the pages of the holdings, shared ones included."""
         num_used = self._allocator.num_pages - 1 - self._available(())
         return num_used * self._allocator.page_size
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages of the prefix cache, those that it lends to rows included."""
+        """Pages of the prefix cache, those that holdings share included."""
         return self._cache.num_pages
 
-    def room(self, running: Sequence[PageHolding]) -> Room:
-        """What the running requests leave to new ones, until they are dispatched or read again."""
-        return Room(sum(map(self._may_grow, running)), sum(map(self._spare, running)))
+    def capacity(self, running: Sequence[PageHolding]) -> Capacity:
+        """Capacity for new requests, valid until the running ones are dispatched or read again."""
+        return Capacity(sum(map(self._may_grow, running)), sum(map(self._reclaimable, running)))
 
-    def admit(self, holding: PageHolding, running: Sequence[PageHolding], room: Room) -> bool:
+    def admit(
+        self, holding: PageHolding, running: Sequence[PageHolding], capacity: Capacity
+    ) -> bool:
         """Give a new holding the pages of its text and of its first rounds, cached ones first.
 
-        False, and nothing is given, where that would leave the running requests too few. ``room``
-        is theirs, and kept up to date.
+        Returns ``False`` and gives nothing if that would leave the running requests too few.
+        ``capacity`` is theirs, and kept up to date.
         """
-        match = self._cache.match(holding.prefill_ids, holding.num_cacheable)
-        self._cache.lock(match.node)
-        holding.node, holding.pages = match.node, match.pages
-        holding.num_shared, holding.num_cached = len(match.pages), match.num_tokens
-        holding.kv_len = match.num_tokens
-        count = self._needed(holding) - holding.num_shared
+        node, shared = self._cache.match(holding.prefill_ids, holding.num_cacheable)
+        self._cache.lock(node)
+        holding.node, holding.num_shared = node, len(shared)
+        holding.num_cached = holding.kv_len = len(shared) * self._allocator.page_size
+        count = self._needed(holding) - len(shared)
         may_grow = self._may_grow(holding)
-        held_back = room.held_back + may_grow if running else 0
-        if count + held_back > self._available(()) + room.spare:
-            self._cache.unlock(match.node)
+        reserved = capacity.reserved + may_grow if running else 0
+        if count + reserved > self._available(()) + capacity.reclaimable:
+            self._cache.unlock(node)
             if not running:
                 raise RuntimeError(
                     f"a request needs {count} pages and only {self._available(())} are left though "
                     "nothing runs; pages were lost"
                 )
             return False
-        takes_spare = count > self._available(())
-        holding.pages = holding.pages + self._take(count, running)
-        if takes_spare:
-            room.spare = self.room(running).spare
-        room.held_back += may_grow
+        reclaims = count > self._available(())
+        holding.pages = shared + self._take(count, running)
+        if reclaims:
+            capacity.reclaimable = self.capacity(running).reclaimable
+        capacity.reserved += may_grow
         return True
 
     def grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
         """Make sure that each of ``holdings`` has the pages for one more dispatch.
 
-        Pages come from the free list, the prefix cache, then from what others can spare. False, and
-        nothing has changed, where those are too few.
+        Pages come from the free list, the prefix cache, then from what other holdings do not need
+        yet. Returns ``False`` and changes nothing if those are too few.
         """
-        self._held_back = max(HELD_BACK_LEAST, self._held_back * HELD_BACK_DECAY)
+        self._reserve = max(MIN_RESERVE, self._reserve * RESERVE_DECAY)
         counts = self._missing(holdings, 1)
         if not any(counts):
             return True
@@ -186,32 +187,31 @@ class PageBudget:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
 
     def share(self, holding: PageHolding, *, is_dispatched: bool) -> bool:
-        """Lend the full pages of a text to the prefix cache; false where that has to wait.
+        """Offer the full pages of a text to the prefix cache; ``False`` if that has to wait.
 
         Their KV is final in the order of the device: whoever reads them is dispatched with the last
         chunk of the text, of which each layer stores all keys and values before it reads any, or
-        later. Where another request has brought the same pages, those of the holding go: not before
-        that chunk ``is_dispatched``, which writes to them. The page of the last token stays out: a
-        match leaves that token over, so no lock could cover it, and so do those of a lookahead.
+        later. If another request has brought the same pages, those of the holding are freed, but
+        not before that chunk ``is_dispatched``, which writes to them. The page of the last token
+        stays out: a match leaves that token over, so no lock could cover it. The same holds for
+        the pages of a lookahead.
         """
         if not self._is_sharing or holding.node is None:
             return True
-        count = self._cache.num_matched_pages(len(holding.prefill_ids))
+        text = holding.prefill_ids
+        count = self._cache.num_matched_pages(len(text))
         if count == holding.num_shared:
             return True
-        if (
-            not is_dispatched
-            and len(self._cache.match(holding.prefill_ids).pages) > holding.num_shared
-        ):
+        if not is_dispatched and len(self._cache.match(text)[1]) > holding.num_shared:
             return False
-        duplicates = self._cache.insert(holding.prefill_ids, holding.pages[:count])
-        match = self._cache.match(holding.prefill_ids)
-        self._cache.lock(match.node)
+        duplicates = self._cache.insert(text, holding.pages[:count])
+        node, shared = self._cache.match(text)
+        self._cache.lock(node)
         self._cache.unlock(holding.node)
-        holding.node, holding.num_shared = match.node, count
+        holding.node, holding.num_shared = node, count
         if duplicates:
-            # another request brought the same pages: from the next dispatch on, this one reads them
-            holding.pages = match.pages + holding.pages[count:]
+            # from the next dispatch on, this request reads the pages that the other one brought
+            holding.pages = shared + holding.pages[count:]
             self._set_pages(holding.slot, holding.pages, 0)
             self._allocator.free(duplicates)
         return True
@@ -219,15 +219,15 @@ class PageBudget:
     def release(self, holding: PageHolding, known_ids: Sequence[int] | None) -> None:
         """Take all pages of a holding back.
 
-        A round in flight may still write behind ``kv_len`` through the page table that it was
-        dispatched with. The device executes in dispatch order, so whoever gets these pages next
+        A round in flight may still write after ``kv_len`` through the page table that it was
+        dispatched with. The device executes in dispatch order, so the next owner of these pages
         writes them later, and no full page below ``kv_len`` is written again. The full pages of
         ``known_ids``, all its tokens, go to the prefix cache; ``None`` keeps no KV.
         """
         owned = holding.pages[holding.num_shared :]
         if holding.node is not None:
             if self._is_sharing and known_ids is not None:
-                # one more token is known than stands in the pool
+                # one more token is known than is in the pool
                 full = self._cache.num_matched_pages(holding.kv_len + 1)
                 full = max(full, holding.num_shared)
                 owned = self._cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
@@ -235,31 +235,31 @@ class PageBudget:
         holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)
 
-    def hold_back_more(self) -> None:
-        """Admit more carefully: a request had to be retracted."""
-        self._held_back = min(1.0, self._held_back + HELD_BACK_RAISE)
+    def raise_reserve(self) -> None:
+        """Admit more carefully: a request had to be preempted."""
+        self._reserve = min(1.0, self._reserve + RESERVE_RAISE)
 
     def flush(self) -> None:
         """Forget every cached prefix that no holding reads."""
         self._cache.flush()
 
     def _needed(self, holding: PageHolding, dispatches: int = 1) -> int:
-        return self._allocator.pages_for(holding.reached(self._reach, dispatches))
+        return self._allocator.pages_for(holding.max_kv_len(self._writes, dispatches))
 
     def _may_grow(self, holding: PageHolding) -> int:
-        """Pages beyond the next dispatch to hold back for a holding."""
-        soon, most = holding.reached(self._reach), holding.max_kv_tokens + self._reach.overhang
-        later = soon + int(self._held_back * (most - soon))
+        """Pages beyond the next dispatch to reserve for a holding."""
+        soon, most = holding.max_kv_len(self._writes), holding.max_kv_tokens + self._writes.tail
+        later = soon + int(self._reserve * (most - soon))
         return self._allocator.pages_for(later) - self._allocator.pages_for(soon)
 
-    def _spare(self, holding: PageHolding) -> int:
+    def _reclaimable(self, holding: PageHolding) -> int:
         """Pages that a holding can give back and still take part in the next dispatch."""
         return max(0, len(holding.pages) - self._needed(holding))
 
     def _available(self, running: Sequence[PageHolding]) -> int:
-        """Pages to be had from the free list, the prefix cache and the spare pages of holdings."""
+        """Pages to be had from the free list, the prefix cache and holdings that can spare some."""
         free = self._allocator.num_free + self._cache.num_evictable
-        return free + sum(map(self._spare, running))
+        return free + sum(map(self._reclaimable, running))
 
     def _take(self, count: int, running: Sequence[PageHolding]) -> list[int]:
         short = count - self._allocator.num_free
@@ -267,7 +267,7 @@ class PageBudget:
         for holding in reversed(running):
             if short <= 0:
                 break
-            kept = len(holding.pages) - min(short, self._spare(holding))
+            kept = len(holding.pages) - min(short, self._reclaimable(holding))
             if kept < len(holding.pages):
                 short -= len(holding.pages) - kept
                 self._allocator.free(holding.pages[kept:])

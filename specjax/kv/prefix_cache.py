@@ -35,15 +35,6 @@ class Node:
     locks: int = 0  # handles of this node and of all below it
 
 
-@dataclass(frozen=True)
-class Match:
-    """A cached prefix up to the page of ``node``; valid until eviction, or while it is locked."""
-
-    pages: list[int]
-    num_tokens: int
-    node: Node
-
-
 class PrefixCache:
     """Owns the pages of finished prefixes and lends them to requests with an equal start.
 
@@ -78,19 +69,24 @@ class PrefixCache:
         """Pages, at most, that :meth:`match` finds for a text of ``num_tokens``."""
         return max(0, num_tokens - max(1, self._lookahead)) // self._page_size
 
-    def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
-        """The longest cached prefix in whole pages, marked as used now; nothing is locked.
-
-        ``limit`` is of its tokens.
+    def match(self, tokens: Sequence[int], limit: int | None = None) -> tuple[Node, list[int]]:
+        """Find the longest cached prefix in whole pages, and mark it as used now.
 
         At least the last token is left over, because prefill needs one to sample the next from.
+
+        Args:
+            tokens: of a text.
+            limit: maximum number of tokens of the prefix.
+
+        Returns:
+            The node of the last page and all pages; valid until eviction, or while it is locked.
         """
         num_pages = self.num_matched_pages(len(tokens))
         if limit is not None:
             num_pages = min(num_pages, limit // self._page_size)
         node, pages = self._walk(tokens, num_pages)
         self._mark_used(node)
-        return Match(pages, len(pages) * self._page_size, node)
+        return node, pages
 
     def lock(self, node: Node) -> None:
         """Protect the pages of a match, not evicted since, until :meth:`unlock`; locks count."""

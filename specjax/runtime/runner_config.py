@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from specjax.config import TransformerConfig
-from specjax.kv.budget import Reach
+from specjax.kv.budget import KVWrites
 from specjax.models.flat import Networks
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm, StateSizes, kv_pool
@@ -53,9 +53,9 @@ class RunnerConfig:
         return self.shapes[-1]
 
     @property
-    def reach(self) -> Reach:
-        """What pages are planned by."""
-        return Reach.of(self.shapes, self.rounds_per_dispatch)
+    def kv_writes(self) -> KVWrites:
+        """Maximum KV write of a dispatch, which pages are planned by."""
+        return KVWrites.of(self.shapes, self.rounds_per_dispatch)
 
     def max_chunks(self, width: int) -> int:
         """Chunks, each of another request, that a prefill of ``width`` tokens takes."""

@@ -1,4 +1,4 @@
-"""The engine loop: the one thread that owns the scheduler, and how callers wait for it."""
+"""The engine loop: the one thread that steps the scheduler, and the calls that wait for it."""
 
 import asyncio
 import atexit
@@ -7,16 +7,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from specjax.checks import refused
-from specjax.scheduling.call import Call, Item, Outputs
 from specjax.scheduling.request import Request
 from specjax.scheduling.scheduler import Scheduler
 
@@ -27,6 +27,94 @@ T = TypeVar("T")
 EXIT_SECONDS = 60.0
 # results of more are made in another thread than the event loop's
 MANY_TOKENS = 4096
+
+
+Outputs = list[dict[str, Any]]
+Item = Outputs | BaseException | None
+
+
+@dataclass(eq=False, repr=False)
+class Call:
+    """Requests that one caller submits together; it gets their outputs in the same order.
+
+    Everything but ``is_pending`` is written by the loop's thread only.
+
+    Attributes:
+        deliver: passes an item to the caller, from the loop's thread; set before the call is
+            submitted. With ``is_stream`` lists of outputs come first. The last item is ``None``
+            when all requests have ended, or an exception to raise. Returns ``False`` if the caller
+            has gone.
+        is_pending: outputs have been delivered and not been taken. Newer ones then wait for a
+            later step, so that a slow reader gets fewer outputs instead of a backlog.
+    """
+
+    requests: Sequence[Request]  # passed by `Scheduler.check`
+    _: KW_ONLY
+    is_stream: bool = False  # outputs are delivered as they grow
+    text_only: bool = False  # outputs of requests that have not ended are their text
+    is_batch: bool = False  # the caller gets a list, and outputs name their ``index`` in it
+    groups: Sequence[str] = ()  # another id for each request to abort it by, which may be shared
+    deliver: Callable[[Item], bool | None] = field(init=False)
+    is_over: bool = field(default=False, init=False)  # the last item has been delivered
+    is_pending: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = self.groups or [request.rid for request in self.requests]
+        self._unfinished = list(self.requests)
+        self._shown = [(0, False)] * len(self.requests)
+
+    @property
+    def named(self) -> Iterator[tuple[Request, str]]:
+        """Each request with each of the ids that it can be aborted by."""
+        for request, group in zip(self.requests, self.groups, strict=True):
+            yield from ((request, name) for name in {request.rid, group})
+
+    def results(self) -> Any:
+        """Final outputs: a list if ``is_batch``, otherwise that of the only request."""
+        results = [request.result() for request in self.requests]
+        return results if self.is_batch else results[0]
+
+    def publish(self, fail: Callable[[Request, Exception], None]) -> bool:
+        """Deliver new outputs; returns ``False`` if the caller has gone.
+
+        ``fail`` ends a request whose output raised.
+        """
+        has_reader = True
+        if self.is_stream and (self._has_ended() or not self.is_pending):
+            outputs = self._new_outputs(fail)
+            if outputs:
+                self.is_pending = True
+                has_reader = self.deliver(outputs) is not False
+        if self._has_ended():
+            self.end(None)
+        return has_reader
+
+    def end(self, item: BaseException | None) -> None:
+        self.is_over = True
+        self.deliver(item)
+
+    def _has_ended(self) -> bool:
+        while self._unfinished and self._unfinished[-1].is_finished:
+            self._unfinished.pop()
+        return not self._unfinished
+
+    def _new_outputs(self, fail: Callable[[Request, Exception], None]) -> Outputs:
+        outputs = []
+        for i, request in enumerate(self.requests):
+            if (len(request.output_ids), request.is_finished) == self._shown[i]:
+                continue
+            try:
+                text = request.streamed_text()
+            except Exception as error:
+                fail(request, error)
+                text = request.streamed_text()
+            self._shown[i] = len(request.output_ids), request.is_finished
+            output: dict[str, Any] = {"text": text}
+            if request.is_finished or not self.text_only:
+                output = request.result() | output
+                output["meta_info"]["output_is_draft"] = list(request.output_is_draft)
+            outputs.append(output | ({"index": i} if self.is_batch else {}))
+        return outputs
 
 
 class EngineFault(RuntimeError):
@@ -79,7 +167,7 @@ def _end_device_threads() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class Courier:
+class EventLoopDelivery:
     """Carries items from other threads to mailboxes of one event loop, all of a step at once.
 
     To wake an event loop is a call of the system, during which its thread takes the interpreter.
@@ -136,7 +224,9 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: list[Call] = []
         self._by_rid: dict[str, list[Request]] = {}  # by id and by group
-        self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
+        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopDelivery] = (
+            WeakKeyDictionary()
+        )
         self._fault: BaseException | None = None
         self._is_stopping = False
         self._has_ended = False
@@ -170,8 +260,8 @@ class EngineLoop:
         """:meth:`stream` as an asynchronous generator."""
         event_loop = asyncio.get_running_loop()
         mailbox: asyncio.Queue[Item] = asyncio.Queue()
-        courier = self._couriers.setdefault(event_loop, Courier(event_loop))
-        with self._submitted(call, partial(courier.carry, mailbox)):
+        delivery = self._deliveries.setdefault(event_loop, EventLoopDelivery(event_loop))
+        with self._submitted(call, partial(delivery.carry, mailbox)):
             while (outputs := _raise_error(await mailbox.get())) is not None:
                 call.is_pending = False
                 for output in outputs:

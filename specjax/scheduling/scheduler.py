@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
-from specjax.kv.budget import PageBudget, Room
+from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics.totals import Totals
@@ -32,7 +32,7 @@ MAX_SLEEP = 3600.0  # seconds; a queue cannot wait for an arbitrary number
 MAX_STALL = 65_536
 
 
-def least_burst(num_places: int) -> int:
+def min_burst(num_places: int) -> int:
     """Requests that have come together, or whose predecessors have: an eighth of all places.
 
     With a quarter 128 requests of 1,024 and 256 tokens get 3 to 5 % less at 64 places, and with a
@@ -84,7 +84,9 @@ class Scheduler:
     ) -> None:
         self._runner = runner
         self._allocator = allocator
-        self._budget = PageBudget(allocator, prefix_cache, runner.config.reach, runner.set_pages)
+        self._budget = PageBudget(
+            allocator, prefix_cache, runner.config.kv_writes, runner.set_pages
+        )
         self._run_ahead = run_ahead
         self._max_waiting = max_waiting_requests
         self._clock = clock
@@ -122,7 +124,7 @@ class Scheduler:
     @property
     def max_tokens(self) -> int:
         """Prompt and completion tokens that the KV pool has room for in one request."""
-        tail = self._runner.config.reach.overhang
+        tail = self._runner.config.kv_writes.tail
         # the last token is never read back
         return (self._allocator.num_pages - 1) * self._runner.config.page_size - tail + 1
 
@@ -130,7 +132,7 @@ class Scheduler:
         """Refuse a request that can never be served; any thread may call this."""
         self._runner.check(request.params, request.end_token_ids, request.top_logprobs)
         allocator, config = self._allocator, self._runner.config
-        needed = allocator.pages_for(request.max_kv_tokens + config.reach.overhang)
+        needed = allocator.pages_for(request.max_kv_tokens + config.kv_writes.tail)
         for limit, holder, knobs in (
             (config.pages_per_request, "a request holds", "context_length"),
             (allocator.num_pages - 1, "the pool holds", "max_total_tokens or mem_fraction_static"),
@@ -277,7 +279,7 @@ class Scheduler:
         ``MAX_STALL`` tokens at most.
         """
         is_idle = len(self._running) == self._is_prefilling
-        is_burst = num_starting >= least_burst(self._runner.config.num_slots - 1)
+        is_burst = num_starting >= min_burst(self._runner.config.num_slots - 1)
         if is_idle or not is_burst:
             self._stalled_tokens = 0
         return is_idle or (is_burst and self._stalled_tokens < MAX_STALL)
@@ -290,10 +292,10 @@ class Scheduler:
             # the device has nothing to do: it gets the first tokens while others are admitted
             buckets = buckets[:-1] or buckets
         budget = buckets[-1] if is_first else min(buckets[-1], config.mixed_prefill_tokens)
-        room = self._budget.room(self._running)
+        capacity = self._budget.capacity(self._running)
         pieces: list[PromptPiece] = []
         duplicates: list[RunningRequest] = []
-        while budget > 0 and (row := self._row_to_prefill(room)) is not None:
+        while budget > 0 and (row := self._row_to_prefill(capacity)) is not None:
             end = min(row.kv_len + budget, len(row.prefill_ids))
             missing = row.request.missing_logprobs
             if missing is not None and row.kv_len < missing < end:
@@ -336,17 +338,17 @@ class Scheduler:
         self._in_flight.add_prefill(taken, result)
         return list(rest)
 
-    def _row_to_prefill(self, room: Room) -> RunningRequest | None:
+    def _row_to_prefill(self, capacity: Capacity) -> RunningRequest | None:
         """The newest running request where its prefill is not done, else the next one waiting."""
         if self._is_prefilling:
             return self._running[-1]
-        while (row := self._admit(room)) is not None:
+        while (row := self._admit(capacity)) is not None:
             row.is_remote = self.prompt_source.request(row)
             if not row.is_remote:
                 break
         return row
 
-    def _admit(self, room: Room) -> RunningRequest | None:
+    def _admit(self, capacity: Capacity) -> RunningRequest | None:
         """Give the next waiting request a slot and pages, if there are any."""
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
@@ -358,7 +360,7 @@ class Scheduler:
             max_kv_tokens=request.max_kv_tokens,
             num_cacheable=request.num_cacheable,
         )
-        if not self._budget.admit(row, self._running, room):
+        if not self._budget.admit(row, self._running, capacity):
             self._blocked_steps = RETRY_STEPS
             return None
         # from here on the request is found among the running, whatever the runner raises
@@ -398,7 +400,7 @@ class Scheduler:
                 self._read_until(0)
             elif len(self._running) > 1:
                 self._retract(self._running[-1])
-                self._budget.hold_back_more()
+                self._budget.raise_reserve()
             else:
                 raise RuntimeError(
                     f"request {rows[0].request.rid!r} cannot grow though nothing else runs; "

@@ -9,7 +9,7 @@ import msgspec
 
 from specjax.checks import short
 from specjax.engine.requests import encode_conversation
-from specjax.scheduling.call import Call
+from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob
 from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs
 from specjax.server.completions import MAX_LOGPROBS, take_params, take_shown

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specjax.checks import is_integer, short
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.call import Call
+from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob
 from specjax.server.answers import Answer, Result, Sent, Tops, completion_logprobs
 from specjax.server.fields import (

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from specjax.scheduling.call import Call
+from specjax.scheduling.loop import Call
 from specjax.server.exchange import Exchange
 from specjax.server.fields import ApiError, Body, parse_object
 from specjax.server.service import Service
@@ -103,7 +103,7 @@ async def _whole(service: Service, call: Call, answer: Format) -> bytes:
 
 
 async def _stream(service: Service, exchange: Exchange, call: Call, answer: Format) -> None:
-    call.is_brief, chunk = answer.is_brief, answer.chunk
+    call.text_only, chunk = answer.is_brief, answer.chunk
     kept = ENTRY_BYTES * max_reported(call)
     outputs = await service.engine.async_run(call)
     try:

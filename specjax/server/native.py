@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.call import Call
+from specjax.scheduling.loop import Call
 from specjax.server.answers import TokenTexts, finite
 from specjax.server.exchange import Exchange, dump
 from specjax.server.fields import (

@@ -203,7 +203,7 @@ class ServerMetrics:
         accepted = totals.accepted_by_position
         labels = ["model_name", "position"]
         metric = CounterMetricFamily(PER_POSITION, "Drafts accepted at a position.", labels=labels)
-        for position in range(config.reach.accept_width - 1):
+        for position in range(config.kv_writes.accept_width - 1):
             count = accepted[position] if position < len(accepted) else 0
             metric.add_metric([name, str(position)], count)
         yield metric

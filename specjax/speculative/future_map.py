@@ -67,7 +67,7 @@ def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
     return replace(future, rows=kept)
 
 
-def take_over(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
+def stash_handover(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
     """Record the rows that ``build_disagg_draft_input`` gave; zeros for ``None``.
 
     ValueError where they are not as wide as those here.

@@ -168,7 +168,7 @@ class Trial:
             speculative=False, dtype="float32", share_weights_with=lender, **self.options
         ) as self.engine:
             config = self.engine.runner.config
-            room = (config.num_pages - 1) * config.page_size - config.reach.overhang
+            room = (config.num_pages - 1) * config.page_size - config.kv_writes.tail
             events = self.draw_events(num_batches)
             batches = [self.draw_batch(name, room) for name, _ in events]
             has_new = np.cumsum([False] + [name == OTHER for name, _ in events]) % 2 == 1
@@ -234,7 +234,7 @@ class Trial:
 
     def admit_boldly(self) -> None:
         """Hold back no pages for those that run: some will be retracted."""
-        self.engine._scheduler._budget._held_back = 0.0
+        self.engine._scheduler._budget._reserve = 0.0
 
     def happenings(self) -> dict[str, Callable[[], None]]:
         return {

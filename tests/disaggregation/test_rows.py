@@ -8,7 +8,7 @@ import pytest
 
 from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, joined, token_axes
 from specjax.runtime.runner import ModelRunner
-from specjax.speculative.future_map import take_over
+from specjax.speculative.future_map import stash_handover
 from specjax.types import DraftShape
 
 from ..runners import copied_runner, make_runner
@@ -61,7 +61,7 @@ def test_a_wrong_width_names_both():
     size = rows.hidden.shape[1]
     wide = replace(rows, hidden=np.zeros((1, 2 * size), np.float32))
     with pytest.raises(ValueError, match=rf"width \({2 * size},\) .* width \({size},\)"):
-        take_over(future, slots, wide)
+        stash_handover(future, slots, wide)
 
 
 def test_the_first_branches_of_more():

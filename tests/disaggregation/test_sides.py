@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation import decode
+from specjax.disaggregation.decode import MOST_PIECES, Placing
 from specjax.disaggregation.local import LocalPeer
 from specjax.disaggregation.messages import Message, Piece, Prefilled
-from specjax.disaggregation.placing import MOST_PIECES, Placing
 from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import MOST_TOKENS

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specjax.kv.budget import GROW_DISPATCHES, HELD_BACK_LEAST
+from specjax.kv.budget import GROW_DISPATCHES, MIN_RESERVE
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import RunningRequest
 
@@ -127,24 +127,24 @@ def test_retractions_make_admissions_more_careful() -> None:
             max_kv_tokens=request.max_kv_tokens,
             num_cacheable=request.num_cacheable,
         )
-        is_admitted = budget.admit(row, serving.rows, budget.room(serving.rows))
+        is_admitted = budget.admit(row, serving.rows, budget.capacity(serving.rows))
         if is_admitted:
             budget.release(row, None)
         return is_admitted
 
     assert [row.request for row in serving.rows] == running
     assert fits()
-    budget.hold_back_more()
-    budget.hold_back_more()
+    budget.raise_reserve()
+    budget.raise_reserve()
     assert not fits()
     for _ in range(1000):
         assert budget.grow((), serving.rows)
     assert fits()
     # and what is held back stays within its bounds
     for _ in range(10):
-        budget.hold_back_more()
-    assert budget._held_back == 1.0
+        budget.raise_reserve()
+    assert budget._reserve == 1.0
     for _ in range(3000):
         budget.grow((), serving.rows)
-    assert budget._held_back == HELD_BACK_LEAST
+    assert budget._reserve == MIN_RESERVE
     serving.finish()

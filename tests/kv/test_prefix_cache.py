@@ -1,4 +1,4 @@
-"""The prefix cache by hand-made cases, and as a state machine against a brute-force model."""
+"""The prefix cache as a state machine against a brute-force model; and what it refuses."""
 
 import time
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import Match, PrefixCache
+from specjax.kv.prefix_cache import Node, PrefixCache
 
 
 class Pool(PageAllocator):
@@ -54,285 +54,58 @@ def text(*pages: str, size: int = 4) -> list[int]:
     return tokens
 
 
-def test_an_empty_cache_matches_nothing() -> None:
-    cache, pool = make_cache()
-    match = cache.match(text("a", "b"))
-    assert match.pages == []
-    assert match.num_tokens == 0
-    cache.lock(match.node)
-    cache.unlock(match.node)
-    assert cache.insert([], []) == []
-    assert cache.match([]).pages == []
-    assert (cache.num_pages, cache.num_evictable, cache.evict(3), cache.flush()) == (0, 0, 0, 0)
-    assert pool.num_free == 64
-
-
-def test_the_longest_prefix_is_found() -> None:
-    cache, pool = make_cache()
-    pages = store(cache, pool, text("a", "b", "c", "d1"))
-    assert cache.num_pages == len(pages) == 3
-    match = cache.match(text("a", "b", "c", "d"))
-    assert match.pages == pages
-    assert match.num_tokens == 12
-    assert cache.match(text("a", "b", "c2")).pages == pages[:2]
-    assert cache.match(text("a", "x", "c", "d")).pages == []  # "b1" is part of the key of "a"
-    assert cache.match(text("x", "b", "c", "d")).pages == []
-
-
-def test_a_page_depends_on_the_token_behind_it_only_with_a_draft_head() -> None:
-    for lookahead, expected in ((0, 2), (1, 1), (3, 1)):
-        cache, pool = make_cache(lookahead=lookahead)
-        pages = store(cache, pool, text("a", "b", "c"))
-        assert cache.match(text("a", "b", "x")).pages == pages[:expected]
-        assert cache.match(text("a", "b", "c")).pages == pages[:2]
-    cache, pool = make_cache(lookahead=3)
+@pytest.mark.parametrize(("lookahead", "num_pages"), [(0, 3), (1, 2), (3, 2)])
+def test_a_page_depends_on_the_tokens_after_it_only_with_a_draft_head(lookahead, num_pages) -> None:
+    cache, pool = make_cache(lookahead=lookahead)
     pages = store(cache, pool, text("a", "b", "c"))
-    assert cache.match([*text("a", "b", "c2"), 0]).pages == pages[:1]
-    assert cache.match(text("a", "b", "c3")).pages == pages[:2]
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_match_leaves_one_token_to_prefill(lookahead: int) -> None:
-    cache, pool = make_cache(lookahead=lookahead)
-    pages = store(cache, pool, text("a", "b", "c1"))
-    assert len(pages) == 2
-    assert cache.match(text("a", "b", "c1")).pages == pages
-    assert cache.match(text("a", "b")).pages == pages[:1]
-    assert cache.match(text("a")).pages == []
-
-
-@pytest.mark.parametrize(("lookahead", "taken"), [(0, 2), (1, 1)])
-def test_a_page_without_its_lookahead_stays_with_the_caller(lookahead: int, taken: int) -> None:
-    cache, pool = make_cache(lookahead=lookahead)
-    pages = pool.take(3)
-    assert cache.insert(text("a", "b"), pages) == pages[taken:]
-    assert cache.num_pages == cache.num_full_pages(8) == taken
+    assert len(pages) == cache.num_pages == num_pages
+    assert cache.match(text("a", "b", "x"))[1] == pages[: 1 if lookahead else 2]
+    assert cache.match(text("a", "b", "c"))[1] == pages[:2]  # a token is left to prefill
+    assert cache.match(text("a", "b", "c3"), limit=7)[1] == pages[:1]
 
 
 def test_fewer_pages_than_tokens_may_be_offered() -> None:
     cache, pool = make_cache()
     pages = pool.take(1)
     assert cache.insert(text("a", "b", "c", "d"), pages) == []
-    assert cache.match(text("a", "b", "c", "d")).pages == pages
+    assert cache.match(text("a", "b", "c", "d"))[1] == pages
 
 
-def test_duplicates_come_back_and_the_first_pages_stay() -> None:
-    cache, pool = make_cache()
-    first = store(cache, pool, text("a", "b", "c1"))
-    second = pool.take(4)
-    assert cache.insert(text("a", "b", "c", "d1"), second) == [*second[:2], second[3]]
-    assert cache.match(text("a", "b", "c", "d", "e")).pages == [*first, second[2]]
-    assert cache.num_pages == 3
-
-
-def test_borrowed_pages_are_neither_taken_nor_returned() -> None:
-    cache, pool = make_cache()
-    pages = store(cache, pool, text("a", "b", "c1"))
-    match = cache.match(text("a", "b", "c", "d"))
-    own = pool.take(2)
-    assert cache.insert(text("a", "b", "c", "d"), match.pages + own) == own[1:]
-    # the text known so far ends with the borrowed pages: the last one lacks its lookahead
-    assert cache.insert(text("a", "b"), pages) == []
-    assert cache.num_pages == 3
-
-
-@pytest.mark.parametrize("wrong", ["twice", "padding", "elsewhere", "shifted"])
-def test_wrong_pages_are_refused_and_nothing_is_taken(wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "wrong", "match"),
+    [
+        (("x", "y", "z"), lambda page, held: [page, page], "twice"),
+        (("x", "y", "z"), lambda page, held: [page, 0], "padding"),
+        (("x", "y", "z"), lambda page, held: [page, held[1]], "another"),
+        (("a", "b", "c"), lambda page, held: [held[1], page], "another"),
+    ],
+)
+def test_wrong_pages_are_refused_and_nothing_is_taken(tokens, wrong, match) -> None:
     cache, pool = make_cache()
     held = store(cache, pool, text("a", "b", "c1"))
-    page = pool.take(1)[0]
-    tokens = text("x", "y", "z") if wrong != "shifted" else text("a", "b", "c")
-    pages = {
-        "twice": [page, page],
-        "padding": [page, 0],
-        "elsewhere": [page, held[1]],
-        "shifted": [held[1], page],
-    }[wrong]
-    with pytest.raises(ValueError, match="twice" if wrong in ("twice", "padding") else "another"):
-        cache.insert(tokens, pages)
+    with pytest.raises(ValueError, match=match):
+        cache.insert(text(*tokens), wrong(pool.take(1)[0], held))
     assert cache.num_pages == cache.num_evictable == 2
-    assert cache.match(text("a", "b", "c")).pages == held
+    assert cache.match(text("a", "b", "c"))[1] == held
 
 
-def test_texts_part_at_a_page_border() -> None:
-    cache, pool = make_cache()
-    trunk = store(cache, pool, text("a", "b", "c", "d", "e1"))
-    tokens = text("a", "b", "c2", "x2", "y", "z1")
-    pages = pool.take(4)
-    # "b" is shared; the third page differs within
-    assert cache.insert(tokens, pages) == pages[:2]
-    assert cache.match(text("a", "b", "c", "d", "e")).pages == trunk
-    assert cache.match([*tokens, 0]).pages == trunk[:2] + pages[2:]
-    assert cache.num_pages == 6
-
-
-def test_the_least_recently_used_text_goes_first_from_its_end() -> None:
-    cache, pool = make_cache()
-    ab = store(cache, pool, text("a", "b", "c1"))
-    xy = store(cache, pool, text("x", "y", "z1"))
-    cache.match(text("a", "b", "c"))
-    assert cache.evict(1) == 1
-    assert pool.last_freed == [xy[1]]
-    assert cache.evict(2) == 2
-    assert set(pool.last_freed) == {xy[0], ab[1]}
-    assert cache.evict(9) == 1
-    assert cache.num_pages == 0
-    assert pool.num_free == 64
-
-
-def test_an_interior_node_can_go_when_its_children_are_gone() -> None:
-    cache, pool = make_cache(lookahead=0)
-    trunk = store(cache, pool, text("a", "b"))
-    left = store(cache, pool, text("a", "b", "l"))[2:]
-    store(cache, pool, text("q", "r"))
-    cache.match(text("a", "b", "m"))  # the trunk is used last, its branch first
-    assert cache.evict(1) == 1
-    assert pool.last_freed == left
-    assert cache.evict(2) == 2
-    assert not set(pool.last_freed) & set(trunk)
-    assert cache.evict(2) == 2
-    assert set(pool.last_freed) == set(trunk)
-
-
-def test_locked_pages_stay() -> None:
-    cache, pool = make_cache()
-    pages = store(cache, pool, text("a", "b", "c", "d1"))
-    match = cache.match(text("a", "b", "x"))  # "b" is not matched: its key has "c1"
-    cache.lock(match.node)
-    cache.lock(match.node)
-    assert match.pages == pages[:1]
-    assert cache.num_evictable == 2
-    assert cache.flush() == 2
-    assert cache.evict(1) == 0
-    cache.unlock(match.node)
-    assert cache.num_evictable == 0
-    cache.unlock(match.node)
-    assert cache.num_evictable == 1
-    with pytest.raises(ValueError, match="not locked"):
-        cache.unlock(match.node)
-    assert cache.flush() == 1
-    assert pool.num_free == 64
-
-
-def test_locks_of_a_text_and_of_its_start_are_counted_apart() -> None:
-    cache, pool = make_cache(lookahead=0)
-    pages = store(cache, pool, text("a", "b", "c", "d"))
-    whole = cache.match(text("a", "b", "c", "d", "e"))
-    cache.lock(whole.node)
-    half = cache.match(text("a", "b", "x"))
-    cache.lock(half.node)
-    assert (half.pages, cache.num_evictable) == (pages[:2], 0)
-    cache.unlock(whole.node)
-    assert cache.num_evictable == 2
-    assert cache.flush() == 2
-    assert set(pool.last_freed) == set(pages[2:])
-    with pytest.raises(ValueError, match="not locked"):
-        cache.unlock(whole.node)
-    cache.unlock(half.node)
-    assert cache.flush() == 2
-
-
-def test_a_match_can_be_locked_after_other_texts_parted_from_it() -> None:
-    cache, pool = make_cache(lookahead=0)
-    pages = store(cache, pool, text("a", "b", "c", "d"))
-    whole = cache.match(text("a", "b", "c", "d", "e"))
-    store(cache, pool, text("a", "x"))
-    cache.match(text("a", "b", "y"))
-    cache.lock(whole.node)
-    assert cache.flush() == 1
-    assert cache.match(text("a", "b", "c", "d", "e")).pages == pages
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_match_whose_pages_were_evicted_cannot_be_locked(count: int) -> None:
+def test_what_is_not_locked_cannot_be_unlocked() -> None:
+    """Not even by the lock of a longer match."""
     cache, pool = make_cache(lookahead=0)
     store(cache, pool, text("a", "b", "c", "d"))
-    whole, half = cache.match(text("a", "b", "c", "d", "e")), cache.match(text("a", "b", "x"))
-    cache.evict(count)
-    with pytest.raises(ValueError, match="evicted"):
-        cache.lock(whole.node)
-    if count == 1:
-        cache.lock(half.node)
-        assert cache.num_evictable == 1
-    else:
-        with pytest.raises(ValueError, match="evicted"):
-            cache.lock(half.node)
-
-
-def test_a_released_text_was_used_until_then_and_what_eviction_left_keeps_its_age() -> None:
-    cache, pool = make_cache(lookahead=0)
-    old = store(cache, pool, text("a", "b"))
-    match = cache.match(text("a", "b", "c"))
-    cache.lock(match.node)
-    young = store(cache, pool, text("x", "y"))
-    assert cache.evict(1) == 1
-    assert pool.last_freed == young[1:]
-    cache.unlock(match.node)
-    assert cache.evict(2) == 2
-    assert set(pool.last_freed) == {young[0], old[1]}
-
-
-def test_use_without_eviction_keeps_every_text_evictable() -> None:
-    cache, pool = make_cache(lookahead=0)
-    store(cache, pool, text("a", "b"))
-    match = cache.match(text("a", "b", "c"))
-    cache.lock(match.node)
-    hot = store(cache, pool, text("x", "y"))
-    for _ in range(1_000):
-        cache.match(text("x", "y", "z"))
-    cache.unlock(match.node)
-    cache.match(text("x", "y", "z"))
-    assert cache.evict(2) == 2
-    assert not set(pool.last_freed) & set(hot)
-    assert cache.flush() == 2
-
-
-def test_unlock_does_not_take_the_lock_of_a_longer_match() -> None:
-    cache, pool = make_cache(lookahead=0)
-    store(cache, pool, text("a", "b", "c", "d"))
-    whole, half = cache.match(text("a", "b", "c", "d", "e")), cache.match(text("a", "b", "x"))
-    cache.lock(whole.node)
+    whole, half = (cache.match(text(*pages))[0] for pages in ("abcde", "abx"))
+    cache.lock(whole)
     with pytest.raises(ValueError, match="not locked"):
-        cache.unlock(half.node)
+        cache.unlock(half)
     assert cache.num_evictable == 0
+    cache.unlock(whole)
+    with pytest.raises(ValueError, match="not locked"):
+        cache.unlock(whole)
 
 
 def test_a_wrong_lookahead_is_refused() -> None:
     with pytest.raises(ValueError, match="lookahead=-1"):
         PrefixCache(PageAllocator(4, 4), lookahead=-1)
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_page_sizes(page_size: int, lookahead: int) -> None:
-    cache, pool = make_cache(page_size, lookahead)
-    tokens = list(range(7 * page_size + lookahead))
-    pages = store(cache, pool, tokens)
-    assert len(pages) == 7
-    tokens.append(7 * page_size + lookahead)
-    for length in range(0, len(tokens) + 1, max(1, page_size // 2)):
-        match = cache.match(tokens[:length])
-        assert match.pages == pages[: max(0, length - 1) // page_size]
-        assert match.num_tokens == len(match.pages) * page_size
-    assert cache.flush() == 7
-    assert pool.num_free == 64
-
-
-def test_a_deep_tree_needs_no_recursion() -> None:
-    depth = 2_000
-    cache, pool = make_cache(1, 1, depth + 1)
-    tokens = list(range(depth + 1))
-    pages = store(cache, pool, tokens)
-    for length in range(depth, 1, -1):
-        cache.match(tokens[:length])
-    match = cache.match(tokens)
-    assert match.pages == pages
-    cache.lock(match.node)
-    assert cache.evict(depth) == 0
-    cache.unlock(match.node)
-    assert cache.evict(depth // 2) == depth // 2
-    assert pool.last_freed == pages[: depth // 2 - 1 : -1]
-    assert cache.flush() == depth // 2
 
 
 @pytest.mark.parametrize("shape", ["wide", "long"])
@@ -345,9 +118,13 @@ def test_ten_thousand_pages_one_at_a_time(shape: str) -> None:
     order = [page for tokens in texts for page in store(cache, pool, tokens)]
     hot = texts[0][:3]
     for _ in range(count):
-        match = cache.match(hot)
-        cache.lock(match.node)
-        cache.unlock(match.node)
+        node, _ = cache.match(hot)
+        cache.lock(node)
+        cache.unlock(node)
+    node, _ = cache.match(texts[-1])  # nothing recurses into a deep tree
+    cache.lock(node)
+    cache.unlock(node)
+    cache.match(hot)
     evicted = []
     while cache.evict(1):
         evicted += pool.last_freed
@@ -417,7 +194,8 @@ class Model:
 class Lookup:
     """A match, the names of its pages, and whether all of them have stayed in the cache since."""
 
-    match: Match
+    node: Node
+    pages: list[int]
     chain: list[tuple[int, ...]]
     is_alive: bool = True
 
@@ -448,7 +226,7 @@ class Caching(RuleBasedStateMachine):
         self.texts: list[list[int]] = [[]]
 
     def draw_text(self, data: st.DataObject) -> list[int]:
-        """A prefix of an earlier text, cut anywhere, and something new behind it."""
+        """A prefix of an earlier text, cut anywhere, and something new after it."""
         known = data.draw(st.sampled_from(self.texts))
         tokens = known[: data.draw(st.sampled_from([len(known), *range(len(known))]))]
         runs = st.tuples(st.integers(0, 1), st.sampled_from([self.page_size] * 3 + [1]))
@@ -459,19 +237,18 @@ class Caching(RuleBasedStateMachine):
         return list(tokens)
 
     def match(self, tokens: list[int]) -> Lookup:
-        lookup = Lookup(self.cache.match(tokens), self.model.match(tokens))
-        assert lookup.match.pages == [self.model.pages[name] for name in lookup.chain]
-        num_tokens = len(lookup.chain) * self.page_size
-        assert lookup.match.num_tokens == num_tokens <= max(0, len(tokens) - 1)
+        lookup = Lookup(*self.cache.match(tokens), self.model.match(tokens))
+        assert lookup.pages == [self.model.pages[name] for name in lookup.chain]
+        assert len(lookup.pages) * self.page_size <= max(0, len(tokens) - 1)
         self.lookups.append(lookup)
         return lookup
 
     def lock(self, lookup: Lookup) -> None:
-        self.cache.lock(lookup.match.node)
+        self.cache.lock(lookup.node)
         self.model.locks.update(lookup.chain)
 
     def unlock(self, lookup: Lookup) -> None:
-        self.cache.unlock(lookup.match.node)
+        self.cache.unlock(lookup.node)
         self.model.unlock(lookup.chain)
 
     def insert(self, request: Borrower) -> None:
@@ -494,7 +271,7 @@ class Caching(RuleBasedStateMachine):
             self.running.append(Borrower([], [], [], lookup))
         else:
             with pytest.raises(ValueError, match="evicted"):
-                self.cache.lock(lookup.match.node)
+                self.cache.lock(lookup.node)
 
     @rule(data=st.data())
     def serve(self, data: st.DataObject) -> None:
@@ -516,7 +293,7 @@ class Caching(RuleBasedStateMachine):
         if own is None:
             self.unlock(lookup)
         else:
-            self.running.append(Borrower(tokens, lookup.match.pages + own, own, lookup))
+            self.running.append(Borrower(tokens, lookup.pages + own, own, lookup))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), token=st.integers(0, 1))

@@ -51,14 +51,14 @@ class WatchedRunner:
         return self._runner.prefill(chunks, **options)
 
     def round(self, slots: Sequence[int], tier: DraftShape | None) -> Dispatched:
-        reach = self._runner.config.reach
+        writes = self._runner.config.kv_writes
         lengths = self.lengths()
-        caps = {row.slot: row.request.max_kv_tokens + reach.overhang for row in self._rows()}
+        caps = {row.slot: row.request.max_kv_tokens + writes.tail for row in self._rows()}
         assert slots
         assert len(set(slots)) == len(slots)
         for slot in slots:
             length = int(lengths[slot])
-            end = length + reach.behind(reach.rounds)
+            end = length + writes.after(writes.rounds)
             self.check_pages(slot, length, min(end, caps[slot]))
         self.calls.append("round")
         self.largest_batch = max(self.largest_batch, len(slots))

@@ -174,8 +174,8 @@ def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
 @pytest.mark.parametrize(("retry_steps", "decay"), [(4, 0.5), (1, 0.9)])
 def test_a_blocked_queue_is_tried_again_and_again(monkeypatch, retry_steps, decay) -> None:
     """What is held back for running requests shrinks while none of them ends."""
-    monkeypatch.setattr(budget, "HELD_BACK_START", 1.0)
-    monkeypatch.setattr(budget, "HELD_BACK_DECAY", decay)
+    monkeypatch.setattr(budget, "RESERVE_START", 1.0)
+    monkeypatch.setattr(budget, "RESERVE_DECAY", decay)
     monkeypatch.setattr(scheduler_module, "RETRY_STEPS", retry_steps)
     serving = Serving(num_pages=1 + 40, num_steps=0)
     first, second = serving.add(PROMPTS[:2], replace(GREEDY, max_new_tokens=100))

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from specjax.scheduling.call import Call
-from specjax.scheduling.loop import Courier, EngineFault, EngineLoop
+from specjax.scheduling.loop import Call, EngineFault, EngineLoop, EventLoopDelivery
 
 SECONDS = 10.0  # nothing here takes longer unless it hangs
 
@@ -473,15 +472,15 @@ def test_a_sleeping_thread_holds_nothing_of_its_callers(loop) -> None:
 def test_a_courier_keeps_no_event_loop() -> None:
     """Also where an item was carried that nobody will take."""
 
-    def closed() -> tuple[Any, Courier]:
+    def closed() -> tuple[Any, EventLoopDelivery]:
         event_loop = asyncio.new_event_loop()
-        courier, mailbox = Courier(event_loop), asyncio.Queue()
+        delivery, mailbox = EventLoopDelivery(event_loop), asyncio.Queue()
         with pytest.raises(TimeoutError):
             event_loop.run_until_complete(asyncio.wait_for(mailbox.get(), 0.01))
-        assert courier.carry(mailbox, None)
+        assert delivery.carry(mailbox, None)
         event_loop.close()
-        assert not courier.carry(mailbox, None)
-        return weakref.ref(event_loop), courier
+        assert not delivery.carry(mailbox, None)
+        return weakref.ref(event_loop), delivery
 
     found, _ = closed()
     gc.collect()
@@ -493,8 +492,8 @@ def test_a_courier_loses_nothing_and_keeps_the_order() -> None:
 
     async def run() -> list[Any]:
         mailbox: asyncio.Queue[Any] = asyncio.Queue()
-        courier = Courier(asyncio.get_running_loop())
-        carry = partial(courier.carry, mailbox)
+        delivery = EventLoopDelivery(asyncio.get_running_loop())
+        carry = partial(delivery.carry, mailbox)
         thread = threading.Thread(target=lambda: list(map(carry, range(count))))
         thread.start()
         found = [await asyncio.wait_for(mailbox.get(), 10) for _ in range(count)]

@@ -288,7 +288,7 @@ def test_prompts_are_computed_together_and_share_pages_at_once() -> None:
     ("places", "least"), [(1, 2), (2, 2), (16, 2), (17, 3), (32, 4), (64, 8), (256, 32)]
 )
 def test_a_burst_fills_an_eighth_of_all_places(places: int, least: int) -> None:
-    assert scheduler_module.least_burst(places) == least
+    assert scheduler_module.min_burst(places) == least
 
 
 def test_decoding_waits_for_a_burst_but_not_for_ever(monkeypatch) -> None:

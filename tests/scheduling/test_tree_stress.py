@@ -36,9 +36,9 @@ def test_the_largest_trees_change_no_token(is_cached, run_ahead, monkeypatch):
     """
     assert TREE.draft_rows == MAX_MASKED
     # every request is admitted that fits for now
-    for name in ("HELD_BACK_START", "HELD_BACK_LEAST", "HELD_BACK_RAISE"):
+    for name in ("RESERVE_START", "MIN_RESERVE", "RESERVE_RAISE"):
         monkeypatch.setattr(budget, name, 0.0)
-    pages = -(-(128 + TREE.overhang) // PAGE_SIZE)
+    pages = -(-(128 + TREE.tail) // PAGE_SIZE)
     runner = copied_runner(
         TREE.steps,
         shapes=(TREE,),

@@ -130,16 +130,16 @@ def test_leaves_beside_those_of_a_map_are_refused() -> None:
 def test_shapes() -> None:
     chain = DraftShape.chain(3)
     assert chain == (3, 1, 4)
-    assert (chain.accept_width, chain.overhang) == (4, 0)
+    assert (chain.accept_width, chain.tail) == (4, 0)
     assert (chain.num_candidates, chain.draft_rows, chain.rows) == (3, 2, 4)
     tree = DraftShape(3, 4, 20)
-    assert (tree.num_candidates, tree.draft_rows, tree.rows, tree.overhang) == (36, 8, 20, 19)
+    assert (tree.num_candidates, tree.draft_rows, tree.rows, tree.tail) == (36, 8, 20, 19)
     deep = DraftShape(6, 16, 8)
-    assert (deep.draft_rows, deep.rows, deep.overhang) == (80, 81, 80)
+    assert (deep.draft_rows, deep.rows, deep.tail) == (80, 81, 80)
     assert (DraftShape.chain(0).num_candidates, DraftShape.chain(0).rows) == (0, 1)
     cut = DraftShape.chain(7, 4)
     assert (cut, DraftShape.chain(2, 4)) == ((7, 1, 4), (2, 1, 3))
-    assert (cut.depth, cut.accept_width, cut.rows, cut.overhang) == (3, 4, 7, 0)
+    assert (cut.depth, cut.accept_width, cut.rows, cut.tail) == (3, 4, 7, 0)
     assert DraftShape(5, 3, 4).accept_width == 4
     assert [str(shape) for shape in (chain, cut, tree)] == ["3", "7-1-4", "3-4-20"]
 

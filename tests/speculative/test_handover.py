@@ -12,7 +12,7 @@ import pytest
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
-from specjax.speculative.future_map import publish, record, take_over
+from specjax.speculative.future_map import publish, record, stash_handover
 from specjax.testing import Job
 
 from ..runners import copied_runner
@@ -80,7 +80,7 @@ def hand_over(here: ModelRunner, there: ModelRunner, slots: list[int], *, rows: 
     build = there.config.algorithm.build_disagg_draft_input
     given = build(left, bonus, lens, targets, future)
     assert (given is None) == (left is None)
-    future = take_over(future, targets, given)
+    future = stash_handover(future, targets, given)
     there.on_device = replace(there.on_device, pools=pools, future=future)
 
 

@@ -46,7 +46,7 @@ def test_a_request_may_end_anywhere(shape, run_ahead):
     """Up to twice as many tokens as nodes, and behind prompts that reach to the context's end."""
     runner = tree_runner(shape)
     config = runner.config
-    most = config.context - config.reach.overhang
+    most = config.context - config.kv_writes.tail
     serving = Serving(runner=runner, run_ahead=run_ahead)
     requests = []
     for limit in range(1, 2 * shape.nodes + 1):
