@@ -6,14 +6,11 @@ from os import PathLike
 from typing import Any
 
 from specjax.disaggregation.local import LocalPeer
+from specjax.engine.args import EngineArgs
 from specjax.engine.engine import Engine
 
 
-class _Side(Engine):
-    _is_joined_here = True
-
-
-class DisaggregatedEngine(_Side):
+class DisaggregatedEngine(Engine):
     """An :class:`Engine` whose prompts are computed on another device of the process.
 
     Long prompts then do not hold up what decodes. Should the other side fail, prompts are computed
@@ -40,17 +37,13 @@ class DisaggregatedEngine(_Side):
         for name in ("disaggregation_address", "disaggregation_secret"):
             if options.get(name) or (prefill or {}).get(name):
                 raise ValueError(f"{name} is given, but both sides are in this process; leave it")
-        super().__init__(
-            model,
-            share_weights_with=share_weights_with,
-            disaggregation_mode="decode",
-            **options,
-        )
+        decode = EngineArgs(model=model, disaggregation_mode="decode", **options)
+        self._start(decode, share_weights_with)
         try:
-            there = options | {"base_gpu_id": self.args.base_gpu_id + 1} | dict(prefill or {})
-            self.prefill: Engine = _Side(
-                model, share_weights_with=self, disaggregation_mode="prefill", **there
-            )
+            there = options | {"base_gpu_id": decode.base_gpu_id + 1} | dict(prefill or {})
+            engine = Engine.__new__(Engine)
+            engine._start(EngineArgs(model=model, disaggregation_mode="prefill", **there), self)
+            self.prefill = engine
             self._peer = LocalPeer(self.prefill._side, self._side)
             # its thread holds both sides
             weakref.finalize(self, self._peer.close).atexit = False

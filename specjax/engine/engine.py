@@ -15,11 +15,9 @@ import numpy as np
 from specjax.checkpoints import TargetCheckpoint
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.checks import check_number
-from specjax.engine.adaptive import make_controller
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import Peer, build_engine, make_scheduler, open_peer
-from specjax.engine.info import next_logits, server_info
-from specjax.engine.plan import EnginePlan
+from specjax.engine.build import Peer, build_engine, make_controller, make_scheduler, open_peer
+from specjax.engine.plan import EnginePlan, server_info
 from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
 from specjax.engine.weights import (
     NewWeights,
@@ -32,6 +30,7 @@ from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics.prometheus import EngineMetrics
 from specjax.metrics.totals import Totals
+from specjax.models.flat import next_logits
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.loop import Call, EngineLoop
@@ -69,8 +68,6 @@ class Engine:
         ValueError: for arguments or checkpoints that do not work, with the knob to turn.
     """
 
-    _is_joined_here = False  # to another engine of the process, which needs no address
-
     def __init__(
         self,
         model: str | PathLike[str] = "smollm2-135m",
@@ -78,13 +75,16 @@ class Engine:
         share_weights_with: "Engine | None" = None,
         **options: Any,
     ) -> None:
-        self.args = args = EngineArgs(model=model, **options)
-        mode = args.disaggregation_mode
-        if mode and args.disaggregation_address is None and not self._is_joined_here:
+        args = EngineArgs(model=model, **options)
+        if args.disaggregation_mode and args.disaggregation_address is None:
             raise ValueError(
-                f"disaggregation_mode={mode!r}, but disaggregation_address is None; set it, or make"
-                " a DisaggregatedEngine for two devices of one process"
+                f"disaggregation_mode={args.disaggregation_mode!r}, but disaggregation_address is "
+                "None; set it, or make a DisaggregatedEngine for two devices of one process"
             )
+        self._start(args, share_weights_with)
+
+    def _start(self, args: EngineArgs, share_weights_with: "Engine | None") -> None:
+        self.args = args
         lender = None
         if share_weights_with is not None:
             share_weights_with._need_open()
@@ -178,7 +178,7 @@ class Engine:
         memory now and since the start.
         """
         self._loop.check_process()
-        return server_info(self.args, self._plan, self.metrics.snapshot(), self._controller)
+        return server_info(self._plan, self.metrics.snapshot(), self._controller)
 
     def debug_state(self) -> dict[str, int]:
         """Requests, calls and KV pages that the engine holds between two steps, for tests."""

@@ -1,10 +1,14 @@
 """The plan of an engine: checkpoints, networks and sizes, before anything is compiled or loaded."""
 
 import logging
+import os
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from typing import Any
 
+from specjax.adaptive import AdaptiveController
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.disaggregation.decode import TRANSIT_TOKENS
@@ -13,6 +17,8 @@ from specjax.kernels.tree_attention import attention_implementation
 from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
+from specjax.metrics.prometheus import FIGURES
+from specjax.metrics.totals import Totals
 from specjax.models.flat import Networks, Placement
 from specjax.models.registry import check_attention
 from specjax.runtime.runner_config import (
@@ -153,3 +159,68 @@ def _runner_config(args: EngineArgs, networks: Networks, context_length: int) ->
         simulate_accept_length=args.simulate_accept_length,
         acceptance=args.acceptance,
     )
+
+
+# where SGLang's server info has another name than its Prometheus figures
+NAMES = {
+    "spec_accept_length": "avg_spec_accept_length",
+    "spec_verify_calls": "spec_verify_ct",
+    "spec_proposed_drafts": "spec_num_proposed_drafts",
+    "spec_accepted_drafts": "spec_num_correct_drafts",
+    "spec_num_steps": "speculative_num_steps",
+    "spec_num_draft_tokens": "speculative_num_draft_tokens",
+}
+
+
+def server_info(
+    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
+) -> dict[str, Any]:
+    """Arguments with the planned sizes, and metrics under ``internal_states``, as SGLang's."""
+    args = plan.args
+    tier = {
+        "speculative_num_steps": totals.tier.steps,
+        "speculative_eagle_topk": totals.tier.topk,
+        "speculative_num_draft_tokens": totals.tier.nodes,
+    }
+    return {
+        **{f.name: _plain(getattr(args, f.name)) for f in fields(args) if f.repr},
+        **(tier if totals.drafts else {}),
+        "model_path": plan.target.name,
+        "dtype": plan.target.config.dtype,
+        "context_length": plan.context_length,
+        "max_running_requests": plan.config.num_slots - 1,
+        "batch_buckets": list(plan.config.batch_buckets),
+        "chunked_prefill_size": plan.config.mixed_prefill_tokens,
+        "max_total_num_tokens": totals.max_total_tokens,
+        "max_req_input_len": plan.context_length - 1,
+        "version": version("specjax"),
+        "internal_states": [_state(plan, totals, controller)],
+    }
+
+
+def _state(
+    plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
+) -> dict[str, Any]:
+    figures = {
+        NAMES.get(figure.name, figure.name): figure.of(totals)
+        for figure in FIGURES
+        if figure.kind != "histogram"
+        and not figure.label
+        and figure.needs in ("", "drafts")
+        and (totals.drafts or not figure.name.startswith("spec_"))
+    }
+    memory = {  # GB of 1e9 bytes
+        "weight": plan.pools.weight_bytes / 1e9,
+        "kvcache": plan.pools.kv_bytes / 1e9,
+        "temporary": plan.pools.temporary_bytes / 1e9,
+        "token_capacity": totals.max_total_tokens,
+    }
+    adaptive = {} if controller is None else {"adaptive": controller.describe()}
+    last = {"last_gen_throughput": totals.last_gen_throughput, "memory_usage": memory}
+    return figures | last | adaptive
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return dict(value) if isinstance(value, Mapping) else value

@@ -191,6 +191,22 @@ def rotated(attend: Attend) -> Attend:
     return rotate_first
 
 
+def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """JAX's own attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``; float32 is IEEE float32."""
+    precision = "highest" if q.dtype == jnp.float32 else "default"
+    # it mixes bfloat16 and float32, also under a caller's strict promotion
+    with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+
+@rotated
+def dense_attend(
+    kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Causal attention over the tokens at hand, without any KV storage."""
+    return kv, dense_attention(q, k, v, is_causal=True)
+
+
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` owns the keys and values."""
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import ModelConfig
-from specjax.engine.info import dense_attend
 from specjax.kernels.draw_tokens import position_noise
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
+from specjax.models.layers import dense_attend
 from specjax.sampling.params import SamplingParams
 from specjax.testing.models import TARGET
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.engine.info import dense_attention
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
-from specjax.models.layers import Attend, rotated
+from specjax.models.layers import Attend, dense_attention, rotated
 from specjax.models.weights import precision_for
 
 STEP_DECAY = 0.8

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from specjax import Engine
 from specjax.adaptive import CostAwarePolicy
 from specjax.compiling.cache import FOLDER
-from specjax.engine import adaptive as engine_adaptive
+from specjax.engine import build
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import _describe_tiers
 
@@ -60,7 +60,7 @@ def test_texts_are_plain_and_figures_agree(files, plain_ids, monkeypatch):
     """The other policy is in the table of tests/differential."""
     # times that make drafts dear, since those of a busy machine decide nothing for sure
     seconds = dict(zip(product(chains(0, 1, 3), [1]), (1.0, 1.3, 1.9), strict=True))
-    monkeypatch.setattr(engine_adaptive, "round_seconds", lambda runner: seconds)
+    monkeypatch.setattr(build, "round_seconds", lambda runner: seconds)
     metas = []
     with adaptive(files, COST, speculative_num_steps=0) as engine:
         for is_seeded, params in ((False, GREEDY), (True, SEEDED)):
@@ -172,15 +172,15 @@ class Cache:
 @pytest.mark.parametrize("value", [None, {}, {"tier 1, batch 2": 1.0, "tier 3, batch 2": "1"}])
 def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch, caplog):
     seconds = dict(zip(product(chains(1, 3), [2]), (0.5, 0.75), strict=True))
-    monkeypatch.setattr(engine_adaptive, "measure_round_seconds", lambda runner: seconds)
+    monkeypatch.setattr(build, "measure_round_seconds", lambda runner: seconds)
     runner = SimpleNamespace(
         compiled=SimpleNamespace(cache=Cache(value)),
         config=SimpleNamespace(shapes=chains(1, 3), batch_buckets=(2,)),
     )
-    assert engine_adaptive.round_seconds(runner) == seconds
+    assert build.round_seconds(runner) == seconds
     assert ("measured again" in caplog.text) == (value is not None)
-    monkeypatch.delattr(engine_adaptive, "measure_round_seconds")
-    assert engine_adaptive.round_seconds(runner) == seconds
+    monkeypatch.delattr(build, "measure_round_seconds")
+    assert build.round_seconds(runner) == seconds
 
 
 def test_the_start_tier_is_the_nearest_candidate(files):

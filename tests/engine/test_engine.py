@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from specjax import Engine, SamplingParams
 from specjax.checks import ParameterError
 from specjax.engine.args import EngineArgs
-from specjax.engine.info import next_logits
 from specjax.engine.plan import plan_engine
+from specjax.models.flat import next_logits
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import Engine
-from specjax.engine.info import next_logits
+from specjax.models.flat import next_logits
 from specjax.testing import letter_tokenizer
 
 TEXTS = ["hello", "The sky is blue, and so on and on"]

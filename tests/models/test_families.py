@@ -14,13 +14,12 @@ from specjax import SamplingParams
 from specjax.checkpoints import open_target, save_orbax
 from specjax.config import ModelConfig, Rope
 from specjax.engine.args import EngineArgs
-from specjax.engine.info import dense_attend
 from specjax.engine.plan import plan_engine
 from specjax.models import registry
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Family, alike
 from specjax.models.flat import FlatModel
-from specjax.models.layers import LayerKind, rotated
+from specjax.models.layers import LayerKind, dense_attend, rotated
 from specjax.models.registry import layer_kinds
 from specjax.models.weights import QuantArray, dot, take_outputs
 from specjax.testing import TARGET

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.engine.info import dense_attend
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
+from specjax.models.layers import dense_attend
 from specjax.testing import TARGET, random_weights
 
 WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)

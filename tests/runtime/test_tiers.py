@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax.adaptive import AdaptiveController
-from specjax.engine.adaptive import measure_round_seconds
+from specjax.engine.build import measure_round_seconds
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import Chunk

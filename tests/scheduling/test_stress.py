@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.engine.info import next_logits
+from specjax.models.flat import next_logits
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
 

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.info import dense_attend, dense_attention
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.models.layers import rotated
+from specjax.models.layers import dense_attend, dense_attention, rotated
 from specjax.models.mtp import MtpHead
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
