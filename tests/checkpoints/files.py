@@ -168,6 +168,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -227,7 +229,8 @@ def write_gguf(
             _, _, index, base = base.split(".", 3)
             block = f"blk.{index}."
         if arch == "llama" and base.endswith(("q_proj", "k_proj")):
-            value = to_gguf_rows(value, HEADS if base.endswith("q_proj") else KV_HEADS)
+            heads = "head_count" if base.endswith("q_proj") else "head_count_kv"
+            value = to_gguf_rows(value, metadata[f"attention.{heads}"] or 1)  # a test says 0
         stored = f"{block}{GGUF_NAMES[base]}.{suffix}"
         if kind is not None and value.ndim > 1:
             writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)

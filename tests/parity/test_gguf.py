@@ -1,6 +1,7 @@
 """GGUF files against transformers' own load of the same file and against safetensors."""
 
 import copy
+import math
 from pathlib import Path
 
 import gguf
@@ -12,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from specjax.checkpoints import open_target  # noqa: E402
 
-from .gguf_files import write_gguf  # noqa: E402
+from ..checkpoints.files import write_gguf  # noqa: E402
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
 from .smollm2 import find_smollm2  # noqa: E402
 from .torch_side import FAMILIES, LLAMA3_ROPE, make_model, run_model, save  # noqa: E402
@@ -26,6 +27,54 @@ PROMPTS = (
     "<|im_start|>user\nWrite a short poem about the sea, in 3 lines.<|im_end|>\n"
     "<|im_start|>assistant\n",
 )
+
+
+def llama3_divisors(rope: dict[str, float], head_dim: int) -> np.ndarray:
+    """Divisors of the rotary frequencies, the form in which GGUF files keep llama3 scaling."""
+    out = []
+    for i in range(0, head_dim, 2):
+        turns = rope["original_max_position_embeddings"] / (
+            2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        )
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        out.append(1 / (share + (1 - share) / rope["factor"]))
+    return np.array(out, np.float32)
+
+
+def write_model(
+    model: "transformers.PreTrainedModel",
+    path: Path,
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """A model as a GGUF file with matrices of this kind, in the layout of llama.cpp's converter."""
+    config, rope = model.config, model.config.rope_parameters
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": rope["rope_theta"],
+        "vocab_size": config.vocab_size,
+    }
+    extra = {}
+    if rope["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "llama3":
+        extra["rope_freqs.weight"] = llama3_divisors(rope, head_dim)
+    tensors = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    return write_gguf(path, tensors, arch=arch, keys=keys, extra=extra, kind=kind)
 
 
 def load_gguf(path: Path, **options: object) -> "transformers.PreTrainedModel":
@@ -63,7 +112,7 @@ GGUF_FAMILIES = {
 def test_equals_safetensors(family: str, tmp_path: Path) -> None:
     model = make_model(*GGUF_FAMILIES[family], seed=3)
     directory = save(model, tmp_path / "model")
-    file = write_gguf(model, tmp_path / "model.gguf")
+    file = write_model(model, tmp_path / "model.gguf")
     one, other = (open_target(str(p), dtype="float32").config for p in (directory, file))
     for field in ("num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "qkv_bias"):
         assert getattr(one, field) == getattr(other, field), field
@@ -82,7 +131,7 @@ def test_quantized(family: str, kind: str, tmp_path: Path) -> None:
     config_class, changes = FAMILIES[family]
     sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
     model = make_model(config_class, {**changes, **sizes}, seed=4)
-    file = write_gguf(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    file = write_model(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
     # transformers does not read the head size of a qwen3 file, nor any file's attention biases
     reference = load_gguf(file, config=model.config)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24))
