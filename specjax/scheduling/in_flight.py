@@ -3,7 +3,6 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,14 +16,6 @@ from specjax.types import NO_DRAFTS, DraftShape
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Dispatch:
-    rows: Sequence[RunningRequest]
-    result: Dispatched
-    batch_size: int = 0  # padded, of the rounds of one call; 0 for prefill
-    pieces: Sequence[PromptPiece] = ()  # of prefill, one a row
-
-
 class InFlight:
     """A queue of results; reading one gives its requests tokens, and tells the controller."""
 
@@ -34,55 +25,59 @@ class InFlight:
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
-        self._queue: deque[_Dispatch] = deque()
+        # rows, result, padded batch size of rounds, pieces of a prefill
+        self._queue: deque[
+            tuple[Sequence[RunningRequest], Dispatched, int, Sequence[PromptPiece]]
+        ] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add_rounds(
-        self, rows: Sequence[RunningRequest], result: Dispatched, batch_size: int
+    def add(
+        self,
+        rows: Sequence[RunningRequest],
+        result: Dispatched,
+        *,
+        batch_size: int = 0,
+        pieces: Sequence[PromptPiece] = (),
     ) -> None:
-        """Append the rounds of one call, with their padded batch size."""
-        self._queue.append(_Dispatch(rows, result, batch_size))
-
-    def add_prefill(self, pieces: Sequence[PromptPiece], result: Dispatched) -> None:
-        """Append the pieces of prompts that one call computes."""
-        self._queue.append(_Dispatch([piece.row for piece in pieces], result, pieces=pieces))
+        """Append the rounds of one call, with their padded batch size, or a piece for each row."""
+        self._queue.append((rows, result, batch_size, pieces))
 
     def clear(self) -> None:
         self._queue.clear()
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
         """Wait for the oldest result; yields the rows that it ended, or what failed in them."""
-        entry = self._queue.popleft()
-        if all(row.is_released for row in entry.rows):
+        rows, result, batch_size, pieces = self._queue.popleft()
+        if all(row.is_released for row in rows):
             return
-        # chunks that are not the last are waited for too, so that the device is never far behind
-        values: list[Any] = entry.result.read().tolist()
-        wanting = (row for row in entry.rows if row.request.top_logprobs is not None)
-        wants_logprobs = not all(row.is_released for row in wanting)
-        logprobs = entry.result.read_logprobs() if wants_logprobs else None
-        states = entry.result.read_hidden_states()
-        # what is reported beside the tokens, if anything is
-        beside = () if logprobs is None and states is None else (logprobs, states)
-        prompt, at = entry.result.read_prompt_logprobs(), 0
+        # also waits for chunks that are not the last, so that the host is never far ahead
+        values: list[Any] = result.read().tolist()
+        wants_logprobs = any(
+            row.request.top_logprobs is not None and not row.is_released for row in rows
+        )
+        logprobs = result.read_logprobs() if wants_logprobs else None
+        states = result.read_hidden_states()
+        reports = () if logprobs is None and states is None else (logprobs, states)
+        prompt, at = result.read_prompt_logprobs(), 0
         now = self._clock()
-        if entry.batch_size and self._controller is not None:
-            self._report_accepted(self._controller, entry, values)
-        for i, row in enumerate(entry.rows):
-            own = slice(at, at := at + entry.pieces[i].num_tokens) if entry.pieces else None
+        if batch_size and self._controller is not None:
+            self._report_accepted(self._controller, rows, values, result.tier, batch_size)
+        for i, row in enumerate(rows):
+            own = slice(at, at := at + pieces[i].num_tokens) if pieces else None
             if row.is_released:
                 continue
             try:
-                if entry.batch_size:
-                    self._take_rounds(row, i, values, entry.result.tier, beside, now)
+                if batch_size:
+                    self._take_rounds(row, i, values, result.tier, reports, now)
                 else:
-                    piece = entry.pieces[i]
+                    piece = pieces[i]
                     if prompt is not None and piece.wants_logprobs:
                         part = jax.tree.map(lambda leaf, own=own: leaf[own], prompt)
                         row.request.take_prompt_logprobs(piece.start, part)
                     if piece.is_last:
-                        first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], beside)
+                        first = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], reports)
                         self.take_first(row, values[i], first, now)
             except Exception as error:
                 yield row, error
@@ -91,12 +86,12 @@ class InFlight:
                     yield row, None
 
     def take_first(
-        self, row: RunningRequest, token: int, beside: tuple[Any, ...], now: float
+        self, row: RunningRequest, token: int, reports: tuple[Any, ...], now: float
     ) -> None:
-        """Give a request the token that prefill sampled, with what is reported beside it."""
+        """Give a request the token that prefill sampled, with its logprobs and hidden states."""
         request = row.request
         row.awaits_first = False
-        request.append_first(token, *beside)
+        request.append_first(token, *reports)
         if not request.output_ids:
             return
         if request.first_token_time is None:
@@ -110,13 +105,13 @@ class InFlight:
         index: int,
         rounds: list[list[list[int]]],
         tier: DraftShape,
-        beside: tuple[Any, ...],
+        reports: tuple[Any, ...],
         now: float,
     ) -> None:
-        """Append what the rounds of one call brought a row, up to where its request ends.
+        """Append the tokens of one call's rounds to a row, up to where its request ends.
 
-        Each round has at ``index`` the tokens, the numbers of proposed and of accepted drafts, and
-        of tokens: 0 where the row was stopped already.
+        Each round has at ``index`` the tokens, then the numbers of proposed drafts, of accepted
+        drafts and of tokens, which is 0 if the row had stopped before.
         """
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds)
@@ -125,7 +120,9 @@ class InFlight:
             *tokens, proposed, accepted, count = batch[index]
             if count == 0 or request.is_finished:
                 break
-            own = jax.tree.map(lambda leaf, at=(number, index): leaf[at], beside) if beside else ()
+            own = (
+                jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports) if reports else ()
+            )
             kept += request.append_round(tokens[:count], proposed, accepted, tier, *own)
         row.kv_len += kept
         if kept:
@@ -138,14 +135,18 @@ class InFlight:
         self._metrics.tokens_generated(count, None if last is None else now - last)
 
     def _report_accepted(
-        self, controller: AdaptiveController, entry: _Dispatch, rounds: list[list[list[int]]]
+        self,
+        controller: AdaptiveController,
+        rows: Sequence[RunningRequest],
+        rounds: list[list[list[int]]],
+        tier: DraftShape,
+        batch_size: int,
     ) -> None:
         """Tell the controller what each round accepted of requests that had not ended by then."""
-        tier = entry.result.tier
         for batch in rounds:
             live = [
                 (proposed, accepted)
-                for row, (*_, proposed, accepted, count) in zip(entry.rows, batch, strict=False)
+                for row, (*_, proposed, accepted, count) in zip(rows, batch, strict=False)
                 if count > 0 and not row.is_released
             ]
             # rows that had nothing to propose say nothing about the tier; a round of them is plain
@@ -155,7 +156,7 @@ class InFlight:
             executed = tier if counts else NO_DRAFTS
             counts = counts or [0] * len(live)
             try:
-                controller.on_verify_complete(counts, tier=executed, batch_size=entry.batch_size)
+                controller.on_verify_complete(counts, tier=executed, batch_size=batch_size)
             except ValueError as error:
                 # figures alone suffer; the requests' tokens have nothing to do with it
                 logger.warning("a round is left out of the choice of drafted tokens: %s", error)

@@ -1,4 +1,4 @@
-"""One request: its tokens, its text, when it ends, its figures; and its place while it runs."""
+"""Requests: options, tokens, text, end and metrics, and the state of those that run."""
 
 import heapq
 import itertools
@@ -20,10 +20,10 @@ from specjax.types import NO_DRAFTS, DraftShape, Logprobs
 
 @dataclass
 class SpecCounts:
-    """Counts without the bonus token, and without drafts behind a stop, accepted or not.
+    """Counts of drafts, without bonus tokens and without drafts after a stop.
 
-    So in the round that ends the request only drafts for the positions of kept tokens are proposed,
-    except in a tree, whose nodes are no positions: all of them count.
+    In the round that ends a request only drafts for the positions of kept tokens count as proposed.
+    All nodes of a tree count, since a node is not a position.
     """
 
     width: int  # accepted drafts of a round, at most
@@ -274,7 +274,7 @@ class Request:
             self.finish({"type": "length", "length": 0})
             return
         self._append([token], 0)
-        self._append_beside([token], logprobs, states)
+        self._append_reports([token], logprobs, states)
 
     def append_round(
         self,
@@ -293,7 +293,7 @@ class Request:
         kept = self._append(tokens, num_accepted)
         if self.spec is not None:
             self.spec.add(tier, num_proposed, num_accepted, kept, is_last=self.is_finished)
-        self._append_beside(tokens[:kept], logprobs, states)
+        self._append_reports(tokens[:kept], logprobs, states)
         return kept
 
     def finish(self, reason: dict[str, Any]) -> None:
@@ -330,7 +330,7 @@ class Request:
             self.finish({"type": "length", "length": len(self.output_ids)})
         return len(tokens)
 
-    def _append_beside(
+    def _append_reports(
         self, kept: Sequence[int], logprobs: Logprobs | None, states: np.ndarray | None
     ) -> None:
         if states is not None and self.arguments.return_hidden_states:

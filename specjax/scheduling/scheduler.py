@@ -1,7 +1,7 @@
-"""First come, first served: admission, prefill, rounds and retraction.
+"""First come, first served: admission, prefill, rounds and preemption (retraction).
 
-Running requests are those that came first, in the order of their coming, and a retracted request
-goes back to the head of the queue. So the oldest request is never retracted while another runs, and
+Running requests are those that came first, in the order of their arrival, and a preempted request
+goes back to the head of the queue. So the oldest request is never preempted while another runs, and
 always advances.
 """
 
@@ -25,46 +25,46 @@ from specjax.scheduling.request import Deadlines, PromptPiece, Request, RunningR
 
 logger = logging.getLogger(__name__)
 
-# after so many steps in which the next request found no pages, less may be held back
+# Retry a blocked admission after this many steps; the page reserve may have shrunk by then.
 RETRY_STEPS = 32
 MAX_SLEEP = 3600.0  # seconds; a queue cannot wait for an arbitrary number
 # prompt tokens that rounds wait for: those of 64 prompts of 1,024, 1.5 s of the Llama-3.1-8B shape
 MAX_STALL = 65_536
 
 
-def min_burst(num_places: int) -> int:
-    """Requests that have come together, or whose predecessors have: an eighth of all places.
+def min_burst(num_slots: int) -> int:
+    """Minimum number of startable requests that counts as a burst: an eighth of the slots.
 
-    With a quarter 128 requests of 1,024 and 256 tokens get 3 to 5 % less at 64 places, and with a
+    With a quarter 128 requests of 1,024 and 256 tokens get 3 to 5 % less at 64 slots, and with a
     sixteenth the others wait often (in virtual time, with rounds of the Llama-3.1-8B shape).
     """
-    return max(2, -(-num_places // 8))
+    return max(2, -(-num_slots // 8))
 
 
 class QueueFullError(RuntimeError):
-    """A request came while as many wait as may."""
+    """A request came while ``max_waiting_requests`` wait."""
 
 
 class Scheduler:
     """Runs requests on a :class:`ModelRunner`; one thread uses it.
 
-    A step admits requests, dispatches chunks of their prompts up to a budget of tokens, which is
-    smaller where requests decode, so that prompts hold them up for no longer than that, and then
-    one round of all rows that decode, unless so many requests start that it pays to wait. Prompts
-    are packed in the order of their coming; where one ends, the next one already finds its pages in
+    A step admits requests, dispatches chunks of their prompts, then one round of all rows that
+    decode, and reads results that are due. If requests decode, chunks have a smaller budget of
+    tokens, which bounds how long prompts delay them. In a burst rounds wait instead. Prompts are
+    packed in the order of their arrival; where one ends, the next one already finds its pages in
     the prefix cache.
 
-    Results are read late. The device stops rows at their limit and at end tokens by itself. Stop
-    strings, aborts and timeouts are known to the host alone; what rounds in flight bring such a
-    request is ignored. The device executes in dispatch order, so a slot or page that is given back
-    while a round is in flight can be handed out at once: its new owner comes behind that round.
+    Results are read late. The device itself stops rows at their limit and at end tokens. Only the
+    host knows stop strings, aborts and timeouts; what rounds in flight bring such a request is
+    ignored. The device executes in dispatch order, so a slot or page that is given back while a
+    round is in flight can be handed out at once: its new owner is dispatched after that round.
 
     Args:
         run_ahead: dispatches left unread at the end of a step; outputs do not depend on it.
         prefix_cache: keeps the pages of prompts and outputs for requests that start alike.
-        max_waiting_requests: how many may wait, beside those that a slot is free for.
-        clock: seconds, for timeouts and figures; that of the requests.
-        controller: chooses the drafted tokens of each round, by what it hears of earlier ones.
+        max_waiting_requests: how many may wait, in addition to those that a slot is free for.
+        clock: seconds, for timeouts and metrics; that of the requests.
+        controller: chooses the tier of each round, by what earlier ones accepted.
         prompt_source: asked for the prompt of each newly admitted request; by default all are
             computed here.
     """
@@ -98,8 +98,7 @@ class Scheduler:
         self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
         self._in_flight = InFlight(self._metrics, controller, clock)
         self._deadlines = Deadlines()
-        # while positive the next request waits for pages: for so many steps, or until a running
-        # one gives some back
+        # steps that the next request still waits for pages, or until a running one gives some back
         self._blocked_steps = 0
         self._stalled_tokens = 0  # of prompts, that rounds waited for in this burst
 
@@ -123,7 +122,7 @@ class Scheduler:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and completion tokens that the KV pool has room for in one request."""
+        """Prompt and completion tokens of one request that fit into the KV pool."""
         tail = self._runner.config.kv_writes.tail
         # the last token is never read back
         return (self._allocator.num_pages - 1) * self._runner.config.page_size - tail + 1
@@ -151,7 +150,7 @@ class Scheduler:
         # those that the next step can give a slot do not count as waiting
         if limit is not None and count + num_new > limit + len(self._free_slots):
             raise QueueFullError(
-                f"{count} requests wait already for {len(self._free_slots)} places, "
+                f"{count} requests wait already for {len(self._free_slots)} free slots, "
                 f"{num_new} more came and max_waiting_requests={limit}; send fewer at once "
                 "or raise it"
             )
@@ -214,10 +213,10 @@ class Scheduler:
         self._report_queue()
 
     def flush_cache(self) -> None:
-        """Forget all KV, cached prefixes too; running requests compute that of their text anew."""
+        """Forget all KV, cached prefixes too; running requests compute theirs again."""
         self._read_until(0)
         while self._running:
-            self._retract(self._running[-1], is_cached=False)
+            self._preempt(self._running[-1], is_cached=False)
         self._budget.flush()
 
     def fail_all(self, message: str) -> None:
@@ -262,7 +261,7 @@ class Scheduler:
 
     @property
     def _is_prefilling(self) -> bool:
-        """Whether the prompt of the newest running request, the only one here, is not done."""
+        """Whether the prompt of the last running request, the only unfinished one, is not done."""
         newest = self._running[-1] if self._running else None
         return newest is not None and not (newest.is_prefilled or newest.is_remote)
 
@@ -273,7 +272,7 @@ class Scheduler:
         return self._is_prefilling + min(len(self._waiting), len(self._free_slots))
 
     def _prefills_first(self, num_starting: int) -> bool:
-        """Whether no round runs before the requests that could start have started.
+        """Whether rounds wait until the requests that could start have started.
 
         A round of few rows takes nearly as long as one of many. So it waits in a burst, for
         ``MAX_STALL`` tokens at most.
@@ -289,7 +288,7 @@ class Scheduler:
         config = self._runner.config
         buckets = config.prefill_buckets
         if not self._in_flight:
-            # the device has nothing to do: it gets the first tokens while others are admitted
+            # the device is idle: it gets the first tokens while others are admitted
             buckets = buckets[:-1] or buckets
         budget = buckets[-1] if is_first else min(buckets[-1], config.mixed_prefill_tokens)
         capacity = self._budget.capacity(self._running)
@@ -335,11 +334,11 @@ class Scheduler:
             room -= piece.num_tokens
         chunks = [piece.chunk() for piece in taken]
         result = self._runner.prefill(chunks, with_logprobs=with_logprobs)
-        self._in_flight.add_prefill(taken, result)
+        self._in_flight.add([piece.row for piece in taken], result, pieces=taken)
         return list(rest)
 
     def _row_to_prefill(self, capacity: Capacity) -> RunningRequest | None:
-        """The newest running request where its prefill is not done, else the next one waiting."""
+        """The running request whose prefill is not done, or the next one that can be admitted."""
         if self._is_prefilling:
             return self._running[-1]
         while (row := self._admit(capacity)) is not None:
@@ -363,7 +362,7 @@ class Scheduler:
         if not self._budget.admit(row, self._running, capacity):
             self._blocked_steps = RETRY_STEPS
             return None
-        # from here on the request is found among the running, whatever the runner raises
+        # from here on the request is among the running ones, whatever the runner raises
         self._running.append(row)
         self._waiting.popleft()
         self._free_slots.pop()
@@ -391,15 +390,15 @@ class Scheduler:
         return row
 
     def _rows_with_pages(self) -> list[RunningRequest]:
-        """Rows for the next round, with pages for it; retracts the newest where they run out."""
+        """Rows for the next round, with pages for it; preempts the last row if they run out."""
         rows = [row for row in self._running if row.can_advance()]
         while rows and not self._budget.grow(rows, self._running):
             if self._in_flight:
-                # Exact counts may make room, and a retracted request has nothing in flight then:
+                # Exact counts may free pages, and a preempted request then has nothing in flight:
                 # its text is complete, neither lost nor doubled.
                 self._read_until(0)
             elif len(self._running) > 1:
-                self._retract(self._running[-1])
+                self._preempt(self._running[-1])
                 self._budget.raise_reserve()
             else:
                 raise RuntimeError(
@@ -417,7 +416,7 @@ class Scheduler:
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
-        self._in_flight.add_rounds(rows, result, batch_size)
+        self._in_flight.add(rows, result, batch_size=batch_size)
 
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until ``num_unread`` are left or all requests have ended."""
@@ -455,11 +454,11 @@ class Scheduler:
         reason = request.finish_reason["type"]
         self._metrics.request_finished(reason, request.latency, *lengths)
 
-    def _retract(self, row: RunningRequest, *, is_cached: bool = True) -> None:
-        """Take a row's pages away; the request waits before all others to resume.
+    def _preempt(self, row: RunningRequest, *, is_cached: bool = True) -> None:
+        """Preempt (retract) a row: its pages are freed, and it waits before all others to resume.
 
         It resumes by prefill of its prompt and its output so far. The noise of a token is keyed by
-        the request's seed and the token's position, so it goes on as if nothing had happened.
+        the request's seed and the token's position, so the output does not depend on it.
         """
         row.request.num_retractions += 1
         self._metrics.num_retracted += 1
@@ -482,4 +481,4 @@ class Scheduler:
         self._free_slots.append(row.slot)
         self._runner.clear_slot(row.slot)
         if not self._running:
-            self._in_flight.clear()  # nobody waits for it
+            self._in_flight.clear()
