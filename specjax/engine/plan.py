@@ -16,16 +16,18 @@ from specjax.engine.args import EngineArgs
 from specjax.kernels.tree_attention import attention_implementation
 from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
-from specjax.kv.sizes import PoolPlan, device_memory, plan_pools
 from specjax.metrics.prometheus import FIGURES
 from specjax.metrics.totals import Totals
 from specjax.models.flat import Networks, Placement
 from specjax.models.registry import check_attention
 from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
+    PoolPlan,
     RunnerConfig,
     checked_buckets,
+    device_memory,
     memory_needs,
+    plan_pools,
     prefill_buckets,
     smallest_bucket,
 )
@@ -105,14 +107,9 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     needs = memory_needs(networks, config)
     transit = TRANSIT_TOKENS * needs.token_bytes * (args.disaggregation_mode == "decode")
     pools = plan_pools(
+        needs._replace(temporary_bytes=needs.temporary_bytes + transit),
+        config,
         memory=device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE,
-        on_cpu=placement.on_cpu,
-        weight_bytes=needs.fixed_bytes,
-        temporary_bytes=needs.temporary_bytes + transit,
-        token_bytes=needs.token_bytes,
-        page_size=config.page_size,
-        context_length=config.context,
-        max_running_requests=config.num_slots - 1,
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=args.mem_fraction_static,
     )

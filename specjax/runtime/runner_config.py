@@ -1,5 +1,6 @@
 """Static sizes of a runner, and the device memory that it needs."""
 
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ MIN_CHUNK = 8
 # logits of a vocabulary of 128,256 in float32: 0.26 GB
 MAX_LOGPROB_ROWS = 512
 
+# share of a device's memory for weights and KV together; the rest serves activations, on a CPU also
+# everything else of the machine
+DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
+
 # Arrays of logits in float32 that live at once. In a round those of the target, and as they are
 # after penalties and temperature, which the kernels of sampling read; without these kernels noise
 # and what filters keep too. What is drafted in one pass has its logits, their noise and their
@@ -136,6 +141,84 @@ def memory_needs(networks: Networks, config: RunnerConfig) -> MemoryNeeds:
         # the draft may be the wider one
         max(temporary_bytes(one, config, num_features) for one in networks.configs),
     )
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that the process can allocate on a device (physical memory for a CPU)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Sizes of the KV pools, padding page included in ``num_pages``."""
+
+    num_pages: int
+    page_size: int
+    weight_bytes: int
+    kv_bytes: int
+    temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill side
+
+    @property
+    def max_total_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+    def describe(self) -> str:
+        return (
+            f"weights {self.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
+            f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} "
+            f"tokens; up to {self.temporary_bytes / 1e9:.2f} GB while a function runs"
+        )
+
+
+def plan_pools(
+    needs: MemoryNeeds,
+    config: RunnerConfig,
+    *,
+    memory: int,
+    max_total_tokens: int | None,
+    mem_fraction_static: float | None,
+) -> PoolPlan:
+    """Decide the number of pages; ``config.num_pages`` is not read.
+
+    ``max_total_tokens`` sets it directly (rounded up to pages). Otherwise weights and KV together
+    take ``mem_fraction_static`` of the device's ``memory``, as in SGLang, but never more than all
+    requests can use. Temporary memory of functions stays free.
+    """
+    default = DEFAULT_MEM_FRACTION if config.on_gpu else DEFAULT_MEM_FRACTION_CPU
+    fraction = mem_fraction_static or default
+    weight_bytes, token_bytes, temporary = needs
+    page_bytes = token_bytes * config.page_size
+    available = memory - temporary - weight_bytes
+    if available < 2 * page_bytes:
+        raise ValueError(
+            f"no KV page fits: {memory / 1e9:.2f} GB hold {weight_bytes / 1e9:.2f} GB of weights "
+            f"and {temporary / 1e9:.2f} GB that functions take; lower max_running_requests, "
+            "context_length, speculative_num_steps, speculative_num_draft_tokens or "
+            "chunked_prefill_size"
+        )
+    if max_total_tokens is not None:
+        num_pages = 1 - (-max_total_tokens // config.page_size)
+        if num_pages * page_bytes > available:
+            raise ValueError(
+                f"max_total_tokens={max_total_tokens} needs {num_pages * page_bytes / 1e9:.2f} GB "
+                f"of KV, but {available / 1e9:.2f} GB are left beside weights and the "
+                f"{temporary / 1e9:.2f} GB that functions take; lower max_total_tokens"
+            )
+    else:
+        budget = min(int(memory * fraction) - weight_bytes, available)
+        usable = (config.num_slots - 1) * config.pages_per_request
+        num_pages = min(budget // page_bytes, usable + 1)
+        if num_pages < 2:
+            raise ValueError(
+                f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB leaves "
+                f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights; raise "
+                "mem_fraction_static"
+            )
+    kv_bytes = num_pages * page_bytes
+    return PoolPlan(num_pages, config.page_size, weight_bytes, kv_bytes, temporary)
 
 
 def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
