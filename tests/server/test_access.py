@@ -61,37 +61,36 @@ def refusal(access: Access, headers: dict[str, str], client: str = "127.0.0.1") 
 PAGE = {"host": "127.0.0.1:30000", "origin": "http://page.example"}
 
 
+CROSS = {"host": "127.0.0.1", "sec-fetch-site": "cross-site"}
+PRIVATE = {"is_private": True}
+
+
 @pytest.mark.parametrize(
-    ("client", "headers", "expected"),
+    ("client", "headers", "expected", "options"),
     [
-        ("127.0.0.1", {}, None),
-        ("::1", {"host": "localhost:30000"}, None),
-        ("10.0.0.7", {"host": "localhost"}, "not_local"),
-        ("127.0.0.1", {"host": "example.org"}, "unknown_host"),
-        ("127.0.0.1", {"host": "[::1"}, "unknown_host"),
-        ("127.0.0.2", {"host": "127.0.0.2:8000"}, None),
-        ("127.0.0.1", {"host": "example.org@localhost"}, "unknown_host"),
-        ("127.0.0.1", {"host": "localhost/example.org"}, "unknown_host"),
-        ("127.0.0.1", PAGE, "cross_site"),
-        ("127.0.0.1", PAGE | {"origin": "null"}, "cross_site"),
-        ("127.0.0.1", PAGE | {"origin": "http://127.0.0.1:30000"}, None),
-        ("127.0.0.1", PAGE | {"origin": "http://127.0.0.1:3000"}, "cross_site"),
-        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "cross-site"}, "cross_site"),
-        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "same-site"}, "cross_site"),
-        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "same-origin"}, None),
+        ("127.0.0.1", {}, None, {}),
+        ("::1", {"host": "localhost:30000"}, None, {}),
+        ("10.0.0.7", {"host": "localhost"}, "not_local", {}),
+        ("127.0.0.1", {"host": "example.org"}, "unknown_host", {}),
+        ("127.0.0.1", {"host": "[::1"}, "unknown_host", {}),
+        ("127.0.0.2", {"host": "127.0.0.2:8000"}, None, {}),
+        ("127.0.0.1", {"host": "example.org@localhost"}, "unknown_host", {}),
+        ("127.0.0.1", {"host": "localhost/example.org"}, "unknown_host", {}),
+        ("127.0.0.1", PAGE, "cross_site", {}),
+        ("127.0.0.1", PAGE | {"origin": "null"}, "cross_site", {}),
+        ("127.0.0.1", PAGE | {"origin": "http://127.0.0.1:30000"}, None, {}),
+        ("127.0.0.1", PAGE | {"origin": "http://127.0.0.1:3000"}, "cross_site", {}),
+        ("127.0.0.1", CROSS, "cross_site", {}),
+        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "same-site"}, "cross_site", {}),
+        ("127.0.0.1", {"host": "127.0.0.1", "sec-fetch-site": "same-origin"}, None, {}),
+        ("127.0.0.1", CROSS | PAGE, None, {"origins": ["http://page.example"]}),
+        ("127.0.0.1", CROSS | PAGE, None, {"origins": ["*"]}),
+        ("127.0.0.1", {"host": "specjax"}, "unknown_host", PRIVATE),
+        ("127.0.0.1", {"host": "specjax"}, None, PRIVATE | {"allowed_hosts": ["specjax"]}),
     ],
 )
-def test_who_is_local(client, headers, expected) -> None:
-    assert refusal(Access(), headers, client) == expected
-
-
-def test_pages_and_names_that_are_allowed() -> None:
-    cross = {"sec-fetch-site": "cross-site"}
-    for origins in (["http://page.example"], ["*"]):
-        assert refusal(Access(origins=origins), PAGE | cross) is None
-    proxied = {"host": "specjax"}
-    assert refusal(Access(is_private=True), proxied) == "unknown_host"
-    assert refusal(Access(is_private=True, allowed_hosts=["specjax"]), proxied) is None
+def test_who_is_local(client, headers, expected, options) -> None:
+    assert refusal(Access(**options), headers, client) == expected
 
 
 def test_a_private_server_is_not_for_pages_of_other_sites(engine) -> None:

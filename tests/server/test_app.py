@@ -73,12 +73,15 @@ def test_until_the_engine_is_there_everything_is_unavailable(engine) -> None:
 
 
 def scraped(client: Client) -> dict[tuple[str, str], Any]:
-    """Samples by name and position."""
+    """Samples by name and by position or reason."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(answer.body.decode())
     return {
-        (sample.name, sample.labels.get("position", "")): sample
+        (
+            sample.name,
+            sample.labels.get("position", sample.labels.get("finished_reason", "")),
+        ): sample
         for family in families
         for sample in family.samples
     }
@@ -103,6 +106,17 @@ def test_figures_have_the_names_that_others_read(engine, client) -> None:
     sizes = samples["vllm:cache_config_info", ""].labels
     assert int(sizes["block_size"]) * int(sizes["num_gpu_blocks"]) == totals.max_total_tokens
     assert samples["specjax:spec_accept_length", ""].value == totals.accept_length
+    own = samples.pop(("specjax:ignored_request_fields_total", ""))
+    assert own.labels == {}
+    assert {sample.labels["model_name"] for sample in samples.values()} == {MODEL}
+    for name in (
+        "time_to_first_token_seconds_bucket inter_token_latency_seconds_sum "
+        "e2e_request_latency_seconds_count prompt_tokens_total generation_tokens_total "
+        "request_prompt_tokens_bucket request_generation_tokens_sum"
+    ).split():
+        assert (f"vllm:{name}", "") in samples
+    for reason in ("stop", "length", "abort"):
+        assert ("vllm:request_success_total", reason) in samples
 
 
 def test_it_mounts_below_another_application(engine) -> None:

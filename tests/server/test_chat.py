@@ -32,18 +32,6 @@ def test_the_answer_is_the_engines(engine, client) -> None:
     assert [choice["finish_reason"] for choice in others][-1] == "length"
 
 
-def test_samples_have_streams_of_their_own(engine, client) -> None:
-    params = {"temperature": 0.9, "max_new_tokens": 8, "sampling_seed": 3, "n": 2}
-    expected = [one["text"] for one in engine.generate(messages=HELLO, sampling_params=params)]
-    asked = {"messages": HELLO, "temperature": 0.9, "max_tokens": 8, "seed": 3, "n": 2}
-    asked |= {"stream_options": {"include_usage": True}}
-    chunks = client.stream(ROUTE, asked)
-    assert [text_of(chunks, i) for i in range(2)] == expected
-    assert [choices_of(chunks, i)[0]["delta"]["role"] for i in range(2)] == ["assistant"] * 2
-    assert chunks[-1]["usage"]["completion_tokens"] <= 16
-    assert chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
-
-
 @pytest.mark.parametrize(
     "content", [[{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], "hel\nlo"]
 )

@@ -1,12 +1,18 @@
-"""Whatever comes as a request, no answer is a failure of the server."""
+"""Whatever comes as a request, in fields or in bytes, no answer is a failure of the server."""
 
+import json
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specjax.testing import Client
+from specjax.testing import Client, is_idle, num_held
 
 # valid where they are few, so that other fields are reached
 BASES: dict[str, dict[str, Any]] = {
@@ -45,6 +51,57 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
+SECONDS = 20.0
+PATHS = (*BASES, "/v1/models", "/v1/models/%ff", "/health", "/metrics", "/", "/%00", "*", "//x")
+METHODS = ("POST",) * 6 + ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "post", "CONNECT", "P\0ST")
+HEADERS = (
+    ("content-type", "text/plain"),
+    ("content-type", "application/json; charset=utf-16"),
+    ("content-encoding", "gzip"),
+    ("content-encoding", "identity"),
+    ("authorization", "Bearer \xff"),
+    ("accept", "x/y"),
+    ("expect", "100-continue"),
+    ("upgrade", "websocket"),
+    ("upgrade", "h2c"),
+    ("host", "a b"),
+    ("host", ""),
+    ("origin", "http://[::"),
+    ("x", "y" * 9000),
+    ("x y", "z"),
+    ("", "z"),
+)
+# what becomes of a body's text
+MUTATIONS: tuple[Callable[[bytes, int], bytes], ...] = (
+    lambda data, i: data[: i % (len(data) + 1)],
+    lambda data, i: data + b"}" * (i % 5),
+    lambda data, i: data.replace(b'"', b"'"),
+    lambda data, i: data.decode().encode("utf-16"),
+    lambda data, i: b"\xef\xbb\xbf" + data,
+    lambda data, i: data[:i] + b"\xff" + data[i:],
+    lambda data, i: data[:i] + b"\0" + data[i:],
+    lambda data, i: b"[" * (i * 997) + data,
+    lambda data, i: data[:-1] + b', "x": ' + b'{"x": ' * (i * 499) + b"1" + b"}" * (i * 499 + 1),
+    lambda data, i: data[:-1] + b', "logprobs": NaN, "seed": Infinity}',
+    lambda data, i: data[:-1] + b', "seed": ' + b"9" * (i * 200 + 1) + b"}",
+    lambda data, i: data[:-1] + b', "temperature": 1e' + b"9" * (i + 1) + b"}",
+    lambda data, i: data[:-1] + b', "max_tokens": 1, "max_tokens": 2}',
+    lambda data, i: data[:-1] + b', "stop": "\\ud83d", "user": "\\udead"}',
+    lambda data, i: data[:-1] + b', "user": "' + b"a" * (i * 1000) + b'"}',
+    lambda data, i: json.dumps([json.loads(data)]).encode(),
+    lambda data, i: b"",
+)
+ODD_FRAMES = (
+    "content-length: -1\r\n",
+    "content-length: x\r\n",
+    "content-length: 99999999999999999999999\r\n",
+    "content-length: 1\r\ncontent-length: 2\r\n",
+    "transfer-encoding: chunked\r\ncontent-length: 5\r\n",
+    "transfer-encoding: gzip\r\n",
+    "transfer-encoding: chunked\r\n",
+    "",
+)
+EXAMPLES = pytest.mark.parametrize("examples", [500, pytest.param(20_000, marks=pytest.mark.long)])
 
 
 @st.composite
@@ -66,7 +123,9 @@ def check(client: Client, route: str, body: Any) -> None:
         answer.json()
 
 
-def fuzz(client: Client, examples: int) -> None:
+@pytest.mark.slow
+@EXAMPLES
+def test_fields_of_any_value(client, examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(requests())
     def run(request: tuple[str, Any]) -> None:
@@ -76,19 +135,82 @@ def fuzz(client: Client, examples: int) -> None:
     assert client.get("/health").status == 200
 
 
-@pytest.mark.slow
-def test_fields_of_any_value(client) -> None:
-    fuzz(client, 400)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_fields_of_any_value_20000_times(client) -> None:
-    fuzz(client, 20_000)
-
-
 @settings(max_examples=100)
 @given(data=st.binary(max_size=60), cut=st.integers(0, 60))
 def test_bodies_of_any_bytes(client, data: bytes, cut: int) -> None:
     whole = b'{"prompt": "ab", "max_tokens": 1, "stop": ["a", "b"], "n": 1}'
     check(client, "/v1/completions", whole[:cut] + data + whole[cut + len(data) :])
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of a request; the server may wait for more of one that is not whole."""
+
+    data: bytes
+    is_whole: bool
+
+
+@st.composite
+def wires(draw: st.DrawFn) -> Wire:
+    path, body = draw(requests())
+    if draw(st.integers(0, 9)) == 0:
+        path = draw(st.sampled_from(PATHS))
+    data = json.dumps(body).encode()
+    if draw(st.booleans()):
+        data = draw(st.sampled_from(MUTATIONS))(data, draw(st.integers(0, 40)))
+    method = draw(st.sampled_from(METHODS))
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    for name, value in draw(st.lists(st.sampled_from(HEADERS), max_size=2)):
+        head += f"{name}: {value}\r\n"
+    frame = draw(st.sampled_from(("whole",) * 6 + ("short", "long", "chunked", "odd")))
+    if frame == "chunked":
+        head += "transfer-encoding: chunked\r\n"
+        parts = [part for part in (data[:9], data[9:]) if part]
+        data = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    elif frame == "odd":
+        head += draw(st.sampled_from(ODD_FRAMES))
+    else:
+        size = {"whole": len(data), "short": len(data) // 2, "long": len(data) + 7}[frame]
+        head += f"content-length: {size}\r\n"
+    whole = frame in ("whole", "chunked")
+    return Wire(head.encode("latin-1") + b"\r\n" + data, whole)
+
+
+def statuses(port: int, wire: Wire) -> list[int]:
+    """Those of all answers until the server hangs up, or could wait for more."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+        try:
+            connection.sendall(wire.data)
+            if not wire.is_whole:
+                connection.settimeout(0.02)
+            while part := connection.recv(2**16):
+                found += part
+        except TimeoutError:
+            assert not wire.is_whole, (wire, found)
+        except ConnectionError:
+            pass  # it hung up before it had read all
+    return [int(status) for status in re.findall(rb"^HTTP/1.1 (\d+) ", found, re.M)]
+
+
+@pytest.mark.slow
+@EXAMPLES
+def test_requests_of_any_bytes(engine, client, examples: int) -> None:
+    """Counts statuses; 0 stands for connections without an answer."""
+    seen: Counter[int] = Counter()
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(wires())
+    def run(wire: Wire) -> None:
+        found = statuses(client.port, wire)
+        assert all(status < 500 for status in found), (wire, found)
+        assert found or not wire.is_whole, wire
+        seen[found[-1] if found else 0] += 1
+
+    run()
+    print(seen)
+    assert seen[200]
+    assert is_idle(engine)
+    assert num_held(engine) == 0
+    good = client.post("/v1/completions", {"prompt": "ab", "max_tokens": 2})
+    assert good.json()["usage"]["completion_tokens"] == 2
