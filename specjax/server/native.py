@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
-from specjax.server.answers import TokenTexts, finite
+from specjax.server.answers import finite
 from specjax.server.exchange import Exchange, dump
 from specjax.server.fields import (
     REFUSED,
@@ -17,6 +17,7 @@ from specjax.server.fields import (
     is_neutral,
 )
 from specjax.server.service import Service
+from specjax.text.completion import TokenTexts
 
 _LOGPROBS = ("output_token_logprobs", "input_token_logprobs")
 _TOPS = ("output_top_logprobs", "input_top_logprobs")

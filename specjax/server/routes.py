@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -189,14 +190,14 @@ async def metrics(service: Service, exchange: Exchange) -> None:
     await exchange.reply(generate_latest(ServerMetrics(service)), kind=METRICS_KIND)
 
 
+@dataclass(frozen=True)
 class ServerMetrics:
     """All families of a server, as a registry gives them."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    service: Service
 
     def collect(self) -> Iterable[Any]:
-        name, engine = self._service.name, self._service.engine
+        name, engine = self.service.name, self.service.engine
         totals, config = engine.metrics.snapshot(), engine.runner.config
         yield from families(totals, FIGURES, PREFIX, name)
         yield from families(totals, ALIASES, "vllm:", name)
@@ -214,7 +215,7 @@ class ServerMetrics:
         yield info
         text = "Number of unknown request fields that were ignored."
         ignored = CounterMetricFamily(f"{PREFIX}ignored_request_fields", text)
-        ignored.add_metric([], self._service.ignored_fields.count)
+        ignored.add_metric([], self.service.ignored_fields.count)
         yield ignored
 
 

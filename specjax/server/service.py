@@ -12,9 +12,9 @@ from typing import Any
 
 from specjax.checks import check_integer
 from specjax.engine import Engine
-from specjax.server.answers import TokenTexts
 from specjax.server.exchange import Exchange, LargeBodies, UnreadAnswers
 from specjax.server.fields import ApiError, Body, IgnoredFields
+from specjax.text.completion import TokenTexts
 from specjax.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096

@@ -12,8 +12,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from specjax.server import fields, routes
 from specjax.server.answers import (
     LEAST,
-    TokenTexts,
-    byte_alphabet,
     chat_logprobs,
     completion_logprobs,
     speculative_metrics,
@@ -21,6 +19,7 @@ from specjax.server.answers import (
 )
 from specjax.server.app import make_app
 from specjax.server.native import NativeAnswer
+from specjax.text.completion import TokenTexts, byte_alphabet
 from specjax.text.tokenizer import Tokenizer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
