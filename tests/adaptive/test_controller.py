@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from specjax.adaptive import (
@@ -290,83 +288,64 @@ def test_the_worker_of_the_docs_switches() -> None:
     assert worker.state == worker.states[7]
 
 
-def following(tokens: jax.Array) -> jax.Array:
-    """What a toy target writes behind tokens below 40."""
-    return (7 * tokens + 3) % 40
+def following(token: int) -> int:
+    """What a toy target writes after tokens below 40."""
+    return (7 * token + 3) % 40
+
+
+def state_of(steps: int) -> SpecRuntimeState:
+    """Stages of a toy target whose draft knows what follows tokens below 20 only."""
+
+    def draft(last: int) -> list[int]:
+        chain = [last]
+        while len(chain) <= steps:
+            chain.append(following(chain[-1]) if chain[-1] < 20 else 0)
+        return chain
+
+    def verify(chain: list[int]) -> list[int]:
+        count = 1
+        while count <= steps and chain[count] == following(chain[count - 1]):
+            count += 1
+        return [following(token) for token in chain[:count]]
+
+    return SpecRuntimeState(
+        speculative_num_steps=steps,
+        speculative_num_draft_tokens=steps + 1,
+        draft=draft,
+        verify=verify,
+        extend=lambda tokens: tokens[-1],
+    )
 
 
 class EAGLEWorker:
-    """SGLang's worker by its own names, with compiled stages of a toy target.
-
-    The draft knows what follows tokens below 20 only.
-    """
+    """SGLang's worker by its own names."""
 
     def __init__(self, server_args: EngineArgs) -> None:
         assert server_args.speculative_num_steps is not None
-        self.speculative_num_steps = server_args.speculative_num_steps
-        self.speculative_num_draft_tokens = server_args.speculative_num_steps + 1
-        self.draft, self.verify, self.extend = self.compiled(self.speculative_num_steps)
-        self.adaptive_controller: AdaptiveController | None = None
-        if server_args.speculative_adaptive:
-            path = server_args.speculative_adaptive_config
-            self.adaptive_controller = AdaptiveController(self, config_path=path)
-            self.adaptive_controller.register(
-                SpecRuntimeState(
-                    speculative_num_steps=self.speculative_num_steps,
-                    speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-                    draft=self.draft,
-                    verify=self.verify,
-                    extend=self.extend,
-                )
-            )
-            self.adaptive_controller.init_states()
+        self.apply_runtime_state(state_of(server_args.speculative_num_steps))
+        path = server_args.speculative_adaptive_config
+        self.adaptive_controller = AdaptiveController(self, config_path=path)
+        self.adaptive_controller.register(self.state)
+        self.adaptive_controller.init_states()
 
-    def compiled(self, num_steps: int) -> list[Any]:
-        def draft(newest: jax.Array) -> jax.Array:
-            chain = [newest]
-            for _ in range(num_steps):
-                chain.append(jnp.where(chain[-1] < 20, following(chain[-1]), 0))
-            return jnp.stack(chain)
-
-        def verify(chain: jax.Array) -> tuple[jax.Array, jax.Array]:
-            tokens = following(chain)
-            return tokens, jnp.sum(jnp.cumprod(tokens[:-1] == chain[1:]))
-
-        def extend(tokens: jax.Array, count: jax.Array) -> jax.Array:
-            return tokens[count]
-
-        one = jax.ShapeDtypeStruct((), jnp.int32)
-        chain = jax.ShapeDtypeStruct((num_steps + 1,), jnp.int32)
-        stages: Any = ((draft, (one,)), (verify, (chain,)), (extend, (chain, one)))
-        return [jax.jit(stage).lower(*shapes).compile() for stage, shapes in stages]
+    @property
+    def speculative_num_steps(self) -> int:
+        return self.state.speculative_num_steps
 
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
     ) -> SpecRuntimeState:
-        draft, verify, extend = self.compiled(speculative_num_steps)
-        return SpecRuntimeState(
-            speculative_num_steps=speculative_num_steps,
-            speculative_num_draft_tokens=speculative_num_draft_tokens,
-            draft=draft,
-            verify=verify,
-            extend=extend,
-        )
+        state = state_of(speculative_num_steps)
+        assert state.speculative_num_draft_tokens == speculative_num_draft_tokens
+        return state
 
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
-        if self.speculative_num_steps == state.speculative_num_steps:
-            return
-        self.speculative_num_steps = state.speculative_num_steps
-        self.speculative_num_draft_tokens = state.speculative_num_draft_tokens
-        self.draft, self.verify, self.extend = state.draft, state.verify, state.extend
+        self.state = state
 
-    def forward_batch_generation(self, newest: jax.Array) -> tuple[list[int], jax.Array]:
-        chain = self.draft(newest)
-        assert chain.shape == (self.speculative_num_draft_tokens,)
-        tokens, count = self.verify(chain)
-        newest = self.extend(tokens, count)
-        if self.adaptive_controller is not None:
-            self.adaptive_controller.on_verify_complete([int(count)])
-        return tokens[: int(count) + 1].tolist(), newest
+    def forward_batch_generation(self, last: int) -> tuple[list[int], int]:
+        tokens = self.state.verify(self.state.draft(last))
+        self.adaptive_controller.on_verify_complete([len(tokens) - 1])
+        return tokens, self.state.extend(tokens)
 
 
 def test_the_worker_of_sglang_runs_by_its_own_names(config_path: Path) -> None:
@@ -378,15 +357,14 @@ def test_the_worker_of_sglang_runs_by_its_own_names(config_path: Path) -> None:
         speculative_adaptive_config=config_path,
     )
     worker = EAGLEWorker(args)
-    newest, text, expected, tiers = jnp.int32(11), [], [11], set()
+    last, text, expected, tiers = 11, [], [11], set()
     while len(text) < 60:
         tiers.add(worker.speculative_num_steps)
-        tokens, newest = worker.forward_batch_generation(newest)
+        tokens, last = worker.forward_batch_generation(last)
         text += tokens
     for _ in text:
-        expected.append((7 * expected[-1] + 3) % 40)
+        expected.append(following(expected[-1]))
     assert text == expected[1:]
     assert tiers == {1, 4}
-    assert worker.adaptive_controller is not None
     assert worker.adaptive_controller.params.candidate_steps == (1, 4)
     assert worker.adaptive_controller.switches > 0

@@ -33,21 +33,14 @@ def test_a_folder_that_others_can_write_is_refused(folder, mode) -> None:
         make_private_folder(folder)
 
 
-def test_a_folder_that_others_can_read_is_taken(folder) -> None:
-    folder.chmod(0o755)
+def test_a_folder_is_judged_at_every_use(folder, tmp_path) -> None:
+    folder.chmod(0o755)  # others may read
     make_private_folder(folder)
-
-
-def test_a_folder_that_becomes_writable_is_refused_at_every_use(folder) -> None:
     write_private(folder / "a", b"one")
     folder.chmod(0o777)
-    with pytest.raises(ValueError, match="chmod go-w"):
-        read_private(folder / "a")
-    with pytest.raises(ValueError, match="chmod go-w"):
-        write_private(folder / "a", b"")
-
-
-def test_a_link_in_place_of_a_folder_is_refused(folder, tmp_path) -> None:
+    for use in (read_private, lambda path: write_private(path, b"")):
+        with pytest.raises(ValueError, match="chmod go-w"):
+            use(folder / "a")
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ValueError, match="symbolic link"):
         make_private_folder(tmp_path / "link")
@@ -78,24 +71,22 @@ def test_a_file_of_another_owner_is_refused(folder, monkeypatch) -> None:
         read_private(folder / "a")
 
 
-def test_a_file_that_others_can_write_is_refused(folder) -> None:
-    write_private(folder / "a", b"one")
-    (folder / "a").chmod(0o662)
-    with pytest.raises(ValueError, match="mode 0662"):
-        read_private(folder / "a")
-
-
-def test_links_pipes_and_folders_in_place_of_a_file_are_refused(folder, tmp_path) -> None:
+def test_what_is_no_file_of_the_user_alone_is_refused(folder, tmp_path) -> None:
     (tmp_path / "other").write_bytes(b"foreign")
     (folder / "link").symlink_to(tmp_path / "other")
     (folder / "broken").symlink_to(tmp_path / "nothing")
     os.mkfifo(folder / "pipe", 0o600)
     (folder / "folder").mkdir()
-    for name in ("link", "broken"):
-        with pytest.raises(OSError, match="symbolic link"):
-            read_private(folder / name)
-    for name in ("pipe", "folder"):
-        with pytest.raises((ValueError, OSError)):
+    write_private(folder / "shared", b"one")
+    (folder / "shared").chmod(0o662)
+    for name, message in (
+        ("link", "symbolic link"),
+        ("broken", "symbolic link"),
+        ("pipe", None),
+        ("folder", None),
+        ("shared", "mode 0662"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
             read_private(folder / name)
 
 
