@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,76 +79,28 @@ def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
         SamplingParams.of({theirs: 1})
 
 
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, list[Any]] = {
+    "max_new_tokens": [-1, 1.0, None, True],
+    "temperature": [-0.1, NAN, INF, None, "0", 10**400, 1e39],
+    "top_p": [0.0, 1.01, NAN, None, True],
+    "top_k": [0, -2, 1.5],
+    "min_p": [-0.1, 1.1, NAN, True, None],
+    "frequency_penalty": [2.1, -2.1, "1"],
+    "presence_penalty": [2.1, INF],
+    "repetition_penalty": [0, 2.1, 0.0099, 1e-38, -1.0, False],
+    "min_new_tokens": [-1, 129, 1.0, 2**31],
+    "n": [0, 1.0, True],
+    "logit_bias": [3, [3], {1: 0.5, "1": 0.5}, *({i: 0.5} for i in (-1, 1.0, "x", "-1", "", True))],
+    "stop": ["", ["a", ""], "a" * 257, [3], 3, b"x"],
+    "stop_token_ids": [["a"], [1.0], 3, "3"],
+    "ignore_eos": [1],
+    "sampling_seed": [-1, 2**64, 1.0, True],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_new_tokens", -1),
-        ("max_new_tokens", 1.0),
-        ("max_new_tokens", None),
-        ("max_new_tokens", True),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", None),
-        ("temperature", "0"),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_p", float("nan")),
-        ("top_p", None),
-        ("top_p", True),
-        ("temperature", 10**400),
-        ("temperature", 1e39),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("min_p", float("nan")),
-        ("min_p", True),
-        ("min_p", None),
-        ("frequency_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("frequency_penalty", "1"),
-        ("presence_penalty", 2.1),
-        ("presence_penalty", float("inf")),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 2.1),
-        ("repetition_penalty", 0.0099),
-        ("repetition_penalty", 1e-38),
-        ("repetition_penalty", -1.0),
-        ("repetition_penalty", False),
-        ("min_new_tokens", -1),
-        ("min_new_tokens", 129),
-        ("min_new_tokens", 1.0),
-        ("min_new_tokens", 2**31),
-        ("n", 0),
-        ("n", 1.0),
-        ("n", True),
-        ("logit_bias", 3),
-        ("logit_bias", [3]),
-        ("logit_bias", {-1: 0.5}),
-        ("logit_bias", {1.0: 0.5}),
-        ("logit_bias", {"x": 0.5}),
-        ("logit_bias", {"-1": 0.5}),
-        ("logit_bias", {"": 0.5}),
-        ("logit_bias", {True: 0.5}),
-        ("logit_bias", {1: 0.5, "1": 0.5}),
-        ("top_k", 0),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", "a" * 257),
-        ("stop", [3]),
-        ("stop", 3),
-        ("stop", b"x"),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", [1.0]),
-        ("stop_token_ids", 3),
-        ("stop_token_ids", "3"),
-        ("ignore_eos", 1),
-        ("sampling_seed", -1),
-        ("sampling_seed", 2**64),
-        ("sampling_seed", 1.0),
-        ("sampling_seed", True),
-    ],
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
 def test_refusals_name_the_parameter_and_its_value(name, value) -> None:
     with pytest.raises(ParameterError, match=name) as caught:

@@ -1,20 +1,22 @@
 """The training script from a model directory to a head that opens, with no data set."""
 
+import dataclasses
 import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-import tokenizers
-from safetensors.numpy import save_file
-from tokenizers import decoders, models, pre_tokenizers
 
-from specjax.checkpoints import open_target
+from specjax.checkpoints import open_target, save_orbax
 from specjax.checkpoints.draft import open_draft
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.testing import letter_tokenizer
+from specjax.testing.files import CONFIG
 from specjax.training import run
 from specjax.training.data import Corpus
 
@@ -39,56 +41,10 @@ def main():
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<e>"])
-    backend.save(str(path / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<e>", "chat_template": template})
-    )
-    hidden, inner, layers, vocab = 16, 24, 4, 257
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": vocab,
-        "eos_token_id": 256,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "model.embed_tokens": (vocab, hidden),
-        "model.norm": (hidden,),
-        "lm_head": (vocab, hidden),
-    }
-    for i in range(layers):
-        shapes |= {
-            f"model.layers.{i}.self_attn.q_proj": (hidden, hidden),
-            f"model.layers.{i}.self_attn.k_proj": (hidden // 2, hidden),
-            f"model.layers.{i}.self_attn.v_proj": (hidden // 2, hidden),
-            f"model.layers.{i}.self_attn.o_proj": (hidden, hidden),
-            f"model.layers.{i}.mlp.gate_proj": (inner, hidden),
-            f"model.layers.{i}.mlp.up_proj": (inner, hidden),
-            f"model.layers.{i}.mlp.down_proj": (hidden, inner),
-            f"model.layers.{i}.input_layernorm": (hidden,),
-            f"model.layers.{i}.post_attention_layernorm": (hidden,),
-        }
-    rng = np.random.default_rng(0)
-    weights = {
-        f"{name}.weight": rng.normal(size=shape, scale=0.4).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    save_file(weights, path / "model.safetensors")
+    config = dataclasses.replace(CONFIG, num_layers=4, max_position_embeddings=512)
+    flat = FlatModel.of(partial(CausalLM, config))
+    weights = dict(zip(flat.names, flat.random(0), strict=True))
+    save_orbax(path, config, weights, tokenizer=letter_tokenizer())
     return path
 
 
@@ -157,7 +113,7 @@ def test_a_later_failure_does_not_cost_the_generated_text(
     assert [fails(20, "--seed 1"), fails(20)] == [2, 2]
     prompts.write_text('{"turns": ["1 + 2?"]}\n')
     assert [fails(20), fails(20)] == [3, 3]
-    os.utime(model / "model.safetensors", (1, 1))
+    os.utime(model / "config.json", (1, 1))
     assert [fails(20), fails(20)] == [4, 4]
 
 
@@ -166,7 +122,7 @@ def test_target_and_options_are_checked_before_anything_is_generated(
 ):
     config = json.loads((model_directory / "config.json").read_text())
     for change, arguments, message in (
-        ({"num_hidden_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
+        ({"num_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
         ({}, "--batch-rows 25", "--batch-rows=25 is more than the 24 answers to generate"),
         (
             {},
@@ -174,7 +130,7 @@ def test_target_and_options_are_checked_before_anything_is_generated(
             "--max-prompt-len=501 plus 12 tokens (the larger of --max-answer-tokens and "
             "--max-user-tokens) exceeds the model's context of 512 tokens",
         ),
-        ({}, "--data {data}", "data.npz is another model's: token 300 of 257"),
+        ({}, "--data {data}", "data.npz is another model's: token 300 of 98"),
     ):
         model, data = tmp_path / "model", tmp_path / "data.npz"
         shutil.copytree(model_directory, model, dirs_exist_ok=True)
