@@ -9,11 +9,9 @@ import atexit
 import json
 import os
 import pickle
-import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from specjax.checks import short
 
 MAX_SECONDS = 5.0
 GRACE_SECONDS = 1.0
-PIPE_BYTES = 2**16
+MAX_ANSWER = 2**27  # bytes; the process refuses to make a text that would need more
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 
 
@@ -45,8 +43,6 @@ class _Renderer:
                     stdout=subprocess.PIPE,
                     start_new_session=True,
                 )
-                assert self._process.stdin is not None
-                os.set_blocking(self._process.stdin.fileno(), False)
             return self._process
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
@@ -55,10 +51,14 @@ class _Renderer:
         except Exception as error:  # pickle raises several unrelated types
             raise ValueError(f"a variable cannot be copied: {error}") from error
         with self._lock:
-            answer = b""
+            process, answer = self.start(), b""
+            # the process ends itself after MAX_SECONDS, unless a signal has stopped it
+            timer = threading.Timer(MAX_SECONDS + GRACE_SECONDS, process.kill)
+            timer.start()
             try:
-                answer = _ask(self.start(), request)
+                answer = _ask(process, request)
             finally:  # also when interrupted: the next answer must not be this one
+                timer.cancel()
                 if not answer.endswith(b"\n"):
                     self.close()
         if not answer.endswith(b"\n"):
@@ -76,30 +76,15 @@ class _Renderer:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """The answer's line, incomplete if the process ends or does not answer in time."""
+    """The answer's line, incomplete if the process ends or the answer is too long."""
     assert process.stdin is not None
     assert process.stdout is not None
-    source, sink = process.stdin.fileno(), process.stdout.fileno()
-    left, answer = memoryview(len(request).to_bytes(8) + request), bytearray()
-    # The process ends itself after MAX_SECONDS, unless a signal has stopped it.
-    deadline = time.monotonic() + MAX_SECONDS + GRACE_SECONDS
-    ready = select.poll()
-    ready.register(source, select.POLLOUT)
-    ready.register(sink, select.POLLIN)
-    while not answer.endswith(b"\n") and (seconds := deadline - time.monotonic()) > 0:
-        for pipe, _ in ready.poll(1e3 * seconds):
-            try:
-                if pipe == source:
-                    left = left[os.write(source, left) :]
-                elif piece := os.read(sink, PIPE_BYTES):
-                    answer += piece
-                else:
-                    return bytes(answer)
-            except BrokenPipeError:
-                return bytes(answer)
-        if not left:
-            ready.modify(source, 0)
-    return bytes(answer)
+    try:
+        process.stdin.write(len(request).to_bytes(8) + request)
+        process.stdin.flush()
+        return process.stdout.readline(MAX_ANSWER)
+    except BrokenPipeError:
+        return b""
 
 
 _RENDERER = _Renderer()
