@@ -28,7 +28,6 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
     """A draft head on disk, whose ``config`` is resolved against the target, in its dtype."""
 
     def describe(self) -> str:
-        """One line with what was resolved: rotary base, layers, vocabularies, shared tensors."""
         config, scaling = self.config, self.config.rope_scaling
         layers = f", features of layers {list(config.feature_layers)}"
         owner = {True: "own", False: "the target's"}
@@ -232,7 +231,6 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
     """Modules on disk, as many as are drafted with; all else in the files is ignored."""
 
     def describe(self) -> str:
-        """One line with how many, place and rotary base."""
         config = self.config
         return (
             f"{config.num_layers} modules of multi-token prediction of {self.path}: "

@@ -101,7 +101,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
     _open_tokenizer: Callable[[], Tokenizer]
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer; a ValueError if there is none, or its kind is not supported."""
+        """ValueError if there is none, or its kind is not supported."""
         return self._open_tokenizer()
 
     def with_tokenizer(
@@ -126,7 +126,6 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         return dataclasses.replace(self, _open_tokenizer=load)
 
     def describe(self) -> str:
-        """One line with family, place and sizes."""
         config = self.config
         return (
             f"{config.model_type} model {self.path}: {config.num_layers} layers of "

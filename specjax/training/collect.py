@@ -150,21 +150,6 @@ def cut_at_sentence(text: str) -> str:
     return (text[: end + 1] if end > 0 else text).rstrip()
 
 
-def answer_prompts(
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    temperatures: Sequence[float],
-    config: CollectConfig,
-    progress: Progress | None = None,
-) -> Corpus:
-    """The target's answers as a corpus; answers of fewer than 2 tokens are dropped."""
-    answers = sampler.generate(
-        [p.ids for p in prompts], temperatures, config.max_answer_tokens, config.seed + 2, progress
-    )
-    pairs = zip(prompts, answers, strict=True)
-    return Corpus.of([(p.ids, answer, p.source) for p, answer in pairs if len(answer) >= 2])
-
-
 def collect(
     sampler: Sampler,
     tokenizer: Tokenizer,
@@ -172,6 +157,7 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
+    """The target's answers to both kinds of prompts; those of fewer than 2 tokens are dropped."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
     given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
@@ -179,7 +165,11 @@ def collect(
     for copy in range(1 + config.file_samples):
         prompts += given
         temperatures += [ANSWER_TEMPERATURE if copy else 0.0] * len(given)
-    return answer_prompts(sampler, prompts, temperatures, config, progress)
+    answers = sampler.generate(
+        [p.ids for p in prompts], temperatures, config.max_answer_tokens, config.seed + 2, progress
+    )
+    pairs = zip(prompts, answers, strict=True)
+    return Corpus.of([(p.ids, answer, p.source) for p, answer in pairs if len(answer) >= 2])
 
 
 @cache

@@ -54,12 +54,13 @@ class Corpus:
     def sequence(self, index: int) -> np.ndarray:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
-    def indices_of(self, source: str) -> np.ndarray:
-        return np.flatnonzero(self.sources == self.source_names.index(source))
-
     def describe(self) -> dict[str, dict[str, int]]:
-        parts = ((name, self.select(self.indices_of(name))) for name in self.source_names)
-        return {n: {"sequences": len(p), "answer_tokens": p.answer_tokens} for n, p in parts}
+        """Number of sequences and of answer tokens by source."""
+        found = {}
+        for i, name in enumerate(self.source_names):
+            part = self.select(np.flatnonzero(self.sources == i))
+            found[name] = {"sequences": len(part), "answer_tokens": part.answer_tokens}
+        return found
 
     def select(self, indices: np.ndarray) -> "Corpus":
         parts = [self.sequence(i) for i in indices]

@@ -1,6 +1,5 @@
 """Training reduces the loss, resumes exactly and exports what it trained."""
 
-from functools import partial
 from itertools import pairwise
 
 import jax
@@ -8,11 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.checkpoints.draft import DraftCheckpoint, canonical_source
-from specjax.checkpoints.export import export_draft
-from specjax.checkpoints.huggingface import draft_config
-from specjax.checkpoints.tensors import open_directory
-from specjax.models.eagle import Eagle3Head
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
 from specjax.training.trainer import (
@@ -125,20 +119,6 @@ def test_tables_are_not_trained_and_the_output_head_starts_as_the_targets(tiny, 
     head = trainer.head(state.params)
     ids = head.target_ids(jnp.arange(len(trainer.vocabulary)))
     np.testing.assert_array_equal(ids, trainer.vocabulary)
-
-
-def test_export_round_trips(tiny, trainer, tmp_path):
-    weights = trainer.named_weights(trainer.init().params)
-    export_draft(tmp_path / "head", tiny.draft, weights, max_shard_bytes=8000)
-    assert len(list((tmp_path / "head").glob("*.safetensors"))) > 1
-    source = canonical_source(open_directory(tmp_path / "head"))
-    config = draft_config(tmp_path / "head", source, tiny.model)
-    assert config == tiny.draft
-    again = DraftCheckpoint(config, tmp_path / "head", lambda: source).load_weights()
-    assert set(again) == set(weights)
-    for name, value in weights.items():
-        np.testing.assert_array_equal(again[name], value)
-    assert trainer.flat.names == tuple(trainer.flat.of(partial(Eagle3Head, config)).names)
 
 
 def test_rate_warms_up_and_falls_to_the_final_fraction():
