@@ -241,13 +241,3 @@ def test_weights_that_are_no_floats_are_refused_by_name(tmp_path: Path, dtype: s
     path = write_gguf(tmp_path / "model.gguf", rest, extra=gguf)
     with pytest.raises(ValueError, match=r"up_proj.weight' in .*\.gguf is int32"):
         open_target(path).check_weights()
-
-
-def test_vocabulary_maps_must_be_integers(tmp_path: Path) -> None:
-    target = open_target(write_directory(tmp_path / "target", CONFIG, {}))
-    for name in ("d2t", "t2d"):
-        tensors = head_tensors()
-        tensors[name] = tensors[name].astype(np.float32)
-        head = write_directory(tmp_path / "head", HEAD_CONFIG, tensors)
-        with pytest.raises(ValueError, match=rf"'{name}' in .* is float32"):
-            open_draft(head, target).load_weights()

@@ -417,6 +417,8 @@ def test_the_format_must_be_the_heads(tmp_path: Path) -> None:
         (lambda t: t.update(d2t=t["d2t"] - 40), "'d2t' in .*target ids -"),
         (lambda t: t.update(t2d=~t["t2d"]), r"'t2d' in .*model\.safetensors .*20 target ids"),
         (lambda t: t.update(t2d=t["t2d"][:-1]), r"'t2d' in .*\(60,\)"),
+        (lambda t: t.update(t2d=np.float32(t["t2d"])), "'t2d' in .* is float32"),
+        (lambda t: t.update(d2t=np.float32(t["d2t"])), "'d2t' in .* is float32"),
         (lambda t: t.update(d2t=t["d2t"][:-1]), r"'d2t' in .* has shape \(19,\).*\(20,\)"),
         (lambda t: t.pop("d2t"), r"lacks 1 tensor.*'d2t' \(20,\)"),
         (lambda t: t.pop("norm.weight"), r"lacks 1 .*'norm\.weight' \(32,\)"),
