@@ -1,16 +1,16 @@
 """Prompts from files and from the target itself."""
 
-import dataclasses
 import json
 from functools import partial
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
+from specjax.config import ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.testing import letter_tokenizer
-from specjax.testing.files import CONFIG
 from specjax.text.tokenizer import Tokenizer
 from specjax.training import collect as collecting
 from specjax.training.collect import (
@@ -27,15 +27,31 @@ from specjax.training.collect import (
 )
 from specjax.training.generate import Sampler
 
+TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return letter_tokenizer()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "<e>"])
+    return Tokenizer(backend, special_tokens={"eos_token": "<e>"}, chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def sampler(tokenizer) -> Sampler:
-    model = dataclasses.replace(CONFIG, max_position_embeddings=512)
+    model = ModelConfig(
+        model_type="llama",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+    )
     flat = FlatModel.of(partial(CausalLM, model))
     return Sampler(
         flat=flat,
@@ -56,7 +72,7 @@ def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(
     config = CollectConfig(self_sample=24, max_user_tokens=6)
     prompts = sample_prompts(sampler, tokenizer, config)
     before, after = chat_frame(tokenizer)
-    assert (before, after) == ("<user>", "<assistant>")
+    assert (before, after) == ("<s>user: ", "<e>bot:")
     begun = set(openings(opening_tables()["topics"], 18, 0))
     texts = [(p.source, tokenizer.decode(p.ids, skip_special_tokens=False)) for p in prompts]
     chats = [(source, text) for source, text in texts if source != "text"]
@@ -77,12 +93,12 @@ def test_collect_answers_files_greedily_and_sampled(sampler, tokenizer):
     assert len(corpus) == 6
     assert corpus.source_names == ("code", "math")
     texts = {tokenizer.decode(corpus.sequence(i)[: corpus.prompt_lens[i]]) for i in range(6)}
-    assert texts == {"<user>1+1?<assistant>", "<user>x<assistant>"}
+    assert texts == {"user: 1+1?bot:", "user: xbot:"}
     assert len({corpus.sequence(i).tobytes() for i in range(6)}) > 4
 
 
 def test_a_target_without_a_chat_template_continues_plain_text(sampler, tokenizer):
-    plain = Tokenizer(tokenizer.backend, special_tokens=tokenizer.special_tokens)
+    plain = Tokenizer(tokenizer.backend, special_tokens={"eos_token": "<e>"})
     prompts = sample_prompts(sampler, plain, CollectConfig(self_sample=6))
     assert {p.source for p in prompts} == {"text"}
     entries = [("a", "hello"), ("b", "too long")]
