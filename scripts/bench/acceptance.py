@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bench import common
 from specjax import Engine
-from specjax.cli.compare import Difference, find_difference
+from specjax.cli.generate import Difference, find_difference
 from specjax.cli.options import engine_arguments
 from specjax.engine.requests import tokenize_inputs
 from specjax.speculative.algorithm import DRAFTING

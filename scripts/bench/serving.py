@@ -52,8 +52,8 @@ import numpy as np
 from bench import common
 from specjax import Engine, SamplingParams
 from specjax.checks import check_integer, check_number
+from specjax.cli.commands import API_KEY
 from specjax.cli.options import add_start_options, engine_arguments, with_preset
-from specjax.cli.serve import API_KEY
 
 LOADS: dict[str, dict[str, Any]] = {
     "burst": {"clients": 64, "prompt": 64, "output": 128},

@@ -11,11 +11,16 @@ from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from specjax.cli.bench import add_bench_parser, run_bench
+from specjax.cli.commands import (
+    add_bench_parser,
+    add_serve_parser,
+    add_warmup_parser,
+    run_bench,
+    run_serve,
+    run_warmup,
+)
 from specjax.cli.generate import add_generate_parser, run_generate
 from specjax.cli.options import engine_arguments
-from specjax.cli.serve import add_serve_parser, run_serve
-from specjax.cli.warmup import add_warmup_parser, run_warmup
 from specjax.engine import Engine
 
 EXIT_BAD_INPUT = 2

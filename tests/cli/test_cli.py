@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from specjax.cli import serve
-from specjax.cli.accepts import ACCEPTED, RESET, AcceptPainter, use_colour
+from specjax.cli import commands
 from specjax.cli.generate import SAMPLING_ARGUMENTS
 from specjax.cli.main import build_parser, main
+from specjax.cli.painting import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.engine.args import EngineArgs
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.testing import Files
@@ -176,81 +176,55 @@ def test_only_given_options_reach_the_engine() -> None:
     assert engine.requests[0]["sampling_params"] == {"temperature": 0.0}
 
 
+# of one kind each: texts, integers, numbers, switches, lists, and what is turned off
+ENGINE_OPTIONS: dict[str, Any] = {
+    "model": "m",
+    "draft": "d",
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_adaptive": True,
+    "draft_rope_theta": 5e5,
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "context_length": 64,
+    "rounds_per_dispatch": 4,
+    "mem_fraction_static": 0.5,
+    "request_timeout": 1.5,
+    "batch_buckets": [1, 2],
+    "overlap": False,
+    "compile_cache_dir": None,
+    "simulate_accept_length": 2.5,
+    "max_running_requests": 2,
+}
+SAMPLING_OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 9,
+    "temperature": 0.5,
+    "top_k": 40,
+    "repetition_penalty": 1.1,
+    "sampling_seed": 7,
+    "ignore_eos": True,
+    "stop": ["a", "b"],
+}
+
+
+def flags(values: dict[str, Any]) -> Iterator[str]:
+    """Values as they are typed."""
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-")
+        elif name == "stop":
+            yield from (f"{flag}={one}" for one in value)
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield f"{flag}={text}"
+
+
 def test_options_reach_the_engine_and_the_request() -> None:
     engine = FakeEngine(answer="ok")
-    options = (
-        "--model m --draft d --speculative-algorithm EAGLE --speculative-num-steps 3 --dtype "
-        "bfloat16 --context-length 64 --page-size 8 --compile-cache-dir none --max-new-tokens 9 "
-        "--temperature 0.5 --top-p 0.9 --top-k 40 --sampling-seed 7 --stop a --stop b --quiet "
-        "--draft-rope-theta 5e5 --mem-fraction-static 0.5 --max-total-tokens 256 --seed 3 "
-        "--chunked-prefill-size 32 --rounds-per-dispatch 4 --min-p 0.1 --min-new-tokens 2 "
-        "--repetition-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3"
-    )
-    assert run("Hi", *options.split(), engine=engine) == 0
-    assert engine.made == [
-        {
-            "model": "m",
-            "draft": "d",
-            "speculative_algorithm": "EAGLE",
-            "speculative_num_steps": 3,
-            "draft_rope_theta": 5e5,
-            "dtype": "bfloat16",
-            "context_length": 64,
-            "page_size": 8,
-            "max_total_tokens": 256,
-            "chunked_prefill_size": 32,
-            "rounds_per_dispatch": 4,
-            "mem_fraction_static": 0.5,
-            "seed": 3,
-            "compile_cache_dir": None,
-            "max_running_requests": 1,
-            "show_progress": False,
-        }
-    ]
-    assert engine.requests[0]["sampling_params"] == {
-        "max_new_tokens": 9,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 40,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.2,
-        "presence_penalty": 0.3,
-        "min_new_tokens": 2,
-        "sampling_seed": 7,
-        "stop": ["a", "b"],
-    }
-
-
-def test_the_rest_of_the_options_reach_the_engine() -> None:
-    engine = FakeEngine(answer="ok")
-    options = (
-        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --speculative-adaptive "
-        "--speculative-adaptive-config f.json --max-running-requests 2 --max-waiting-requests 3 "
-        "--request-timeout 1.5 --batch-buckets 1,2 --disable-radix-cache --no-overlap "
-        "--load-format dummy --skip-tokenizer-init --simulate-accept-length 2.5 --ignore-eos"
-    )
-    assert run("Hi", *options.split(), engine=engine) == 0
-    assert engine.made == [
-        {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 4,
-            "speculative_adaptive": True,
-            "speculative_adaptive_config": "f.json",
-            "max_running_requests": 2,
-            "max_waiting_requests": 3,
-            "request_timeout": 1.5,
-            "batch_buckets": [1, 2],
-            "disable_radix_cache": True,
-            "overlap": False,
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "simulate_accept_length": 2.5,
-            "show_progress": True,
-        }
-    ]
-    assert engine.requests[0]["sampling_params"] == {"temperature": 0.0, "ignore_eos": True}
+    assert run("Hi", "--quiet", *flags(ENGINE_OPTIONS | SAMPLING_OPTIONS), engine=engine) == 0
+    assert engine.made == [ENGINE_OPTIONS | {"show_progress": False}]
+    assert engine.requests[0]["sampling_params"] == SAMPLING_OPTIONS
 
 
 def test_plain_decoding_reports_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -576,25 +550,17 @@ def test_colour_follows_the_environment(
     assert use_colour(stream) is colour
 
 
+@pytest.mark.parametrize("variable", ["NO_COLOR", "FORCE_COLOR"])
 def test_show_accepts_marks_drafts_and_explains(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    run("Hi", "--show-accepts", engine=FakeEngine(answer="abcd"))
-    out, err = capsys.readouterr()
-    assert out == "a[b]c[d]\n"
-    assert "[like this]: accepted drafts" in err
-
-
-def test_show_accepts_colours_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv(variable, "1")
     run("Hi", "--show-accepts", engine=FakeEngine(answer="abcd"))
     out, err = capsys.readouterr()
-    assert out == f"a{ACCEPTED}b{RESET}c{ACCEPTED}d{RESET}\n"
-    assert ACCEPTED in err
+    first, last = ("[", "]") if variable == "NO_COLOR" else (ACCEPTED, RESET)
+    assert out == f"a{first}b{last}c{first}d{last}\n"
+    assert f"{first}like this{last}: accepted drafts" in err
 
 
 def test_a_split_character_belongs_to_the_token_that_completes_it() -> None:
@@ -711,5 +677,5 @@ def test_a_platform_without_a_plugin_is_one_line(command, tmp_path) -> None:
 
 def test_a_key_on_the_command_line_wins(monkeypatch) -> None:
     monkeypatch.setenv("A_KEY", "environment")
-    assert serve._or_environment("flag", "A_KEY") == "flag"
-    assert serve._or_environment(None, "A_KEY") == "environment"
+    assert commands._or_environment("flag", "A_KEY") == "flag"
+    assert commands._or_environment(None, "A_KEY") == "environment"

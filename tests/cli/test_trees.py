@@ -8,7 +8,7 @@ import pytest
 
 from specjax import Engine
 from specjax.cli.main import main
-from specjax.cli.trees import RoundTree, TreePainter, watched_trees
+from specjax.cli.painting import RoundTree, TreePainter, watched_trees
 from specjax.speculative.tree import chain_input
 from specjax.testing import Files
 from specjax.types import NodeOutputs, VerifyInput, VerifyOutput

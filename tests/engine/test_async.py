@@ -215,28 +215,6 @@ def test_seeds_of_samples_lie_apart() -> None:
     assert len(seeds) == 10_000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt": "a", "rid": ["x"]}, r"rid=\['x'\] must be a text"),
-        ({"prompt": ["a"], "rid": ["x", "y"]}, "a list of 1 texts"),
-        ({"prompt": ["a", "b"], "rid": "x"}, "a list of 2 texts"),
-        ({"prompt": ["a", "b"], "rid": ["x", "x"]}, "names an id twice"),
-        ({"prompt": "a", "rid": ""}, "none empty"),
-        ({"prompt": "a", "rid": 5}, "rid=5"),
-        ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, r"n=\[1, 2\]"),
-        ({"prompt": "a", "sampling_params": {"n": 129}}, "n=129 must be an integer from 1 to 128"),
-        ({"prompt": "a", "timeout": 0}, "timeout=0"),
-        ({"prompt": "a", "timeout": float("nan")}, "timeout=nan"),
-        ({"prompt": "a", "timeout": "1"}, "timeout='1'"),
-    ],
-)
-def test_bad_requests(engine, arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        engine.generate(**arguments)
-    assert is_idle(engine)
-
-
 def test_what_is_not_supported_is_no_argument(engine) -> None:
     for name in ("lora_path", "image_data", "priority", "custom_logit_processor"):
         with pytest.raises(TypeError, match=name):

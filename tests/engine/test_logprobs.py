@@ -175,14 +175,6 @@ def test_what_new_weights_report_is_of_new_weights_alone(files) -> None:
         check_prompt(engine, prompt, result["meta_info"], 3, 0)
 
 
-def test_prompt_logprobs_are_checked(engine) -> None:
-    ids = [7, 8, 9]
-    with pytest.raises(ValueError, match="logprob_start_len=0 needs return_logprob"):
-        engine.generate(input_ids=ids, logprob_start_len=0)
-    with pytest.raises(ValueError, match="logprob_start_len=3"):
-        engine.generate(input_ids=ids, return_logprob=True, logprob_start_len=3)
-
-
 @pytest.mark.slow
 def test_processed_ones_are_of_what_is_drawn_from(files, plain) -> None:
     params = SEEDED | {"top_k": 3, "temperature": 0.5, "max_new_tokens": 6}

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from specjax.cli import main
-from specjax.cli import warmup as cli_warmup
+from specjax.cli import commands, main
 from specjax.compiling.cache import FOLDER, open_compile_cache
 from specjax.engine import build, plan
 from specjax.engine.args import EngineArgs
@@ -198,7 +197,7 @@ def test_a_start_with_the_options_of_the_command_compiles_nothing(
         made.append(EngineArgs(**options))
         return made[0]
 
-    monkeypatch.setattr(cli_warmup, "EngineArgs", parse)
+    monkeypatch.setattr(commands, "EngineArgs", parse)
     base = command(files)
     if "algorithm" in extra:
         base = [option for option in base if "draft" not in option and "num-steps" not in option]
@@ -235,12 +234,11 @@ def test_the_command_refuses_bad_input(files, capsys, extra, message) -> None:
 
 def test_a_preset_needs_no_checkpoint(monkeypatch, tmp_path, capsys) -> None:
     from specjax.checkpoints import presets
-    from specjax.cli import warmup
     from specjax.testing import EAGLE3, TARGET
 
     monkeypatch.setitem(presets.PRESETS, "tiny", (TARGET, EAGLE3))
     seen = []
-    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: seen.append(args) or _Done())
+    monkeypatch.setattr(commands, "warm_up", lambda args, stages: seen.append(args) or _Done())
     for algorithm in ("EAGLE3", "none"):
         assert main(["warmup", "--preset=tiny", f"--speculative-algorithm={algorithm}"]) == 0
     assert [args.load_format for args in seen] == ["dummy", "dummy"]
@@ -256,10 +254,9 @@ class _Done:
 
 
 def test_an_incomplete_warm_up_fails(files, monkeypatch) -> None:
-    from specjax.cli import warmup
 
     monkeypatch.setattr(_Done, "is_complete", False)
-    monkeypatch.setattr(warmup, "warm_up", lambda args, stages: _Done())
+    monkeypatch.setattr(commands, "warm_up", lambda args, stages: _Done())
     assert main(command(files, "--quiet")) == 1
 
 

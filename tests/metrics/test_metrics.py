@@ -99,6 +99,10 @@ def test_events_become_figures():
     totals.prefilled_tokens += 5
     totals.prefilled_tokens += 1
     totals.queue_changed(1, 2, 40)
+    samples = exposed(registry)
+    assert (samples["num_running_reqs"], samples["num_queue_reqs"]) == (1, 2)
+    assert (samples["num_used_tokens"], samples["max_total_num_tokens"]) == (40, 100)
+    assert samples["token_usage"] == 0.4
     totals.time_to_first_token.observe(0.5)
     totals.tokens_generated(1, None)
     clock.now += 0.004
@@ -141,17 +145,6 @@ def test_events_become_figures():
     clock.now += WINDOW_SECONDS
     assert exposed(registry)["gen_throughput"] == 0.0
     assert totals.snapshot().last_gen_throughput == pytest.approx(5 / 0.004)
-
-
-def test_gauges_of_the_queue():
-    totals = Totals(max_total_tokens=100)
-    totals.queue_changed(3, 2, 40)
-    samples = exposed(EngineMetrics("m", totals).registry)
-    assert samples["num_running_reqs"] == 3
-    assert samples["num_queue_reqs"] == 2
-    assert samples["num_used_tokens"] == 40
-    assert samples["max_total_num_tokens"] == 100
-    assert samples["token_usage"] == 0.4
 
 
 def test_a_snapshot_is_of_one_moment():
@@ -209,41 +202,21 @@ def test_names_and_types_stay():
     text = generate_latest(EngineMetrics("m", totals).registry).decode()
     families = re.findall(r"^# TYPE specjax:(\S+) (\S+)$", text, re.MULTILINE)
     by_kind = {kind: {n for n, k in families if k == kind} for kind in {k for _, k in families}}
+    gauges = (
+        "num_running_reqs num_queue_reqs num_used_tokens max_total_num_tokens token_usage "
+        "gen_throughput cache_hit_rate spec_accept_length spec_accept_rate spec_num_steps "
+        "spec_num_draft_tokens spec_ema_accept_len"
+    )
+    counters = (
+        "prompt_tokens cached_tokens generation_tokens realtime_tokens num_requests "
+        "num_aborted_requests num_retracted_requests spec_verify_calls spec_proposed_drafts "
+        "spec_accepted_drafts spec_num_switches spec_wasted_drafts"
+    )
+    histograms = "queue_time time_to_first_token inter_token_latency e2e_request_latency"
     assert by_kind == {
-        "gauge": {
-            "num_running_reqs",
-            "num_queue_reqs",
-            "num_used_tokens",
-            "max_total_num_tokens",
-            "token_usage",
-            "gen_throughput",
-            "cache_hit_rate",
-            "spec_accept_length",
-            "spec_accept_rate",
-            "spec_num_steps",
-            "spec_num_draft_tokens",
-            "spec_ema_accept_len",
-        },
-        "counter": {
-            "prompt_tokens_total",
-            "cached_tokens_total",
-            "generation_tokens_total",
-            "realtime_tokens_total",
-            "num_requests_total",
-            "num_aborted_requests_total",
-            "num_retracted_requests_total",
-            "spec_verify_calls_total",
-            "spec_proposed_drafts_total",
-            "spec_accepted_drafts_total",
-            "spec_num_switches_total",
-            "spec_wasted_drafts_total",
-        },
-        "histogram": {
-            "queue_time_seconds",
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "e2e_request_latency_seconds",
-        },
+        "gauge": set(gauges.split()),
+        "counter": {f"{name}_total" for name in counters.split()},
+        "histogram": {f"{name}_seconds" for name in histograms.split()},
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specjax.cli import bench, main
+from specjax.cli import commands, main
 from specjax.testing import Files
 
 from ..loading import SCRIPTS, load_bench, run_bench
@@ -220,7 +220,7 @@ def test_input_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(bench.NAMES))
+@pytest.mark.parametrize("name", sorted(commands.NAMES))
 def test_a_benchmark_describes_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_bench(name, "--help")
@@ -234,7 +234,7 @@ def test_names_are_listed_and_an_installed_wheel_says_what_is_missing(
     with pytest.raises(SystemExit):
         main(["bench", "nothing"])
     assert "acceptance, adaptive, attention" in capsys.readouterr().err.replace("'", "")
-    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(commands, "SCRIPTS", tmp_path)
     assert run_bench("round", "") == 2
     assert "clone the repository and run 'pip install -e .' there" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from specjax.cli.serve import API_KEY
+from specjax.cli.commands import API_KEY
 from specjax.testing import Client
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from specjax.cli import main; sys.exit(main())"]

@@ -1,0 +1,195 @@
+"""``specjax serve``, ``warmup`` and ``bench``."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from specjax.checks import check_integer, check_number
+from specjax.cli.options import (
+    SERVING,
+    add_engine_options,
+    add_start_options,
+    option_of_line,
+    with_preset,
+)
+from specjax.compiling.cache import open_compile_cache
+from specjax.engine.args import EngineArgs
+from specjax.engine.build import warm_up
+
+API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
+SECONDS_PER_DAY = 86400.0
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+# benchmark -> its module in scripts/bench
+NAMES = {
+    "acceptance": "acceptance",
+    "adaptive": "compare",
+    "attention": "kernels",
+    "compare": "compare",
+    "kernels": "kernels",
+    "round": "round",
+    "serving": "serving",
+}
+
+
+def add_serve_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP, with OpenAI's and SGLang's routes. A line with the "
+        "address goes to standard output when it is ready.",
+        argument_default=argparse.SUPPRESS,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
+    group = parser.add_argument_group("server")
+    for flag, kind, default, text in (
+        ("--host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this host"),
+        ("--port", int, 30000, "port to listen at; 0 chooses one"),
+        ("--served-model-name", str, None, "what clients call the model; by default as --model"),
+        ("--api-key", str, None, f"key that clients show; better in the environment: {API_KEY}"),
+        (
+            "--admin-api-key",
+            str,
+            None,
+            "key for abort_all, /flush_cache and /update_weights_from_disk, by default the API "
+            f"key; better in the environment: {ADMIN_API_KEY}",
+        ),
+        (
+            "--max-requests",
+            int,
+            None,
+            "completions in hand at once, waiting ones included (default: 4096)",
+        ),
+        ("--max-body-bytes", int, None, "longer request bodies are refused (default: 33554432)"),
+        ("--shutdown-timeout", float, 30.0, "seconds that requests have to end after a signal"),
+    ):
+        shown = "" if default is None else f" (default: {default})"
+        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
+    group.add_argument(
+        "--cors-allow-origin",
+        action="append",
+        metavar="ORIGIN",
+        default=[],
+        help="pages of this origin may call from a browser; * for all; may be repeated",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        type=lambda text: text.split(","),
+        metavar="NAME,NAME",
+        default=[],
+        help="names, besides loopback ones, in the Host header of requests to a server that "
+        "listens at a loopback address without a key, such as those that a proxy sends",
+    )
+    group.add_argument("--quiet", action="store_true", default=False, help="no progress")
+    add_engine_options(parser, SERVING)
+
+
+def run_serve(
+    args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
+) -> int:
+    """Run the command until a signal ends it."""
+    from specjax.server.process import serve  # what it needs is an extra
+    from specjax.server.service import Access, is_loopback
+
+    check_integer("--port", args.port, 0, 65535)
+    check_number("--shutdown-timeout", args.shutdown_timeout, at_least=0)
+    limits = {name: getattr(args, name) for name in ("max_requests", "max_body_bytes")}
+    serve(
+        lambda: make_engine(**engine_args),
+        host=args.host,
+        port=args.port,
+        shutdown_timeout=args.shutdown_timeout,
+        name=args.served_model_name,
+        access=Access(
+            # on a command line other users see it
+            api_key=_or_environment(args.api_key, API_KEY),
+            admin_api_key=_or_environment(args.admin_api_key, ADMIN_API_KEY),
+            is_private=is_loopback(args.host),
+            allowed_hosts=args.allowed_hosts,
+            origins=args.cors_allow_origin,
+        ),
+        **{name: value for name, value in limits.items() if value is not None},
+    )
+    return 0
+
+
+def _or_environment(value: str | None, name: str) -> str | None:
+    return os.environ.get(name) if value is None else value
+
+
+def add_warmup_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile ahead of the first start",
+        description="Compile what an engine with these options dispatches, without loading its "
+        "weights, into the cache that a start reads. What is present is left as it is.",
+        argument_default=argparse.SUPPRESS,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
+    add_engine_options(parser, SERVING)
+    group = parser.add_argument_group("warm-up")
+    add_start_options(group, ())
+    for flag, text in (
+        ("--stages", "also draft, verify and extend as functions of their own"),
+        ("--quiet", "no progress, no table"),
+    ):
+        group.add_argument(flag, action="store_true", default=False, help=text)
+    for flag, kind, metavar, text in (
+        ("--prune", float, "DAYS", "delete entries that nothing has read for so many days"),
+        ("--json", Path, "FILE", "write the figures to a file"),
+    ):
+        group.add_argument(flag, type=kind, metavar=metavar, default=None, help=text)
+
+
+def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
+    """Run the command; returns 1 where some function could not be written, else 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        parsed = EngineArgs(**with_preset(engine_args, args.preset, Path(folder)))
+        result = warm_up(parsed, stages=args.stages)
+    if args.prune is not None and (cache := open_compile_cache(parsed.compile_cache_dir)):
+        count = cache.prune(args.prune * SECONDS_PER_DAY)
+        print(f"{count} old entries deleted", file=sys.stderr)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+    if not args.quiet:
+        print(result.table())
+    return 0 if result.is_complete else 1
+
+
+def add_bench_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="run a benchmark of scripts/bench",
+        description="Run a benchmark of scripts/bench, which a clone of the repository has and a "
+        "wheel does not. 'specjax bench NAME --help' lists the options of one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its options")
+    parser.set_defaults(quiet=True)
+
+
+def run_bench(name: str, options: Sequence[str]) -> int:
+    """Run a benchmark.
+
+    Returns:
+        0; 1 if float32 texts differ from those of plain decoding, or requests of a load failed.
+    """
+    if not (SCRIPTS / "bench").is_dir():
+        raise ValueError(
+            f"specjax bench: {SCRIPTS / 'bench'} does not exist; the benchmarks are not part of "
+            "an installed wheel: clone the repository and run 'pip install -e .' there"
+        )
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    return int(import_module(f"bench.{NAMES[name]}").main(name, options))
