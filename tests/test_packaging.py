@@ -71,10 +71,11 @@ def test_public_names_are_exported() -> None:
 
 def test_import_leaves_the_process_alone() -> None:
     code = (
-        "import os, logging; before = dict(os.environ); import specjax; import jax;"
+        "import os, sys, logging; before = dict(os.environ); import specjax.testing; import jax;"
         "assert dict(os.environ) == before;"
         "assert logging.getLogger('specjax').handlers == [];"
-        "assert not jax._src.xla_bridge._backends, 'a backend was started'"
+        "assert not jax._src.xla_bridge._backends, 'a backend was started';"
+        "assert not {'pytest', 'hypothesis', 'uvicorn', 'starlette'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "tests", timeout=120)
 

@@ -10,7 +10,6 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import RunnerConfig
 from specjax.speculative import registry
 from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.eagle import DraftInput, Eagle
@@ -18,7 +17,7 @@ from specjax.speculative.future_map import FutureMap
 from specjax.testing import EAGLE3, TARGET
 from specjax.types import DraftShape
 
-from ..runners import chains
+from ..runners import chains, runner_config
 
 
 @pytest.mark.parametrize(
@@ -80,18 +79,7 @@ class Recorded(Eagle):
 
 
 def runner_of(algorithm: SpeculativeAlgorithm) -> ModelRunner:
-    config = RunnerConfig(
-        algorithm=algorithm,
-        shapes=chains(2),
-        page_size=4,
-        num_pages=9,
-        pages_per_request=8,
-        num_slots=5,
-        batch_buckets=(4,),
-        prefill_buckets=(16,),
-        attention="reference",
-        mixed_prefill_tokens=16,
-    )
+    config = runner_config(algorithm=algorithm, shapes=chains(2), mixed_prefill_tokens=16)
     return ModelRunner(algorithm.networks(TARGET, EAGLE3), config)
 
 
@@ -100,8 +88,8 @@ def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.Monke
     networks = runner.networks
     monkeypatch.setattr(type(networks.placement), "abstract", lambda self, values: values)
     future = runner.abstract_state.future
-    assert future.rows["sizes"] == (4, 16, 32, networks.placement.device)
-    assert future.tokens.shape == (5, 32)
+    assert future.rows["sizes"] == (4, 16, 128, networks.placement.device)
+    assert future.tokens.shape == (5, 128)
     assert isinstance(future.rows["own"], DraftInput)
     assert future.rows["own"].hidden.shape == (5, TARGET.hidden_size)
 

@@ -15,7 +15,7 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import RunnerConfig, temporary_bytes
+from specjax.runtime.runner_config import temporary_bytes
 from specjax.speculative import registry
 from specjax.speculative.algorithm import (
     CustomSpecAlgo,
@@ -29,7 +29,7 @@ from specjax.speculative.tree import chain_input
 from specjax.testing import TARGET, Files
 from specjax.types import DraftShape
 
-from ..runners import chains
+from ..runners import chains, runner_config
 
 ECHO = '''
 from dataclasses import dataclass
@@ -251,17 +251,8 @@ def test_what_a_class_of_its_own_overrides_is_called() -> None:
     assert [each.is_ngram() for each in (made, other, shared)] == [True, False, False]
     assert [each.is_some() for each in (made, other)] == [True, True]
     networks = made.networks(TARGET)
-    config: dict[str, Any] = {
-        "shapes": chains(9),
-        "page_size": 4,
-        "num_pages": 9,
-        "pages_per_request": 8,
-        "num_slots": 5,
-        "batch_buckets": (4,),
-        "prefill_buckets": (16,),
-        "attention": "reference",
-    }
-    configs = [RunnerConfig(algorithm=each, on_gpu=True, **config) for each in (made, other)]
+    options: dict[str, Any] = {"shapes": chains(9), "on_gpu": True}
+    configs = [runner_config(algorithm=each, **options) for each in (made, other)]
     maps = [ModelRunner(networks, each).abstract_state.future for each in configs]
     assert maps[0].rows["own"].shape == (5, 2)
     assert maps[1].rows == ()
