@@ -28,6 +28,7 @@ from specjax.disaggregation.messages import (
     Piece,
     Prefilled,
 )
+from specjax.disaggregation.prefill import Asker, PrefillJobs
 from specjax.disaggregation.rows import MOST_TOKENS, RowPort, check_facts
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
@@ -134,7 +135,7 @@ class RemotePrompts(PromptSource):
         """Compute here what this peer has been asked for."""
         if peer is self._peer:
             self._peer = None
-            for job in reversed(list(self._awaited)):
+            for job in list(self._awaited):
                 self._give_up(job)
 
     def weights_replaced(self) -> None:
@@ -208,12 +209,12 @@ class RemotePrompts(PromptSource):
             if taken is not None:
                 taken()
         now = self._clock()
-        for job, awaited in reversed(list(self._awaited.items())):
+        for job, awaited in list(self._awaited.items()):
             if now >= awaited.progress_time + MAX_SILENCE:
                 logger.warning("request %r is prefilled here: no answer", awaited.row.request.rid)
                 self._give_up(job)
         rows, self._given_up = self._given_up, []
-        return done + [(row, None) for row in rows if not row.is_released]
+        return done + [(row, None) for row in rows]
 
     def release(self, row: RunningRequest) -> None:
         for job, awaited in self._awaited.items():
@@ -348,6 +349,43 @@ class Placing:
         placed = self._prompts.placed(message)
         jax.block_until_ready(vars(placed))
         self._loop.post(partial(self._prompts.take, placed, taken))
+
+
+class LocalPeer:
+    """The prefill side of the same process: arrays go from device to device."""
+
+    def __init__(
+        self,
+        prefill: tuple[EngineLoop, PrefillJobs],
+        decode: tuple[EngineLoop, RemotePrompts],
+    ) -> None:
+        """Join both sides; ValueError where they do not fit."""
+        self._loop, self._prompts = decode
+        self._prompts.expect(prefill[1].facts)
+        self._placing = Placing(decode, self._failed)
+        self._asker = Asker(*prefill, self._deliver)
+        self._loop.run(partial(self._prompts.join, self))
+
+    @property
+    def weights(self) -> str:
+        return self._asker.weights
+
+    def send(self, message: Message) -> None:
+        self._asker.take(message)
+
+    def close(self) -> None:
+        """Part the sides: what is asked for is computed by the decode side."""
+        self._loop.post(partial(self._prompts.leave, self))
+        self._asker.lost()
+        self._placing.close()
+
+    def _deliver(self, message: Message) -> None:
+        if isinstance(message, Arrival):  # weights are looked at where they are
+            self._placing.put(message)
+
+    def _failed(self, error: Exception) -> None:
+        logger.warning("prompts are computed here from now on", exc_info=error)
+        self.close()
 
 
 def _json(params: SamplingParams) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from specjax.adaptive import (
 from specjax.checks import check_number
 from specjax.compiling.cache import open_compile_cache
 from specjax.compiling.pool import CompiledFunction
-from specjax.disaggregation.decode import RemotePrompts
-from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.decode import LocalPeer, RemotePrompts
 from specjax.disaggregation.prefill import PrefillJobs
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import RowPort

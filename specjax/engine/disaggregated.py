@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.decode import LocalPeer
 from specjax.engine.args import EngineArgs
 from specjax.engine.engine import Engine
 

@@ -1,7 +1,8 @@
-"""Pages: where a request's tokens lie in the KV pool, on the device and on the host."""
+"""Pages: KV indices of a request's tokens on the device, and the free list on the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,15 +32,15 @@ class PageView:
         """The implementation of what writes to a pool."""
         return "pallas" if self.implementation == "pallas" else "xla"
 
-    def slots(self, positions: jax.Array) -> jax.Array:
-        """Pool slots i32 ``[B, T]`` of positions ``[B, T]``; in the padding page past the table."""
+    def kv_indices(self, positions: jax.Array) -> jax.Array:
+        """KV indices i32 ``[B, T]`` of positions ``[B, T]``; in the padding page past the table."""
         width = self.page_table.shape[1]
         index = positions // self.page_size
         pages = jnp.take_along_axis(self.page_table, jnp.minimum(index, width - 1), axis=1)
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
     def store(self, seq_lens: jax.Array, rows: int) -> Store:
-        """Stores keys and values of ``rows`` new tokens behind ``seq_lens``, without attention."""
+        """Stores keys and values of ``rows`` new tokens after ``seq_lens``, without attention."""
         return self.attend(seq_lens, rows).store
 
     def attend(
@@ -50,67 +51,56 @@ class PageView:
         tree_mask: jax.Array | None = None,
         first: int = 0,
     ) -> "PagedAttend":
-        """Stores T = ``rows`` new tokens behind ``seq_lens`` i32 ``[B]`` and attends over all.
+        """Stores T = ``rows`` new tokens after ``seq_lens`` i32 ``[B]`` and attends over all.
 
         ``tree_mask`` is bool ``[B, T, U]`` over the U tokens from ``seq_lens`` on, or ``None`` for
         causal; ``first`` of them were stored by earlier calls.
         """
-        slots = self.slots(seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32))
-
-        def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
-            return tree_attention(
-                q,
-                kv,
-                layer,
-                self.page_table,
-                seq_lens,
-                tree_mask,
-                page_size=self.page_size,
-                implementation=self.implementation,
-                **options,
-            )
-
-        return PagedAttend(slots, attention, self._stores)
+        positions = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
+        attention = self._over_pages(tree_attention, seq_lens=seq_lens, tree_mask=tree_mask)
+        return PagedAttend(self.kv_indices(positions), attention, self._stores)
 
     def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
         """Move the rows i32 ``[B, A]`` of a path, the first one 0, to the front.
 
         Rows count from ``seq_lens`` on; -1 moves nothing. ``kv`` is a whole pool.
         """
-        source = jnp.where(path >= 0, self.slots(seq_lens[:, None] + path), -1)[:, 1:]
-        places = jnp.arange(1, path.shape[1], dtype=jnp.int32)
-        destination = self.slots(seq_lens[:, None] + places)
+        offsets = jnp.arange(1, path.shape[1], dtype=jnp.int32)
+        source = jnp.where(path >= 0, self.kv_indices(seq_lens[:, None] + path), -1)[:, 1:]
+        destination = self.kv_indices(seq_lens[:, None] + offsets)
         return move_kv(kv, source, destination, implementation=self._stores)
 
     def attend_packed(self, segments: "Segments") -> "PagedAttend":
         """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
-        slots = pages * self.page_size + segments.positions % self.page_size
-        slots = jnp.where(segments.is_real, slots, 0)[None]
+        kv_indices = pages * self.page_size + segments.positions % self.page_size
+        kv_indices = jnp.where(segments.is_real, kv_indices, 0)[None]
+        starts, counts = segments.starts, segments.counts
+        attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
         def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
-            out = prefill_attention(
-                q[0],
-                kv,
-                layer,
-                self.page_table,
-                segments.starts,
-                segments.counts,
-                page_size=self.page_size,
-                implementation=self.implementation,
-                **options,
-            )
-            return out[None]
+            return attend(q[0], kv, layer, **options)[None]
 
-        return PagedAttend(slots, attention, self._stores)
+        return PagedAttend(kv_indices, attention, self._stores)
+
+    def _over_pages(
+        self, attention: Callable[..., jax.Array], **segments: jax.Array | None
+    ) -> Callable[..., jax.Array]:
+        return partial(
+            attention,
+            page_table=self.page_table,
+            page_size=self.page_size,
+            implementation=self.implementation,
+            **segments,
+        )
 
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """An ``Attend`` over a KV pool, whose ``store`` is a ``Store`` to the same slots."""
+    """An ``Attend`` over a KV pool, whose ``store`` is a ``Store`` to the same KV indices."""
 
-    slots: jax.Array  # i32 [B, T] of the new tokens
+    kv_indices: jax.Array  # i32 [B, T] of the new tokens
     attention: Callable[..., jax.Array]  # (q, kv, layer, **options)
     implementation: str  # of the store
 
@@ -124,26 +114,26 @@ class PagedAttend:
         rope: RopeTables,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        place = kv, layer, self.slots
-        q, kv = rope_store(q, k, v, *rope, *place, implementation=self.implementation)
+        target = kv, layer, self.kv_indices
+        q, kv = rope_store(q, k, v, *rope, *target, implementation=self.implementation)
         return kv, self.attention(q, kv, layer, **options)
 
     def store(
         self, kv: jax.Array, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables
     ) -> jax.Array:
-        # the kernel rotates queries too: keys take their place, which nothing reads
-        place = kv, layer, self.slots
-        return rope_store(k, k, v, *rope, *place, implementation=self.implementation)[1]
+        # the kernel rotates queries too: it gets the keys again, and nothing reads them
+        target = kv, layer, self.kv_indices
+        return rope_store(k, k, v, *rope, *target, implementation=self.implementation)[1]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """New tokens of G requests, one behind the other in one row of W tokens, then padding."""
+    """New tokens of G requests, one after the other in one row of W tokens, then padding."""
 
     starts: jax.Array  # i32 [G], position of the first token
     counts: jax.Array  # i32 [G]
-    last: jax.Array  # i32 [G], where in W the last token stands; any one for none
+    last: jax.Array  # i32 [G], index of the last token in W; any one for none
     index: jax.Array  # i32 [W], the segment of each token; any one for padding
     positions: jax.Array  # i32 [W], 0 for padding
     is_real: jax.Array  # bool [W]
@@ -152,11 +142,11 @@ class Segments:
     def of(cls, starts: jax.Array, counts: jax.Array, width: int) -> "Segments":
         """Segments of ``counts`` tokens from positions ``starts`` on, both i32 ``[G]``."""
         ends = jnp.cumsum(counts, dtype=jnp.int32)
-        place = jnp.arange(width, dtype=jnp.int32)
-        index = jnp.sum(ends <= place[:, None], axis=1, dtype=jnp.int32)
+        offset = jnp.arange(width, dtype=jnp.int32)
+        index = jnp.sum(ends <= offset[:, None], axis=1, dtype=jnp.int32)
         is_real = index < counts.shape[0]
         index = jnp.where(is_real, index, 0)
-        positions = jnp.where(is_real, (starts + counts - ends)[index] + place, 0)
+        positions = jnp.where(is_real, (starts + counts - ends)[index] + offset, 0)
         return cls(starts, counts, jnp.maximum(ends - 1, 0), index, positions, is_real)
 
 

@@ -1,7 +1,7 @@
 """Prefix cache: a radix tree of full KV pages, so that equal prompt starts are computed once.
 
 A page can be reused where everything that its KV depends on is equal: all tokens before it, its own
-tokens, and the ``lookahead`` tokens behind it. A draft head reads token i + 1 for its KV slot i, so
+tokens, and the ``lookahead`` tokens after it. A draft head reads token i + 1 for its KV index i, so
 with one the key of page p is ``tokens[p * page_size : (p + 1) * page_size + 1]`` and neighbouring
 keys overlap by one token; without a draft head the key is the page's own tokens. Where KV is final
 only once more tokens are known, they count as lookahead too.
@@ -25,7 +25,7 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """A cached page behind that of ``parent``; the root, and an evicted page, have none."""
+    """A cached page after that of ``parent``; the root, and an evicted page, have none."""
 
     parent: Node | None = None
     key: Key = ()
@@ -39,7 +39,7 @@ class PrefixCache:
     """Owns the pages of finished prefixes and lends them to requests with an equal start.
 
     One thread uses it. Every call takes time linear in the pages that it names. ``lookahead`` is
-    how many tokens behind a page its KV depends on, or waits for.
+    how many tokens after a page its KV depends on, or waits for.
     """
 
     def __init__(self, allocator: PageAllocator, *, lookahead: int) -> None:
@@ -179,7 +179,7 @@ class PrefixCache:
             node = node.parent
 
     def _mark_used(self, node: Node) -> None:
-        """Put the unlocked pages of a path behind all others, its end first."""
+        """Move the unlocked pages of a path to the end of the queue, its last page first."""
         for above in self._upwards(node):
             if above.locks == 0:
                 self._evictable[above] = None

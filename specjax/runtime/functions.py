@@ -1,8 +1,7 @@
 """The functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -180,23 +179,22 @@ class RoundFunctions:
 Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
 
 
-@dataclass(frozen=True)
-class StagedRounds:
-    """Called as the compiled rounds of one call, which it equals."""
-
-    stages: tuple[Callable[..., Any], ...]  # draft, verify, extend
-    num_rounds: int
-    watch: Watch
-
-    def __call__(
-        self, target: Weights, draft: Weights, state: DeviceState, *inputs: Any
-    ) -> tuple[DeviceState, RoundOutput]:
-        draft_stage, verify_stage, extend_stage = self.stages
-        outs = []
-        for _ in range(self.num_rounds):
-            state, tree = draft_stage(target, draft, state, *inputs)
-            state, verified = verify_stage(target, draft, state, *inputs, tree)
-            state, out = extend_stage(target, draft, state, *inputs, verified)
-            self.watch(inputs[-1], tree, verified)
-            outs.append(out)
-        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+def staged_rounds(
+    stages: Sequence[Callable[..., Any]],
+    num_rounds: int,
+    watch: Watch,
+    target: Weights,
+    draft: Weights,
+    state: DeviceState,
+    *inputs: Any,
+) -> tuple[DeviceState, RoundOutput]:
+    """The rounds of one call from their compiled stages draft, verify and extend."""
+    draft_stage, verify_stage, extend_stage = stages
+    outs = []
+    for _ in range(num_rounds):
+        state, tree = draft_stage(target, draft, state, *inputs)
+        state, verified = verify_stage(target, draft, state, *inputs, tree)
+        state, out = extend_stage(target, draft, state, *inputs, verified)
+        watch(inputs[-1], tree, verified)
+        outs.append(out)
+    return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)

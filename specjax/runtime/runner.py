@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
 from specjax.models.registry import layer_kinds
-from specjax.runtime.functions import STAGES, Job, RoundFunctions, StagedRounds, Watch
+from specjax.runtime.functions import STAGES, Job, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
@@ -34,17 +35,17 @@ class Dispatched:
     tier: DraftShape = NO_DRAFTS  # of rounds
 
     def __post_init__(self) -> None:
-        beside = self.logprobs, self.prompt_logprobs, self.hidden_states
-        for array in jax.tree.leaves((self.tokens, beside)):
+        reports = self.logprobs, self.prompt_logprobs, self.hidden_states
+        for array in jax.tree.leaves((self.tokens, reports)):
             array.copy_to_host_async()
 
     def read(self) -> np.ndarray:
         return np.asarray(self.tokens)
 
     def read_logprobs(self) -> Logprobs | None:
-        """Wait for them, ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` where no row asks.
+        """Wait for them, ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` if no row asks.
 
-        Entries behind the accepted tokens and of rows that do not ask for them are 0.
+        Entries after the accepted tokens and of rows that do not ask for them are 0.
         """
         values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
         return values
@@ -55,7 +56,7 @@ class Dispatched:
         return None if states is None else np.asarray(states).astype(np.float32)
 
     def read_prompt_logprobs(self) -> Logprobs | None:
-        """Wait for those of the prompt token behind each of the packed tokens, ``[W]``."""
+        """Wait for those of the prompt token after each of the packed tokens, ``[W]``."""
         values: Logprobs | None = jax.tree.map(np.asarray, self.prompt_logprobs)
         return values
 
@@ -186,7 +187,7 @@ class ModelRunner:
         del self.weights, self.on_device
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
-        """Put a weight of the same shape and dtype in the place of weight ``index``.
+        """Replace weight ``index`` by one of the same shape and dtype.
 
         Dispatches from now on read it; nothing compiles.
         """
@@ -225,10 +226,10 @@ class ModelRunner:
             params: sampling parameters, which passed :meth:`check`.
             seed: of the request's noise.
             end_token_ids: tokens that end it.
-            prompt_len: tokens of its own prompt; what is prefilled behind them counts as produced.
+            prompt_len: tokens of its own prompt; what is prefilled after them counts as produced.
             top_logprobs: most likely tokens to report at each position; ``None`` for no
                 log-probabilities at all.
-            hidden_states: whether to report the state behind each token's logits.
+            hidden_states: whether to report the state that each token's logits come from.
             cached_ids: the start of the text that no prefill brings, since its KV is cached.
         """
         self.tables.set_sampling(
@@ -249,7 +250,7 @@ class ModelRunner:
             self.on_device = replace(self.on_device, future=future)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
-        """Write a slot's page table from entry ``first`` on; the entries behind become 0."""
+        """Write a slot's page table from entry ``first`` on; later entries become 0."""
         self.tables.set_pages(slot, pages, first)
 
     def clear_slot(self, slot: int) -> None:
@@ -315,8 +316,8 @@ class ModelRunner:
         is_greedy = config.on_gpu and self.tables.is_plain[list(slots)].all()
         function: Any = compiled["greedy_round" if is_greedy else "round", tier, batch]
         if self._watch is not None:
-            stages = tuple(compiled[name, tier, batch] for name in STAGES)
-            function = StagedRounds(stages, config.rounds_per_dispatch, self._watch)
+            stages = [compiled[name, tier, batch] for name in STAGES]
+            function = partial(staged_rounds, stages, config.rounds_per_dispatch, self._watch)
         padded = self._padded_slots(slots, batch)
         self.on_device, out = function(*self._inputs(slots), padded)
         return self._dispatched(out, slots, tier)

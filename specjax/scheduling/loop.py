@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 # The interpreter waits this long at its end for threads that call JAX.
 EXIT_SECONDS = 60.0
-# results of more are made in another thread than the event loop's
+# longer results are made outside the event loop's thread
 MANY_TOKENS = 4096
 
 
@@ -170,7 +170,7 @@ def _end_device_threads() -> None:
 class EventLoopDelivery:
     """Carries items from other threads to mailboxes of one event loop, all of a step at once.
 
-    To wake an event loop is a call of the system, during which its thread takes the interpreter.
+    Waking an event loop is a system call, during which its thread takes the interpreter.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -180,7 +180,7 @@ class EventLoopDelivery:
         self._is_awake = False
 
     def carry(self, mailbox: "asyncio.Queue[Item]", item: Item) -> bool:
-        """Whether somebody may still be there to look into the mailbox."""
+        """Put an item into a mailbox; returns ``False`` if the event loop has gone."""
         event_loop = self._event_loop()
         if event_loop is None or event_loop.is_closed():
             return False
@@ -234,7 +234,7 @@ class EngineLoop:
         self._thread = start_device_thread(self._run, "specjax-engine", self.stop)
 
     def wait(self, call: Call) -> Any:
-        """Results of all requests of a call that is no stream, when the last has ended."""
+        """Results of all requests of a call, when the last has ended."""
         for _ in self.stream(call):
             pass
         return call.results()
@@ -269,7 +269,7 @@ class EngineLoop:
 
     @contextmanager
     def _submitted(self, call: Call, deliver: Callable[[Item], bool | None]) -> Iterator[None]:
-        """Submit a call, and abort it where the block is left before it is over."""
+        """Submit a call, and abort it if the block is left before it is over."""
         call.deliver = deliver
         for request in call.requests:
             request.arrive()
@@ -374,7 +374,7 @@ class EngineLoop:
                 return
             command()
 
-    # The thread's own. Commands behind its end only refuse: no call is left then.
+    # The thread's own. Commands after its end only refuse: no call is left then.
 
     def _run(self) -> None:
         while not self._is_stopping:

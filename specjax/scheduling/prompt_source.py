@@ -56,7 +56,7 @@ class PromptSource:
 
         Returns:
             Requested rows that are done, with their first token. ``None`` gives a row up: the
-            scheduler discards its KV and computes it here.
+            scheduler discards its KV and computes it here, unless it was aborted before.
         """
         return ()
 

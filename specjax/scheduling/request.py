@@ -148,7 +148,7 @@ class Request:
     output_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     output_hidden_states: list[np.ndarray] = field(default_factory=list, init=False)  # f32 [n, D]
-    # of prompt tokens behind ``logprob_start_len``, as far as they are known
+    # of prompt tokens after ``logprob_start_len``, as far as they are known
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     finish_reason: dict[str, Any] | None = field(default=None, init=False)
@@ -198,12 +198,12 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens that ever need a place in the KV pool: the last one is never read back."""
+        """Maximum tokens in the KV pool: the last one is never read back."""
         return len(self.input_ids) + max(1, self.max_new_tokens) - 1
 
     @property
     def max_reported(self) -> int:
-        """Log-probabilities that it reports at most, those of the best other tokens included."""
+        """Maximum number of reported log-probabilities, those of the best tokens included."""
         if self.top_logprobs is None:
             return 0
         start = self.logprob_start_len
@@ -233,25 +233,25 @@ class Request:
 
     @property
     def num_cacheable(self) -> int:
-        """Tokens at most whose KV may come out of the prefix cache."""
+        """Maximum tokens whose KV may come out of the prefix cache."""
         missing = self.missing_logprobs
         return len(self.known_ids) if missing is None else missing
 
     @property
     def missing_logprobs(self) -> int | None:
-        """The first token whose computing brings prompt log-probabilities that are missing."""
+        """First prompt token that has to be computed for a missing prompt log-probability."""
         if self.logprob_start_len is None:
             return None
         first = self.logprob_start_len + len(self.input_token_logprobs)
         return first if first < len(self.input_ids) - 1 else None
 
     def forget_prompt_logprobs(self) -> None:
-        """Compute them anew, where no token has come: they may be of other weights."""
+        """Compute them again if there is no token yet: they may be of other weights."""
         if not self.output_ids:
             self.input_token_logprobs, self.input_top_logprobs = [], []
 
     def take_prompt_logprobs(self, start: int, logprobs: Logprobs) -> None:
-        """Take those of the tokens behind the ones from ``start`` on, ``[tokens]``."""
+        """Take log-probabilities ``[tokens]`` of the tokens that follow those from ``start`` on."""
         assert self.logprob_start_len is not None
         assert self.top_logprobs is not None
         # what is known stays; nothing is known beyond the prompt
@@ -308,13 +308,13 @@ class Request:
 
     def _append(self, tokens: Sequence[int], num_drafts: int) -> int:
         """Take tokens, drafts first, up to where the request ends; returns how many stay."""
-        room, ends = self.num_left, self.end_token_ids
-        tokens = tokens[:room]
+        left, ends = self.num_left, self.end_token_ids
+        tokens = tokens[:left]
         end = None  # index of the first end token
         if not ends.isdisjoint(tokens):
             end = next(i for i, token in enumerate(tokens) if token in ends)
             tokens = tokens[: end + 1]
-        is_last = end is not None or len(tokens) == room
+        is_last = end is not None or len(tokens) == left
         shown = tokens if self.params.no_stop_trim else tokens[:end]
         count, matched = self._text.add(shown, flush=is_last)
         if matched is not None:
@@ -425,12 +425,12 @@ class PromptPiece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether a token is sampled behind it."""
+        """Whether a token is sampled after it."""
         return self.end == len(self.row.prefill_ids)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether it computes some that are missing, maybe behind those of unread pieces."""
+        """Whether it computes some that are missing, maybe after those of unread pieces."""
         missing = self.row.request.missing_logprobs
         return missing is not None and missing < self.end
 

@@ -236,11 +236,16 @@ class Scheduler:
     def _receive_prompts(self) -> None:
         """Go on with prompts that were computed elsewhere, and compute here what was given up."""
         is_idle = all(row.is_remote for row in self._running)
+        lost: set[RunningRequest] = set()
         for row, first in self.prompt_source.receive(is_idle=is_idle):
             if first is None:
-                self._requeue(row, is_cached=False)
+                lost.add(row)
             else:
                 self._take_first(row, first)
+        if lost:
+            # the oldest comes last, to the head of the queue; aborted ones do not run any more
+            for row in [row for row in reversed(self._running) if row in lost]:
+                self._requeue(row, is_cached=False)
 
     def _take_first(self, row: RunningRequest, first: FirstToken) -> None:
         """Go on as if the last chunk of the prompt had been computed and read here."""

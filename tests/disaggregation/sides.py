@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specjax import DisaggregatedEngine, Engine
-from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.decode import LocalPeer
 from specjax.disaggregation.messages import Message, Prefilled, Weights
 from specjax.testing import num_held
 

@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation import decode
-from specjax.disaggregation.decode import MOST_PIECES, Placing
-from specjax.disaggregation.local import LocalPeer
+from specjax.disaggregation.decode import MOST_PIECES, LocalPeer, Placing
 from specjax.disaggregation.messages import Message, Piece, Prefilled
 from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import PrefillServer, RemotePeer

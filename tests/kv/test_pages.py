@@ -100,18 +100,18 @@ def view_of(*tables: list[int], page_size: int = 4) -> PageView:
     return PageView(jnp.array(tables, jnp.int32), page_size, "reference")
 
 
-def test_slots_follow_the_page_table() -> None:
+def test_kv_indices_follow_the_page_table() -> None:
     view = view_of([3, 1, 0], [2, 0, 0])
     positions = jnp.array([[0, 3, 4, 7, 8, 11], [0, 1, 3, 4, 8, 9]], jnp.int32)
-    # a table entry of 0 is the padding page, whose slots are 0 .. page_size - 1
-    assert view.slots(positions).tolist() == [[12, 15, 4, 7, 0, 3], [8, 9, 11, 0, 0, 1]]
+    # a table entry of 0 is the padding page, whose indices are 0 .. page_size - 1
+    assert view.kv_indices(positions).tolist() == [[12, 15, 4, 7, 0, 3], [8, 9, 11, 0, 0, 1]]
 
 
-def test_slots_past_the_table_lie_in_the_padding_page() -> None:
+def test_kv_indices_past_the_table_lie_in_the_padding_page() -> None:
     positions = jnp.arange(8, 40, dtype=jnp.int32)[None]
-    slots = view_of([3, 1]).slots(positions)
-    assert slots.min() >= 0
-    assert slots.max() < 4
+    indices = view_of([3, 1]).kv_indices(positions)
+    assert indices.min() >= 0
+    assert indices.max() < 4
 
 
 def check_stored(view: PageView, attend, shape, expected) -> None:

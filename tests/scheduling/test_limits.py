@@ -64,20 +64,21 @@ def test_a_timeout_ends_running_and_waiting_requests(run_ahead) -> None:
         assert request in late or len(request.output_ids) == 40
 
 
-def test_a_full_queue_refuses_and_says_why() -> None:
-    serving = Serving(max_waiting_requests=1)
-    requests = serving.add(PROMPTS[:5], GREEDY)  # four slots and one that waits
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_full_queue_refuses_and_says_why(limit) -> None:
+    """Free slots do not count, so four requests are taken even without a queue."""
+    serving = Serving(max_waiting_requests=limit)
+    requests = serving.add(PROMPTS[: 4 + limit], GREEDY)
     (other,) = [make_request(PROMPTS[5], GREEDY, width=STEPS)]
-    with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
-        serving.scheduler.add(other)
-    serving.step()
-    with pytest.raises(QueueFullError, match="max_waiting_requests=1"):
-        serving.scheduler.add(other)
-    while serving.num_waiting:
+    for _ in range(2):
+        with pytest.raises(QueueFullError, match=f"max_waiting_requests={limit}"):
+            serving.scheduler.add(other)
+        serving.step()
+    while serving.num_waiting or len(serving.rows) == 4:
         serving.step()
     serving.scheduler.add(other)
     serving.finish()
-    assert [len(r.output_ids) for r in (*requests, other)] == [40] * 6
+    assert [len(r.output_ids) for r in (*requests, other)] == [40] * (5 + limit)
 
 
 def test_a_call_is_taken_whole_or_not_at_all() -> None:
@@ -90,15 +91,6 @@ def test_a_call_is_taken_whole_or_not_at_all() -> None:
     serving.scheduler.add(*three[:2])
     serving.finish()
     assert [len(r.output_ids) for r in three] == [40, 40, 0]
-
-
-def test_no_queue_at_all_is_no_refusal_while_slots_are_free() -> None:
-    serving = Serving(max_waiting_requests=0)
-    requests = serving.add(PROMPTS[:4], GREEDY)
-    with pytest.raises(QueueFullError):
-        serving.add(PROMPTS[4:5], GREEDY)
-    serving.finish()
-    assert all(len(r.output_ids) == 40 for r in requests)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -153,15 +153,11 @@ def loop(scheduler: CountingScheduler) -> Iterator[EngineLoop]:
 def test_a_call_hears_of_its_end_once(loop) -> None:
     short, long = CountingRequest("a", 2), CountingRequest("b", 9)
     caller = Caller(loop, short, long)
-    assert caller.rest() == [None]
+    assert caller.rest() == Caller(loop).rest() == [None]  # also without requests
     assert (len(short.output_ids), len(long.output_ids)) == (2, 9)
     loop.run(lambda: None)
     with pytest.raises(Empty):
         caller.items.get_nowait()
-
-
-def test_a_call_without_requests_ends(loop) -> None:
-    assert Caller(loop).rest() == [None]
 
 
 def test_a_stream_grows_and_ends_with_the_last_state(loop) -> None:
@@ -422,29 +418,6 @@ def test_submissions_race_with_the_end(scheduler) -> None:
         assert ends[-1] is not None
 
 
-def test_aborting_from_a_collection_inside_a_step(loop, scheduler, monkeypatch) -> None:
-    """A stream that is forgotten in a reference cycle may be collected by the loop's own thread."""
-    caller = Caller(loop, CountingRequest("a", None), is_stream=True)
-
-    class Abandoned:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            loop.abort(caller.call)
-
-    step = scheduler.step
-
-    def step_and_collect() -> None:
-        gc.collect()
-        step()
-
-    monkeypatch.setattr(scheduler, "step", step_and_collect)
-    Abandoned()
-    assert caller.rest()[-1] is None
-    assert caller.call.requests[0].finish_reason == {"type": "abort"}
-
-
 def test_a_stopped_loop_can_be_collected(scheduler) -> None:
     loop = EngineLoop(scheduler)  # type: ignore[arg-type]
     Caller(loop, CountingRequest("a", 2)).rest()
@@ -469,8 +442,8 @@ def test_a_sleeping_thread_holds_nothing_of_its_callers(loop) -> None:
         time.sleep(0.001)
 
 
-def test_a_courier_keeps_no_event_loop() -> None:
-    """Also where an item was carried that nobody will take."""
+def test_a_delivery_keeps_no_event_loop() -> None:
+    """Also if an item was carried that nobody will take."""
 
     def closed() -> tuple[Any, EventLoopDelivery]:
         event_loop = asyncio.new_event_loop()
@@ -487,7 +460,7 @@ def test_a_courier_keeps_no_event_loop() -> None:
     assert found() is None
 
 
-def test_a_courier_loses_nothing_and_keeps_the_order() -> None:
+def test_a_delivery_loses_nothing_and_keeps_the_order() -> None:
     count = 5000
 
     async def run() -> list[Any]:

@@ -9,15 +9,13 @@ import pytest
 from specjax.sampling.params import SamplingParams
 
 from ..runners import make_request, plain_output, plain_outputs
-from .serving import STEPS, Serving
+from .serving import STEPS, Letters, Serving
 
 RNG = np.random.default_rng(8)
 START = RNG.integers(6, 61, size=40).tolist()
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95)
 CHARGED = replace(SEEDED, repetition_penalty=1.4, presence_penalty=0.5)
-# (drafted tokens, tokens of a prompt that its last cached page needs beyond its end)
-LOOKAHEADS = pytest.mark.parametrize("num_steps", [0, STEPS])
 
 
 def one(serving: Serving, prompt, params=GREEDY, seed=0):
@@ -29,7 +27,7 @@ def one(serving: Serving, prompt, params=GREEDY, seed=0):
     return request
 
 
-@LOOKAHEADS
+@pytest.mark.parametrize("num_steps", [0, STEPS])
 @pytest.mark.parametrize(
     ("length", "params"),
     [
@@ -76,14 +74,6 @@ def test_a_stopped_request_leaves_only_what_it_keeps() -> None:
     """The device ran on behind the stop; a later request finds the kept text and no more."""
     whole = plain_output(tuple(START), GREEDY, 0)
     serving = Serving(is_cached=True, run_ahead=1)
-
-    class Letters:
-        def push(self, ids):
-            return "".join(chr(0x100 + i) for i in ids)
-
-        def flush(self):
-            return ""
-
     stop = Letters().push(whole[5:6])
     request = make_request(START, replace(GREEDY, stop=stop), width=STEPS, decoder=Letters())
     serving.add_all([request])

@@ -70,17 +70,6 @@ def test_noise_belongs_to_positions(num_steps) -> None:
     assert [r.output_ids for r in requests] == [out[1 + i :] for i, out in enumerate(whole)]
 
 
-def test_first_come_first_served() -> None:
-    serving = Serving()
-    requests = serving.add(PROMPTS, GREEDY)
-    while serving.scheduler.has_work:
-        serving.step()
-        started = [bool(request.output_ids) for request in requests]
-        assert started == sorted(started, reverse=True)
-        assert len(serving.rows) <= 4
-    serving.check_clean()
-
-
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_admission_waits_for_pages_in_order(run_ahead) -> None:
     """The pool holds the largest request and little else, though slots are free."""
@@ -251,21 +240,6 @@ def test_prompt_and_completion_may_fill_the_page_table(num_steps, prompt_len) ->
     assert dense.output_ids == dense_greedy(prompt, limit)
     assert neighbour.output_ids == plain_output(tuple(PROMPTS[1]), params, 0)
     assert request.output_ids == plain_output(tuple(prompt), params, 0)
-
-
-def test_results_are_cumulative_and_carry_their_identity() -> None:
-    serving = Serving()
-    (request,) = serving.add(PROMPTS[:1], GREEDY)
-    seen: list[list[int]] = []
-    while serving.scheduler.has_work:
-        serving.step()
-        out = request.result()
-        assert out["meta_info"]["id"] == "r"
-        assert out["meta_info"]["prompt_tokens"] == len(PROMPTS[0])
-        assert out["meta_info"]["completion_tokens"] == len(out["output_ids"])
-        assert not seen or out["output_ids"][: len(seen[-1])] == seen[-1]
-        seen.append(out["output_ids"])
-    assert len(seen[-1]) == 24
 
 
 def test_prompts_are_computed_together_and_share_pages_at_once() -> None:

@@ -18,8 +18,7 @@ from specjax.scheduling.request import Request
 
 from ..runners import copied_runner, copied_weights, make_request, run_requests, target_model
 from ..settings import counted_compilations
-from .serving import Serving
-from .test_retraction import Letters
+from .serving import Letters, Serving
 
 NUM_PROMPTS = 60
 NUM_PAGES = 1 + 19  # the largest request takes 16 and four may run
