@@ -112,7 +112,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     try:
         # numpy's float64 is a float, but not to msgspec
         made = msgspec.convert(float(value) if isinstance(value, float) else value, kind)
-        if not isinstance(made, float) or math.isfinite(made):
+        if not isinstance(made, float) or is_number(value):
             return made
     except (msgspec.ValidationError, RecursionError):
         pass

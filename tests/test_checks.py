@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from decimal import Decimal
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ Flag = Annotated[bool, Meta(description="true or false")]
         (-math.inf, float | None, "x=-inf must be a finite number", None),
         (False, float, "x=False must be a finite number", None),
         (10**400, float, f"x={10**400} must be a finite number", None),
+        (Decimal(1), float, "x=Decimal('1') must be a finite number", None),
         (1, bool, "x=1 must be a bool", None),
         (1, Flag | None, "x=1 must be true or false", None),
         (None, str, "x=None must be a string", None),
