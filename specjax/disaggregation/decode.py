@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from weakref import WeakSet
 
 import jax
 import numpy as np
+from msgspec import structs
+from msgspec.structs import replace
 
 from specjax.disaggregation.messages import (
     Arrival,
@@ -347,7 +349,7 @@ class Placing:
         if self._is_closed:
             return
         placed = self._prompts.placed(message)
-        jax.block_until_ready(vars(placed))
+        jax.block_until_ready(structs.asdict(placed))
         self._loop.post(partial(self._prompts.take, placed, taken))
 
 

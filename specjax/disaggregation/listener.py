@@ -1,27 +1,71 @@
-"""A listener: the side of a channel that others connect to."""
+"""A listener: the side of channels that others connect to."""
 
 import logging
 import socket
 import threading
 import time
+from collections import deque
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from specjax.disaggregation.address import check_secret, format_address, parse_address
-from specjax.disaggregation.channel import PULSE, Accept, Pulse
-from specjax.disaggregation.connecting import SayHello, greet
-from specjax.disaggregation.handshake import LISTENING
-from specjax.disaggregation.sockets import Sockets
+from specjax.disaggregation.channel import (
+    LANES,
+    PULSE,
+    WINDOW,
+    Bell,
+    Channel,
+    ChannelClosed,
+    Deliver,
+    Lost,
+    Opened,
+    Pulse,
+    SayHello,
+    Sent,
+    places,
+    prepare,
+)
+from specjax.disaggregation.frames import Assembler, Frame, encode
+from specjax.disaggregation.messages import Hello, Message, Open, Taken, WireError
+from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 64
-PAUSE = 0.1  # seconds after a failure to accept: out of descriptors, for instance
+MAX_CONNECTIONS = 512  # those of 128 decode sides; a silent one takes 5 KB
+# Heartbeats in which a decode side must take MIN_FRAMES while more than a window waits for it. At
+# less than 1.6 MB/s it computes any prompt faster than it gets its KV.
+MAX_STALL = 10
+MIN_FRAMES = 16
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+EVENTS = REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
+
+
+class _Side(Channel):
+    """A decode side; what is not of :class:`Channel` belongs to the listener's thread."""
+
+    deliver: Deliver
+    lost: Lost | None = None
+
+    def __init__(self, lanes: list[bytes], assembler: Assembler, *channel: Any) -> None:
+        super().__init__(*channel)
+        self.lanes = lanes
+        self.assembler = assembler
+        self.frames: deque[Frame | Sent] = deque()  # and what is called after them
+        self.num_sent = 0
+        self.num_taken = 0
+        self.mark = 0  # what it had taken when the listener looked for progress last
+        self.num_ticks = 0  # since then
 
 
 class Listener:
-    """Takes connections until it is closed, and makes a channel of each that shakes hands.
+    """Takes decode sides until it is closed, each with a queue of its own.
 
-    Handshakes run in threads of their own, of which there are few: whoever comes while all are
-    busy is hung up on. Strangers can do no more than that.
+    One thread has all sockets. Another one waits for arrays that a device still computes. Whoever
+    does not know the secret costs a connection for the time of a handshake.
 
     Attributes:
         address: where it listens, with the port that was chosen for port 0.
@@ -34,95 +78,269 @@ class Listener:
         hello: SayHello,
         secret: str,
         max_bytes: int,
-        accept: Accept,
-        timeout: float = 5.0,
+        opened: Opened,
         pulse: Pulse = PULSE,
-        max_handshakes: int = 16,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         """Listens when it returns.
 
         Args:
-            hello: called for each connection.
+            hello: called for each decode side.
             max_bytes: of the arrays of one received message.
-            accept: called from a thread of its own with each new channel, before the channel
-                receives anything; returns what ``deliver`` and ``lost`` are to
-                :func:`~specjax.disaggregation.connecting.connect`, or raises to refuse it.
-            timeout: seconds for a handshake.
+            opened: called with each new channel before it receives anything; returns ``deliver``,
+                for each message in order, and ``lost``, once at the end with the reason. Raises
+                ValueError if the peer does not fit. All of them are called in the same thread.
 
         Raises:
-            ValueError: the address is none, or lacks a secret.
+            ValueError: the address is not one, or lacks a secret.
             OSError: it cannot be listened at.
         """
-        self._key = check_secret(address, secret)
+        key = check_secret(address, secret)
+        host, _ = parse_address(address)
+        [place, *_] = places(address)
         self._hello = hello
         self._max_bytes = max_bytes
-        self._accept = accept
-        self._timeout = timeout
+        self._opened = opened
         self._pulse = pulse
-        self._free = threading.BoundedSemaphore(max_handshakes)
-        self._sockets = Sockets()
-        self._sock = _listening(*parse_address(address))
-        self.address = format_address(*self._sock.getsockname()[:2])
-        self._thread = threading.Thread(target=self._run, name="specjax-listen", daemon=True)
-        self._thread.start()
+        self._max_connections = max_connections
+        self._is_closing = False
+        self._sides: dict[bytes, _Side] = {}  # by each of their lanes
+        # by token: the lanes of decode sides of which not all have come
+        self._openings: dict[bytes, dict[int, bytes]] = {}
+        self._connections: set[int] = set()
+        self._num_refused = self._num_excess = 0  # since the last heartbeat
+        self._messages: SimpleQueue[tuple[Channel, Message, Sent | None] | None] = SimpleQueue()
+        self._bell = Bell()
+        self._context = zmq.Context(io_threads=LANES)
+        try:
+            self._router = self._context.socket(zmq.ROUTER)
+            prepare(self._router, key, pulse, listens=True)
+            self._router.router_mandatory = True  # sending to one that has gone is an error
+            self._monitor = self._router.get_monitor_socket(EVENTS)
+            self._router.bind(place)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, f"{address}: {error.strerror}") from None
+        self._port = int(
+            str(self._router.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").rpartition(":")[2]
+        )
+        self.address = format_address(host, self._port)
+        self._encoder = start_device_thread(self._encode_all, "specjax-send", self.close)
+        self._thread = start_device_thread(self._run, "specjax-listen", self.close)
 
     def close(self) -> None:
-        """Listen no more and end handshakes under way; open channels stay open."""
-        self._sockets.close()
+        """End all channels and listen no more."""
+        self._is_closing = True
+        self._bell.ring()
         if threading.current_thread() is not self._thread:
-            self._thread.join(self._timeout)
+            self._thread.join(self._pulse.handshake)
+
+    # The thread that waits for devices.
+
+    def _encode_all(self) -> None:
+        while (item := self._messages.get()) is not None:
+            side, message, sent = item
+            if isinstance(side, _Side) and side.is_open:
+                try:
+                    side.frames.extend(encode(message))
+                    if sent is not None:
+                        side.frames.append(sent)
+                except Exception as error:
+                    logger.exception("a message could not be sent")
+                    side.end(error)
+                self._bell.ring()
+            del item, side, message, sent  # a device's memory may hang on it
+
+    # The thread of the sockets.
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._router, self._monitor, self._bell.fd):
+            poller.register(source, zmq.POLLIN)
+        ticked = time.monotonic()
         try:
-            with self._sock, self._sockets.held(self._sock):
-                while not self._sockets.is_closed:
-                    self._take()
-        except ConnectionAbortedError:  # closed before it could run
-            pass
+            while not self._is_closing:
+                ready = dict(poller.poll(round(1000 * self._pulse.interval)))
+                if self._bell.fd in ready:
+                    self._bell.silence()
+                if self._router in ready:
+                    self._receive()
+                if self._monitor in ready:
+                    self._watch()
+                # intervals are counted, not seconds: in a process that was stopped none has passed
+                if is_tick := time.monotonic() - ticked >= self._pulse.interval:
+                    ticked = time.monotonic()
+                    self._tick()
+                for side in set(self._sides.values()):
+                    try:
+                        self._serve(side, is_tick)
+                    except Exception as error:
+                        logger.exception("a decode side could not be served")
+                        side.end(error)
+        except Exception:
+            logger.exception("%s can be reached no more", self.address)
+        finally:
+            for side in set(self._sides.values()):
+                side.end(ChannelClosed("this side closed the connection"))
+                self._drop(side)
+            self._router.disable_monitor()
+            self._context.destroy(linger=0)
+            self._messages.put(None)
 
-    def _take(self) -> None:
-        try:
-            sock, _ = self._sock.accept()
-        except OSError as error:
-            if not self._sockets.is_closed:
-                logger.warning("%s cannot take a connection: %s", self.address, error)
-                time.sleep(PAUSE)
-            return
-        if not self._free.acquire(blocking=False):
-            logger.warning("%s has too many handshakes under way", self.address)
-            sock.close()
-            return
-        name = "specjax-handshake"
-        try:
-            threading.Thread(target=self._greet, args=(sock,), name=name, daemon=True).start()
-        except RuntimeError as error:  # no more threads
-            logger.warning("%s cannot take a connection: %s", self.address, error)
-            self._free.release()
-            sock.close()
-
-    def _greet(self, sock: socket.socket) -> None:
-        try:
+    def _receive(self) -> None:
+        for _ in range(WINDOW):
             try:
-                with self._sockets.held(sock):
-                    channel = greet(
-                        sock,
-                        LISTENING,
-                        self._key,
-                        self._hello,
-                        max_bytes=self._max_bytes,
-                        deadline=time.monotonic() + self._timeout,
-                        pulse=self._pulse,
-                    )
-            finally:
-                self._free.release()
-            self._sockets.check_open()
-            channel.admit(self._accept)
+                lane, *frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            if side := self._sides.get(lane.bytes):
+                if side.is_open:
+                    self._feed(side, lane.bytes, frames)
+            elif len(frames) == 1:
+                self._open(lane.bytes, frames[0].buffer)
+
+    def _feed(self, side: _Side, lane: bytes, frames: list[zmq.Frame]) -> None:
+        try:
+            if lane != side.lanes[0] or len(frames) != 1:
+                raise WireError("a frame came where none was due")
+            message = side.assembler.feed(frames[0].buffer)
+            if isinstance(message, Taken):
+                side.num_taken += message.count
+                if side.num_taken > side.num_sent:
+                    raise WireError(f"{side.num_taken} frames of {side.num_sent} were taken")
+            elif isinstance(message, Open | Hello):
+                raise WireError("the peer said hello twice")
+            elif message is not None:
+                side.deliver(message)
         except Exception as error:
-            sock.close()
-            if not self._sockets.is_closed:
-                logger.warning("%s refused a connection: %s", self.address, error)
+            if not isinstance(error, OSError | WireError):
+                logger.exception("a message could not be delivered")
+            side.end(error)
 
+    def _open(self, lane: bytes, frame: memoryview) -> None:
+        try:
+            message = Assembler(0).feed(frame)
+        except WireError:  # of a decode side that was hung up on, for instance
+            return
+        if not isinstance(message, Open) or message.lane >= LANES:
+            return
+        if any(lane in opening.values() for opening in self._openings.values()):
+            return
+        if len(self._openings) > self._max_connections:  # those of lost connections stay
+            self._openings.clear()
+        opening = self._openings.setdefault(message.token, {})
+        opening[message.lane] = lane
+        if len(opening) < LANES:
+            return
+        del self._openings[message.token]
+        lanes = [opening[number] for number in range(LANES)]
+        side = _Side(
+            lanes, Assembler(self._max_bytes), Hello(facts=message.facts), self._bell, self._queue
+        )
+        self._sides.update(dict.fromkeys(lanes, side))
+        try:
+            side.frames.extend(encode(self._hello()))
+            side.deliver, side.lost = self._opened(side)
+        except Exception as error:
+            logger.warning("%s refused a decode side: %s", self.address, error)
+            self._send_frames(side)  # so that it can say what differs
+            side.end(error)
 
-def _listening(host: str, port: int) -> socket.socket:
-    family, *_, place = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)[0]
-    return socket.create_server(place[:2], family=family, backlog=BACKLOG)
+    def _queue(self, side: Channel, message: Message, sent: Sent | None) -> None:
+        self._messages.put((side, message, sent))
+
+    def _serve(self, side: _Side, is_tick: bool) -> None:
+        if side.is_open:
+            self._send_frames(side)
+        if is_tick and side.is_open:
+            self._check_progress(side)
+            self._send(side, b"")  # a heartbeat, that finds out whether it has gone
+        if not side.is_open:
+            self._drop(side)
+
+    def _send_frames(self, side: _Side) -> None:
+        while side.frames and side.num_sent - side.num_taken < WINDOW:
+            frame = side.frames[0]
+            if callable(frame):
+                frame()
+            elif not self._send(side, frame):
+                return
+            side.frames.popleft()
+
+    def _send(self, side: _Side, *frames: Frame) -> bool:
+        lane = side.lanes[side.num_sent % LANES]
+        try:
+            self._router.send_multipart([lane, *frames], zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:
+            side.end(ChannelClosed("the peer closed the connection"))
+            return False
+        side.num_sent += 1
+        return True
+
+    def _check_progress(self, side: _Side) -> None:
+        side.num_ticks += 1
+        if not side.frames or side.num_taken - side.mark >= MIN_FRAMES:
+            side.mark, side.num_ticks = side.num_taken, 0
+        elif side.num_ticks >= MAX_STALL:
+            logger.warning("hanging up on a decode side that takes too little of its KV")
+            side.end(ChannelClosed("this side takes too little of what it asked for"))
+
+    def _drop(self, side: _Side) -> None:
+        assert side.reason is not None
+        side.frames.clear()
+        self._send(side, b"", str(side.reason).encode()[:1000])  # two frames: the end
+        for lane in side.lanes:
+            del self._sides[lane]
+        if side.lost is not None:
+            try:
+                side.lost(side.reason)
+            except Exception:
+                logger.exception("the end of a connection could not be told")
+
+    def _watch(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._admit(event["value"])
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._connections.discard(event["value"])
+            else:
+                self._num_refused += 1
+
+    def _admit(self, descriptor: int) -> None:
+        """Count a connection of libzmq, or hang up on it if there are too many."""
+        if len(self._connections) < self._max_connections:
+            self._connections.add(descriptor)
+        else:
+            self._num_excess += 1
+            self._is_connected(descriptor, hangs_up=True)
+
+    def _is_connected(self, descriptor: int, *, hangs_up: bool = False) -> bool:
+        """Whether it is a connection of this listener; hang up on it if asked."""
+        # libzmq may have closed it, and what has its number now may be anything
+        with (
+            suppress(OSError, IndexError),
+            socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as sock,
+        ):
+            is_ours = bool(sock.getpeername()) and sock.getsockname()[1] == self._port
+            if is_ours and hangs_up:
+                sock.shutdown(socket.SHUT_RDWR)
+            return is_ours
+        return False
+
+    def _tick(self) -> None:
+        if self._num_refused:
+            logger.warning(
+                "%s refused %d connections that were not of decode sides with this version and "
+                "disaggregation_secret",
+                self.address,
+                self._num_refused,
+            )
+            self._num_refused = 0
+        if self._num_excess:
+            logger.warning("%s has %d connections too many", self.address, self._num_excess)
+            self._num_excess = 0
+        # libzmq may tell the end of a connection before its beginning
+        self._connections = set(filter(self._is_connected, self._connections))

@@ -1,19 +1,37 @@
-"""Messages between a decode process, which asks, and a prefill process, which does prompts.
+"""Messages between a decode process, which asks, and a prefill process, which computes prompts.
 
-An array is anything with ``__array__``: the sender may give arrays of a device, the receiver gets
-those of numpy. The wire checks types, ranges and sizes; that shapes and dtypes of arrays are those
-of the model is for the receiver to check.
+An array is anything with ``__array__``. The sender may give arrays of a device. The receiver gets
+those of numpy. Types, ranges and sizes are checked before a message is delivered. Whether shapes
+and dtypes of arrays are those of the model is for the receiver to check.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
-Array = Any
-Natural = Annotated[int, "from 0 to 2**64 - 1"]
+from msgspec import Meta, Struct
+
+if TYPE_CHECKING:
+    Array = Any
+else:
+
+    @runtime_checkable
+    class Array(Protocol):
+        """What msgspec hands to the hooks of :mod:`~specjax.disaggregation.frames`."""
+
+        def __array__(self) -> Any: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+Natural = Annotated[int, Meta(ge=0)]  # msgpack has no integers above 2**64 - 1
+
+
+class WireError(ValueError):
+    """Bytes or values that are not a message; a connection that brought them is of no more use."""
+
+
+class _Struct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Hello(_Struct, frozen=True):
     """The first message of each side.
 
     Attributes:
@@ -24,8 +42,7 @@ class Hello:
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(_Struct, frozen=True):
     """The decode side asks: prefill this prompt, and send its KV rows.
 
     Attributes:
@@ -40,7 +57,7 @@ class Job:
             log probabilities at all.
         logprob_start_len: the prompt's token from which on it has log probabilities too; ``None``
             for none of them.
-        return_hidden_states: whether hidden states of the first token are wanted.
+        return_hidden_states: whether hidden states of the first token are requested.
         timeout: seconds after which nobody waits for it any more; ``None`` for no limit.
     """
 
@@ -57,20 +74,18 @@ class Job:
     timeout: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cancel:
+class Cancel(_Struct, frozen=True):
     """The decode side says: nobody waits for this job any more."""
 
     id: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(_Struct, frozen=True):
     """The prefill side sends KV rows of the tokens ``start`` to ``start + count - 1``.
 
     Attributes:
-        kv: one array for each pool of rows, in the dtype of the pool; what lies behind ``count``
-            tokens is padding.
+        kv: one array for each pool of rows, in the dtype of the pool; rows after the first
+            ``count`` are padding.
     """
 
     id: Natural
@@ -79,8 +94,7 @@ class Piece:
     kv: tuple[Array, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prefilled:
+class Prefilled(_Struct, frozen=True):
     """The prefill side says: the prompt is done, and all its pieces are sent.
 
     Attributes:
@@ -105,16 +119,14 @@ class Prefilled:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused:
+class Refused(_Struct, frozen=True):
     """The prefill side will not do a job, or not to its end."""
 
     id: Natural
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights:
+class Weights(_Struct, frozen=True):
     """This side's weights have changed; ``weights`` is their fingerprint."""
 
     weights: str
@@ -122,3 +134,26 @@ class Weights:
 
 Message = Hello | Job | Cancel | Piece | Prefilled | Refused | Weights
 Arrival = Piece | Prefilled | Refused  # what a prefill side says of one job
+
+
+# Messages of the connection itself, which nobody else sees.
+
+
+class Open(_Struct, frozen=True):
+    """The first message of each lane: a decode side has several connections.
+
+    Attributes:
+        token: random, and the same for all lanes of a decode side.
+        lane: number of the lane.
+        facts: those of :class:`Hello`.
+    """
+
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    lane: Natural
+    facts: dict[str, Any]
+
+
+class Taken(_Struct, frozen=True):
+    """The decode side has taken this many more frames."""
+
+    count: Natural

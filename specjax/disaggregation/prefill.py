@@ -2,17 +2,26 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
+from msgspec.structs import replace
 
 from specjax.checks import check_integer
-from specjax.disaggregation.messages import Cancel, Job, Message, Piece, Prefilled, Refused, Weights
+from specjax.disaggregation.messages import (
+    Cancel,
+    Job,
+    Message,
+    Piece,
+    Prefilled,
+    Refused,
+    Weights,
+    WireError,
+)
 from specjax.disaggregation.rows import RowPort
-from specjax.disaggregation.values import WireError
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call, EngineLoop
@@ -58,6 +67,11 @@ class PrefillJobs(PromptSource):
     @property
     def peer_connected(self) -> bool:
         return bool(self._askers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV of one token."""
+        return self._port.token_bytes
 
     def hosted(self, message: Message) -> Message:
         """A message whose arrays are on their way to the host. In the loop's thread."""

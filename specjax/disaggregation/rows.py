@@ -211,6 +211,12 @@ class RowPort:
         return {"both": both, "rows": rows}
 
     @property
+    def token_bytes(self) -> int:
+        """Of the KV of one token."""
+        width = self.widths[-1]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self._kv[width]) // width
+
+    @property
     def most_bytes(self) -> int:
         """Of the arrays of one message: a piece, or all else that a prefill side sends."""
         config = self._runner.config

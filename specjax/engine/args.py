@@ -110,7 +110,7 @@ class EngineArgs:
         disaggregation_address: ``host:port`` that a prefill side listens at and a decode side
             connects to; ``None`` where both are in one process.
         disaggregation_secret: what both sides know, and needed where they are on different hosts.
-            It is neither sent nor shown; what is sent is not encrypted.
+            It is neither sent nor shown; all that is sent is encrypted.
         simulate_accept_length: accept this many tokens a round on average, right or wrong, to
             measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree along its
             deepest path, which may be shorter.

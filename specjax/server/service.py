@@ -1,7 +1,6 @@
 """What all routes share: the engine once it is there, requests in hand, and who may use what."""
 
 import hmac
-import ipaddress
 import re
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from specjax.checks import check_integer
+from specjax.disaggregation.address import is_loopback as is_loopback
 from specjax.engine import Engine
 from specjax.server.exchange import Exchange, LargeBodies, UnreadAnswers
 from specjax.server.fields import ApiError, Body, IgnoredFields
@@ -103,14 +103,6 @@ def _only(exchange: Exchange, name: bytes) -> bytes | None:
     if len(values) > 1:
         raise ApiError(400, f"the header {name.decode()} comes {len(values)} times")
     return values[0] if values else None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address is this host's own, which nobody else reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Service:

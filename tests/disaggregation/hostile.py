@@ -1,41 +1,39 @@
 """Sides that know the secret and send what they should not: frames, jobs and answers."""
 
-import hmac
-import json
 import random
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
+import zmq
+from msgspec.structs import replace
 
 from specjax import Engine
 from specjax.disaggregation.channel import Channel, Deliver, Lost
-from specjax.disaggregation.handshake import CONNECTING, receive_into, shake_hands
+from specjax.disaggregation.dialer import Dialer
+from specjax.disaggregation.frames import encode
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import (
     Cancel,
     Hello,
     Job,
     Message,
+    Open,
     Piece,
     Prefilled,
     Refused,
+    Taken,
     Weights,
 )
 from specjax.disaggregation.prefill import Asker
-from specjax.disaggregation.reconnect import Reconnecting
 from specjax.disaggregation.remote import RemotePeer
-from specjax.disaggregation.wire import HEADER, MAC_BYTES, Reader, encode
 
-SECRET = "between us"
-SECONDS = 30.0
+from .peers import SECRET, End, raw_lanes
 
 
 def hello_of(engine: Engine) -> Hello:
@@ -43,84 +41,64 @@ def hello_of(engine: Engine) -> Hello:
     return Hello(facts=prompts.facts | {"weights": prompts.weights})
 
 
-def frame_of(message: Message, sequence: int, key: bytes) -> bytes:
-    return b"".join(encode(message, sequence, key))
-
-
 # frames
 
 
 def garbled(rng: random.Random, data: bytes) -> bytes:
-    tokens = [b"{", b"}", b"[", b"]", b",", b":", b"null", b"-1", b'""', b"1e9", b"true", b"NaN"]
     wrong = bytearray(data)
     for _ in range(rng.randint(1, 8)):
         at = rng.randrange(len(wrong))
-        wrong[at : at + rng.randrange(4)] = rng.choice([rng.choice(tokens), rng.randbytes(2)])
+        wrong[at : at + rng.randrange(4)] = rng.randbytes(rng.randrange(3))
     return bytes(wrong)
 
 
-def changed_value(rng: random.Random, frame: bytes, key: bytes) -> bytes:
-    """An authentic frame, of which one field has another value, or none, or another name."""
-    magic, schema, count, num_bytes, sequence = HEADER.unpack(frame[: HEADER.size])
-    body = json.loads(frame[HEADER.size : HEADER.size + count])
-    values: list[Any] = [None, -1, 2**64, 2**63, 1.5, "", [], {}, True, [[]], {"a": {}}, "x" * 999]
-    name = rng.choice(sorted(body["fields"]))
+def changed_value(rng: random.Random, head: bytes) -> bytes:
+    """A first frame of which one field has another value, or none, or another name."""
+    body = msgspec.msgpack.decode(head)
+    values: list[Any] = [None, -1, 2**63, 1.5, "", [], {}, True, [[]], {"a": {}}, "x" * 999]
+    name = rng.choice(sorted(body))
     what = rng.randrange(4)
     if what == 0:
-        del body["fields"][name]
+        del body[name]
     elif what == 1:
-        body["fields"][name + "s"] = 1
+        body[name + "s"] = 1
     else:
-        body["fields"][name] = rng.choice(values)
-    text = json.dumps(body).encode()
-    head = HEADER.pack(magic, schema, len(text), num_bytes, sequence) + text
-    arrays = frame[HEADER.size + count + MAC_BYTES :]
-    return head + hmac.digest(key, head, "sha256") + arrays
+        body[name] = rng.choice(values)
+    return msgspec.msgpack.encode(body)
 
 
-def wrong_bytes(rng: random.Random, message: Message, sequence: int, key: bytes) -> bytes:
-    """A frame that is corrupted, truncated, replayed or foreign."""
-    good = partial(frame_of, message, sequence, key)
-    made: Sequence[Callable[[], bytes]] = (
-        lambda: garbled(rng, good()),
-        lambda: good()[: rng.randrange(1, len(good()))],
-        lambda: good() + good(),  # the second one is a replay
-        lambda: frame_of(message, sequence + rng.choice((-1, 1, 2**32)), key),
-        lambda: frame_of(message, sequence, rng.randbytes(32)),  # of another connection
-        lambda: changed_value(rng, good(), key),
-        lambda: rng.randbytes(rng.randrange(1, 300)),
-        lambda: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        lambda: frame_of(Hello(facts={}), sequence, key),
+def wrong_frames(rng: random.Random, message: Message) -> list[bytes]:
+    """Frames that are corrupted, cut, doubled or foreign."""
+    head, *rest = (bytes(frame) for frame in encode(message))
+    made: Sequence[Callable[[], list[bytes]]] = (
+        lambda: [garbled(rng, head), *rest],
+        lambda: [head[: rng.randrange(len(head))], *rest],
+        lambda: [head, *(frame[:-1] for frame in rest), head],
+        lambda: [head, *rest, *rest, b"x"],
+        lambda: [head, *rest, head, *rest],  # the second one is a replay
+        lambda: [changed_value(rng, head), *rest],
+        lambda: [rng.randbytes(rng.randrange(1, 300))],
+        lambda: [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+        lambda: [bytes(frame) for frame in encode(Hello(facts={}))],
+        lambda: [bytes(frame) for frame in encode(Taken(count=2**40))],
+        lambda: [bytes(frame) for frame in encode(Open(token=bytes(16), lane=0, facts={}))],
     )
     return rng.choice(made)()
 
 
-@contextmanager
-def intruding(address: str, hello: Hello) -> Iterator[tuple[socket.socket, bytes]]:
-    """A decode side in the raw, behind its hello, and the key of what it sends."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + SECONDS
-    with socket.create_connection((host, int(port)), SECONDS) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keys = shake_hands(sock, CONNECTING, SECRET.encode(), deadline)
-        sock.sendall(frame_of(hello, 0, keys.sending))
-        read_into = partial(receive_into, sock, deadline=deadline)
-        assert isinstance(Reader(read_into, key=keys.receiving, max_bytes=0).read(), Hello)
-        yield sock, keys.sending
-
-
-def send_wrong_bytes(rng: random.Random, address: str, hello: Hello, job: Job) -> None:
-    """A good job, sometimes, then wrong bytes; then the end, sometimes heard of."""
-    with intruding(address, hello) as (sock, key), suppress(OSError):
-        sequence = 1
+def send_wrong_frames(rng: random.Random, address: str, hello: Hello, job: Job) -> None:
+    """A good job, sometimes, then wrong frames; then the end, sometimes heard of."""
+    with raw_lanes(address, hello) as lanes:
         if rng.random() < 0.3:
-            sock.sendall(frame_of(job, sequence, key))
-            sequence += 1
-        sock.sendall(wrong_bytes(rng, job, sequence, key))
+            for frame in encode(job):
+                lanes[0].send(frame)
+        for frame in wrong_frames(rng, job):
+            lanes[0].send(frame)
         if rng.random() < 0.3:
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(65536):
-                pass
+            lanes[1].rcvtimeo = 100
+            with suppress(zmq.Again):
+                while lanes[1].recv():
+                    pass
 
 
 # jobs
@@ -175,7 +153,7 @@ WRONG_JOBS: dict[str, list[Any]] = {
     "logprob_start_len": [-(2**40), -1, 0, 5, 19, 20, 2**40],
     "return_hidden_states": [True],
     "timeout": [-1.0, 0.0, 1e-9, 1e-3, 1e300],
-    "rid": ["", "\ud800", "\n" * 100, "x" * 100_000],
+    "rid": ["", "\n" * 100, "x" * 100_000],
 }
 
 
@@ -275,10 +253,10 @@ def wrong_answers(rng: random.Random, message: Any, honest: Weights) -> list[Mes
 
 
 class Impostor:
-    """A prefill side that changes what the one behind it sends.
+    """A prefill side that changes what the one that it asks sends.
 
     Attributes:
-        num_sent: messages that were changed, or bytes sent in the place of one.
+        num_sent: messages that were changed, or for which wrong frames were sent.
     """
 
     def __init__(self, prefill: Any, rng: random.Random, share: float) -> None:
@@ -291,30 +269,24 @@ class Impostor:
             hello=lambda: hello_of(prefill),
             secret=SECRET,
             max_bytes=2**24,
-            accept=self._accept,
+            opened=self._opened,
         )
         self.address = self._listener.address
-        self._channels: list[Channel] = []
 
     def close(self) -> None:
         self._listener.close()
-        for channel in self._channels:
-            channel.close()
 
-    def _accept(self, channel: Channel) -> tuple[Deliver, Lost]:
-        self._channels = [one for one in self._channels if one.is_open] + [channel]
+    def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
         asker = Asker(*self._prefill._side, partial(self._reply, channel))
         return asker.take, lambda error: asker.lost()
 
-    def _reply(self, channel: Channel, message: Message) -> None:
+    def _reply(self, channel: Any, message: Message) -> None:
         if isinstance(message, Weights) or self._rng.random() >= self._share:
             answers = [message]
         elif self.sends_bytes:
             self.num_sent += 1
-            with channel._writing, suppress(OSError):
-                data = wrong_bytes(self._rng, message, channel._sequence, channel._key)
-                channel._sock.sendall(data)
-                channel._sock.shutdown(socket.SHUT_WR)
+            channel.frames.extend([*wrong_frames(self._rng, message), channel.close])
+            channel._bell.ring()
             return
         else:
             answers = wrong_answers(self._rng, message, Weights(weights=self._weights))
@@ -331,27 +303,24 @@ class QuickPeer(RemotePeer):
 
     def __init__(self, address: str, side: Any) -> None:
         self._side, self.address, self._is_closed = side, address, False
-        self._connecting = Reconnecting(
+        self._dialer = Dialer(
             address,
             hello=lambda: Hello(facts=side[1].facts | {"weights": side[1].weights}),
             secret=SECRET,
             max_bytes=side[1].most_bytes,
-            check_hello=self._check,
             opened=self._opened,
             first_wait=0.001,
             max_wait=0.01,
         )
 
 
-class Answers:
-    """What a hostile decode side hears, by its jobs; ``on_message`` may hold it up."""
+class Answers(End):
+    """What a hostile decode side hears, by its jobs."""
 
     def __init__(self) -> None:
-        self.on_message: Callable[[], Any] = lambda: None
+        super().__init__()
         self.last: SimpleQueue[Prefilled | Refused] = SimpleQueue()
-        self.ends: SimpleQueue[Exception] = SimpleQueue()
 
     def deliver(self, message: Message) -> None:
-        self.on_message()
         if isinstance(message, Prefilled | Refused):
             self.last.put(message)

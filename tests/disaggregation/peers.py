@@ -1,83 +1,90 @@
 """Ends of channels for tests, and a check that nothing of them is left."""
 
-import hmac
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
-from specjax.disaggregation.channel import Accept, Channel, Deliver, Lost, Pulse
-from specjax.disaggregation.connecting import connect
-from specjax.disaggregation.handshake import MAGIC, PREAMBLE, Keys
-from specjax.disaggregation.listener import Listener
-from specjax.disaggregation.messages import Hello, Message
-from specjax.disaggregation.wire import SCHEMA, encode
+import zmq
 
-SECONDS = 10.0  # nothing here takes longer unless it hangs
+from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse, prepare
+from specjax.disaggregation.dialer import Dialer
+from specjax.disaggregation.frames import encode
+from specjax.disaggregation.listener import Listener
+from specjax.disaggregation.messages import Hello, Message, Open, Taken
+
+SECONDS = 30.0  # nothing here takes longer unless it hangs
 SECRET = "between us"
 MAX_BYTES = 2**26
 HELLO = Hello(facts={"weights": "w", "page_size": 16})
-QUICK = Pulse(interval=0.05, silence=0.4)
+QUICK = Pulse(interval=0.1, silence=1.0, handshake=1.0)
 
 
 class End:
     """One end of a channel: what arrives there, and how it ends."""
 
     def __init__(self) -> None:
-        self.channel: Channel | None = None
+        self.opened: SimpleQueue[Channel] = SimpleQueue()
         self.messages: SimpleQueue[Message] = SimpleQueue()
         self.ends: SimpleQueue[Exception] = SimpleQueue()
-        self.on_message: Callable[[Message], None] = self.messages.put
+        self.on_message: Callable[[Message], Any] = self.messages.put
+        self.channel: Channel
 
     def accept(self, channel: Channel) -> tuple[Deliver, Lost]:
         self.channel = channel
+        self.opened.put(channel)
         return self.deliver, self.ends.put
 
     def deliver(self, message: Message) -> None:
         self.on_message(message)
 
+    def wait(self) -> Channel:
+        return self.opened.get(timeout=SECONDS)
+
     def take(self, count: int) -> list[Message]:
         return [self.messages.get(timeout=SECONDS) for _ in range(count)]
 
-    def ended(self) -> Exception:
+    def ended(self) -> str:
         """Why the channel has ended; it must not end twice."""
         error = self.ends.get(timeout=SECONDS)
-        assert self.channel is not None
         assert not self.channel.is_open
         assert self.ends.empty()
-        return error
+        return str(error)
 
 
-def listen(accept: Accept, **options: Any) -> Listener:
+@contextmanager
+def listening(end: End, address: str = "127.0.0.1:0", **options: Any) -> Iterator[Listener]:
     options = {"secret": SECRET, "max_bytes": MAX_BYTES, "hello": lambda: HELLO} | options
-    return Listener("127.0.0.1:0", accept=accept, **options)
+    listener = Listener(address, **({"opened": end.accept} | options))
+    try:
+        yield listener
+    finally:
+        listener.close()
 
 
-def join(end: End, address: str, **options: Any) -> Channel:
-    options = {"secret": SECRET, "max_bytes": MAX_BYTES, "hello": HELLO} | options
-    end.channel = connect(address, deliver=end.deliver, lost=end.ends.put, **options)
-    return end.channel
+@contextmanager
+def dialing(end: End, address: str, **options: Any) -> Iterator[Dialer]:
+    options = {"secret": SECRET, "max_bytes": MAX_BYTES, "hello": lambda: HELLO} | options
+    dialer = Dialer(address, **({"opened": end.accept, "first_wait": 0.01} | options))
+    try:
+        yield dialer
+    finally:
+        dialer.close()
 
 
 @contextmanager
 def pair(**options: Any) -> Iterator[tuple[End, End]]:
-    """A connecting and a listening end."""
+    """A connecting and a listening end, which stay parted once they part."""
     left, right = End(), End()
-    listener = listen(right.accept, **options)
-    try:
-        join(left, listener.address, **options)
-        wait_for(lambda: right.channel is not None)
-        yield left, right
-    finally:
-        listener.close()
-        for end in (left, right):
-            if end.channel is not None:
-                end.channel.close()
+    with listening(right, **options) as listener:
+        again = {"first_wait": SECONDS, "max_wait": SECONDS}
+        with dialing(left, listener.address, **again, **options):
+            left.wait(), right.wait()
+            yield left, right
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -92,23 +99,23 @@ def nothing_left() -> Iterator[None]:
     """What the block starts and opens has ended soon after it."""
 
     def threads() -> set[str]:
-        # those of checksums are the process's, and stay
-        found = {f"{t.name} {t.ident}" for t in threading.enumerate() if "specjax" in t.name}
-        return {name for name in found if not name.startswith("specjax-checksum")}
+        return {f"{t.name} {t.ident}" for t in threading.enumerate() if "specjax" in t.name}
 
-    def sockets() -> set[str]:
+    def files() -> int:
         found = set()
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 found.add(os.readlink(f"/proc/self/fd/{name}"))
-        return {target for target in found if target.startswith("socket:")}
+        return sum(target.startswith("socket:") for target in found)
 
-    before = threads(), sockets()
+    before = threads(), files()
     yield
-    wait_for(lambda: threads() <= before[0] and sockets() <= before[1])
+    wait_for(lambda: threads() <= before[0] and files() <= before[1])
 
 
-# A peer in the raw, to do what channels do not.
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 def reach(address: str) -> socket.socket:
@@ -116,41 +123,29 @@ def reach(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), SECONDS)
 
 
-def receive(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        assert piece, "closed"
-        data += piece
-    return data
+def heard_until_hung_up(sock: socket.socket) -> bytes:
+    """All that comes before the other side closes the connection."""
+    heard = b""
+    with suppress(ConnectionResetError):
+        while data := sock.recv(65536):
+            heard += data
+    return heard
 
 
-def is_hung_up(sock: socket.socket) -> bool:
-    """Whether the other side closes the connection, whatever it says before."""
-    try:
-        while sock.recv(65536):
-            pass
-    except ConnectionResetError:
-        pass
-    return True
-
-
-def preamble(role: int, schema: int = SCHEMA) -> bytes:
-    return PREAMBLE.pack(MAGIC, schema, role, secrets.token_bytes(32))
-
-
-def intrude(sock: socket.socket, secret: str = SECRET) -> Keys:
-    """The handshake as the connecting side, with hellos."""
-    own = preamble(1)
-    sock.sendall(own)
-    both = own + receive(sock, PREAMBLE.size)
-
-    def derive(purpose: bytes, role: bytes) -> bytes:
-        return hmac.digest(secret.encode(), purpose + role + both, "sha256")
-
-    sock.sendall(derive(b"proof", b"\1"))
-    assert receive(sock, 32) == derive(b"proof", b"\2")
-    keys = Keys(derive(b"key", b"\1"), derive(b"key", b"\2"))
-    sock.sendall(b"".join(encode(HELLO, 0, keys.sending)))
-    receive(sock, len(b"".join(encode(HELLO, 0, keys.receiving))))
-    return keys
+@contextmanager
+def raw_lanes(address: str, hello: Hello = HELLO) -> Iterator[list[Any]]:
+    """The sockets of a decode side that knows the secret, to do what channels do not."""
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        token, lanes = os.urandom(16), []
+        for number in range(LANES):
+            lane = stack.enter_context(context.socket(zmq.DEALER))
+            prepare(lane, SECRET.encode(), Pulse(), listens=False)
+            lane.maxmsgsize, lane.rcvtimeo = -1, round(1000 * SECONDS)
+            lane.connect(f"tcp://{address}")
+            [frame] = encode(Open(token=token, lane=number, facts=hello.facts))
+            lane.send(frame)
+            lanes.append(lane)
+        lanes[0].recv()  # their hello
+        lanes[0].send(encode(Taken(count=1))[0])
+        yield lanes

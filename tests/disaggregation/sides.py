@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation.decode import LocalPeer

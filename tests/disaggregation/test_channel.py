@@ -1,27 +1,31 @@
-"""Channels over sockets of this machine."""
+"""Channels over sockets of this machine: traffic, ends, strangers, and that they open again."""
 
 import gc
+import logging
+import os
+import random
+import signal
 import socket
-import struct
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from queue import SimpleQueue
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.disaggregation import listener as listening_module
 from specjax.disaggregation.address import check_secret, is_loopback, parse_address
-from specjax.disaggregation.channel import Channel, ChannelClosed, Pulse
-from specjax.disaggregation.connecting import connect
-from specjax.disaggregation.handshake import HandshakeError
+from specjax.disaggregation.channel import LANES, WINDOW, Channel, ChannelClosed, Pulse
+from specjax.disaggregation.dialer import Dialer
+from specjax.disaggregation.frames import FRAME_BYTES, encode
 from specjax.disaggregation.listener import Listener
-from specjax.disaggregation.messages import Cancel, Hello, Piece, Refused, Weights
-from specjax.disaggregation.values import WireError
-from specjax.disaggregation.wire import HEADER, MAGIC, SCHEMA, encode
+from specjax.disaggregation.messages import Cancel, Hello, Open, Piece, Refused, Taken, WireError
 
 from .peers import (
     HELLO,
@@ -29,15 +33,14 @@ from .peers import (
     SECONDS,
     SECRET,
     End,
-    intrude,
-    is_hung_up,
-    join,
-    listen,
+    dialing,
+    free_address,
+    heard_until_hung_up,
+    listening,
     nothing_left,
     pair,
-    preamble,
+    raw_lanes,
     reach,
-    receive,
     wait_for,
 )
 
@@ -48,32 +51,8 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def end() -> End:
-    return End()
-
-
-@pytest.fixture
-def listener(end: End) -> Iterator[Listener]:
-    listener = listen(end.accept, timeout=0.5, pulse=QUICK)
-    yield listener
-    listener.close()
-    if end.channel is not None:
-        end.channel.close()
-
-
-def piece(array: Any) -> Piece:
-    return Piece(id=1, start=0, count=1, kv=(array,))
-
-
-def raw_listener() -> socket.socket:
-    sock = socket.create_server(("127.0.0.1", 0))
-    sock.settimeout(SECONDS)
-    return sock
-
-
-def address_of(sock: socket.socket) -> str:
-    return f"127.0.0.1:{sock.getsockname()[1]}"
+def piece(*arrays: Any) -> Piece:
+    return Piece(id=1, start=0, count=1, kv=arrays)
 
 
 class Held:
@@ -81,7 +60,6 @@ class Held:
 
     def __init__(self, size: int) -> None:
         self.array = np.zeros(size, np.uint8)
-        self.nbytes = size
         self.is_ready = threading.Event()
 
     def __array__(self, *args: Any, **options: Any) -> np.ndarray:
@@ -89,13 +67,11 @@ class Held:
         return self.array
 
 
-# Traffic.
+# Traffic. ``right`` listens, which is what a prefill side does.
 
 
 def test_both_ways_in_order() -> None:
     with pair() as (left, right):
-        assert left.channel is not None
-        assert right.channel is not None
         assert left.channel.hello == right.channel.hello == HELLO
         for i in range(100):
             left.channel.send(Cancel(id=i))
@@ -105,28 +81,18 @@ def test_both_ways_in_order() -> None:
         assert left.channel.is_open
 
 
-def test_a_large_array_and_those_of_jax() -> None:
-    large = np.random.default_rng(0).integers(0, 255, 50_000_000, np.uint8)
+def test_large_arrays_and_those_of_jax() -> None:
+    rng = np.random.default_rng(0)
+    large = rng.integers(0, 255, (WINDOW + 9) * FRAME_BYTES + 5, np.uint8)
     with pair() as (left, right):
-        assert left.channel is not None
-        left.channel.send(Piece(id=1, start=0, count=1, kv=(large, jnp.ones((2, 3), jnp.bfloat16))))
-        (message,) = right.take(1)
-        assert isinstance(message, Piece)
-        assert np.array_equal(message.kv[0], large)
-        assert message.kv[1].dtype == jnp.bfloat16
-        wait_for(lambda: left.channel.num_queued_bytes == 0)
-
-
-def test_a_frame_that_takes_longer_than_silence_may_last() -> None:
-    with pair(pulse=QUICK) as (left, right):
-        assert left.channel is not None
-        left.channel._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        start, count = time.monotonic(), 0
-        while time.monotonic() - start < 2 * QUICK.silence:
-            left.channel.send(piece(np.zeros(2_000_000, np.uint8)))
-            count += 1
-            right.take(1)
-        assert count < 10  # so that one takes long
+        for _ in range(2):
+            right.channel.send(piece(large, jnp.ones((2, 3), jnp.bfloat16)))
+        for message in left.take(2):
+            assert isinstance(message, Piece)
+            assert np.array_equal(message.kv[0], large)
+            assert message.kv[1].dtype == jnp.bfloat16
+        left.channel.send(piece(large[:FRAME_BYTES]))
+        right.take(1)
 
 
 def test_many_threads() -> None:
@@ -134,44 +100,44 @@ def test_many_threads() -> None:
         for i in range(200):
             channel.send(Cancel(id=first + i))
 
-    with pair() as (left, right):
-        args = [(left.channel, 1000 * i) for i in range(8)]
-        threads = [threading.Thread(target=send, args=a) for a in args]
-        for thread in threads:
-            thread.start()
-        found: list[int] = [message.id for message in right.take(1600)]  # type: ignore[union-attr]
-        for thread in threads:
-            thread.join()
-    for i in range(8):  # each thread's messages are in its order
-        assert [n for n in found if n // 1000 == i] == [1000 * i + k for k in range(200)]
+    for sender in (0, 1):
+        with pair() as ends:
+            threads = [
+                threading.Thread(target=send, args=(ends[sender].channel, 1000 * i))
+                for i in range(8)
+            ]
+            for thread in threads:
+                thread.start()
+            found = [message.id for message in ends[1 - sender].take(1600)]  # type: ignore[union-attr]
+        for i in range(8):  # each thread's messages are in its order
+            assert [n for n in found if n // 1000 == i] == [1000 * i + k for k in range(200)]
 
 
-def test_send_waits_for_nobody_and_counts() -> None:
+def test_send_waits_for_nobody_and_tells_when_it_is_sent() -> None:
     with pair(pulse=QUICK) as (left, right):
-        assert left.channel is not None
         held = [Held(1000) for _ in range(3)]
-        for array in held:
-            left.channel.send(piece(array))
-        left.channel.send(Cancel(id=9))
-        assert left.channel.num_queued_bytes == 3000
-        time.sleep(2 * QUICK.silence)  # heartbeats go on while the sending thread waits
-        assert right.messages.empty()
+        sent: list[int] = []
+        for number, array in enumerate(held):
+            right.channel.send(piece(array), lambda number=number: sent.append(number))
+        right.channel.send(Cancel(id=9))
+        time.sleep(2 * QUICK.silence)  # heartbeats go on while a device computes
+        assert left.messages.empty()
         held[0].is_ready.set()
-        right.take(1)
-        wait_for(lambda: left.channel.num_queued_bytes == 2000)
+        left.take(1)
+        wait_for(lambda: sent == [0])
         for array in held:
             array.is_ready.set()
-        assert right.take(3)[-1] == Cancel(id=9)
+        assert left.take(3)[-1] == Cancel(id=9)
+        wait_for(lambda: sent == [0, 1, 2])
 
 
 def test_what_was_sent_is_let_go() -> None:
     with pair(pulse=Pulse(interval=60, silence=600)) as (left, right):
-        assert left.channel is not None
-        array = np.zeros(1000, np.uint8)
+        array = np.zeros(100_000, np.uint8)
         alive = weakref.ref(array)
-        left.channel.send(piece(array))
+        right.channel.send(piece(array))
         del array
-        (message,) = right.take(1)
+        (message,) = left.take(1)
         got = weakref.ref(message.kv[0])  # type: ignore[union-attr]
         del message
         wait_for(lambda: gc.collect() >= 0 and alive() is None and got() is None)
@@ -179,8 +145,7 @@ def test_what_was_sent_is_let_go() -> None:
 
 def test_wrong_values_leave_the_channel_open() -> None:
     with pair() as (left, right):
-        assert left.channel is not None
-        with pytest.raises(WireError, match="id=True"):
+        with pytest.raises(WireError, match="`int`, got `bool`"):
             left.channel.send(Cancel(id=True))
         left.channel.send(Cancel(id=1))
         assert right.take(1) == [Cancel(id=1)]
@@ -192,292 +157,431 @@ def test_an_array_that_fails_ends_the_channel(caplog: pytest.LogCaptureFixture) 
             raise RuntimeError("out of device memory")
 
     with pair() as (left, right):
-        assert left.channel is not None
-        left.channel.send(piece(Broken()))
-        assert "out of device memory" in str(left.ended())
-        assert "closed" in str(right.ended())
+        right.channel.send(piece(Broken()))
+        assert "out of device memory" in right.ended()
+        assert "closed" in left.ended()
     assert "could not be sent" in caplog.text
 
 
 # Ends.
 
 
-def test_close() -> None:
-    with pair() as (left, right):
-        assert left.channel is not None
-        left.channel.send(piece(held := Held(10)))
-        left.channel.close()
-        left.channel.close()
-        assert "this side closed" in str(left.ended())
-        assert "the peer closed" in str(right.ended())
-        for end in (left, right):
+@pytest.mark.parametrize("closing", [0, 1], ids=["dialer", "listener"])
+def test_close(closing: int) -> None:
+    with pair(pulse=QUICK) as ends:
+        ours, theirs = ends[closing], ends[1 - closing]
+        ours.channel.close()
+        ours.channel.close()
+        assert "this side closed" in ours.ended()
+        assert "the peer closed" in theirs.ended()
+        for end in ends:
             with pytest.raises(ChannelClosed, match="closed the connection"):
-                end.channel.send(Cancel(id=1))  # type: ignore[union-attr]
-        held.is_ready.set()
-        wait_for(lambda: left.channel.num_queued_bytes == 0)
+                end.channel.send(Cancel(id=1))
 
 
-def test_close_from_within_deliver() -> None:
-    with pair() as (left, right):
-        assert left.channel is not None
-        assert right.channel is not None
-        taken = []
+@pytest.mark.parametrize("receiving", [0, 1], ids=["dialer", "listener"])
+@pytest.mark.parametrize("does", ["closes", "raises"])
+def test_deliver_that_closes_or_raises(
+    receiving: int, does: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pair(pulse=QUICK) as ends:
+        ours, taken = ends[receiving], []
 
         def on_message(message: Any) -> None:
             taken.append(message)
-            right.channel.close()  # type: ignore[union-attr]
+            ours.channel.close() if does == "closes" else 1 // 0
 
-        right.on_message = on_message
+        ours.on_message = on_message
         for i in range(10):
-            left.channel.send(Cancel(id=i))
-        assert "this side closed" in str(right.ended())
+            with suppress(ChannelClosed):
+                ends[1 - receiving].channel.send(Cancel(id=i))
+        assert ("this side closed" if does == "closes" else "division") in ours.ended()
         assert taken == [Cancel(id=0)]
-
-
-def test_deliver_that_raises_ends_the_channel(caplog: pytest.LogCaptureFixture) -> None:
-    with pair() as (left, right):
-        assert left.channel is not None
-        right.on_message = lambda message: 1 // 0  # type: ignore[assignment, return-value]
-        left.channel.send(Cancel(id=1))
-        assert isinstance(right.ended(), ZeroDivisionError)
-        left.ended()
-    assert "could not be delivered" in caplog.text
+    assert ("could not be delivered" in caplog.text) == (does == "raises")
 
 
 def test_a_slow_deliver_is_not_silence() -> None:
+    with pair(pulse=QUICK) as ends:
+        for ours, theirs in (ends, ends[::-1]):
+            ours.on_message = lambda message, ours=ours: (
+                time.sleep(2 * QUICK.silence),
+                ours.messages.put(message),
+            )
+            for i in range(2):
+                theirs.channel.send(Cancel(id=i))
+            assert ours.take(2) == [Cancel(id=0), Cancel(id=1)]
+            assert theirs.channel.is_open
+
+
+PEER = """
+import sys, time
+from specjax.disaggregation.{module} import {kind}
+from tests.disaggregation.peers import HELLO, QUICK, SECRET, MAX_BYTES
+one = {kind}(sys.argv[1], hello=lambda: HELLO, secret=SECRET, max_bytes=MAX_BYTES, pulse=QUICK,
+             opened=lambda channel: (print, print))
+print(getattr(one, "address", ""), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(params=["dialer", "listener"])
+def process(request: pytest.FixtureRequest) -> Iterator[tuple[End, subprocess.Popen[str]]]:
+    """A peer in a process, and our end."""
+    end, kind = End(), request.param
+    code = PEER.format(module=kind, kind=kind.title())
+    root = os.fspath(request.config.rootpath)
+    with ExitStack() as stack:
+        address = "127.0.0.1:0"
+        if kind == "dialer":
+            address = stack.enter_context(listening(end, pulse=QUICK)).address
+        environment = os.environ | {"PYTHONPATH": root}
+        environment.pop("PYTHONSAFEPATH", None)
+        running = subprocess.Popen(
+            [sys.executable, "-c", code, address],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=root,
+        )
+        with running:
+            try:
+                assert running.stdout is not None
+                said = running.stdout.readline().strip()
+                if kind == "listener":
+                    stack.enter_context(dialing(end, said, pulse=QUICK))
+                end.wait()
+                yield end, running
+            finally:
+                running.kill()
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_stopped_or_killed(process) -> None:
+    """Both are noticed, and one that goes on after a stop connects again."""
+    end, running = process
+    running.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    assert "closed" in end.ended()
+    assert 0.3 < time.monotonic() - start < 5
+    running.send_signal(signal.SIGCONT)
+    end.wait()
+    running.kill()
+    assert "closed" in end.ended()
+
+
+# Decode sides that know the secret, and do not behave.
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+        [*encode(HELLO)],
+        [*encode(Open(token=b"0" * 16, lane=0, facts={}))],
+        [*encode(Taken(count=1000))],
+        [*encode(piece(np.zeros(1000)))[:1], b"too short"],
+        [*encode(piece(np.zeros(2**26, np.int8)))[:1], b"too long" * 1000],
+        [*encode(Piece(id=1, start=0, count=1, kv=(np.zeros(2**27, np.int8),)))[:1]],
+    ],
+    ids=["nothing", "http", "hello", "open", "taken", "short", "long", "large"],
+)
+def test_frames_out_of_place_end_their_own_channel(frames: list[bytes]) -> None:
+    end, other = End(), End()
+    with listening(end, pulse=QUICK) as listener, dialing(other, listener.address, pulse=QUICK):
+        honest = end.wait()
+        with raw_lanes(listener.address) as lanes:
+            end.wait()
+            lanes[0].send(encode(Cancel(id=1))[0])
+            assert end.take(1) == [Cancel(id=1)]
+            for frame in frames:
+                lanes[0].send(frame)
+            error = end.ends.get(timeout=SECONDS)
+            assert isinstance(error, WireError)
+            lanes[0].send(encode(Cancel(id=2))[0])  # whatever comes now is nobody's
+        honest.send(Refused(id=3, reason=""))
+        assert other.take(1) == [Refused(id=3, reason="")]
+        assert end.messages.empty()
+
+
+@pytest.mark.parametrize("kind", ["another lane", "several frames", "an endless frame"])
+def test_frames_in_the_wrong_form(kind: str) -> None:
+    end = End()
+    with listening(end, pulse=QUICK) as listener, raw_lanes(listener.address) as lanes:
+        end.wait()
+        [frame] = encode(Cancel(id=1))
+        if kind == "another lane":
+            lanes[1].send(frame)
+        elif kind == "several frames":
+            lanes[0].send_multipart([frame] * 3)
+        else:
+            lanes[0].send(bytes(2 * FRAME_BYTES))
+        assert isinstance(end.ends.get(timeout=SECONDS), WireError | ChannelClosed)
+        assert end.messages.empty()
+
+
+@pytest.mark.parametrize("takes", [0, 1], ids=["nothing", "too little"])
+def test_who_takes_too_little_is_hung_up_on(takes, monkeypatch, caplog) -> None:
+    """While another one is served, and nothing more than the window is sent."""
+    monkeypatch.setattr(listening_module, "MAX_STALL", 20)
+    end, other = End(), End()
+    with listening(end, pulse=QUICK) as listener, dialing(other, listener.address):
+        honest = end.wait()
+        with raw_lanes(listener.address) as lanes:
+            slow, sent = end.wait(), []
+            for number in range(4 * WINDOW):
+                slow.send(piece(np.zeros(8)), lambda number=number: sent.append(number))
+                honest.send(Cancel(id=number))
+            assert other.take(4 * WINDOW) == [Cancel(id=i) for i in range(4 * WINDOW)]
+            assert len(sent) <= WINDOW
+            while takes and slow.is_open and end.ends.empty():
+                lanes[0].send(encode(Taken(count=1))[0])
+                time.sleep(2 * QUICK.interval)
+            assert "takes too little" in str(end.ends.get(timeout=SECONDS))
+        assert honest.is_open
+    assert "takes too little" in caplog.text
+
+
+def test_who_takes_slowly_but_enough_is_not(monkeypatch) -> None:
+    monkeypatch.setattr(listening_module, "MAX_STALL", 4)
+    monkeypatch.setattr(listening_module, "MIN_FRAMES", 1)
     with pair(pulse=QUICK) as (left, right):
-        assert left.channel is not None
-        right.on_message = lambda message: (
-            time.sleep(2 * QUICK.silence),
-            right.messages.put(message),
-        )
-        for i in range(2):
-            left.channel.send(Cancel(id=i))
-        assert right.take(2) == [Cancel(id=0), Cancel(id=1)]
-        assert left.channel.is_open
+        left.on_message = lambda message: (time.sleep(0.01), left.messages.put(message))
+        for i in range(3 * WINDOW):
+            right.channel.send(Cancel(id=i))
+        assert left.take(3 * WINDOW) == [Cancel(id=i) for i in range(3 * WINDOW)]
 
 
-def test_a_peer_that_stops_answering(end: End, listener: Listener) -> None:
-    with reach(listener.address) as sock:
-        intrude(sock)
-        start = time.monotonic()
-        assert "silent for 0.4 s" in str(end.ended())
-        assert time.monotonic() - start > 0.2
-
-
-def test_a_peer_that_dies_in_the_middle_of_a_frame(end: End, listener: Listener) -> None:
-    with reach(listener.address) as sock:
-        keys = intrude(sock)
-        sock.sendall(b"".join(encode(Cancel(id=1), 1, keys.sending)))
-        assert end.take(1) == [Cancel(id=1)]
-        sock.sendall(b"".join(encode(piece(np.zeros(1000)), 2, keys.sending))[:500])
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert isinstance(end.ended(), ConnectionError)
-    assert end.messages.empty()
-
-
-def test_garbage_behind_the_handshake(end: End, listener: Listener) -> None:
-    with reach(listener.address) as sock:
-        intrude(sock)
-        sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert is_hung_up(sock)
-    assert isinstance(end.ended(), WireError)
-
-
-@pytest.mark.parametrize("kind", ["replayed", "reflected", "hello", "too large"])
-def test_frames_out_of_place(end: End, listener: Listener, kind: str) -> None:
-    with reach(listener.address) as sock:
-        keys = intrude(sock)
-        sock.sendall(b"".join(encode(Cancel(id=1), 1, keys.sending)))
-        end.take(1)
-        sock.sendall(
-            {
-                "replayed": b"".join(encode(Cancel(id=1), 1, keys.sending)),
-                "reflected": b"".join(encode(Cancel(id=1), 2, keys.receiving)),
-                "hello": b"".join(encode(HELLO, 2, keys.sending)),
-                "too large": HEADER.pack(MAGIC, SCHEMA, 2, 2**60, 2),
-            }[kind].ljust(200, b"x")
-        )
-        assert is_hung_up(sock)
-    assert isinstance(end.ended(), WireError)
+def test_half_a_decode_side_is_none() -> None:
+    """However often it says that it opens a lane."""
+    end = End()
+    with listening(end, pulse=QUICK) as listener, raw_lanes(listener.address) as lanes:
+        end.wait().close()
+        end.ended()
+        for number in range(20):
+            token = bytes([number]) * 16
+            lanes[1].send(encode(Open(token=token, lane=number % LANES, facts={}))[0])
+            lanes[2].send(encode(Open(token=token, lane=LANES + number, facts={}))[0])
+        with dialing(End(), listener.address):
+            end.wait()
+        assert len(listener._openings) == 1
+        assert end.opened.empty()
 
 
 # Strangers.
 
 
-def test_wrong_secret(end: End, listener: Listener) -> None:
-    with pytest.raises(HandshakeError, match="another disaggregation_secret"):
-        join(End(), listener.address, secret="something else")
-    assert end.channel is None
+def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
+    end, left = End(), End()
+    with listening(end, pulse=QUICK) as listener:
+        with dialing(left, listener.address, secret="something else", pulse=QUICK):
+            wait_for(lambda: "it may have another disaggregation_secret" in caplog.text)
+            wait_for(lambda: "with this version and disaggregation_secret" in caplog.text)
+        assert end.opened.empty()
+        assert left.opened.empty()
 
 
-def test_a_listener_with_another_secret() -> None:
-    """Who connects is no more trusting than who listens."""
-    with raw_listener() as server:
-        connecting = run(lambda: join(End(), address_of(server)))
-        with server.accept()[0] as sock:
-            sock.sendall(preamble(2))
-            receive(sock, 39 + 32)
-            sock.sendall(b"x" * 32)
-            assert "another disaggregation_secret" in str(connecting.get(timeout=SECONDS))
-
-
-@pytest.mark.parametrize("role", [1, 2])
-def test_reflected_proof(role: int) -> None:
-    """A listener that sends back what it hears, with its preamble's role put right or not."""
-    with raw_listener() as server:
-        connecting = run(lambda: join(End(), address_of(server)))
-        with server.accept()[0] as sock:
-            heard = bytearray(receive(sock, 39))
-            assert heard[6] == 1
-            heard[6] = role
-            sock.sendall(heard)
-            if role == 2:
-                sock.sendall(receive(sock, 32))
-            error = connecting.get(timeout=SECONDS)
-    assert isinstance(error, HandshakeError)
-    assert ("another disaggregation_secret" if role == 2 else "the role 1") in str(error)
-
-
-def run(function: Any) -> SimpleQueue[Exception]:
-    """What a function raises, in another thread."""
-    raised: SimpleQueue[Exception] = SimpleQueue()
-
-    def call() -> None:
-        try:
-            function()
-        except Exception as error:
-            raised.put(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return raised
-
-
-def test_silent_listener() -> None:
-    with raw_listener() as server:
-        start = time.monotonic()
-        with pytest.raises(OSError, match=r"timed out|too slow"):
-            join(End(), address_of(server), timeout=0.2)
-        assert time.monotonic() - start < 2
+GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 1]) + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
 @pytest.mark.parametrize(
     "said",
     [
         b"",
-        b"SJXH",
+        b"\xff",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
-        preamble(1, SCHEMA + 1),
-        preamble(2),
-        preamble(1) + b"x" * 32,
+        GREETING.replace(b"CURVE", b"NULL\0"),
+        GREETING,
+        GREETING + b"\4\xc8\5HELLO\1\0" + random.Random(0).randbytes(192),
+        GREETING + b"\6" + (2**40).to_bytes(8, "big"),
+        GREETING + b"\0\5hello",
         bytes(1000),
     ],
-    ids=["silence", "half", "http", "schema", "role", "proof", "zeros"],
+    ids=["silence", "half", "http", "null", "greeting", "key", "large", "message", "zeros"],
 )
-def test_strangers_get_nothing(end: End, listener: Listener, said: bytes) -> None:
-    with reach(listener.address) as sock:
-        sock.sendall(said)
-        heard = b""
-        try:
-            while data := sock.recv(1000):
-                heard += data
-        except ConnectionResetError:
-            pass
-        assert len(heard) <= 39  # the preamble at most: no proof
-    join(End(), listener.address, pulse=QUICK).close()
-    wait_for(lambda: end.channel is not None)
-    end.ended()
-
-
-def test_one_who_drips(listener: Listener) -> None:
-    """The handshake's time is that of all its bytes."""
-    with reach(listener.address) as sock:
-        start = time.monotonic()
-        for byte in preamble(1):
-            try:
-                sock.sendall(bytes([byte]))
-            except OSError:
-                break
-            time.sleep(0.03)
-        assert 0.4 < time.monotonic() - start < SECONDS
-        assert is_hung_up(sock)
-
-
-def test_handshakes_are_few(end: End) -> None:
-    listener = listen(end.accept, max_handshakes=2, timeout=SECONDS)
-    try:
-        silent = [reach(listener.address) for _ in range(2)]
-        for sock in silent:
-            receive(sock, 39)  # their handshakes are under way
-        with reach(listener.address) as third:
-            assert third.recv(1) == b""
-        for sock in silent:
-            sock.close()
-
-        def is_free() -> bool:
-            try:
-                join(End(), listener.address).close()
-            except OSError:
-                return False
-            return True
-
-        wait_for(is_free)
-        wait_for(lambda: end.channel is not None)
-        end.ended()
-        with reach(listener.address) as sock:
-            receive(sock, 39)
-            start = time.monotonic()
-            listener.close()  # ends a handshake under way
-            assert is_hung_up(sock)
-            assert time.monotonic() - start < 2
-    finally:
-        listener.close()
-
-
-def test_accept_that_refuses() -> None:
-    def accept(channel: Channel) -> Any:
-        raise ValueError(f"no peer of {channel.hello.facts}")
-
-    listener = listen(accept)
-    try:
-        left = End()
-        join(left, listener.address)
-        assert "closed" in str(left.ended())
-    finally:
-        listener.close()
-
-
-def test_a_hello_that_is_none(end: End, listener: Listener) -> None:
-    with pytest.raises(WireError, match="facts"):
-        join(End(), listener.address, hello=Hello(facts=[]))  # type: ignore[arg-type]
-    with pytest.raises(WireError, match="message"):
-        join(End(), listener.address, hello="hello")
-    assert end.channel is None
-    with pytest.raises(OSError, match="closed"):
-        join(End(), listener.address, hello=Weights(weights="w"))
-
-
-def test_nobody_listens() -> None:
-    with raw_listener() as server:
-        address = address_of(server)
-    with pytest.raises(ConnectionRefusedError):
-        join(End(), address)
-
-
-def test_a_closed_listener_leaves_its_port_and_its_channels() -> None:
+def test_strangers_get_nothing(said: bytes) -> None:
     end, left = End(), End()
-    listener = listen(end.accept)
-    channel = join(left, listener.address)
-    wait_for(lambda: end.channel is not None)
-    listener.close()
-    channel.send(Cancel(id=1))
-    assert end.take(1) == [Cancel(id=1)]
-    again = Listener(
-        listener.address, hello=lambda: HELLO, secret=SECRET, max_bytes=0, accept=end.accept
-    )
-    again.close()
-    channel.close()
-    end.ended()
+    with listening(end, pulse=QUICK) as listener, dialing(left, listener.address, pulse=QUICK):
+        end.wait()
+        with reach(listener.address) as sock:
+            sock.sendall(said)
+            heard = heard_until_hung_up(sock)
+        assert len(heard) <= 64  # a greeting, which is the same for all
+        assert left.wait().is_open
+        assert end.ends.empty()
+        wait_for(lambda: len(listener._connections) == LANES)
+
+
+def test_one_who_drips() -> None:
+    """The handshake's time is that of all its bytes."""
+    with listening(End(), pulse=QUICK) as listener, reach(listener.address) as sock:
+        start = time.monotonic()
+        with suppress(OSError):
+            for byte in GREETING * 3:
+                sock.sendall(bytes([byte]))
+                time.sleep(0.03)
+        assert 0.3 < time.monotonic() - start < SECONDS
+        heard_until_hung_up(sock)
+
+
+def test_connections_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    """Who has one keeps it, and others come once there are fewer."""
+    end, left, late = End(), End(), End()
+    limit = 2 * LANES + 1
+    with (
+        listening(end, pulse=QUICK, max_connections=limit) as listener,
+        dialing(left, listener.address, pulse=QUICK),
+        ExitStack() as stack,
+    ):
+        honest = end.wait()
+        for _ in range(30):
+            with suppress(ConnectionError):
+                stack.enter_context(reach(listener.address))
+        wait_for(lambda: "connections too many" in caplog.text)
+        assert len(listener._connections) <= limit
+        honest.send(Cancel(id=1))
+        assert left.take(1) == [Cancel(id=1)]
+        stack.enter_context(dialing(late, listener.address, pulse=QUICK, max_wait=0.1))
+        assert late.wait().is_open
+        assert honest.is_open
+
+
+def test_a_listener_with_another_secret_or_none() -> None:
+    """Who connects is no more trusting than who listens."""
+    left = End()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with dialing(left, f"127.0.0.1:{server.getsockname()[1]}", pulse=QUICK):
+            with server.accept()[0] as sock:
+                sock.sendall(GREETING[:32] + b"\1" + bytes(31))
+                assert b"READY" not in heard_until_hung_up(sock)
+            assert left.opened.empty()
+
+
+# Opening again.
+
+
+def test_a_peer_that_comes_goes_and_comes_again(caplog: pytest.LogCaptureFixture) -> None:
+    address, left = free_address(), End()
+    with dialing(left, address, max_wait=0.05):
+        time.sleep(0.1)  # many attempts
+        assert left.opened.empty()
+        for _ in range(3):
+            end = End()
+            with listening(end, address):
+                left.wait(), end.wait()
+                end.channel.send(Cancel(id=1))
+                assert left.take(1) == [Cancel(id=1)]
+                left.channel.send(Cancel(id=2))
+                assert end.take(1) == [Cancel(id=2)]
+            assert "this side closed" in end.ended()
+            assert "the peer closed" in left.ended()
+    assert 1 <= caplog.text.count("ConnectionRefusedError") <= 4  # once for each outage
+
+
+def test_a_hello_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    facts = {"page_size": 16}
+    attempts: list[float] = []
+    left = End()
+
+    def opened(channel: Channel) -> Any:
+        attempts.append(time.monotonic())
+        if channel.hello.facts["page_size"] != 32:
+            raise ValueError(f"page_size={channel.hello.facts['page_size']} must be 32")
+        return left.accept(channel)
+
+    with (
+        listening(End(), hello=lambda: Hello(facts=dict(facts))) as listener,
+        dialing(left, listener.address, opened=opened, first_wait=0.001, max_wait=0.1),
+    ):
+        wait_for(lambda: len(attempts) >= 3)
+        assert attempts[1] - attempts[0] > 0.04  # the slowest pace at once
+        facts["page_size"] = 8
+        wait_for(lambda: "page_size=8" in caplog.text)
+        assert left.opened.empty()
+        facts["page_size"] = 32
+        left.wait()
+    said = [r.getMessage() for r in caplog.records if r.name.endswith("dialer")]
+    assert ["page_size=16" in said[0], "page_size=8" in said[1]] == [True, True]
+    assert len(said) == 2
+
+
+def test_a_listener_that_refuses_says_what_it_is_and_is_not_asked_at_once_again() -> None:
+    times: list[float] = []
+    heard: list[Hello] = []
+
+    def refuse(channel: Channel) -> Any:
+        times.append(time.monotonic())
+        raise ValueError("not you")
+
+    left = End()
+
+    def opened(channel: Channel) -> Any:
+        heard.append(channel.hello)
+        return left.accept(channel)
+
+    with (
+        listening(End(), opened=refuse) as listener,
+        dialing(left, listener.address, opened=opened, first_wait=0.02, max_wait=0.16),
+    ):
+        wait_for(lambda: len(times) >= 5)
+    assert times[4] - times[3] > 0.07
+    assert set(map(str, heard)) == {str(HELLO)}
+    assert "not you" in str(left.ends.get(timeout=SECONDS))
+
+
+def test_opened_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[int] = []
+    left = End()
+
+    def opened(channel: Channel) -> Any:
+        if len(failures) < 2:
+            failures.append(1)
+            raise KeyError("a fault")
+        return left.accept(channel)
+
+    with listening(End()) as listener:
+        with dialing(left, listener.address, opened=opened, max_wait=0.05):
+            left.wait()
+    assert caplog.text.count("Traceback") == 1
+    assert "KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("state", ["waiting", "shaking hands", "open"])
+def test_close_is_prompt(state: str) -> None:
+    end, left = End(), End()
+    with socket.create_server(("127.0.0.1", 0)) as server, listening(end) as listener:
+        silent = f"127.0.0.1:{server.getsockname()[1]}"
+        address = {"waiting": free_address(), "open": listener.address}.get(state, silent)
+        with dialing(left, address, first_wait=SECONDS, max_wait=SECONDS) as dialer:
+            if state == "open":
+                left.wait()
+            time.sleep(0.05)
+            start = time.monotonic()
+            dialer.close()
+            dialer.close()
+            dialer._thread.join(SECONDS)
+            assert time.monotonic() - start < 1
+        if state == "open":
+            assert "this side closed" in left.ended()
+        assert left.opened.empty()
+
+
+def test_mistakes_are_raised_at_once() -> None:
+    end = End()
+    for kind in (Dialer, Listener):
+        options: Any = {"hello": lambda: HELLO, "max_bytes": 0, "opened": end.accept}
+        with pytest.raises(ValueError, match="is no address"):
+            kind("nowhere", secret=SECRET, **options)
+        with pytest.raises(ValueError, match="disaggregation_secret"):
+            kind("10.0.0.1:1", secret="", **options)
+    with listening(end) as listener, pytest.raises(OSError, match="Address already in use"):
+        Listener(listener.address, secret=SECRET, **options)
+
+
+def test_quiet_after_close(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), dialing(End(), free_address(), first_wait=SECONDS):
+        wait_for(lambda: "ConnectionRefusedError" in caplog.text)
+    assert len(caplog.records) == 1
 
 
 # Addresses.
@@ -508,15 +612,40 @@ def test_no_addresses(address: str) -> None:
         parse_address(address)
 
 
-def test_an_empty_secret_is_for_this_machine_only(end: End) -> None:
+@pytest.mark.parametrize("address", ["[::1]:0", "localhost:0"])
+def test_names_and_the_other_family(address: str) -> None:
+    end, left = End(), End()
+    with listening(end, address) as listener, dialing(left, listener.address):
+        assert listener.address.rpartition(":")[0] == address.rpartition(":")[0]
+        left.wait().send(Cancel(id=1))
+        assert end.take(1) == [Cancel(id=1)]
+
+
+def test_an_empty_secret_is_for_this_machine_only() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "::", "localhost.org", "127.1")))
     assert check_secret("10.0.0.1:1", "x") == b"x"
-    options: dict[str, Any] = {"secret": "", "max_bytes": 0}
     with pytest.raises(ValueError, match="disaggregation_secret"):
-        Listener("0.0.0.0:0", hello=lambda: HELLO, accept=end.accept, **options)
-    with pytest.raises(ValueError, match="disaggregation_secret"):
-        connect("10.0.0.1:1", hello=HELLO, deliver=end.deliver, lost=end.ends.put, **options)
+        check_secret("0.0.0.0:0", "")
     with pair(secret="") as (left, right):
-        left.channel.send(Cancel(id=1))  # type: ignore[union-attr]
+        left.channel.send(Cancel(id=1))
         assert right.take(1) == [Cancel(id=1)]
+
+
+def test_in_a_forked_process() -> None:
+    """A child that ends leaves the channels of its parent as they are."""
+    code = """
+import os
+from tests.disaggregation.peers import pair
+from specjax.disaggregation.messages import Cancel
+with pair() as (left, right):
+    child = os.fork()
+    if child == 0:
+        raise SystemExit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    left.channel.send(Cancel(id=1))
+    assert right.take(1) == [Cancel(id=1)]
+"""
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment.pop("PYTHONSAFEPATH", None)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
