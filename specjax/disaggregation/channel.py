@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -30,10 +30,6 @@ OVERHEAD_BYTES = 1024  # of a frame, for what CurveZMQ adds
 Deliver = Callable[[Message], None]
 Lost = Callable[[Exception], None]
 Sent = Callable[[], None]
-
-# what is to be done with a new channel's messages and its end; raises if it is refused
-Opened = Callable[["Channel"], tuple[Deliver, Lost]]
-SayHello = Callable[[], Hello]
 
 
 class ChannelClosed(ConnectionError):
@@ -55,7 +51,24 @@ class Pulse:
     handshake: float = 5.0
 
 
-PULSE = Pulse()
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How one side talks to all of its peers.
+
+    Attributes:
+        hello: what it says of itself; called for each channel.
+        secret: what both sides know; empty on one machine only.
+        max_bytes: of the arrays of one received message.
+        opened: called with each new channel before it receives anything; returns ``deliver``, for
+            each message in order, and ``lost``, once at the end with the reason. Raises ValueError
+            if the peer does not fit. All of them are called in the same thread.
+    """
+
+    hello: Callable[[], Hello]
+    secret: str = field(repr=False)
+    max_bytes: int
+    opened: Callable[["Channel"], tuple[Deliver, Lost]]
+    pulse: Pulse = Pulse()
 
 
 class Bell:
@@ -128,8 +141,9 @@ def places(address: str) -> list[str]:
     ]
 
 
-def prepare(sock: "zmq.Socket[Any]", secret: bytes, pulse: Pulse, *, listens: bool) -> None:
+def prepare(sock: "zmq.Socket[Any]", terms: Terms, *, listens: bool) -> None:
     """Set the options of a socket that do not depend on its address."""
+    secret, pulse = terms.secret.encode(), terms.pulse
     private = z85.encode(hmac.digest(secret, b"specjax split prefill %d" % SCHEMA, "sha256"))
     if listens:
         sock.curve_server = True

@@ -15,17 +15,14 @@ from zmq.utils.monitor import recv_monitor_message
 from specjax.disaggregation.address import check_secret
 from specjax.disaggregation.channel import (
     LANES,
-    PULSE,
     WINDOW,
     Bell,
     Channel,
     ChannelClosed,
     Deliver,
     Lost,
-    Opened,
-    Pulse,
-    SayHello,
     Sent,
+    Terms,
     places,
     prepare,
 )
@@ -56,35 +53,20 @@ class Dialer:
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        hello: SayHello,
-        secret: str,
-        max_bytes: int,
-        opened: Opened,
-        pulse: Pulse = PULSE,
-        first_wait: float = 0.1,
-        max_wait: float = 5.0,
+        self, address: str, terms: Terms, *, first_wait: float = 0.1, max_wait: float = 5.0
     ) -> None:
         """Starts to connect at once.
 
         Args:
-            hello: called for each attempt.
-            max_bytes: of the arrays of one received message.
-            opened: as for :class:`~specjax.disaggregation.listener.Listener`.
             first_wait: seconds after the first failure.
             max_wait: seconds that no wait exceeds.
 
         Raises:
             ValueError: the address is not one, or lacks a secret.
         """
-        self._key = check_secret(address, secret)
+        check_secret(address, terms.secret)
         self._address = address
-        self._hello = hello
-        self._max_bytes = max_bytes
-        self._opened = opened
-        self._pulse = pulse
+        self._terms = terms
         self._first_wait = first_wait
         self._max_wait = max_wait
         self._closing = threading.Event()
@@ -117,12 +99,12 @@ class Dialer:
     def _attempt(self, number: int) -> None:
         """One channel, from its connections to its end; raises if it was not opened."""
         found = places(self._address)
-        facts, token = self._hello().facts, os.urandom(16)
+        facts, token = self._terms.hello().facts, os.urandom(16)
         with ExitStack() as stack:
             lanes, monitors = [], []
             for lane in range(LANES):
                 sock = stack.enter_context(self._context.socket(zmq.DEALER))
-                prepare(sock, self._key, self._pulse, listens=False)
+                prepare(sock, self._terms, listens=False)
                 monitors.append(stack.enter_context(sock.get_monitor_socket(ENDS)))
                 stack.callback(sock.disable_monitor)
                 sock.connect(found[number % len(found)])
@@ -158,8 +140,8 @@ class _Session:
         for lane, poller in zip(lanes, self._pollers, strict=True):
             for source in (lane, *monitors, dialer._bell.fd):
                 poller.register(source, zmq.POLLIN)
-        self._deadline = time.monotonic() + dialer._pulse.handshake
-        self._assembler = Assembler(dialer._max_bytes)
+        self._deadline = time.monotonic() + dialer._terms.pulse.handshake
+        self._assembler = Assembler(dialer._terms.max_bytes)
         self._frames: deque[Frame] = deque()  # to be sent
         self._turn = 0  # the lane of the next frame
         self._num_untold = 0  # frames that the listener does not know to be taken
@@ -186,7 +168,7 @@ class _Session:
 
     def _step(self) -> None:
         bell = self._dialer._bell
-        seconds = RETRY if self._frames else self._dialer._pulse.interval
+        seconds = RETRY if self._frames else self._dialer._terms.pulse.interval
         ready = dict(self._pollers[self._turn].poll(round(1000 * seconds)))
         if bell.fd in ready:
             bell.silence()
@@ -243,7 +225,7 @@ class _Session:
             self._deliver(message)
         elif self._channel is None and isinstance(message, Hello):
             channel = Channel(message, self._dialer._bell, self._queue)
-            self._deliver, self._lost = self._dialer._opened(channel)
+            self._deliver, self._lost = self._dialer._terms.opened(channel)
             self._dialer._logged.clear()
             self._channel = channel
         else:

@@ -15,17 +15,14 @@ from zmq.utils.monitor import recv_monitor_message
 from specjax.disaggregation.address import check_secret, format_address, parse_address
 from specjax.disaggregation.channel import (
     LANES,
-    PULSE,
     WINDOW,
     Bell,
     Channel,
     ChannelClosed,
     Deliver,
     Lost,
-    Opened,
-    Pulse,
-    SayHello,
     Sent,
+    Terms,
     places,
     prepare,
 )
@@ -72,36 +69,18 @@ class Listener:
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        hello: SayHello,
-        secret: str,
-        max_bytes: int,
-        opened: Opened,
-        pulse: Pulse = PULSE,
-        max_connections: int = MAX_CONNECTIONS,
+        self, address: str, terms: Terms, *, max_connections: int = MAX_CONNECTIONS
     ) -> None:
         """Listens when it returns.
-
-        Args:
-            hello: called for each decode side.
-            max_bytes: of the arrays of one received message.
-            opened: called with each new channel before it receives anything; returns ``deliver``,
-                for each message in order, and ``lost``, once at the end with the reason. Raises
-                ValueError if the peer does not fit. All of them are called in the same thread.
 
         Raises:
             ValueError: the address is not one, or lacks a secret.
             OSError: it cannot be listened at.
         """
-        key = check_secret(address, secret)
+        check_secret(address, terms.secret)
         host, _ = parse_address(address)
         [place, *_] = places(address)
-        self._hello = hello
-        self._max_bytes = max_bytes
-        self._opened = opened
-        self._pulse = pulse
+        self._terms = terms
         self._max_connections = max_connections
         self._is_closing = False
         self._sides: dict[bytes, _Side] = {}  # by each of their lanes
@@ -114,7 +93,7 @@ class Listener:
         self._context = zmq.Context(io_threads=LANES)
         try:
             self._router = self._context.socket(zmq.ROUTER)
-            prepare(self._router, key, pulse, listens=True)
+            prepare(self._router, terms, listens=True)
             self._router.router_mandatory = True  # sending to one that has gone is an error
             self._monitor = self._router.get_monitor_socket(EVENTS)
             self._router.bind(place)
@@ -133,7 +112,7 @@ class Listener:
         self._is_closing = True
         self._bell.ring()
         if threading.current_thread() is not self._thread:
-            self._thread.join(self._pulse.handshake)
+            self._thread.join(self._terms.pulse.handshake)
 
     # The thread that waits for devices.
 
@@ -160,7 +139,7 @@ class Listener:
         ticked = time.monotonic()
         try:
             while not self._is_closing:
-                ready = dict(poller.poll(round(1000 * self._pulse.interval)))
+                ready = dict(poller.poll(round(1000 * self._terms.pulse.interval)))
                 if self._bell.fd in ready:
                     self._bell.silence()
                 if self._router in ready:
@@ -168,7 +147,7 @@ class Listener:
                 if self._monitor in ready:
                     self._watch()
                 # intervals are counted, not seconds: in a process that was stopped none has passed
-                if is_tick := time.monotonic() - ticked >= self._pulse.interval:
+                if is_tick := time.monotonic() - ticked >= self._terms.pulse.interval:
                     ticked = time.monotonic()
                     self._tick()
                 for side in set(self._sides.values()):
@@ -235,12 +214,16 @@ class Listener:
         del self._openings[message.token]
         lanes = [opening[number] for number in range(LANES)]
         side = _Side(
-            lanes, Assembler(self._max_bytes), Hello(facts=message.facts), self._bell, self._queue
+            lanes,
+            Assembler(self._terms.max_bytes),
+            Hello(facts=message.facts),
+            self._bell,
+            self._queue,
         )
         self._sides.update(dict.fromkeys(lanes, side))
         try:
-            side.frames.extend(encode(self._hello()))
-            side.deliver, side.lost = self._opened(side)
+            side.frames.extend(encode(self._terms.hello()))
+            side.deliver, side.lost = self._terms.opened(side)
         except Exception as error:
             logger.warning("%s refused a decode side: %s", self.address, error)
             self._send_frames(side)  # so that it can say what differs

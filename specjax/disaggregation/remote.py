@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from specjax.disaggregation.channel import Channel, Deliver, Lost
+from specjax.disaggregation.channel import Channel, Deliver, Lost, Terms
 from specjax.disaggregation.decode import Placing, RemotePrompts
 from specjax.disaggregation.dialer import Dialer
 from specjax.disaggregation.listener import Listener
@@ -49,13 +49,9 @@ class PrefillServer:
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, PrefillJobs]) -> None:
         self._side = side
-        self._listener = Listener(
-            address,
-            hello=partial(_hello, side[1]),
-            secret=secret,
-            max_bytes=MAX_JOB,
-            opened=self._opened,
-        )
+        hello = partial(_hello, side[1])
+        terms = Terms(hello=hello, secret=secret, max_bytes=MAX_JOB, opened=self._opened)
+        self._listener = Listener(address, terms)
         self.address = self._listener.address
 
     def close(self) -> None:
@@ -175,13 +171,9 @@ class RemotePeer:
         self._side = side
         self.address = address
         self._is_closed = False
-        self._dialer = Dialer(
-            address,
-            hello=partial(_hello, side[1]),
-            secret=secret,
-            max_bytes=side[1].most_bytes,
-            opened=self._opened,
-        )
+        hello, size = partial(_hello, side[1]), side[1].most_bytes
+        terms = Terms(hello=hello, secret=secret, max_bytes=size, opened=self._opened)
+        self._dialer = Dialer(address, terms)
 
     def close(self) -> None:
         self._is_closed = True

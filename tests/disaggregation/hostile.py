@@ -33,7 +33,7 @@ from specjax.disaggregation.messages import (
 from specjax.disaggregation.prefill import Asker
 from specjax.disaggregation.remote import RemotePeer
 
-from .peers import SECRET, End, raw_lanes
+from .peers import End, raw_lanes, terms
 
 
 def hello_of(engine: Engine) -> Hello:
@@ -264,13 +264,8 @@ class Impostor:
         self._weights = prefill._side[1].weights
         self.sends_bytes = False
         self.num_sent = 0
-        self._listener = Listener(
-            "127.0.0.1:0",
-            hello=lambda: hello_of(prefill),
-            secret=SECRET,
-            max_bytes=2**24,
-            opened=self._opened,
-        )
+        options: Any = {"hello": lambda: hello_of(prefill), "opened": self._opened}
+        self._listener = Listener("127.0.0.1:0", terms(End(), **options))
         self.address = self._listener.address
 
     def close(self) -> None:
@@ -303,15 +298,10 @@ class QuickPeer(RemotePeer):
 
     def __init__(self, address: str, side: Any) -> None:
         self._side, self.address, self._is_closed = side, address, False
-        self._dialer = Dialer(
-            address,
-            hello=lambda: Hello(facts=side[1].facts | {"weights": side[1].weights}),
-            secret=SECRET,
-            max_bytes=side[1].most_bytes,
-            opened=self._opened,
-            first_wait=0.001,
-            max_wait=0.01,
-        )
+        hello = Hello(facts=side[1].facts | {"weights": side[1].weights})
+        options: Any = {"hello": lambda: hello, "opened": self._opened}
+        options["max_bytes"] = side[1].most_bytes
+        self._dialer = Dialer(address, terms(End(), **options), first_wait=0.001, max_wait=0.01)
 
 
 class Answers(End):

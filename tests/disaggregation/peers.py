@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse, prepare
+from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse, Terms, prepare
 from specjax.disaggregation.dialer import Dialer
 from specjax.disaggregation.frames import encode
 from specjax.disaggregation.listener import Listener
@@ -56,10 +56,15 @@ class End:
         return str(error)
 
 
+def terms(end: End, **options: Any) -> Terms:
+    defaults = {"secret": SECRET, "max_bytes": MAX_BYTES, "hello": lambda: HELLO}
+    return Terms(**(defaults | {"opened": end.accept} | options))
+
+
 @contextmanager
 def listening(end: End, address: str = "127.0.0.1:0", **options: Any) -> Iterator[Listener]:
-    options = {"secret": SECRET, "max_bytes": MAX_BYTES, "hello": lambda: HELLO} | options
-    listener = Listener(address, **({"opened": end.accept} | options))
+    own = {name: options.pop(name) for name in ("max_connections",) if name in options}
+    listener = Listener(address, terms(end, **options), **own)
     try:
         yield listener
     finally:
@@ -68,8 +73,8 @@ def listening(end: End, address: str = "127.0.0.1:0", **options: Any) -> Iterato
 
 @contextmanager
 def dialing(end: End, address: str, **options: Any) -> Iterator[Dialer]:
-    options = {"secret": SECRET, "max_bytes": MAX_BYTES, "hello": lambda: HELLO} | options
-    dialer = Dialer(address, **({"opened": end.accept, "first_wait": 0.01} | options))
+    own = {name: options.pop(name) for name in ("first_wait", "max_wait") if name in options}
+    dialer = Dialer(address, terms(end, **options), **({"first_wait": 0.01} | own))
     try:
         yield dialer
     finally:
@@ -140,7 +145,7 @@ def raw_lanes(address: str, hello: Hello = HELLO) -> Iterator[list[Any]]:
         token, lanes = os.urandom(16), []
         for number in range(LANES):
             lane = stack.enter_context(context.socket(zmq.DEALER))
-            prepare(lane, SECRET.encode(), Pulse(), listens=False)
+            prepare(lane, terms(End()), listens=False)
             lane.maxmsgsize, lane.rcvtimeo = -1, round(1000 * SECONDS)
             lane.connect(f"tcp://{address}")
             [frame] = encode(Open(token=token, lane=number, facts=hello.facts))

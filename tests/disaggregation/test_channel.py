@@ -31,7 +31,6 @@ from .peers import (
     HELLO,
     QUICK,
     SECONDS,
-    SECRET,
     End,
     dialing,
     free_address,
@@ -41,6 +40,7 @@ from .peers import (
     pair,
     raw_lanes,
     reach,
+    terms,
     wait_for,
 )
 
@@ -216,9 +216,8 @@ def test_a_slow_deliver_is_not_silence() -> None:
 PEER = """
 import sys, time
 from specjax.disaggregation.{module} import {kind}
-from tests.disaggregation.peers import HELLO, QUICK, SECRET, MAX_BYTES
-one = {kind}(sys.argv[1], hello=lambda: HELLO, secret=SECRET, max_bytes=MAX_BYTES, pulse=QUICK,
-             opened=lambda channel: (print, print))
+from tests.disaggregation.peers import QUICK, End, terms
+one = {kind}(sys.argv[1], terms(End(), pulse=QUICK))
 print(getattr(one, "address", ""), flush=True)
 time.sleep(600)
 """
@@ -569,13 +568,12 @@ def test_close_is_prompt(state: str) -> None:
 def test_mistakes_are_raised_at_once() -> None:
     end = End()
     for kind in (Dialer, Listener):
-        options: Any = {"hello": lambda: HELLO, "max_bytes": 0, "opened": end.accept}
         with pytest.raises(ValueError, match="is no address"):
-            kind("nowhere", secret=SECRET, **options)
+            kind("nowhere", terms(end))
         with pytest.raises(ValueError, match="disaggregation_secret"):
-            kind("10.0.0.1:1", secret="", **options)
+            kind("10.0.0.1:1", terms(end, secret=""))
     with listening(end) as listener, pytest.raises(OSError, match="Address already in use"):
-        Listener(listener.address, secret=SECRET, **options)
+        Listener(listener.address, terms(end))
 
 
 def test_quiet_after_close(caplog: pytest.LogCaptureFixture) -> None:
