@@ -103,6 +103,20 @@ def test_the_top_is_small() -> None:
     assert len(list((ROOT / "specjax").glob("*.py"))) <= 8
 
 
+def test_the_files_on_the_way_of_a_token_are_listed() -> None:
+    """In docs/architecture.md: cells like ``kv/`` budget, pages, each folder in backticks."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    ((count, table),) = re.findall(r"^These (\d+) files [^|]*((?:\|.*\n)+)", page, re.MULTILINE)
+    files = []
+    for folder, names in re.findall(r"`(\w+)/?`([\w, ]*)", table):
+        top = ROOT / "kernels" if folder == "kernels" else ROOT / "specjax" / folder
+        files += [top / f"{name}.py" for name in re.findall(r"\w+", names)] or [
+            top.with_suffix(".py")
+        ]
+    assert [path for path in files if not path.is_file()] == []
+    assert len(set(files)) == len(files) == int(count)
+
+
 def outside() -> list[Path]:
     """Sources that must not know which algorithm it is, scripts included."""
     inside = ("specjax/speculative/", "specjax/checkpoints/", "specjax/testing/")

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ def blocks(language: str) -> list[str]:
 def test_it_is_as_short_as_the_page_says() -> None:
     module = blocks("python")[0]
     assert len(module.splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("module", "names"), re.findall(r"^\| `(specjax[\w.]*)` \| (.*) \|$", PAGE, re.MULTILINE)
+)
+def test_stable_names_are_there(module: str, names: str) -> None:
+    found = import_module(module)
+    assert [name for name in re.findall(r"`(\w+)`", names) if not hasattr(found, name)] == []
 
 
 @pytest.mark.slow
