@@ -219,10 +219,9 @@ class RemotePrompts(PromptSource):
         return done + [(row, None) for row in rows]
 
     def release(self, row: RunningRequest) -> None:
-        for job, awaited in self._awaited.items():
-            if awaited.row is row:
+        if row.is_remote:
+            for job in [job for job, awaited in self._awaited.items() if awaited.row is row]:
                 self._cancel(job)
-                break
 
     def _give_up(self, job: int) -> None:
         """Have a request computed here, now and later, and tell the peer."""

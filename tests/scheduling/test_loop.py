@@ -388,34 +388,29 @@ def test_closing_ends_everything(loop, scheduler) -> None:
     assert not scheduler.running
 
 
-def test_submissions_race_with_the_end(scheduler) -> None:
+@pytest.mark.parametrize("delay", range(20))
+def test_submissions_race_with_the_end(scheduler, delay) -> None:
     """Whenever a loop ends, every call that was submitted hears of it."""
-    for delay in range(20):
-        loop = EngineLoop(scheduler)  # type: ignore[arg-type]
-        callers: list[Caller] = []
-        start, closed = threading.Barrier(2), threading.Event()
+    loop = EngineLoop(scheduler)  # type: ignore[arg-type]
+    callers: list[Caller] = []
+    start, closed = threading.Barrier(2), threading.Event()
 
-        def submit(
-            loop: EngineLoop = loop,
-            callers: list[Caller] = callers,
-            start: threading.Barrier = start,
-            closed: threading.Event = closed,
-        ) -> None:
-            start.wait()
-            while not closed.is_set():
-                callers.append(Caller(loop, CountingRequest(f"{len(callers)}", 1)))
-            callers.append(Caller(loop, CountingRequest("late", 1)))
-
-        thread = threading.Thread(target=submit)
-        thread.start()
+    def submit() -> None:
         start.wait()
-        time.sleep(delay * 1e-4)
-        assert loop.close(SECONDS)
-        closed.set()
-        thread.join(SECONDS)
-        ends = [caller.rest()[-1] for caller in callers]
-        assert all(end is None or "closed" in str(end) for end in ends)
-        assert ends[-1] is not None
+        while not closed.is_set():
+            callers.append(Caller(loop, CountingRequest(f"{len(callers)}", 1)))
+        callers.append(Caller(loop, CountingRequest("late", 1)))
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    start.wait()
+    time.sleep(delay * 1e-4)
+    assert loop.close(SECONDS)
+    closed.set()
+    thread.join(SECONDS)
+    ends = [caller.rest()[-1] for caller in callers]
+    assert all(end is None or "closed" in str(end) for end in ends)
+    assert ends[-1] is not None
 
 
 def test_a_stopped_loop_can_be_collected(scheduler) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 import pytest
+from specjax.kernels.tree_attention import MAX_MASKED
 
 from specjax.models.flat import next_logits
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.request import Request
+from specjax.types import DraftShape
 
 from ..runners import copied_runner, copied_weights, make_request, run_requests, target_model
 from ..settings import counted_compilations
@@ -22,6 +24,9 @@ from .serving import Letters, Serving
 
 NUM_PROMPTS = 60
 NUM_PAGES = 1 + 19  # the largest request takes 16 and four may run
+# nodes and the rows that drafting attends over are at their limits
+LARGEST = DraftShape(steps=9, topk=16, nodes=64)
+assert LARGEST.draft_rows == MAX_MASKED
 TIE = 1e-5
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 KINDS = (
@@ -90,17 +95,25 @@ def is_tie(wish: Wish, ours: list[int], theirs: list[int]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_requests", "num_steps", "rounds", "run_ahead", "is_cached"),
-    [(2100, 4, 1, 1, True), (600, 2, 3, 2, True), (600, 0, 1, 1, False)],
+    ("num_requests", "shape", "rounds", "run_ahead", "is_cached"),
+    [
+        (2100, DraftShape.chain(4), 1, 1, True),
+        (600, DraftShape.chain(2), 3, 2, True),
+        (600, DraftShape.chain(0), 1, 1, False),
+        (300, LARGEST, 1, 1, True),
+    ],
+    ids=str,
 )
-def test_every_request_ends_as_if_alone(
-    num_requests, num_steps, rounds, run_ahead, is_cached
-) -> None:
+def test_every_request_ends_as_if_alone(num_requests, shape, rounds, run_ahead, is_cached) -> None:
     rng = random.Random(17)
     wishes = make_wishes(rng)
+    num_steps, tail = shape.steps, -(-shape.tail // 4)
     # four tokens of a prompt at a time
-    runner = copied_runner(num_steps, rounds, prefill_buckets=(4,))
-    serving = Serving(runner=runner, run_ahead=run_ahead, is_cached=is_cached, num_pages=NUM_PAGES)
+    sizes = {"prefill_buckets": (4,), "pages_per_request": 32 + tail}
+    runner = copied_runner(num_steps, rounds, shapes=(shape,), **sizes)
+    # of a tree, two rounds and some text
+    num_pages = NUM_PAGES + 2 * tail
+    serving = Serving(runner=runner, run_ahead=run_ahead, is_cached=is_cached, num_pages=num_pages)
     scheduler = serving.scheduler
     served: list[tuple[Wish, Request]] = []
     aborted: set[str] = set()
