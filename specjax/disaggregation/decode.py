@@ -30,8 +30,8 @@ from specjax.disaggregation.messages import (
     Piece,
     Prefilled,
 )
-from specjax.disaggregation.prefill import Asker, PrefillJobs
-from specjax.disaggregation.rows import MOST_TOKENS, RowPort, check_facts
+from specjax.disaggregation.prefill import DecodeClient, PrefillJobs
+from specjax.disaggregation.rows import MOST_TOKENS, KVTransfer
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import EngineLoop, start_device_thread
@@ -75,11 +75,15 @@ class _Awaited:
 class RemotePrompts(PromptSource):
     """Prompts computed by a peer, if there is one with equal weights.
 
-    Requests that were retracted, and all while no peer is there, are prefilled here.
+    Requests that were preempted, and all while no peer is there, are prefilled here.
+
+    Attributes:
+        transfer: writes KV into the runner.
+        weights: fingerprint of the weights here.
     """
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._port = RowPort(runner)
+        self.transfer = KVTransfer(runner)
         self._target = runner.networks.target_config
         self._clock = clock
         self._peer: PrefillPeer | None = None
@@ -88,32 +92,17 @@ class RemotePrompts(PromptSource):
         self._awaited: dict[int, _Awaited] = {}  # by job, in the order of requesting
         self._given_up: list[RunningRequest] = []  # since the last step
         self._local_only: WeakSet[Request] = WeakSet()  # not to be requested again
-        self.weights = self._port.weights()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a prefill side has to know, as JSON values."""
-        return self._port.facts
-
-    @property
-    def most_bytes(self) -> int:
-        """Of the arrays of one message from a prefill side."""
-        return self._port.most_bytes
+        self.weights = self.transfer.weights()
 
     @property
     def peer_connected(self) -> bool:
         return self._peer is not None
 
-    def expect(self, facts: dict[str, Any]) -> None:
-        """Make ready for a peer of these; ValueError where it does not fit. In any thread."""
-        check_facts(self._port.facts["both"], facts.get("both"))
-        self._port.expect(facts.get("rows"))
-
     def placed(self, message: Arrival) -> Arrival:
         """A message with its KV on the device. In any thread."""
         if not isinstance(message, Piece):
             return message
-        return replace(message, kv=self._port.placed(message.kv))
+        return replace(message, kv=self.transfer.placed(message.kv))
 
     # the peer; in the loop's thread, as all of this
 
@@ -141,7 +130,7 @@ class RemotePrompts(PromptSource):
                 self._give_up(job)
 
     def weights_replaced(self) -> None:
-        self.weights = self._port.weights()
+        self.weights = self.transfer.weights()
         if self._peer is not None:
             self.compare_weights(self._peer)
 
@@ -260,8 +249,8 @@ class RemotePrompts(PromptSource):
             raise ValueError(f"tokens {piece.start} to {end} came where {row.kv_len} were there")
         if end > len(row.prefill_ids):
             raise ValueError(f"tokens up to {end} came of a prompt of {len(row.prefill_ids)}")
-        self._port.check_kv(piece.kv, piece.count)
-        self._port.put(row.pages, piece.start, piece.count, piece.kv)
+        self.transfer.check_kv(piece.kv, piece.count)
+        self.transfer.put(row.pages, piece.start, piece.count, piece.kv)
         row.kv_len = end
 
     def _begin(self, row: RunningRequest, done: Prefilled) -> FirstToken:
@@ -275,7 +264,7 @@ class RemotePrompts(PromptSource):
             raise ValueError(f"token {done.token} is none of {self._target.vocab_size}")
         if done.cached_tokens > len(text):
             raise ValueError(f"{done.cached_tokens} of {len(text)} tokens were cached")
-        self._port.check_rows(done.rows)
+        self.transfer.check_rows(done.rows)
         logprobs, hidden = self._reports(request, done)
         if (start := request.logprob_start_len) is not None:
             count = len(text) - 1 - start
@@ -283,7 +272,7 @@ class RemotePrompts(PromptSource):
             request.take_prompt_logprobs(start, of_prompt)
         if request.max_new_tokens > 1:  # otherwise there is no round
             left = request.num_left - 1
-            self._port.begin(row.slot, [*text, done.token], left, done.rows)
+            self.transfer.begin(row.slot, [*text, done.token], left, done.rows)
         return FirstToken(done.token, logprobs, hidden, done.cached_tokens)
 
     def _reports(self, request: Request, done: Prefilled) -> tuple[Logprobs | None, Any]:
@@ -362,22 +351,22 @@ class LocalPeer:
     ) -> None:
         """Join both sides; ValueError where they do not fit."""
         self._loop, self._prompts = decode
-        self._prompts.expect(prefill[1].facts)
+        self._prompts.transfer.expect(prefill[1].transfer.facts)
         self._placing = Placing(decode, self._failed)
-        self._asker = Asker(*prefill, self._deliver)
+        self._client = DecodeClient(*prefill, self._deliver)
         self._loop.run(partial(self._prompts.join, self))
 
     @property
     def weights(self) -> str:
-        return self._asker.weights
+        return self._client.weights
 
     def send(self, message: Message) -> None:
-        self._asker.take(message)
+        self._client.take(message)
 
     def close(self) -> None:
         """Part the sides: what is asked for is computed by the decode side."""
         self._loop.post(partial(self._prompts.leave, self))
-        self._asker.lost()
+        self._client.lost()
         self._placing.close()
 
     def _deliver(self, message: Message) -> None:

@@ -21,7 +21,7 @@ from specjax.disaggregation.messages import (
     Weights,
     WireError,
 )
-from specjax.disaggregation.rows import RowPort
+from specjax.disaggregation.rows import KVTransfer
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call, EngineLoop
@@ -48,50 +48,44 @@ class PrefillJobs(PromptSource):
 
     KV of the last ``lookahead`` tokens of a chunk may still change with the next one; it is sent
     with that.
+
+    Attributes:
+        transfer: takes KV out of the runner.
+        weights: fingerprint of the weights here.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._port = RowPort(runner)
+        self.transfer = KVTransfer(runner)
         self._lookahead = runner.config.algorithm.lookahead
         self.vocab_size = runner.networks.target_config.vocab_size
         # tokens whose KV has been sent; a job that begins anew sends all again
         self._sent: dict[RunningRequest, int] = {}
-        self._askers: set[Asker] = set()
-        self.weights = self._port.weights()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a decode side has to know, as JSON values."""
-        return self._port.facts
+        self._clients: set[DecodeClient] = set()
+        self.weights = self.transfer.weights()
 
     @property
     def peer_connected(self) -> bool:
-        return bool(self._askers)
-
-    @property
-    def token_bytes(self) -> int:
-        """Of the KV of one token."""
-        return self._port.token_bytes
+        return bool(self._clients)
 
     def hosted(self, message: Message) -> Message:
         """A message whose arrays are on their way to the host. In the loop's thread."""
         if isinstance(message, Piece):
-            return replace(message, kv=self._port.hosted(message.kv))
+            return replace(message, kv=self.transfer.hosted(message.kv))
         if isinstance(message, Prefilled):
-            return replace(message, rows=self._port.hosted(message.rows))
+            return replace(message, rows=self.transfer.hosted(message.rows))
         return message
 
-    def join(self, asker: "Asker") -> None:
-        self._askers.add(asker)
-        asker.reply(Weights(weights=self.weights))  # its hello may have told of older ones
+    def join(self, client: "DecodeClient") -> None:
+        self._clients.add(client)
+        client.reply(Weights(weights=self.weights))  # its hello may have told of older ones
 
-    def leave(self, asker: "Asker") -> None:
-        self._askers.discard(asker)
+    def leave(self, client: "DecodeClient") -> None:
+        self._clients.discard(client)
 
     def weights_replaced(self) -> None:
-        self.weights = self._port.weights()
-        for asker in self._askers:
-            asker.reply(Weights(weights=self.weights))
+        self.weights = self.transfer.weights()
+        for client in self._clients:
+            client.reply(Weights(weights=self.weights))
 
     def dispatched(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
@@ -102,18 +96,18 @@ class PrefillJobs(PromptSource):
         job, total = request.job, len(row.prefill_ids)
         sent = self._sent.setdefault(row, job.start)
         end = total if row.is_prefilled else row.kv_len - self._lookahead
-        for start, count, kv in self._port.take(row.pages, sent, end):
+        for start, count, kv in self.transfer.take(row.pages, sent, end):
             request.reply(Piece(id=job.id, start=start, count=count, kv=kv))
         self._sent[row] = max(sent, end)
         if row.is_prefilled:
-            request.rows = self._port.take_first(row.slot)
+            request.rows = self.transfer.take_first(row.slot)
             request.weights = self.weights
 
     def release(self, row: RunningRequest) -> None:
         self._sent.pop(row, None)
 
 
-class Asker:
+class DecodeClient:
     """One decode side, as the prefill side sees it; for any thread."""
 
     def __init__(self, loop: EngineLoop, jobs: PrefillJobs, reply: Reply) -> None:

@@ -23,7 +23,7 @@ from specjax.disaggregation.messages import (
     Weights,
     WireError,
 )
-from specjax.disaggregation.prefill import Asker, PrefillJobs
+from specjax.disaggregation.prefill import DecodeClient, PrefillJobs
 from specjax.disaggregation.rows import check_facts
 from specjax.scheduling.loop import EngineLoop
 
@@ -59,7 +59,7 @@ class PrefillServer:
         self._listener.close()
 
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
-        check_facts(self._side[1].facts["both"], channel.hello.facts.get("both"))
+        check_facts(self._side[1].transfer.facts["both"], channel.hello.facts.get("both"))
         decode_side = _DecodeSide(channel, self._side)
         return decode_side.deliver, decode_side.lost
 
@@ -79,7 +79,7 @@ class _DecodeSide:
         self._queued: dict[int, int] = {}  # bytes of KV of each job that is computed or sent
         self._given_up: set[int] = set()  # jobs of which nothing more is sent; the loop's thread
         self._num_given = self._num_sent = 0  # bytes of KV, counted in different threads
-        self._asker = Asker(*side, self._reply)
+        self._client = DecodeClient(*side, self._reply)
 
     # In the listener's thread.
 
@@ -90,12 +90,12 @@ class _DecodeSide:
             self._num_waiting_bytes -= _size(self._waiting.pop(message.id))
             self._reply(Refused(id=message.id, reason="cancelled"))
         else:
-            self._asker.take(message)
+            self._client.take(message)
 
     def lost(self, error: Exception) -> None:
         logger.info("a decode side has gone: %s", error)
         self._waiting.clear()
-        self._asker.lost()
+        self._client.lost()
 
     def _take(self, job: Job) -> None:
         if job.id in self._waiting or job.id in self._queued:
@@ -111,13 +111,13 @@ class _DecodeSide:
         """Hand on the next jobs, at least one."""
         while self._waiting:
             job = next(iter(self._waiting.values()))
-            size = max(np.size(job.input_ids) - job.start, 0) * self._prompts.token_bytes
+            size = max(np.size(job.input_ids) - job.start, 0) * self._prompts.transfer.token_bytes
             if self._queued and sum(self._queued.values()) + size > MAX_QUEUED:
                 return
             del self._waiting[job.id]
             self._num_waiting_bytes -= _size(job)
             self._queued[job.id] = size
-            self._asker.take(job)
+            self._client.take(job)
 
     def _ended(self, job: int) -> None:
         if self._queued.pop(job, None) is not None:
@@ -156,7 +156,7 @@ class _DecodeSide:
             if time.monotonic() > deadline:
                 logger.warning("a decode side is too slow for the KV of a long prompt")
                 self._given_up.add(job)
-                self._asker.take(Cancel(id=job))
+                self._client.take(Cancel(id=job))
             time.sleep(1e-3)
 
 
@@ -171,7 +171,7 @@ class RemotePeer:
         self._side = side
         self.address = address
         self._is_closed = False
-        hello, size = partial(_hello, side[1]), side[1].most_bytes
+        hello, size = partial(_hello, side[1]), side[1].transfer.most_bytes
         terms = Terms(hello=hello, secret=secret, max_bytes=size, opened=self._opened)
         self._dialer = Dialer(address, terms)
 
@@ -183,7 +183,7 @@ class RemotePeer:
         facts = channel.hello.facts
         if not isinstance(facts.get("weights"), str):
             raise ValueError(f"the prefill side says of its weights {facts.get('weights')!r:.80}")
-        self._side[1].expect(facts)
+        self._side[1].transfer.expect(facts)
         link = _Link(channel, self._side)
 
         def lost(error: Exception) -> None:
@@ -226,7 +226,7 @@ class _Link:
 
 
 def _hello(prompts: PrefillJobs | RemotePrompts) -> Hello:
-    return Hello(facts=prompts.facts | {"weights": prompts.weights})
+    return Hello(facts=prompts.transfer.facts | {"weights": prompts.weights})
 
 
 def _size(job: Job) -> int:

@@ -163,7 +163,7 @@ def joined(fingerprints: Sequence[jax.Array]) -> str:
     return f"{one:08x}{two:08x}"
 
 
-class RowPort:
+class KVTransfer:
     """Takes rows out of a runner and puts rows into it; everything is compiled at the start.
 
     Used by the thread that dispatches the runner's rounds, but for :meth:`placed`.
@@ -258,8 +258,10 @@ class RowPort:
         arguments = (runner.abstract_state, *ints, self._place.abstract(rows))
         runner.compiled.add(_begin_key(rows), start, arguments)
 
-    def expect(self, rows: Any) -> None:
-        """Compile for rows as a prefill side has them, ``facts["rows"]``; ValueError if unfit."""
+    def expect(self, facts: dict[str, Any]) -> None:
+        """Compile for rows as a prefill side of these facts has them; ValueError if it is unfit."""
+        check_facts(self.facts["both"], facts.get("both"))
+        rows: Any = facts.get("rows")
         try:
             given = tuple(
                 jax.ShapeDtypeStruct([check_integer("width", n, 1) for n in shape], jnp.dtype(kind))

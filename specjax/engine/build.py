@@ -22,7 +22,7 @@ from specjax.compiling.pool import CompiledFunction
 from specjax.disaggregation.decode import LocalPeer, RemotePrompts
 from specjax.disaggregation.prefill import PrefillJobs
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
-from specjax.disaggregation.rows import RowPort
+from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
 from specjax.engine.weights import is_same, load_weights
@@ -83,7 +83,7 @@ def build_engine(
         runner.compile(show_progress=args.shows_progress)
         if args.disaggregation_mode is not None:
             gives = args.disaggregation_mode == "prefill"
-            RowPort(runner).compile(gives=gives, show_progress=args.shows_progress)
+            KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
         runner.load(*loading.result())
     return plan, runner, tokenizer
 
@@ -157,7 +157,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     runner.compile(show_progress=args.shows_progress, stages=stages)
     if args.disaggregation_mode is not None:
         gives = args.disaggregation_mode == "prefill"
-        RowPort(runner).compile(gives=gives, show_progress=args.shows_progress)
+        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
     return WarmUp(
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),

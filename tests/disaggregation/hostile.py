@@ -30,7 +30,7 @@ from specjax.disaggregation.messages import (
     Taken,
     Weights,
 )
-from specjax.disaggregation.prefill import Asker
+from specjax.disaggregation.prefill import DecodeClient
 from specjax.disaggregation.remote import RemotePeer
 
 from .peers import End, raw_lanes, terms
@@ -38,7 +38,7 @@ from .peers import End, raw_lanes, terms
 
 def hello_of(engine: Engine) -> Hello:
     prompts = engine._side[1]
-    return Hello(facts=prompts.facts | {"weights": prompts.weights})
+    return Hello(facts=prompts.transfer.facts | {"weights": prompts.weights})
 
 
 # frames
@@ -272,8 +272,8 @@ class Impostor:
         self._listener.close()
 
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
-        asker = Asker(*self._prefill._side, partial(self._reply, channel))
-        return asker.take, lambda error: asker.lost()
+        client = DecodeClient(*self._prefill._side, partial(self._reply, channel))
+        return client.take, lambda error: client.lost()
 
     def _reply(self, channel: Any, message: Message) -> None:
         if isinstance(message, Weights) or self._rng.random() >= self._share:
@@ -298,9 +298,9 @@ class QuickPeer(RemotePeer):
 
     def __init__(self, address: str, side: Any) -> None:
         self._side, self.address, self._is_closed = side, address, False
-        hello = Hello(facts=side[1].facts | {"weights": side[1].weights})
+        hello = Hello(facts=side[1].transfer.facts | {"weights": side[1].weights})
         options: Any = {"hello": lambda: hello, "opened": self._opened}
-        options["max_bytes"] = side[1].most_bytes
+        options["max_bytes"] = side[1].transfer.most_bytes
         self._dialer = Dialer(address, terms(End(), **options), first_wait=0.001, max_wait=0.01)
 
 

@@ -188,9 +188,9 @@ def test_what_a_decode_side_does_not_send(stranger, message: Message):
 def sluggard(prefill, decode) -> Iterator[list[Any]]:
     """The lanes of a decode side that asks for much, lives, and takes nothing."""
     with raw_lanes(prefill.disaggregation_address, hello_of(decode)) as lanes:
-        wait_for(lambda: len(prefill._side[1]._askers) == 2)
+        wait_for(lambda: len(prefill._side[1]._clients) == 2)
         yield lanes
-    wait_for(lambda: len(prefill._side[1]._askers) == 1)
+    wait_for(lambda: len(prefill._side[1]._clients) == 1)
 
 
 def ask_for(lanes: list[Any], *jobs: Job) -> None:
@@ -213,7 +213,7 @@ def test_a_decode_side_that_takes_nothing_is_hung_up_on(
     monkeypatch.setattr(listener, "MAX_STALL", 2)
     rng = random.Random(4)
     ask_for(sluggard, *(job_of(rng, number) for number in range(1000)))
-    wait_for(lambda: len(prefill._side[1]._askers) == 1)
+    wait_for(lambda: len(prefill._side[1]._clients) == 1)
     assert outputs(decode) == texts
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.disaggregation.rows import RowPort, check_facts, fingerprint, joined, token_axes
+from specjax.disaggregation.rows import KVTransfer, check_facts, fingerprint, joined, token_axes
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.future_map import stash_handover
 from specjax.types import DraftShape
@@ -14,19 +14,21 @@ from specjax.types import DraftShape
 from ..runners import copied_runner, make_runner
 
 
-def port_of(runner: ModelRunner) -> RowPort:
-    port = RowPort(runner)
-    port.compile(gives=False, show_progress=False)
-    return port
+def transfer_of(runner: ModelRunner) -> KVTransfer:
+    transfer = KVTransfer(runner)
+    transfer.compile(gives=False, show_progress=False)
+    return transfer
 
 
 def test_what_is_put_goes_nowhere_else():
     runner = copied_runner(3)
-    port = port_of(runner)
-    kv = tuple(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), port._kv[port.widths[0]]))
+    transfer = transfer_of(runner)
+    kv = tuple(
+        jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), transfer._kv[transfer.widths[0]])
+    )
     before = jax.tree.map(np.asarray, runner.on_device.pools)
     page = runner.config.page_size
-    port.put([5, 2], page - 1, 3, kv)
+    transfer.put([5, 2], page - 1, 3, kv)
     after = jax.tree.map(np.asarray, runner.on_device.pools)
     written = [5 * page + page - 1, 2 * page, 2 * page + 1]
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -37,12 +39,12 @@ def test_what_is_put_goes_nowhere_else():
 
 def test_pools_are_written_in_place():
     runner = copied_runner(3)
-    port = port_of(runner)
+    transfer = transfer_of(runner)
     for report in runner.compiled.report:
         if report.key.startswith(("put_rows", "begin")):
             state = jax.tree.leaves(runner.abstract_state)
             assert report.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in state)
-    assert port.widths
+    assert transfer.widths
 
 
 @pytest.mark.parametrize("make", [lambda: copied_runner(3), lambda: make_runner(None, 0)])
@@ -79,12 +81,13 @@ def test_the_first_branches_of_more():
 
 @pytest.mark.parametrize("rows", [None, [], [[[1], "float32"]], [[["a"], "x"]] * 3, 5])
 def test_rows_of_another_algorithm_are_refused(rows):
+    transfer = KVTransfer(copied_runner(3))
     with pytest.raises(ValueError, match="rows="):
-        RowPort(copied_runner(3)).expect(rows)
+        transfer.expect(transfer.facts | {"rows": rows})
 
 
 def test_sides_that_differ_are_named():
-    facts = RowPort(copied_runner(3)).facts["both"]
+    facts = KVTransfer(copied_runner(3)).facts["both"]
     check_facts(facts, dict(facts))
     with pytest.raises(ValueError, match="algorithm: EAGLE3 here, None there"):
         check_facts(facts, {name: facts[name] for name in facts if name != "algorithm"})

@@ -21,7 +21,7 @@ from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation import decode
 from specjax.disaggregation.decode import MOST_PIECES, LocalPeer, Placing
 from specjax.disaggregation.messages import Message, Piece, Prefilled
-from specjax.disaggregation.prefill import Asker
+from specjax.disaggregation.prefill import DecodeClient
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import MOST_TOKENS
 from specjax.server import make_app
@@ -381,10 +381,10 @@ def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
     options = SIZES | there | {"overlap": True}
     with files.engine(share_weights_with=alone, **options) as prefill:
         (loop, jobs), scheduler = prefill._side, prefill._scheduler
-        old, asker = jobs.weights, Asker(loop, jobs, sent.append)
+        old, client = jobs.weights, DecodeClient(loop, jobs, sent.append)
 
         def replace_while_unread() -> None:
-            asker.take(job_of(random.Random(0), 1, 3))
+            client.take(job_of(random.Random(0), 1, 3))
             loop._drain()
             scheduler.step()
             assert len(scheduler._in_flight) == 1
