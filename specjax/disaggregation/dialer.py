@@ -32,8 +32,9 @@ from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
 
-ENDS = (
-    zmq.EVENT_CLOSED
+EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -99,19 +100,16 @@ class Dialer:
     def _attempt(self, number: int) -> None:
         """One channel, from its connections to its end; raises if it was not opened."""
         found = places(self._address)
-        facts, token = self._terms.hello().facts, os.urandom(16)
         with ExitStack() as stack:
             lanes, monitors = [], []
             for lane in range(LANES):
                 sock = stack.enter_context(self._context.socket(zmq.DEALER))
                 prepare(sock, self._terms, listens=False)
-                monitors.append(stack.enter_context(sock.get_monitor_socket(ENDS)))
+                sock.affinity = 1 << lane  # a thread of its own
+                monitors.append(stack.enter_context(sock.get_monitor_socket(EVENTS)))
                 stack.callback(sock.disable_monitor)
-                sock.connect(found[number % len(found)])
-                [frame] = encode(Open(token=token, lane=lane, facts=facts))
-                sock.send(frame)
                 lanes.append(sock)
-            _Session(self, lanes, monitors).run()
+            _Session(self, found[number % len(found)], lanes, monitors).run()
 
     def _log(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
@@ -131,9 +129,14 @@ class _Session:
     """The lanes of one attempt, and what comes through them."""
 
     def __init__(
-        self, dialer: Dialer, lanes: "list[zmq.Socket[Any]]", monitors: "list[zmq.Socket[Any]]"
+        self,
+        dialer: Dialer,
+        place: str,
+        lanes: "list[zmq.Socket[Any]]",
+        monitors: "list[zmq.Socket[Any]]",
     ) -> None:
         self._dialer = dialer
+        self._place = place
         self._lanes = lanes
         self._monitors = monitors
         self._pollers = [zmq.Poller() for _ in lanes]  # for a frame of each lane
@@ -143,6 +146,8 @@ class _Session:
         self._deadline = time.monotonic() + dialer._terms.pulse.handshake
         self._assembler = Assembler(dialer._terms.max_bytes)
         self._frames: deque[Frame] = deque()  # to be sent
+        self._facts, self._token = dialer._terms.hello().facts, os.urandom(16)
+        self._num_connected = 0  # lanes
         self._turn = 0  # the lane of the next frame
         self._num_untold = 0  # frames that the listener does not know to be taken
         self._channel: Channel | None = None
@@ -152,6 +157,7 @@ class _Session:
     def run(self) -> None:
         """Until the channel ends; raises the reason if it was not opened."""
         try:
+            self._connect()
             while True:
                 self._step()
         except Exception as error:
@@ -179,12 +185,28 @@ class _Session:
         self._receive()
         for monitor in self._monitors:
             if monitor in ready:
-                self._raise_end(recv_monitor_message(monitor)["event"])
+                self._watch(recv_monitor_message(monitor)["event"])
         if self._channel is None and time.monotonic() > self._deadline:
             raise TimeoutError("the peer was too slow in the handshake")
         self._send()
 
-    def _raise_end(self, event: int) -> None:
+    def _connect(self) -> None:
+        """Connect the next lane.
+
+        libzmq gives a connection to its least busy thread, and would not yet know of another one
+        that has just come: lanes that connect at once share one thread of the listener.
+        """
+        sock = self._lanes[self._num_connected]
+        sock.connect(self._place)
+        [frame] = encode(Open(token=self._token, lane=self._num_connected, facts=self._facts))
+        sock.send(frame)
+        self._num_connected += 1
+
+    def _watch(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._num_connected < LANES:
+                self._connect()
+            return
         if self._channel is not None:
             raise ChannelClosed("the peer closed the connection, or was silent")
         if event == zmq.EVENT_CLOSED:
