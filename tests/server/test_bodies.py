@@ -111,23 +111,24 @@ class Sender:
         part, has_more = await self.parts.get()
         return {"type": "http.request", "body": part, "more_body": has_more}
 
-    async def read(self, large: LargeBodies, entered: asyncio.Event, go: asyncio.Event) -> int:
-        async with self.exchange.body(2 * LARGE, large) as data:
-            entered.set()
-            await go.wait()
-            return len(data)
+    def start(self, large: LargeBodies, go: asyncio.Event) -> tuple[Any, asyncio.Event]:
+        """A task that reads the body and holds it until ``go``, and an event: it has been read."""
+        entered = asyncio.Event()
 
+        async def read() -> int:
+            async with self.exchange.body(2 * LARGE, large) as data:
+                entered.set()
+                await go.wait()
+                return len(data)
 
-def start(large: LargeBodies, sender: Sender, go: asyncio.Event) -> tuple[Any, asyncio.Event]:
-    entered = asyncio.Event()
-    return asyncio.create_task(sender.read(large, entered, go)), entered
+        return asyncio.create_task(read()), entered
 
 
 def test_large_bodies_share_a_budget() -> None:
     async def main() -> None:
         large, go = LargeBodies(3 * LARGE), asyncio.Event()
         senders = [Sender(length=LARGE), Sender(), Sender(length=LARGE), Sender(length=10)]
-        tasks = [start(large, sender, go) for sender in senders]
+        tasks = [sender.start(large, go) for sender in senders]
         for sender in senders[:3]:
             sender.parts.put_nowait((b"x" * LARGE, True))
             await asyncio.sleep(0.01)
@@ -150,7 +151,7 @@ def test_two_large_bodies_are_read_at_once() -> None:
     async def main() -> None:
         large, goes = LargeBodies(5 * LARGE), [asyncio.Event() for _ in range(3)]
         senders = [Sender(length=LARGE) for _ in goes]
-        tasks = [start(large, *pair) for pair in zip(senders, goes, strict=True)]
+        tasks = [one.start(large, go) for one, go in zip(senders, goes, strict=True)]
         for sender in senders:
             sender.parts.put_nowait((b"x" * LARGE, False))
         await asyncio.sleep(0.05)
@@ -171,7 +172,7 @@ def test_a_large_body_has_to_come_at_a_rate(monkeypatch) -> None:
     async def main() -> None:
         large, go = LargeBodies(3 * LARGE), asyncio.Event()
         sender = Sender(length=LARGE + 1)
-        task, _ = start(large, sender, go)
+        task, _ = sender.start(large, go)
         sender.parts.put_nowait((b"x" * LARGE, True))
         with pytest.raises(ApiError, match="bytes per second") as found:
             await asyncio.wait_for(task, 5)

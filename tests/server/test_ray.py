@@ -96,13 +96,8 @@ def test_a_killed_replica_leaves_nobody_without_an_answer(files: Files, tmp_path
     with files.engine(dtype="float32") as engine:
         whole = [engine.generate(*question(i))["text"] for i in range(16)]
     port = free_port()
-    options = [
-        *flags(files.arguments(dtype="float32")),
-        "--replicas",
-        str(REPLICAS),
-        "--port",
-        str(port),
-    ]
+    options = [*flags(files.arguments(dtype="float32")), "--replicas", str(REPLICAS)]
+    options += ["--port", str(port)]
     # sockets of Unix have short paths
     variables = {"RAY_TMPDIR": "/tmp", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     log = tmp_path / "log"
@@ -156,15 +151,13 @@ def test_a_killed_replica_leaves_nobody_without_an_answer(files: Files, tmp_path
             right = [future.result() for future in futures]
             seconds = time.monotonic() - before
         assert len(replicas(process.pid)) == REPLICAS
-        retried = sum(number > 1 for number in tries)
-        print(f"\n{REQUESTS} requests of {CLIENTS} clients in {seconds:.1f} s")
         print(
-            f"{retried} failed first, {sum(tries) - REQUESTS} retries, {right.count(False)} wrong"
+            f"\n{REQUESTS} requests of {CLIENTS} clients in {seconds:.1f} s, "
+            f"{sum(tries) - REQUESTS} retries, {right.count(False)} wrong, slowest answer after "
+            f"{slowest:.1f} s, {REPLICAS} replicas again after {again:.1f} s",
+            *sorted(set(errors)),
+            sep="\n",
         )
-        print(
-            f"slowest answer after {slowest:.1f} s, {REPLICAS} replicas again after {again:.1f} s"
-        )
-        print("\n".join(sorted(set(errors))))
         assert all(right)
         # a signal lets what is in hand end
         with ThreadPoolExecutor(CLIENTS) as pool:

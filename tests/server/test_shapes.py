@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.server import fields, routes
 from specjax.server.answers import (
@@ -19,51 +17,11 @@ from specjax.server.answers import (
 )
 from specjax.server.app import make_app
 from specjax.server.native import NativeAnswer
-from specjax.text.completion import TokenTexts, byte_alphabet
-from specjax.text.tokenizer import Tokenizer
+from specjax.text.completion import TokenTexts
+
+from ..text.test_token_texts import byte_tokenizer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
-
-
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and an end token."""
-    vocabulary = byte_alphabet()
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>"])
-    return Tokenizer(backend)
-
-
-def word_tokenizer() -> Tokenizer:
-    """Word marks, and bytes by their number."""
-    vocabulary = {"<0xE2>": 0, "<0x82>": 1, "<0xAC>": 2, "▁the": 3, "a": 4}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(parts)
-    return Tokenizer(backend)
-
-
-def test_the_alphabet_is_that_of_byte_level_tokenizers() -> None:
-    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = byte_tokenizer()
-    texts = TokenTexts(tokenizer)
-    for text in ("a €\n", "日本", "\x00\x7f\xad"):
-        ids = tokenizer.encode(text)
-        assert b"".join(texts.of(i)[1] for i in ids) == text.encode()
-        assert list(text.encode()) == ids
-
-
-def test_texts_of_tokens() -> None:
-    texts = TokenTexts(byte_tokenizer())
-    assert texts.of(ord("a")) == ("a", b"a")
-    assert texts.of(0xE2) == ("bytes:\\xe2", b"\xe2")
-    assert texts.of(256) == ("</s>", b"</s>")
-    assert texts.is_special(256)
-    assert texts.of(10_000) == ("", b"")  # of a padded vocabulary
-    words = TokenTexts(word_tokenizer())
-    assert [words.of(i)[1] for i in range(5)] == [b"\xe2", b"\x82", b"\xac", b" the", b"a"]
-    assert TokenTexts(None).of(3) == ("", b"")
 
 
 def test_offsets_count_characters_of_the_text() -> None:
