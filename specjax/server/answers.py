@@ -63,7 +63,7 @@ class Answer(ABC):
         self._sent: dict[int, Sent] = {}
 
     @property
-    def is_brief(self) -> bool:
+    def text_only(self) -> bool:
         return not (self.wants_logprobs or self.include_drafts or self.return_ids)
 
     @abstractmethod

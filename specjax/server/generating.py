@@ -27,7 +27,7 @@ class Format(Protocol):
     def wants_logprobs(self) -> bool: ...
 
     @property
-    def is_brief(self) -> bool:
+    def text_only(self) -> bool:
         """Whether chunks before the last need nothing but the text."""
 
     def whole(self, results: Sequence[dict[str, Any]]) -> bytes: ...
@@ -103,7 +103,7 @@ async def _whole(service: Service, call: Call, answer: Format) -> bytes:
 
 
 async def _stream(service: Service, exchange: Exchange, call: Call, answer: Format) -> None:
-    call.text_only, chunk = answer.is_brief, answer.chunk
+    call.text_only, chunk = answer.text_only, answer.chunk
     kept = ENTRY_BYTES * max_reported(call)
     outputs = await service.engine.async_run(call)
     try:

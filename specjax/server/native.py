@@ -77,7 +77,7 @@ class NativeAnswer:
     is_incremental: bool = False
     # of each choice, the characters and tokens that its client has
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
-    is_brief = False
+    text_only = False
 
     def whole(self, results: Sequence[dict[str, Any]]) -> bytes:
         shown = [self._plain(result) for result in results]
