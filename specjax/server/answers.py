@@ -91,8 +91,9 @@ class Answer(ABC):
                 more["token_ids"] = result["output_ids"]
             more["logprobs"] = None
             if self.wants_logprobs:
-                (chosen, tops), (new, new_tops) = _scored(meta, "input"), _scored(meta, "output")
-                more["logprobs"] = self.logprobs(Sent(), chosen + new, tops + new_tops)
+                chosen = meta.get("input_token_logprobs", []) + meta["output_token_logprobs"]
+                tops = meta.get("input_top_logprobs", []) + meta.get("output_top_logprobs", [])
+                more["logprobs"] = self.logprobs(Sent(), chosen, tops)
             choices.append({"index": i} | self.message(i, result["text"]) | more | _end(meta))
         head = self._head(self.kind) | self._prompt_ids(0, is_top=True)
         metas = [result["meta_info"] for result in results]
@@ -110,8 +111,10 @@ class Answer(ABC):
             opening = self.opening(index)
             if opening is not None:
                 end: Result = {"logprobs": None, "finish_reason": None}
-                if self.wants_logprobs and (scored := _scored(result["meta_info"], "input"))[0]:
-                    end["logprobs"] = self.logprobs(sent, *scored)
+                first = result.get("meta_info", {})
+                if scored := first.get("input_token_logprobs"):
+                    tops = first.get("input_top_logprobs", [])
+                    end["logprobs"] = self.logprobs(sent, scored, tops)
                 events = self._event([{"index": index} | opening | end])
         text = result["text"]
         new = text[sent.chars :]
@@ -138,7 +141,8 @@ class Answer(ABC):
             sent.ids = len(result["output_ids"])
         more["logprobs"] = None
         if self.wants_logprobs:
-            chosen, tops = _scored(meta, "output", sent.tokens)
+            chosen = meta["output_token_logprobs"][sent.tokens :]
+            tops = meta.get("output_top_logprobs", [])[sent.tokens :]
             sent.tokens += len(chosen)
             more["logprobs"] = self.logprobs(sent, chosen, tops)
         if is_final:
@@ -185,12 +189,6 @@ class Answer(ABC):
         before, _, after = self._event([choice]).rpartition(quote(_HOLE))
         sent.template = before, after
         return before, after
-
-
-def _scored(meta: Result, source: str, first: int = 0) -> tuple[list[TokenLogprob], list[Any]]:
-    """Log-probabilities of the ``input`` or ``output`` from a token on, and the best others."""
-    chosen = meta.get(f"{source}_token_logprobs", [])[first:]
-    return chosen, meta.get(f"{source}_top_logprobs", [])[first:]
 
 
 def _end(meta: Result) -> Result:
