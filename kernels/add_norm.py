@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, power_of_two, triton_call
+from specjax.kernels.backend import power_of_two, resolve, triton_call
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -60,8 +60,7 @@ def add_norm(
     scale: jax.Array,
     *,
     eps: float,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Add to the residual stream and normalise the sum.
 
@@ -75,7 +74,7 @@ def add_norm(
         ``x + delta`` and its norm times ``scale``, both ``[..., D]`` in the dtype of ``x``. The
         mean square is taken of the sum as stored, in float32.
     """
-    check_implementation(implementation)
+    implementation = resolve(implementation)
     if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
         raise ValueError(
             f"x {x.shape} and delta {delta.shape} (partial sums aside) must be equal and scale "
@@ -92,6 +91,6 @@ def add_norm(
         # 16 bytes a thread and load
         num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
     )(x.reshape(shape.shape), delta.reshape(-1, *shape.shape), scale)
     return total.reshape(x.shape), normed.reshape(x.shape)

@@ -11,7 +11,7 @@ is the name that profiles show.
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,7 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxlib.triton import dialect
 
-IMPLEMENTATIONS = ("xla", "pallas")
+# plain jax.numpy, which is the reference; the same with attention as a loop over the context; one
+# launch on a GPU; the kernel of that launch in Pallas' interpreter, which runs anywhere
+IMPLEMENTATIONS = ("xla", "chunked", "pallas", "interpret")
 
 # MLIR's bindings look for the module of a dialect under this name whenever they return one of its
 # types. jaxlib has it elsewhere, and every search through the path was in vain: half of the time to
@@ -33,14 +35,27 @@ sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 load, store = triton.load, triton.store
 
 
-def check_implementation(implementation: str, known: Sequence[str] = IMPLEMENTATIONS) -> None:
-    if implementation not in known:
-        raise ValueError(f"implementation={implementation!r} is not one of {list(known)}")
+def resolve(
+    implementation: str | None = None, *, head_dim: int | None = None, is_attention: bool = False
+) -> str:
+    """The implementation that runs; nothing else decides this.
+
+    ``None`` follows the default backend. A GPU runs the Pallas kernel unless it cannot take
+    ``head_dim``, and a CPU runs XLA, attention in chunks. ValueError for an unknown name.
+    """
+    if implementation is None:
+        if jax.default_backend() == "cpu":
+            implementation = "chunked"
+        else:
+            implementation = "pallas" if head_dim is None or takes_head_dim(head_dim) else "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is not one of {list(IMPLEMENTATIONS)}")
+    return "xla" if implementation == "chunked" and not is_attention else implementation
 
 
-def resolve_interpret(interpret: bool | None) -> bool:
-    """Whether to interpret a kernel; ``None`` is yes where the default backend is a CPU."""
-    return jax.default_backend() == "cpu" if interpret is None else interpret
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether the Pallas kernels take a head dim: their blocks are powers of two."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
 def power_of_two(size: int) -> int:
@@ -55,7 +70,7 @@ def triton_call(
     out_shape: Any,
     num_warps: int,
     num_stages: int,
-    interpret: bool | None,
+    implementation: str,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """``pl.pallas_call`` through the Triton lowering with explicit parameters.
@@ -81,7 +96,7 @@ def triton_call(
         out_shape,
         num_warps,
         num_stages,
-        resolve_interpret(interpret),
+        implementation == "interpret",
         tuple((input_output_aliases or {}).items()),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
+from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
 
 BLOCK = 4096  # tokens of one program
@@ -125,8 +125,7 @@ def draw_tokens(
     positions: jax.Array,
     ids: jax.Array | None = None,
     *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """A column i32 ``[N]`` a row: with temperature 0 the best, the lowest one among equals.
 
@@ -139,7 +138,7 @@ def draw_tokens(
         ids: i32 ``[V]``, the tokens that the columns stand for, whose noise they take; ``None``
             where a column is its token.
     """
-    check_implementation(implementation)
+    implementation = resolve(implementation)
     arguments = (logits, temperatures, thresholds, seeds, positions)
     if implementation == "xla":
         return _reference(*arguments, ids)
@@ -155,6 +154,6 @@ def draw_tokens(
         ),
         num_warps=max(1, min(8, block // 128)),
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
     )(*arguments, *(() if ids is None else (ids,)))
     return jnp.take_along_axis(index, _argmax(values)[:, None], axis=1)[:, 0]

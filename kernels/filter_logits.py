@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
+from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 
 # where -inf and inf lie among all 32-bit floats in ascending order
 LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000
@@ -250,8 +250,7 @@ def logit_thresholds(
     top_ps: jax.Array,
     min_ps: jax.Array,
     *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """The logit f32 ``[N]`` from which on top-k, top-p and min-p keep tokens, in this order.
 
@@ -269,7 +268,7 @@ def logit_thresholds(
         top_ps: f32 ``[N]``; 1 turns it off.
         min_ps: f32 ``[N]``; 0 turns it off.
     """
-    check_implementation(implementation)
+    implementation = resolve(implementation)
     top_ks = jnp.maximum(top_ks, 1)
     if implementation == "xla":
         return _reference(logits, temperatures, top_ks, top_ps, min_ps)
@@ -281,5 +280,5 @@ def logit_thresholds(
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
         num_warps=max(1, min(NUM_WARPS, block // 1024)),
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
     )(logits, temperatures, top_ks, top_ps, min_ps)

@@ -1,8 +1,13 @@
-"""KV rows of single tokens out of a pool, and into one.
+"""KV of single tokens: out of a pool, into one, and from place to place inside one.
 
-A pool's rows are scattered over pages; what is sent elsewhere is dense. XLA gathers and scatters
-such rows at 0.3 TB/s, a twelfth of what an H200 copies. Axes: L layers, N KV indices of the pool,
-W rows that move, F entries of one token in one layer.
+A pool's tokens are scattered over pages; what is sent elsewhere is dense. XLA gathers and scatters
+them at 0.3 TB/s, a twelfth of what an H200 copies. A verified tree leaves its accepted tokens
+scattered over the T slots of a request; the next round expects them at the slots after ``seq_len``
+(SGLang changes #26866 and #26997, whose size is B * A, never B * ``num_draft_tokens``). A chain
+needs no move.
+
+Axes: L layers, N KV indices of the pool, W tokens; B requests, A accept width, KV key/value heads,
+H head dim.
 """
 
 import math
@@ -11,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, load, power_of_two, store, triton_call
+from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
 
 # entries of one program: 4 warps move 16 elements a thread
 MAX_COLUMNS = 2048
@@ -77,21 +82,17 @@ def _is_addressed(pool: jax.Array) -> bool:
     return pool.dtype.itemsize > 1 or pool.size < 2**31
 
 
-def _check(pool: jax.Array, index: jax.Array, implementation: str) -> None:
-    check_implementation(implementation)
+def _check(pool: jax.Array, index: jax.Array) -> None:
     if pool.ndim < 2 or index.ndim != 1:
         raise ValueError(f"pool {pool.shape} must be [L, N, ...] and index {index.shape} [W]")
 
 
 def gather_rows(
-    pool: jax.Array,
-    index: jax.Array,
-    *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    pool: jax.Array, index: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
     """KV rows ``[L, W, ...]`` of a pool ``[L, N, ...]`` at indices i32 ``[W]`` below N."""
-    _check(pool, index, implementation)
+    implementation = resolve(implementation)
+    _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if implementation == "xla" or 0 in shape or not _is_addressed(pool):
         return _gather_reference(pool, index)
@@ -102,18 +103,13 @@ def gather_rows(
         out_shape=jax.ShapeDtypeStruct((*shape[:2], width), pool.dtype),
         num_warps=4,
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
     )(pool.reshape(*pool.shape[:2], width), index)
     return flat.reshape(shape)
 
 
 def scatter_rows(
-    pool: jax.Array,
-    index: jax.Array,
-    rows: jax.Array,
-    *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    pool: jax.Array, index: jax.Array, rows: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
     """Write KV rows to a pool; what is not finite becomes 0.
 
@@ -124,7 +120,8 @@ def scatter_rows(
         index: i32 ``[W]``, none negative and none below N twice; rows of the others are dropped.
         rows: ``[L, W, ...]`` of the pool's dtype.
     """
-    _check(pool, index, implementation)
+    implementation = resolve(implementation)
+    _check(pool, index)
     wanted = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
@@ -137,7 +134,100 @@ def scatter_rows(
         out_shape=jax.ShapeDtypeStruct((*pool.shape[:2], width), pool.dtype),
         num_warps=4,
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
         input_output_aliases={0: 0},
     )(pool.reshape(*pool.shape[:2], width), index, rows.reshape(*rows.shape[:2], width))
+    return flat.reshape(pool.shape)
+
+
+# A thread reads 16 bytes a row, the widest load there is, and holds all A rows in registers between
+# load and store: 128 of its 255.
+BYTES_A_ROW, BYTES_A_PROGRAM = 16 * 32, 128 * 4 * 32
+
+
+def _move_reference(pool: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+    num_slots = pool.shape[1]
+    live = _live(source, destination, num_slots).reshape(-1)
+    # -1 wraps around even with mode="drop", so what is skipped goes out of range upwards
+    target = jnp.where(live, destination.reshape(-1), num_slots)
+    rows = pool[:, jnp.where(live, source.reshape(-1), 0)]
+    return pool.at[:, target].set(rows, mode="drop")
+
+
+def _live(source: jax.Array, destination: jax.Array, num_slots: int) -> jax.Array:
+    """Which entries move: both slots exist and differ."""
+    known = (source >= 0) & (source < num_slots) & (destination >= 0) & (destination < num_slots)
+    return known & (source != destination)
+
+
+def _move_block(width: int, num_rows: int, itemsize: int) -> int:
+    """Columns of one program, a power of two."""
+    fits = min(BYTES_A_ROW, BYTES_A_PROGRAM // power_of_two(num_rows)) // itemsize
+    return min(power_of_two(width), max(fits, 32))
+
+
+def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_ref: Any) -> None:
+    """Kernel body: one program a (column block, layer, request).
+
+    It loads its columns of all A rows before it stores any, so rows of one request may overlap. One
+    warp: a column is loaded and stored by the same thread, in program order, without a barrier.
+    Programs share no element. Reads go through the output, the same memory as ``pool_in``.
+    """
+    del pool_in
+    num_slots, width = pool_ref.shape[1:]
+    num_rows = source_ref.shape[1]
+    block = _move_block(width, num_rows, pool_ref.dtype.itemsize)
+    start, layer, request = pl.program_id(0) * block, pl.program_id(1), pl.program_id(2)
+    inside = start + jnp.arange(block, dtype=jnp.int32) < width
+    columns = pl.ds(start, block)
+    moves = []
+    for j in range(num_rows):
+        source, destination = source_ref[request, j], destination_ref[request, j]
+        mask = inside & _live(source, destination, num_slots)
+        slot = jnp.clip(source, 0, num_slots - 1)
+        zero = jnp.zeros((), pool_ref.dtype)
+        row = load(pool_ref.at[layer, slot, columns], mask=mask, other=zero)
+        moves.append((jnp.clip(destination, 0, num_slots - 1), row, mask))
+    for slot, row, mask in moves:
+        store(pool_ref.at[layer, slot, columns], row, mask=mask)
+
+
+def move_kv(
+    pool: jax.Array, source: jax.Array, destination: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """Copy KV rows of all layers from slot to slot, as if all were read before any is written.
+
+    In place where the caller donates ``pool``; otherwise XLA copies it first.
+
+    Args:
+        pool: ``[L, slots, 2, KV, H]``.
+        source: i32 ``[B, A]``, slots to read; -1 skips the entry.
+        destination: i32 ``[B, A]``, slots to write. Those of the entries that move are distinct,
+            and none is a source of another request.
+
+    Returns:
+        The pool with ``pool[:, destination[b, j]] = pool[:, source[b, j]]``. Entries with a slot
+        outside ``0 .. slots - 1`` in either array write nothing.
+    """
+    implementation = resolve(implementation)
+    if pool.ndim != 5 or source.ndim != 2 or source.shape != destination.shape:
+        raise ValueError(
+            f"pool {pool.shape} must be [L, slots, 2, KV, H], source {source.shape} and "
+            f"destination {destination.shape} both [B, A]"
+        )
+    if implementation == "xla" or 0 in (pool.size, source.size):
+        return _move_reference(pool, source, destination)
+    layers, num_slots = pool.shape[:2]
+    batch, num_rows = source.shape
+    width = math.prod(pool.shape[2:])
+    block = _move_block(width, num_rows, pool.dtype.itemsize)
+    flat = triton_call(
+        specjax_move_kv,
+        grid=(pl.cdiv(width, block), layers, batch),
+        out_shape=jax.ShapeDtypeStruct((layers, num_slots, width), pool.dtype),
+        num_warps=1,
+        num_stages=1,
+        implementation=implementation,
+        input_output_aliases={0: 0},
+    )(pool.reshape(layers, num_slots, width), source, destination)
     return flat.reshape(pool.shape)

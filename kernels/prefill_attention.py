@@ -15,15 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, triton_call
-from specjax.kernels.tree_attention import (
-    IMPLEMENTATIONS,
-    LOG2E,
-    NEGATIVE,
-    has_kernel,
-    row_dot,
-    tree_attention,
-)
+from specjax.kernels.backend import resolve, takes_head_dim, triton_call
+from specjax.kernels.tree_attention import LOG2E, NEGATIVE, row_dot, tree_attention
 
 
 def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -172,9 +165,8 @@ def prefill_attention(
     counts: jax.Array,
     *,
     page_size: int,
-    implementation: str,
+    implementation: str | None = None,
     tiles: PrefillTiles | None = None,
-    interpret: bool | None = None,
 ) -> jax.Array:
     """Causal attention of W packed tokens of G requests over their pages.
 
@@ -187,11 +179,9 @@ def prefill_attention(
         starts: i32 ``[G]``, position of each segment's first token.
         counts: i32 ``[G]``, tokens of each segment; 0 is none. Their sum is at most W.
         page_size: tokens a page.
-        implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs:
-            its work follows the tokens and keys that are there) or ``"reference"``; both other
-            forms compute all W rows for every segment up to the last that has tokens.
+        implementation: ``"pallas"``, whose work follows the tokens and keys that are there, or
+            that of ``tree_attention``, over all W rows for every segment up to the last.
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
 
     Returns:
         ``[W, N, H]`` in the dtype of ``q``; zeros in padding rows.
@@ -201,7 +191,6 @@ def prefill_attention(
         NotImplementedError: by the Pallas kernel, for a head dim that is no power of two from 16
             to 256 or more query heads a KV head than a tile has rows.
     """
-    check_implementation(implementation, IMPLEMENTATIONS)
     if q.ndim != 3 or pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[2]:
         raise ValueError(
             f"q {q.shape} and pool {pool.shape} must be [W, N, H] and [L, _, 2, KV, H]"
@@ -213,7 +202,8 @@ def prefill_attention(
             f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "
             "be [G, P], [G] and [G]"
         )
-    if implementation != "pallas":
+    implementation = resolve(implementation, head_dim=q.shape[2], is_attention=True)
+    if implementation in ("xla", "chunked"):
 
         def attention(rows: jax.Array, g: jax.Array) -> jax.Array:
             request = page_table[g][None], starts[g][None], None
@@ -225,11 +215,11 @@ def prefill_attention(
     group = heads // pool.shape[3]
     if tiles is None:
         tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=pool.dtype)
-    if not has_kernel(dim) or group > tiles.block_rows:
+    if not takes_head_dim(dim) or group > tiles.block_rows:
         raise NotImplementedError(
             f"head dim {dim} (a power of two, 16 to 256) and {group} query heads a KV head (at "
             f"most {tiles.block_rows}) are not supported by the Pallas kernel; use "
-            "implementation='reference'"
+            "implementation='xla'"
         )
     tile_map = _tile_map(starts, counts, rows, tiles.block_rows // group)
     return triton_call(
@@ -238,7 +228,7 @@ def prefill_attention(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        implementation=implementation,
     )(
         # an operand, so that all layers of a model share one compiled kernel
         jnp.full((1,), layer, jnp.int32),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import whole
-from specjax.kernels.backend import check_implementation, power_of_two, triton_call
+from specjax.kernels.backend import power_of_two, resolve, triton_call
 
 # programs that keep 132 multiprocessors busy with a few each
 ENOUGH_PROGRAMS = 1024
@@ -93,8 +93,7 @@ def rope_store(
     layer: int,
     slots: jax.Array,
     *,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate queries and keys, and store keys and values in a layer of the KV pool.
 
@@ -114,7 +113,7 @@ def rope_store(
     Returns:
         The rotated queries and the pool.
     """
-    check_implementation(implementation)
+    implementation = resolve(implementation, head_dim=q.shape[-1])
     tables = (*q.shape[-4:-2], 1, q.shape[-1] // 2)
     if (
         k.shape != v.shape
@@ -144,7 +143,7 @@ def rope_store(
         ),
         num_warps=max(1, block // 8),
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
         input_output_aliases={5: 1},
     )(
         jnp.full((1,), layer, jnp.int32),

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, load, power_of_two, triton_call
+from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.filter_logits import kept_logits
 
 BLOCK, NUM_WARPS = 8192, 16
@@ -128,8 +128,7 @@ def token_logprobs(
     num_best: jax.Array,
     *,
     limit: int,
-    implementation: str = "xla",
-    interpret: bool | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities f32 ``[N]`` of tokens; ids and log-probabilities of the best ``[N, M]``.
 
@@ -144,7 +143,7 @@ def token_logprobs(
         num_best: i32 ``[N]``, best tokens to report beside the chosen one; -1 for nothing at all.
         limit: M; with 0 the reference runs.
     """
-    check_implementation(implementation)
+    implementation = resolve(implementation)
     arguments = (logits, tokens, temperatures, thresholds, num_best)
     if implementation == "xla" or limit == 0:
         return _reference(*arguments, limit)
@@ -160,6 +159,6 @@ def token_logprobs(
         ),
         num_warps=max(1, min(NUM_WARPS, block // 512)),
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
     )(*arguments)
     return chosen, ids, values

@@ -9,7 +9,6 @@ keys and values of one token side by side, so that one store writes both. Page 0
 page.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from specjax.kernels.backend import check_implementation, triton_call
-
-IMPLEMENTATIONS = ("reference", "chunked", "pallas")
+from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 
 # keys a step of the chunked form; at 256 a short context needs one step and the loop costs nothing
 CHUNK = 256
@@ -269,18 +266,6 @@ def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     )
 
 
-def has_kernel(head_dim: int) -> bool:
-    """Whether the Pallas kernel takes a head dim."""
-    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
-
-
-def attention_implementation(platform: str, head_dims: Iterable[int]) -> str:
-    """The implementation that suits a platform (``"cpu"`` or ``"gpu"``) and all head dims."""
-    if platform == "cpu":
-        return "chunked"
-    return "pallas" if all(map(has_kernel, head_dims)) else "reference"
-
-
 def tree_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -290,9 +275,8 @@ def tree_attention(
     tree_mask: jax.Array | None,
     *,
     page_size: int,
-    implementation: str,
+    implementation: str | None = None,
     tiles: AttentionTiles | None = None,
-    interpret: bool | None = None,
 ) -> jax.Array:
     """Attention of T tokens a request over its pages.
 
@@ -305,10 +289,9 @@ def tree_attention(
         tree_mask: bool ``[B, T, U]``, true where a row sees a new key; ``None`` is causal, over the
             T new tokens. A row must see itself.
         page_size: tokens a page.
-        implementation: ``"chunked"`` (a loop over the context, for CPUs), ``"pallas"`` (for GPUs:
-            reads each page once for up to 64 query rows of a KV head) or ``"reference"``.
+        implementation: ``"chunked"`` (a loop over the context), ``"pallas"`` (reads each page once
+            for up to 64 query rows of a KV head) or ``"xla"`` (all keys at once).
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
-        interpret: run the kernel in the interpreter; ``None`` is yes on a CPU.
 
     Returns:
         ``[B, T, N, H]`` in the dtype of ``q``.
@@ -318,12 +301,12 @@ def tree_attention(
         NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
             keys, or a head dim that is no power of two from 16 to 256.
     """
-    check_implementation(implementation, IMPLEMENTATIONS)
     if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[3]:
         raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {q.shape[3]}]")
     if q.shape[2] % pool.shape[3]:
         raise ValueError(f"{q.shape[2]} query heads are no multiple of {pool.shape[3]} KV heads")
-    if implementation != "pallas":
+    implementation = resolve(implementation, head_dim=q.shape[3], is_attention=True)
+    if implementation in ("xla", "chunked"):
         is_chunked = implementation == "chunked"
         return _dense_or_chunked(
             q, pool, layer, page_table, seq_lens, tree_mask, page_size, is_chunked
@@ -332,11 +315,11 @@ def tree_attention(
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     num_new = rows if tree_mask is None else tree_mask.shape[2]
-    if (num_new > MAX_MASKED and tree_mask is not None) or not has_kernel(dim):
+    if (num_new > MAX_MASKED and tree_mask is not None) or not takes_head_dim(dim):
         raise NotImplementedError(
             f"{num_new} new keys (at most {MAX_MASKED} with a tree mask) and head dim {dim} (a "
             "power of two, 16 to 256) are not supported by the Pallas kernel; use "
-            "implementation='reference'"
+            "implementation='xla'"
         )
     if tiles is None:
         tiles = AttentionTiles.choose(
@@ -366,7 +349,7 @@ def tree_attention(
         out_shape=output if tiles.num_splits == 1 else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        implementation=implementation,
     )(
         # an operand, so that all layers of a model share one compiled kernel
         jnp.full((1,), layer, jnp.int32),
@@ -384,5 +367,5 @@ def tree_attention(
         out_shape=output,
         num_warps=max(1, min(4, tiles.num_splits * dim // 1024)),
         num_stages=1,
-        interpret=interpret,
+        implementation=implementation,
     )(*out)

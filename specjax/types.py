@@ -9,11 +9,18 @@ counts the bonus token. They are separate arrays everywhere (SGLang change #2396
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# E: end tokens of a request that the device knows; models have one to four
+MAX_END_TOKENS = 8
+# M
+MAX_LOGIT_BIAS = 64
+F32 = Annotated[jax.Array, np.float32]
+I32 = Annotated[jax.Array, np.int32]
 
 
 class DraftShape(NamedTuple):
@@ -181,25 +188,28 @@ class SamplingTable:
     """Sampling parameters of rows or request slots; greedy where ``temperatures`` is 0.
 
     End tokens let a row stop on the device; the host checks all of a request's end conditions
-    again, so those beyond E only cost rounds.
+    again, so those beyond E only cost rounds. The annotations are the layout of the packed table:
+    a dtype of 32 bits, and the words of a request if they are several.
     """
 
-    temperatures: jax.Array  # f32 [R]
-    top_ks: jax.Array  # i32 [R]; the vocabulary size turns it off
-    top_ps: jax.Array  # f32 [R]; 1 turns it off
-    min_ps: jax.Array  # f32 [R]; 0 turns it off
-    seeds: jax.Array  # u32 [R, 2], the request seed as two words
-    end_token_ids: jax.Array  # i32 [R, E], tokens that end the request, then -1
-    wants_logprobs: jax.Array  # i32 [R], 1 where log-probabilities are reported
-    top_logprobs: jax.Array  # i32 [R], best tokens to report beside the chosen one
-    repetition_penalties: jax.Array  # f32 [R]; 1 turns it off
-    frequency_penalties: jax.Array  # f32 [R]; 0 turns it off
-    presence_penalties: jax.Array  # f32 [R]; 0 turns it off
-    min_new_tokens: jax.Array  # i32 [R], produced tokens before an end token may come
-    prompt_lens: jax.Array  # i32 [R], tokens of the history that the request has not produced
-    speculates: jax.Array  # i32 [R], 0 where drafts are no proposals
-    bias_ids: jax.Array  # i32 [R, M], then -1
-    bias_values: jax.Array  # f32 [R, M]
+    temperatures: F32  # [R]
+    top_ks: I32  # [R]; the vocabulary size turns it off
+    top_ps: F32  # [R]; 1 turns it off
+    min_ps: F32  # [R]; 0 turns it off
+    seeds: Annotated[jax.Array, np.uint32, 2]  # [R, 2], the request seed as two words
+    # [R, E], tokens that end the request, then -1
+    end_token_ids: Annotated[jax.Array, np.int32, MAX_END_TOKENS]
+    wants_logprobs: I32  # [R], 1 where log-probabilities are reported
+    top_logprobs: I32  # [R], best tokens to report in addition to the chosen one
+    is_adjusted: I32  # [R], 1 if a logit processor is used
+    repetition_penalties: F32  # [R]; 1 turns it off
+    frequency_penalties: F32  # [R]; 0 turns it off
+    presence_penalties: F32  # [R]; 0 turns it off
+    min_new_tokens: I32  # [R], produced tokens before an end token may come
+    prompt_lens: I32  # [R], tokens of the history that the request has not produced
+    speculates: I32  # [R], 0 where drafts are not proposals
+    bias_ids: Annotated[jax.Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], then -1
+    bias_values: Annotated[jax.Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 
 
 @jax.tree_util.register_dataclass

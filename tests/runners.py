@@ -64,7 +64,7 @@ def target_model() -> tuple[FlatModel[CausalLM], Weights]:
 @cache
 def head_weights(config: DraftConfig | ModelConfig) -> Weights:
     """Random weights of a draft head or a draft model."""
-    flat = algorithm_of(config).draft_model(config, "xla")
+    flat = algorithm_of(config).draft_model(config, None)
     weights = list(random_weights(flat, 1))
     if isinstance(config, DraftConfig) and "d2t" in flat.names:
         rng = np.random.default_rng(2)
@@ -95,14 +95,15 @@ def runner_config(page_size: int = 4, **changes: Any) -> RunnerConfig:
         "num_slots": 5,
         "batch_buckets": (4,),
         "prefill_buckets": (16,),
-        "attention": "reference",
+        "implementation": "xla",
     }
     return RunnerConfig(**(config | changes))
 
 
 @cache
 def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
-    runner = ModelRunner(config.algorithm.networks(TARGET, head), config)
+    networks = config.algorithm.networks(TARGET, head, implementation=config.implementation)
+    runner = ModelRunner(networks, config)
     runner.compile(show_progress=False)
     runner.load(
         target_model()[1],

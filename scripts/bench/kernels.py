@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specjax.kernels.accept_tree import SlotRows, accept_tree
-from specjax.kernels.compact_tree import compact_tree
-from specjax.kernels.move_kv import move_kv
+from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
+from specjax.kernels.kv_rows import move_kv
 from specjax.kernels.tree_attention import tree_attention
 
 from bench import common
@@ -162,11 +161,11 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
 
     def step(q: jax.Array, constants: Arrays, call: int, implementation: str) -> Any:
         pool, *ints = constants
-        return attention(q, pool, call % layers, *ints, None, implementation="pallas"), None
+        return attention(q, pool, call % layers, *ints, None, implementation=implementation), None
 
     wide = q.astype(jnp.float32), pool[1:2].astype(jnp.float32)
-    exact = attention(*wide, 0, *ints, None, implementation="reference")
-    got = jax.jit(lambda q, *fixed: step(q, fixed, 1, "pallas")[0])(q, pool, *ints)
+    exact = attention(*wide, 0, *ints, None, implementation="xla")
+    got = jax.jit(lambda q, *fixed: step(q, fixed, 1, _runnable("pallas"))[0])(q, pool, *ints)
     error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
     if not error <= BOUND:
         raise ValueError(f"page size {page_size}: error {error:.1e} against the reference")
@@ -177,13 +176,19 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
     return Case(sizes, q, (pool, *ints), step, num_bytes, ("pallas",), error, timing)
 
 
+def _runnable(implementation: str) -> str:
+    """On a CPU kernels run in the interpreter."""
+    is_kernel = implementation == "pallas" and jax.default_backend() == "cpu"
+    return "interpret" if is_kernel else implementation
+
+
 def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int]) -> float:
     calls, dispatches, repeats = timing
 
     def program(state: Any, constants: Arrays) -> tuple[Any, list[Any]]:
         kept = []
         for call in range(calls):
-            state, out = case.step(state, constants, call, implementation)
+            state, out = case.step(state, constants, call, _runnable(implementation))
             kept.append(out)
         return state, kept
 

@@ -19,7 +19,7 @@ from specjax.checkpoints.target import TargetCheckpoint, download, embedded_head
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
-from specjax.models.recipes import MTP_PREFIX, Recipes, draft_recipes
+from specjax.models.family import MTP_PREFIX, Recipes, draft_recipes
 from specjax.models.registry import mtp_recipes
 
 

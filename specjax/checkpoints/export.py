@@ -15,7 +15,7 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX
 from specjax.checks import check_integer, is_integer
 from specjax.config import DraftConfig
-from specjax.models.recipes import draft_recipes
+from specjax.models.family import draft_recipes
 
 # published name of a setting to ours
 _PUBLISHED = {

@@ -14,7 +14,7 @@ from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
 from specjax.checkpoints.tensors import Checkpoint, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
-from specjax.models.recipes import MTP_PREFIX, Recipes
+from specjax.models.family import MTP_PREFIX, Recipes
 from specjax.models.registry import target_recipes
 from specjax.text.tokenizer import Tokenizer
 

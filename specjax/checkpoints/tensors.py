@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from specjax.checkpoints.orbax import check_orbax, load_orbax
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import Fields
-from specjax.models.recipes import Recipe, Recipes
+from specjax.models.family import Recipe, Recipes
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"

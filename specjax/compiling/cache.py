@@ -29,6 +29,8 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
+from specjax.speculative.registry import digest_files
+
 logger = logging.getLogger(__name__)
 
 FOLDER = "specjax-executables"
@@ -338,13 +340,8 @@ def source_digest(*roots: str) -> str:
     import specjax
     import specjax.kernels
 
-    digest = hashlib.sha256()
-    for root in roots or (*specjax.__path__, *specjax.kernels.__path__):
-        for path in sorted(Path(root).rglob("*.py")):
-            data = path.read_bytes()
-            digest.update(f"{path.relative_to(root)} {len(data)}\n".encode())
-            digest.update(data)
-    return digest.hexdigest()
+    paths = roots or (*specjax.__path__, *specjax.kernels.__path__)
+    return digest_files(map(Path, paths), ending=".py")
 
 
 def _xla_flags() -> str:

@@ -19,12 +19,14 @@ from specjax.checks import check_integer
 from specjax.kernels.kv_rows import finite_or_zero, gather_rows, scatter_rows
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
+from specjax.sampling.table import SLOT, pack_sampling, unpack_sampling
 from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
 from specjax.speculative.future_map import (
     DeviceState,
     publish,
     record_cached,
     resolve,
+    restart,
     stash_handover,
 )
 from specjax.types import KVPools
@@ -78,18 +80,25 @@ def _layered(leaf: jax.Array, axis: int) -> jax.Array:
     return leaf.reshape(-1, *leaf.shape[axis:])
 
 
-def take_rows(pools: KVPools, index: jax.Array, *, axes: Sequence[int | None], kernels: str) -> KV:
+def take_rows(
+    pools: KVPools, index: jax.Array, *, axes: Sequence[int | None], implementation: str | None
+) -> KV:
     """KV of the indices i32 ``[W]``, an array for each that has an axis of them."""
     taken = []
     for leaf, axis in zip(jax.tree.leaves(pools), axes, strict=True):
         if axis is not None:
-            rows = gather_rows(_layered(leaf, axis), index, implementation=kernels)
+            rows = gather_rows(_layered(leaf, axis), index, implementation=implementation)
             taken.append(rows.reshape(*leaf.shape[:axis], *rows.shape[1:]))
     return tuple(taken)
 
 
 def put_rows(
-    state: DeviceState, index: jax.Array, kv: KV, *, axes: Sequence[int | None], kernels: str
+    state: DeviceState,
+    index: jax.Array,
+    kv: KV,
+    *,
+    axes: Sequence[int | None],
+    implementation: str | None,
 ) -> DeviceState:
     """Write what :func:`take_rows` gave to the indices i32 ``[W]``; those beyond a pool are none.
 
@@ -101,7 +110,7 @@ def put_rows(
     for i, axis in enumerate(axes):
         if axis is not None:
             leaf, new = leaves[i], _layered(next(given), axis)
-            rows = scatter_rows(_layered(leaf, axis), index, new, implementation=kernels)
+            rows = scatter_rows(_layered(leaf, axis), index, new, implementation=implementation)
             leaves[i] = rows.reshape(leaf.shape)
     return replace(state, pools=jax.tree.unflatten(structure, leaves))
 
@@ -116,6 +125,7 @@ def begin(
     slot: jax.Array,
     numbers: jax.Array,
     history: jax.Array,
+    sampling: jax.Array,
     rows: tuple[jax.Array, ...] | None,
     *,
     algorithm: SpeculativeAlgorithm,
@@ -127,6 +137,7 @@ def begin(
         slot: of the request.
         numbers: i32 ``[2]``, tokens in the pool and tokens that it may still produce.
         history: i32 ``[C]``, the text with its bonus token.
+        sampling: i32 ``[1, K]``, packed parameters of the request.
         rows: what :func:`take_first` gave elsewhere; ``None`` where nothing came along.
         algorithm: decides what the first round here starts from.
     """
@@ -135,6 +146,8 @@ def begin(
     future = record_cached(state.future, slot, history)
     future = replace(future, remaining=future.remaining.at[slots].set(remaining))
     future = publish(future, slots, seq_lens, bonus_tokens)
+    table = unpack_sampling(sampling, jnp.zeros_like(slots))
+    future = restart(future, slots, seq_lens + 1, table)
     if rows is not None:
         rows = jax.tree.unflatten(jax.tree.structure(future.rows), [*map(finite_or_zero, rows)])
     given = algorithm.build_disagg_draft_input(rows, bonus_tokens, seq_lens, slots, future)
@@ -180,7 +193,7 @@ class KVTransfer:
         self._rows = jax.eval_shape(take_first, state, self._ints())
         self._forms: dict[str, Any] = {
             "axes": self._axes,
-            "kernels": "pallas" if runner.config.on_gpu else "xla",
+            "implementation": runner.config.implementation,
         }
         take = partial(take_rows, **self._forms)
         self._kv = {
@@ -254,7 +267,8 @@ class KVTransfer:
     def _add_begin(self, rows: tuple[Any, ...] | None) -> None:
         runner = self._runner
         start = jax.jit(partial(begin, algorithm=runner.config.algorithm), donate_argnums=0)
-        ints = (self._ints(), self._ints(2), self._ints(runner.config.context))
+        words = 1, SLOT.itemsize // 4
+        ints = (self._ints(), self._ints(2), self._ints(runner.config.context), self._ints(*words))
         arguments = (runner.abstract_state, *ints, self._place.abstract(rows))
         runner.compiled.add(_begin_key(rows), start, arguments)
 
@@ -355,7 +369,8 @@ class KVTransfer:
         history = np.zeros(self._runner.config.context, np.int32)
         history[: len(text)] = text
         numbers = np.array([len(text) - 1, remaining], np.int32)
-        arguments = self.placed((np.int32(slot), numbers, history, rows))
+        sampling = pack_sampling(self._runner.tables.sampling[slot : slot + 1])
+        arguments = self.placed((np.int32(slot), numbers, history, sampling, rows))
         runner = self._runner
         runner.on_device = runner.compiled[_begin_key(rows)](runner.on_device, *arguments)
 

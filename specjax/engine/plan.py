@@ -13,7 +13,6 @@ from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
-from specjax.kernels.tree_attention import attention_implementation
 from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics.prometheus import FIGURES
@@ -98,7 +97,6 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     networks = args.algorithm.networks(
         target.config.within(context_length),
         drafts[0].config if drafts else None,
-        kernels="xla" if placement.on_cpu else "pallas",
         placement=placement,
     )
     for model in networks.models:
@@ -148,10 +146,6 @@ def _runner_config(args: EngineArgs, networks: Networks, context_length: int) ->
         prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
         mixed_prefill_tokens=min(chunk, most),
         processed_logprobs=args.logprobs_mode == "processed",
-        on_gpu=not on_cpu,
-        attention=attention_implementation(
-            "cpu" if on_cpu else "gpu", [config.head_dim for config in networks.configs]
-        ),
         rounds_per_dispatch=args.rounds_per_dispatch,
         simulate_accept_length=args.simulate_accept_length,
         acceptance=args.acceptance,

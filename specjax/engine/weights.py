@@ -12,8 +12,8 @@ import numpy as np
 
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorInfo, TensorSource, cast, make_weight
+from specjax.models.family import Recipe
 from specjax.models.flat import Networks, Weights
-from specjax.models.recipes import Recipe
 from specjax.runtime.runner import ModelRunner
 
 # as an engine has them: one, or none where the draft has no network

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.move_kv import move_kv
+from specjax.kernels.kv_rows import move_kv
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
@@ -25,12 +25,8 @@ class PageView:
 
     page_table: jax.Array  # i32 [B, P]
     page_size: int = field(metadata={"static": True})
-    implementation: str = field(metadata={"static": True})  # of tree_attention
-
-    @property
-    def _stores(self) -> str:
-        """The implementation of what writes to a pool."""
-        return "pallas" if self.implementation == "pallas" else "xla"
+    # of attention and of what writes to a pool
+    implementation: str | None = field(default=None, metadata={"static": True})
 
     def kv_indices(self, positions: jax.Array) -> jax.Array:
         """KV indices i32 ``[B, T]`` of positions ``[B, T]``; in the padding page past the table."""
@@ -58,7 +54,7 @@ class PageView:
         """
         positions = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, tree_mask=tree_mask)
-        return PagedAttend(self.kv_indices(positions), attention, self._stores)
+        return PagedAttend(self.kv_indices(positions), attention, self.implementation)
 
     def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
         """Move the rows i32 ``[B, A]`` of a path, the first one 0, to the front.
@@ -68,7 +64,7 @@ class PageView:
         offsets = jnp.arange(1, path.shape[1], dtype=jnp.int32)
         source = jnp.where(path >= 0, self.kv_indices(seq_lens[:, None] + path), -1)[:, 1:]
         destination = self.kv_indices(seq_lens[:, None] + offsets)
-        return move_kv(kv, source, destination, implementation=self._stores)
+        return move_kv(kv, source, destination, implementation=self.implementation)
 
     def attend_packed(self, segments: "Segments") -> "PagedAttend":
         """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""
@@ -82,7 +78,7 @@ class PageView:
         def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
             return attend(q[0], kv, layer, **options)[None]
 
-        return PagedAttend(kv_indices, attention, self._stores)
+        return PagedAttend(kv_indices, attention, self.implementation)
 
     def _over_pages(
         self, attention: Callable[..., jax.Array], **segments: jax.Array | None
@@ -102,7 +98,7 @@ class PagedAttend:
 
     kv_indices: jax.Array  # i32 [B, T] of the new tokens
     attention: Callable[..., jax.Array]  # (q, kv, layer, **options)
-    implementation: str  # of the store
+    implementation: str | None  # of the store
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.config import ModelConfig
+from specjax.kernels.backend import resolve
 from specjax.models.layers import Attend, DecoderLayer, Embedding, Linear, RMSNorm, rope_tables
 from specjax.models.registry import layer_kinds
 from specjax.models.weights import dot, take_outputs
@@ -19,14 +20,16 @@ from specjax.models.weights import dot, take_outputs
 class CausalLM(nnx.Module):
     """Decoder-only language model whose attention and KV storage are supplied by the caller."""
 
-    def __init__(self, config: ModelConfig, kernels: str = "xla") -> None:
+    def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
         self.config = config
-        self.kernels = kernels
+        self.implementation = implementation
         dtypes, size, vocab_size = config.dtypes, config.hidden_size, config.vocab_size
         kinds = layer_kinds(config)
         self.embedding = Embedding(vocab_size, size, dtype=dtypes.activations)
-        self.layers = nnx.List(DecoderLayer(config, kind, kernels) for kind in kinds)
-        self.norm = RMSNorm(config, size, offset=kinds[-1].norm_offset, kernels=kernels)
+        self.layers = nnx.List(DecoderLayer(config, kind, implementation) for kind in kinds)
+        self.norm = RMSNorm(
+            config, size, offset=kinds[-1].norm_offset, implementation=implementation
+        )
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(size, vocab_size, bias=False, dtypes=dtypes)
 
@@ -53,7 +56,7 @@ class CausalLM(nnx.Module):
         def run(structure: Any, weights: Any, *inputs: Any) -> Any:
             return nnx.merge(structure, weights)(*inputs, attend)
 
-        if self.kernels == "pallas":
+        if resolve(self.implementation) != "xla":
             # kernels take the layer as an operand, so that one trace serves all: the same program,
             # of 32 layers, in two thirds of the time to trace it
             run = jax.jit(run, static_argnums=0, inline=True)

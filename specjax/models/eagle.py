@@ -1,6 +1,6 @@
-"""EAGLE-1/2 and EAGLE-3 draft heads (flax nnx).
+"""Draft heads: EAGLE-1/2, EAGLE-3, and modules of multi-token prediction (flax nnx).
 
-Both heads share one interface, so that nothing outside this file asks which one it is:
+The EAGLE heads share one interface, so that nothing outside this file asks which one it is:
 
 * ``fuse(features [B,T,F]) -> [B,T,D]``: target features to the head's hidden width;
 * ``__call__(embeds [B,T,D], hidden [B,T,D], positions [B,T], kv, attend, row=None) -> (hidden,
@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.config import DraftConfig
+from specjax.config import DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
 from specjax.models.decoder import CausalLM
 from specjax.models.layers import (
     MLP,
     Attend,
     Attention,
+    DecoderLayer,
     Embedding,
     LayerKind,
     Linear,
@@ -35,6 +36,7 @@ from specjax.models.layers import (
     pick_row,
     rope_tables,
 )
+from specjax.models.registry import layer_kinds
 
 
 class DraftVocabulary(nnx.Variable):
@@ -92,11 +94,13 @@ class DraftHead(nnx.Module):
 class EagleBlock(nnx.Module):
     """Llama attention and feed-forward behind whatever a head makes of its inputs."""
 
-    def __init__(self, config: DraftConfig, in_size: int, kernels: str) -> None:
+    def __init__(self, config: DraftConfig, in_size: int, implementation: str | None) -> None:
         kind = LayerKind.of(config)
-        self.attention = Attention(config, kind, in_size=in_size, kernels=kernels)
-        self.post_attention_norm = RMSNorm(config, config.hidden_size, kernels=kernels)
-        self.mlp = MLP(config, kind, kernels)
+        self.attention = Attention(config, kind, in_size=in_size, implementation=implementation)
+        self.post_attention_norm = RMSNorm(
+            config, config.hidden_size, implementation=implementation
+        )
+        self.mlp = MLP(config, kind, implementation)
 
     def block(
         self,
@@ -123,10 +127,10 @@ class Eagle3Head(DraftHead, EagleBlock):
     have it.
     """
 
-    def __init__(self, config: DraftConfig, kernels: str = "xla") -> None:
+    def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
         DraftHead.__init__(self, config)
         size, norm = config.hidden_size, partial(RMSNorm, config)
-        EagleBlock.__init__(self, config, 2 * size, kernels)
+        EagleBlock.__init__(self, config, 2 * size, implementation)
         self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.feature_norm = norm(config.feature_size) if config.norm_before_fc else None
         fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
@@ -169,8 +173,10 @@ class Eagle3Head(DraftHead, EagleBlock):
 class EagleLayer(EagleBlock):
     """Llama decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
 
-    def __init__(self, config: DraftConfig, *, has_input_norm: bool, kernels: str) -> None:
-        super().__init__(config, config.hidden_size, kernels)
+    def __init__(
+        self, config: DraftConfig, *, has_input_norm: bool, implementation: str | None
+    ) -> None:
+        super().__init__(config, config.hidden_size, implementation)
         self.input_norm = RMSNorm(config, config.hidden_size) if has_input_norm else None
 
 
@@ -180,13 +186,13 @@ class EagleHead(DraftHead):
     The target feature is the hidden state after the target's final norm.
     """
 
-    def __init__(self, config: DraftConfig, kernels: str = "xla") -> None:
+    def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
         super().__init__(config)
         size = config.hidden_size
         in_size = size + config.target_hidden_size
         self.fc = Linear(in_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.layers = nnx.List(
-            EagleLayer(config, has_input_norm=i > 0, kernels=kernels)
+            EagleLayer(config, has_input_norm=i > 0, implementation=implementation)
             for i in range(config.num_layers)
         )
 
@@ -217,6 +223,72 @@ class EagleHead(DraftHead):
         return self._head(hidden, target)
 
 
-def build_head(config: DraftConfig, kernels: str = "xla") -> Eagle3Head | EagleHead:
+def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3Head | EagleHead:
     """The head of a draft configuration."""
-    return (Eagle3Head if config.fuses_features else EagleHead)(config, kernels)
+    return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation)
+
+
+class MtpModule(nnx.Module):
+    """Two norms, the projection of the joined inputs, a decoder layer and the final norm."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, implementation: str | None) -> None:
+        size = config.hidden_size
+        norm = partial(RMSNorm, config, size)
+        self.hidden_norm, self.token_norm = norm(), norm()
+        self.fc = Linear(2 * size, size, bias=False, dtypes=config.dtypes)
+        self.layer = DecoderLayer(config, kind, implementation)
+        self.norm = norm(implementation=implementation)
+
+
+class MtpHead(nnx.Module):
+    """The modules of multi-token prediction; embeddings and output head are the target's.
+
+    Module ``k`` takes the state of token ``i`` that module ``k - 1`` gave, the target's last hidden
+    state for the first one, and the embedding of token ``i + k + 1``; it predicts token
+    ``i + k + 2``. Both inputs are normed, joined as ``[state, embedding]``, projected to the hidden
+    width, and go through one decoder layer of the target's family and a final norm. What comes out
+    is both the state for the next module and the input of the target's output head.
+
+    Sources: DeepSeek-V3 (arXiv 2412.19437), and the modules of MiMo-7B (arXiv 2505.07608), which
+    are dense.
+    """
+
+    def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:
+        self.config = config
+        kinds = layer_kinds(config)
+        self.modules = nnx.List(MtpModule(config, kind, implementation) for kind in kinds)
+
+    def __call__(
+        self,
+        index: int,
+        embeds: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        kv: Any,
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        """States ``[B, T, D]`` of module ``index``, whose keys and values are that layer of ``kv``.
+
+        ``embeds`` and ``hidden`` are ``[B, T, D]``, positions i32 ``[B, T]`` those of the states.
+        """
+        module = self.modules[index]
+        x = jnp.concatenate([module.hidden_norm(hidden), module.token_norm(embeds)], axis=-1)
+        rope = rope_tables(module.layer.kind.rope, positions)
+        _, x, delta, kv = module.layer(module.fc(x), None, rope, kv, index, attend)
+        return module.norm.add(x, delta)[1], kv
+
+    def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
+        """Embeddings ``[..., D]`` of token ids ``[...]``."""
+        return target.embedding(tokens)
+
+    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+        """Float32 logits ``[..., V]`` of states ``[..., D]`` of any module."""
+        return target.logits(hidden)
+
+    @property
+    def vocabulary(self) -> None:
+        """The target's."""
+        return None
+
+    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+        return draft_ids

@@ -1,13 +1,146 @@
-"""What a model family says of itself, and what families share to say it."""
+"""What a model family says of itself, and which published tensors make up each weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.config import DraftConfig, Dtypes, ModelConfig, TransformerConfig
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
-from specjax.models.recipes import Recipe, decoder_layer
+from specjax.models.weights import is_quantised
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor that fills a stripe of a weight. ``shape`` is the checkpoint's."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one weight is made: its parts, concatenated on the output axis.
+
+    A transposed weight is ``[in, out]`` made of parts ``[out_i, in]``; any other is the parts as
+    they are, concatenated on their first axis. ``dtype`` is the weight's, ``None`` that of
+    activations.
+    """
+
+    parts: tuple[Part, ...]
+    transpose: bool = False
+    dtype: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        width, rest = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:]
+        return (*rest, width) if self.transpose else (width, *rest)
+
+
+Recipes = Mapping[str, Recipe]
+# what the tensors of modules of multi-token prediction begin with
+MTP_PREFIX = "model.mtp_layers."
+
+
+def draft_recipes(config: DraftConfig) -> Recipes:
+    """Recipes of all weights of a draft head, by flat name; tensors have canonical names."""
+    size, dtypes, kind = config.hidden_size, config.dtypes, LayerKind.of(config)
+    fc_in = config.feature_size + (0 if config.fuses_features else size)
+    recipes = linear("fc", {"fc": size}, fc_in, dtypes, bias=config.fc_bias)
+    if config.has_own_embedding:
+        part = Part("embed_tokens.weight", (config.vocab_size, size))
+        recipes["embedding.table"] = Recipe((part,))
+    if config.has_own_lm_head and not config.ties_lm_head:
+        recipes |= linear("lm_head", {"lm_head": config.draft_vocab_size}, size, dtypes)
+    if config.draft_vocab_size != config.vocab_size:
+        recipes["d2t"] = Recipe((Part("d2t", (config.draft_vocab_size,)),), dtype="int32")
+    if config.fuses_features:
+        norms = {"input_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
+        recipes |= vectors(size, norms | {"norm": "norm"})
+        recipes |= _eagle_layer(config, kind, "", "midlayer.", 2 * size)
+        if config.norm_before_fc:
+            recipes |= vectors(config.feature_size, {"feature_norm": "input_norm"})
+        if config.has_fc_norm:
+            each = {f"fc_norms.{i}": f"fc_norm.{i}" for i in range(len(config.feature_layers))}
+            recipes |= vectors(config.target_hidden_size, each)
+        return recipes
+    for i in range(config.num_layers):
+        prefix = f"layers.{i}."
+        recipes |= _eagle_layer(config, kind, prefix, prefix, size)
+        if i:  # the first layer has no input norm
+            recipes |= vectors(size, {f"{prefix}input_norm": f"{prefix}input_layernorm"})
+    return recipes
+
+
+def vectors(size: int, names: Mapping[str, str]) -> dict[str, Recipe]:
+    """Scales of norms: flat name to stored name."""
+    return {
+        f"{flat}.scale": Recipe((Part(f"{name}.weight", (size,)),)) for flat, name in names.items()
+    }
+
+
+def linear(
+    flat: str, parts: Mapping[str, int], in_size: int, dtypes: Dtypes, *, bias: bool = False
+) -> dict[str, Recipe]:
+    """A projection made of stored projections ``[out_i, in]``, given with their widths."""
+    kernels = tuple(Part(f"{name}.weight", (size, in_size)) for name, size in parts.items())
+    recipes = {f"{flat}.kernel": Recipe(kernels, transpose=True, dtype=dtypes.weights.name)}
+    if is_quantised(dtypes.weights):  # under the names of compressed-tensors
+        scales = tuple(Part(f"{name}.weight_scale", (size, 1)) for name, size in parts.items())
+        recipes = {
+            f"{flat}.kernel.values": Recipe(kernels, dtype=dtypes.weights.name),
+            f"{flat}.kernel.scale": Recipe(scales, dtype="float32"),
+        }
+    if bias:
+        biases = tuple(Part(f"{name}.bias", (size,)) for name, size in parts.items())
+        recipes[f"{flat}.bias"] = Recipe(biases)
+    return recipes
+
+
+def decoder_layer(
+    config: TransformerConfig, kind: LayerKind, flat: str, prefix: str
+) -> dict[str, Recipe]:
+    """A layer of a target, under the names that most families share."""
+    before = {"input_norm": "input", "post_attention_norm": "post_attention"}
+    if kind.post_norm:
+        before["post_attention_norm"] = "pre_feedforward"
+    after = {"attention_output_norm": "post_attention", "mlp_output_norm": "post_feedforward"}
+    norms = (before if kind.pre_norm else {}) | (after if kind.post_norm else {})
+    names = {flat + ours: f"{prefix}{theirs}_layernorm" for ours, theirs in norms.items()}
+    recipes = vectors(config.hidden_size, names)
+    recipes |= _projections(config, kind, flat, prefix, config.hidden_size)
+    if kind.qk_norm:
+        norms = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm" for x in "qk"}
+        recipes |= vectors(config.head_dim, norms)
+    if kind.sinks:
+        part = Part(f"{prefix}self_attn.sinks", (config.num_heads,))
+        recipes[f"{flat}attention.sinks"] = Recipe((part,))
+    return recipes
+
+
+def _eagle_layer(
+    config: DraftConfig, kind: LayerKind, flat: str, prefix: str, in_size: int
+) -> dict[str, Recipe]:
+    norm = {f"{flat}post_attention_norm": f"{prefix}post_attention_layernorm"}
+    projections = _projections(config, kind, flat, prefix, in_size)
+    return projections | vectors(config.hidden_size, norm)
+
+
+def _projections(
+    config: TransformerConfig, kind: LayerKind, flat: str, prefix: str, in_size: int
+) -> dict[str, Recipe]:
+    size, inner, dtypes = config.hidden_size, config.intermediate_size, kind.dtypes
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    widths = {"q": q_size, "k": kv_size, "v": kv_size}
+    qkv = {f"{prefix}self_attn.{letter}_proj": width for letter, width in widths.items()}
+    gate_up = {f"{prefix}mlp.{name}_proj": inner for name in ("gate", "up")}
+    output, down = {f"{prefix}self_attn.o_proj": size}, {f"{prefix}mlp.down_proj": size}
+    return (
+        linear(f"{flat}attention.qkv", qkv, in_size, dtypes, bias=kind.qkv_bias)
+        | linear(f"{flat}attention.output", output, q_size, dtypes, bias=kind.output_bias)
+        | linear(f"{flat}mlp.gate_up", gate_up, size, dtypes, bias=kind.mlp_bias)
+        | linear(f"{flat}mlp.down", down, inner, dtypes, bias=kind.mlp_bias)
+    )
 
 
 def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
+from specjax.kernels.backend import resolve
 from specjax.kernels.rope_store import rotate
 from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
 
@@ -96,26 +97,28 @@ class Linear(nnx.Module):
         out = dot(x, self.kernel[...], out_dtype)
         return out if self.bias is None else out + self.bias[...]
 
-    def partial_sums(self, x: jax.Array, kernels: str, start: int = 0) -> jax.Array:
+    def partial_sums(self, x: jax.Array, implementation: str | None, start: int = 0) -> jax.Array:
         """Outputs from ``start`` on, or f32 ``[P, ..., out]`` whose sum they are if that pays."""
         kernel = take_outputs(self.kernel[...], slice(start, None)) if start else self.kernel[...]
         if self.bias is not None:
             return dot(x, kernel) + self.bias[start:]
-        return (partial_dot if kernels == "pallas" else dot)(x, kernel)
+        return (dot if resolve(implementation) == "xla" else partial_dot)(x, kernel)
 
 
 class RMSNorm(nnx.Module):
-    """Normalisation over the last axis, times ``scale + offset``.
-
-    ``kernels`` names the implementation of the fused form.
-    """
+    """Normalisation over the last axis, times ``scale + offset``."""
 
     def __init__(
-        self, config: TransformerConfig, size: int, *, offset: float = 0.0, kernels: str = "xla"
+        self,
+        config: TransformerConfig,
+        size: int,
+        *,
+        offset: float = 0.0,
+        implementation: str | None = None,
     ) -> None:
         mean, dtype = 1.0 - offset, config.dtypes.activations
         self.scale = nnx.Param(jnp.full((size,), mean, dtype), mean=mean)
-        self.eps, self.offset, self.kernels = config.rms_norm_eps, offset, kernels
+        self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
     @property
     def _factor(self) -> jax.Array:
@@ -129,7 +132,7 @@ class RMSNorm(nnx.Module):
         """``x + delta`` and its norm; ``x`` and its norm where there is nothing to add."""
         if delta is None:
             return x, self(x)
-        return add_norm(x, delta, self._factor, eps=self.eps, implementation=self.kernels)
+        return add_norm(x, delta, self._factor, eps=self.eps, implementation=self.implementation)
 
 
 class Embedding(nnx.Module):
@@ -211,9 +214,14 @@ class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; ``attend`` owns the keys and values."""
 
     def __init__(
-        self, config: TransformerConfig, kind: LayerKind, *, in_size: int, kernels: str = "xla"
+        self,
+        config: TransformerConfig,
+        kind: LayerKind,
+        *,
+        in_size: int,
+        implementation: str | None = None,
     ) -> None:
-        self.kind, self.kernels = kind, kernels
+        self.kind, self.implementation = kind, implementation
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, kv_heads, dim)
         linear = partial(Linear, dtypes=kind.dtypes)
@@ -249,7 +257,7 @@ class Attention(nnx.Module):
             options["sinks"] = self.sinks[...]
         kv, out = attend(kv, layer, q, k, v, rope, **options)
         out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
-        return self.output.partial_sums(out, self.kernels), kv
+        return self.output.partial_sums(out, self.implementation), kv
 
     def store(
         self, kv_input: jax.Array, rope: RopeTables, kv: Any, layer: int, store: Store
@@ -262,16 +270,18 @@ class Attention(nnx.Module):
         """Query, key and value heads ``[..., N + 2 * KV, H]`` from the first one wanted on."""
         heads, kv_heads, dim = self.shape
         # query and key norms read whole products
-        kernels = "xla" if self.q_norm else self.kernels
-        out = self.qkv.partial_sums(x, kernels, first * dim)
+        implementation = "xla" if self.q_norm else self.implementation
+        out = self.qkv.partial_sums(x, implementation, first * dim)
         return out.reshape(*out.shape[:-1], heads + 2 * kv_heads - first, dim)
 
 
 class MLP(nnx.Module):
     """Gated feed-forward ``down(activation(gate(x)) * up(x))``, gate and up in one matrix."""
 
-    def __init__(self, config: TransformerConfig, kind: LayerKind, kernels: str = "xla") -> None:
-        self.kind, self.kernels = kind, kernels
+    def __init__(
+        self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
+    ) -> None:
+        self.kind, self.implementation = kind, implementation
         size, inner = config.hidden_size, config.intermediate_size
         linear = partial(Linear, bias=kind.mlp_bias, dtypes=kind.dtypes)
         self.gate_up, self.down = linear(size, 2 * inner), linear(inner, size)
@@ -280,21 +290,25 @@ class MLP(nnx.Module):
         """``[..., D]`` to ``[..., D]`` or its partial sums."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         activation = ACTIVATIONS[self.kind.activation]
-        return self.down.partial_sums(activation(gate) * up, self.kernels)
+        return self.down.partial_sums(activation(gate) * up, self.implementation)
 
 
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward with residual connections, and norms before or after each."""
 
-    def __init__(self, config: TransformerConfig, kind: LayerKind, kernels: str = "xla") -> None:
+    def __init__(
+        self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
+    ) -> None:
         size = config.hidden_size
-        norm = partial(RMSNorm, config, size, offset=kind.norm_offset, kernels=kernels)
+        norm = partial(
+            RMSNorm, config, size, offset=kind.norm_offset, implementation=implementation
+        )
         self.kind = kind
         self.input_norm = norm() if kind.pre_norm else None
-        self.attention = Attention(config, kind, in_size=size, kernels=kernels)
+        self.attention = Attention(config, kind, in_size=size, implementation=implementation)
         self.attention_output_norm = norm() if kind.post_norm else None
         self.post_attention_norm = norm() if kind.pre_norm else None
-        self.mlp = MLP(config, kind, kernels)
+        self.mlp = MLP(config, kind, implementation)
         self.mlp_output_norm = norm() if kind.post_norm else None
 
     def __call__(

@@ -3,11 +3,10 @@
 from collections.abc import Collection
 
 from specjax.config import ModelConfig
-from specjax.models.family import Family
+from specjax.models.family import MTP_PREFIX, Family, Part, Recipe, Recipes, linear, vectors
 from specjax.models.layers import LayerKind
 from specjax.models.llama import LLAMA, MISTRAL
 from specjax.models.qwen import MIMO, QWEN2, QWEN3
-from specjax.models.recipes import MTP_PREFIX, Part, Recipe, Recipes, linear, vectors
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,

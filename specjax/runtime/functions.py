@@ -91,7 +91,7 @@ class RoundFunctions:
             max_top_logprobs=self._max_top_logprobs,
             greedy=greedy,
             processed=self._config.processed_logprobs,
-            kernels="pallas" if self._config.on_gpu else "xla",
+            implementation=self._config.implementation,
             acceptance=COUPLED if greedy else self._config.acceptance,
         )
         config = RoundConfig(

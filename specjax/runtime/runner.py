@@ -17,6 +17,7 @@ from specjax.models.registry import layer_kinds
 from specjax.runtime.functions import STAGES, Job, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
+from specjax.sampling.processors import abstract_states, needs_history
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
@@ -115,6 +116,8 @@ class ModelRunner:
                 f"create_future_map of {algorithm.name} gave a {type(future).__name__}, but stages "
                 "read and write the rows of a FutureMap alone; pass further leaves as rows"
             )
+        states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
+        future = replace(future, logit_states=states)
         placed: DeviceState = nets.placement.abstract(DeviceState(pools, future))
         return placed
 
@@ -241,8 +244,8 @@ class ModelRunner:
             top_logprobs=top_logprobs,
             hidden_states=hidden_states,
         )
-        needs_history = params.has_penalties or self.config.algorithm.needs_history
-        if needs_history and len(cached_ids) > 0:
+        is_read = needs_history(params) or self.config.algorithm.needs_history
+        if is_read and len(cached_ids) > 0:
             history = np.zeros(self.config.context, np.int32)
             history[: len(cached_ids)] = cached_ids
             arguments = self.networks.placement.put((np.int32(slot), history))
@@ -260,7 +263,7 @@ class ModelRunner:
     def _view_of(self, tables: HostTables) -> PageView:
         # the copy stays as it is while the host goes on writing
         page_table = self.networks.placement.put(tables.page_table.copy())
-        return PageView(page_table, self.config.page_size, self.config.attention)
+        return PageView(page_table, self.config.page_size, self.config.implementation)
 
     def _sampling_of(self, tables: HostTables) -> jax.Array:
         packed: jax.Array = self.networks.placement.put(pack_sampling(tables.sampling))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from specjax.config import TransformerConfig
+from specjax.kernels.backend import resolve
 from specjax.kv.budget import KVWrites
 from specjax.models.flat import Networks
 from specjax.sampling.accept_draws import COUPLED, Acceptance
@@ -22,7 +23,7 @@ class RunnerConfig:
     """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
 
     ``shapes`` are the tiers, ascending; everything is sized for the largest.
-    ``on_gpu`` compiles what pays on a GPU only: rounds of greedy batches apart from the others.
+    Pallas kernels go with what pays on a GPU only: rounds of greedy batches apart from the others.
     A conditional there is a read-back by the host in the middle of a round: without the one around
     the sampler a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
     """
@@ -35,19 +36,23 @@ class RunnerConfig:
     num_slots: int
     batch_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
-    attention: str
     rounds_per_dispatch: int = 1
     simulate_accept_length: float | None = None
     acceptance: Acceptance = COUPLED  # of drafts above temperature 0
     max_top_logprobs: int = 20
     processed_logprobs: bool = False  # those of the distribution that is drawn from
     mixed_prefill_tokens: int = 512  # of a step with a round
-    on_gpu: bool = False
+    implementation: str | None = None  # of all kernels, as backend.resolve has it
 
     def __post_init__(self) -> None:
         shapes = self.shapes
         if list(shapes) != sorted(set(shapes)) or not shapes or shapes[0].steps < 0:
             raise ValueError(f"{shapes=} must ascend, from 0 steps on")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether functions are compiled as for a GPU."""
+        return resolve(self.implementation) == "pallas"
 
     @property
     def largest(self) -> DraftShape:

@@ -67,30 +67,25 @@ def accept_tokens(
     tree: VerifyInput,
     sampling: SamplingTable,
     acceptance: Acceptance,
-    kernels: str,
+    implementation: str | None,
 ) -> jax.Array:
-    """The token i32 ``[B, T]`` behind every row, by a rule that is not coupled.
+    """The token i32 ``[B, T]`` after every node, by a rule that is not coupled.
 
-    Rows without a real child, and those of greedy requests, keep ``plain`` i32 ``[B, T]``.
-
-    Args:
-        probs: f32 ``[B, T, V]``, what the target draws from.
-        plain: the target's own draws.
-        tree: with ``draft_probs`` for rejection sampling.
-        sampling: of the B requests.
-        acceptance: the rule.
-        kernels: implementation of the draw.
+    ``probs`` f32 ``[B, T, V]`` are what the target draws from. Nodes without a real child, and
+    those of greedy requests, keep the target's own draws ``plain`` i32 ``[B, T]``.
     """
     if acceptance.uses_rejection:
-        tokens = rejection_tokens(probs, tree, sampling.seeds, kernels=kernels)
+        tokens = rejection_tokens(probs, tree, sampling.seeds, implementation=implementation)
     else:
-        tokens = threshold_tokens(probs, tree, sampling.seeds, acceptance, kernels=kernels)
+        tokens = threshold_tokens(
+            probs, tree, sampling.seeds, acceptance, implementation=implementation
+        )
     is_judged = tree.is_child.any(-1) & (sampling.temperatures > 0)[:, None]
     return jnp.where(is_judged, tokens, plain)
 
 
 def rejection_tokens(
-    probs: jax.Array, tree: VerifyInput, seeds: jax.Array, *, kernels: str = "xla"
+    probs: jax.Array, tree: VerifyInput, seeds: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
     """Speculative sampling of a chain (arXiv 2211.17192): tokens i32 ``[B, T]``.
 
@@ -112,7 +107,7 @@ def rejection_tokens(
     is_drawn = (q > 0) & jnp.isfinite(draft_probs).all(-1)
     accepted = is_drawn & (draw_coins(seeds, tree) * q < p)
     residual = jnp.maximum(jnp.where(is_drawn[:, :, None], probs - draft_probs, probs), 0.0)
-    return jnp.where(accepted, drafts, _draw_residual(residual, probs, seeds, tree, kernels))
+    return jnp.where(accepted, drafts, _draw_residual(residual, probs, seeds, tree, implementation))
 
 
 def threshold_tokens(
@@ -121,7 +116,7 @@ def threshold_tokens(
     seeds: jax.Array,
     acceptance: Acceptance,
     *,
-    kernels: str = "xla",
+    implementation: str | None = None,
 ) -> jax.Array:
     """Target-only sampling with SGLang's thresholds: tokens i32 ``[B, T]``.
 
@@ -144,7 +139,7 @@ def threshold_tokens(
     b = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     t = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     residual = probs.at[b, t, jnp.where(is_child, ids, vocab_size)].set(0.0, mode="drop")
-    others = _draw_residual(residual, probs, seeds, tree, kernels)
+    others = _draw_residual(residual, probs, seeds, tree, implementation)
     return jnp.where(accepted.any(-1), drafts, others)
 
 
@@ -157,7 +152,11 @@ def draw_coins(seeds: jax.Array, tree: VerifyInput) -> jax.Array:
 
 
 def _draw_residual(
-    weights: jax.Array, probs: jax.Array, seeds: jax.Array, tree: VerifyInput, kernels: str
+    weights: jax.Array,
+    probs: jax.Array,
+    seeds: jax.Array,
+    tree: VerifyInput,
+    implementation: str | None,
 ) -> jax.Array:
     """Tokens i32 ``[B, T]`` by weights f32 ``[B, T, V]``; by ``probs`` where rounding left none."""
     weights = jnp.where(jnp.any(weights > 0, axis=2, keepdims=True), weights, probs)
@@ -165,7 +164,7 @@ def _draw_residual(
     keys, places = _flat_keys(seeds, tree)
     ones = jnp.ones(places.shape, jnp.float32)
     tokens = draw_tokens(
-        logits, ones, -jnp.inf * ones, keys, places + RESIDUAL_STREAM, implementation=kernels
+        logits, ones, -jnp.inf * ones, keys, places + RESIDUAL_STREAM, implementation=implementation
     )
     return tokens.reshape(tree.positions.shape)
 

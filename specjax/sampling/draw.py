@@ -6,15 +6,17 @@ same position, so accepting a draft only if it equals the draw keeps the output 
 token, and accepts each draft with the target's own probability. The rules of
 :mod:`specjax.sampling.accept_draws`, which are asked for, replace these draws where drafts hang.
 
-The order is SGLang's: penalties and bias, temperature, top-k, top-p, min-p.
+The order is SGLang's: logit processors, temperature, top-k, top-p, min-p.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.backend import resolve
 from specjax.kernels.draw_tokens import draw_tokens, token_noise
 from specjax.kernels.filter_logits import kept_logits, logit_thresholds
 from specjax.kernels.token_logprobs import token_logprobs
@@ -25,7 +27,8 @@ from specjax.sampling.accept_draws import (
     accept_tokens,
     filtered_probs,
 )
-from specjax.sampling.penalties import adjust_logits, is_adjusting
+from specjax.sampling.logit_processor import LogitInputs
+from specjax.sampling.processors import adjust_logits
 from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 
@@ -37,15 +40,15 @@ class SamplingConfig:
     log-probabilities: only that is compiled. Log-probabilities are those of the raw logits, before
     penalties, bias, temperature and filters, so that they equal what a prefill of the same text
     reports; with ``processed`` those of the distribution that is drawn from, where a temperature of
-    0 counts as 1. ``kernels`` is ``"pallas"``, without any conditional (on a GPU each is a
-    read-back by the host in the middle of a round), or ``"xla"``, which skips what no row needs.
+    0 counts as 1. With Pallas kernels there is no conditional (on a GPU each is a read-back by the
+    host in the middle of a round); plain XLA skips what no row needs.
     ``acceptance`` changes nothing with ``greedy``.
     """
 
     max_top_logprobs: int = 0  # most likely tokens that a row may ask for
     greedy: bool = False
     processed: bool = False
-    kernels: str = "xla"
+    implementation: str | None = None
     acceptance: Acceptance = COUPLED
 
 
@@ -61,56 +64,57 @@ def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
 def target_tokens(
     logits: jax.Array,
     tree: VerifyInput,
-    sampling: SamplingTable,
-    history: jax.Array,
-    slots: jax.Array,
+    inputs: LogitInputs,
     config: SamplingConfig,
+    states: tuple[Any, ...] = (),
 ) -> tuple[jax.Array, Logprobs | None]:
-    """The token i32 ``[B, T]`` that the target puts behind every row, and its log-probability.
+    """The target's token i32 ``[B, T]`` after every node of the tree, and its log-probability.
 
-    Logits f32 ``[B, T, V]`` are raw; ``history`` i32 ``[R, C]`` are tokens by request slot, up to
-    the root of the tree. Log-probabilities of rows that do not ask for them are zeros.
+    Logits f32 ``[B, T, V]`` are raw; ``states`` are what logit processors keep, by request slot.
+    Log-probabilities of requests that do not ask for them are zeros.
     """
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-    shape, kernels = logits.shape[:2], config.kernels
+    shape, implementation = logits.shape[:2], resolve(config.implementation)
+    sampling = inputs.sampling
 
     def adjust() -> jax.Array:
-        return adjust_logits(logits, tree, sampling, history[slots])
+        return adjust_logits(tree, logits, states, inputs)
 
-    if kernels == "xla":
-        adjusted = jax.lax.cond(is_adjusting(tree, sampling), adjust, lambda: logits)
+    if implementation == "xla":
+        adjusted = jax.lax.cond(jnp.any(sampling.is_adjusted > 0), adjust, lambda: logits)
     else:
         adjusted = adjust()
 
-    raw, flat = (values.reshape(-1, values.shape[-1]) for values in (logits, adjusted))
+    flat = adjusted.reshape(-1, logits.shape[-1])
     per_row = partial(jnp.repeat, repeats=shape[1], axis=0)
     temperatures = per_row(sampling.temperatures)
-    thresholds = _thresholds(flat, sampling, shape[1], kernels)
+    thresholds = _thresholds(flat, sampling, shape[1], implementation)
     seeds, positions = per_row(sampling.seeds), (tree.positions + 1).reshape(-1)
-    tokens = draw_tokens(flat, temperatures, thresholds, seeds, positions, implementation=kernels)
+    tokens = draw_tokens(
+        flat, temperatures, thresholds, seeds, positions, implementation=implementation
+    )
     if shape[1] > 1 and not config.acceptance.is_coupled:
         probs = filtered_probs(flat, temperatures, thresholds).reshape(logits.shape)
         tokens = accept_tokens(
-            probs, tokens.reshape(shape), tree, sampling, config.acceptance, kernels
+            probs, tokens.reshape(shape), tree, sampling, config.acceptance, implementation
         ).reshape(-1)
     wanted = per_row(num_best(sampling))
     if config.processed:
-        limit = config.max_top_logprobs
-        values = token_logprobs(
-            flat, tokens, temperatures, thresholds, wanted, limit=limit, implementation=kernels
-        )
+        values = logprobs_of(flat, tokens, wanted, config, temperatures, thresholds)
     else:
-        values = raw_logprobs(raw, tokens, wanted, config)
+        values = logprobs_of(logits.reshape(flat.shape), tokens, wanted, config)
     reshaped = (value.reshape(*shape, *value.shape[1:]) for value in values)
     return tokens.reshape(shape), Logprobs(*reshaped)
 
 
-def _thresholds(flat: jax.Array, sampling: SamplingTable, rows: int, kernels: str) -> jax.Array:
+def _thresholds(
+    flat: jax.Array, sampling: SamplingTable, rows: int, implementation: str | None
+) -> jax.Array:
     """:func:`logit_thresholds` of logits f32 ``[B * rows, V]``, ``rows`` a request."""
     limits = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     by_row = (jnp.repeat(limit, rows, axis=0) for limit in limits)
-    return logit_thresholds(flat, *by_row, implementation=kernels)
+    return logit_thresholds(flat, *by_row, implementation=implementation)
 
 
 def draft_tokens(
@@ -143,7 +147,7 @@ def draft_tokens(
         with one how far the column stands out where both draw with this noise. A single column has
         the score 1, since nothing is compared with it.
     """
-    shape, kernels = logits.shape[:2], config.kernels
+    shape, implementation = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:
         config = replace(config, greedy=True)
     if config.acceptance.uses_rejection:
@@ -157,10 +161,10 @@ def draft_tokens(
     seeds, places = per_row(sampling.seeds), positions.reshape(-1)
     thresholds = jnp.full(temperatures.shape, -jnp.inf)
     if not config.greedy:
-        thresholds = _thresholds(flat, sampling, shape[1], kernels)
+        thresholds = _thresholds(flat, sampling, shape[1], implementation)
     if topk == 1:
         best = draw_tokens(
-            flat, temperatures, thresholds, seeds, places, ids, implementation=kernels
+            flat, temperatures, thresholds, seeds, places, ids, implementation=implementation
         )
         best = best.reshape(*shape, 1)
         return jnp.ones(best.shape, jnp.float32), best
@@ -173,7 +177,7 @@ def draft_tokens(
 
     if config.greedy:
         noisy = kept
-    elif kernels == "xla":
+    elif implementation == "xla":
         noisy = jax.lax.cond(jnp.any(temperatures > 0), perturb, lambda: kept)
     else:
         noisy = perturb()
@@ -198,7 +202,7 @@ def draft_probs(
     """
     batch, rows = logits.shape[:2]
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), sampling.temperatures
-    thresholds = _thresholds(flat, sampling, rows, config.kernels)
+    thresholds = _thresholds(flat, sampling, rows, config.implementation)
     probs = filtered_probs(flat, jnp.repeat(temperatures, rows, axis=0), thresholds)
     probs = probs.reshape(logits.shape)
     if ids is None:
@@ -211,13 +215,20 @@ def num_best(sampling: SamplingTable) -> jax.Array:
     return jnp.where(sampling.wants_logprobs > 0, sampling.top_logprobs, -1)
 
 
-def raw_logprobs(
-    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, config: SamplingConfig
+def logprobs_of(
+    logits: jax.Array,
+    tokens: jax.Array,
+    wanted: jax.Array,
+    config: SamplingConfig,
+    temperatures: jax.Array | float = 1.0,
+    thresholds: jax.Array | float = -jnp.inf,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """:func:`token_logprobs` of raw logits f32 ``[N, V]``."""
-    ones = jnp.ones(tokens.shape, jnp.float32)
-    limit, kernels = config.max_top_logprobs, config.kernels
-    everything = -jnp.inf * ones
+    """:func:`token_logprobs` of logits f32 ``[N, V]``; by default of all tokens as they are."""
+    options = (
+        jnp.broadcast_to(jnp.asarray(x, jnp.float32), tokens.shape)
+        for x in (temperatures, thresholds)
+    )
+    limit, implementation = config.max_top_logprobs, config.implementation
     return token_logprobs(
-        logits, tokens, ones, everything, wanted, limit=limit, implementation=kernels
+        logits, tokens, *options, wanted, limit=limit, implementation=implementation
     )

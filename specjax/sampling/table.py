@@ -5,25 +5,22 @@ A change of any slot uploads the whole table; as one array that takes a fifteent
 
 import heapq
 from collections.abc import Collection, Sequence
+from typing import get_type_hints
 
 import jax
 import numpy as np
 
 from specjax.checks import ParameterError
 from specjax.sampling.params import SamplingParams
-from specjax.types import SamplingTable
+from specjax.sampling.processors import used_by
+from specjax.types import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingTable
 
-# end tokens of a request that the device knows; models have one to four
-MAX_END_TOKENS = 8
-MAX_LOGIT_BIAS = 64
 # a slot on the host: the fields of SamplingTable, in words of 32 bits
-_FLOATS = "temperatures top_ps min_ps repetition_penalties frequency_penalties presence_penalties"
-_INTS = "top_ks wants_logprobs top_logprobs min_new_tokens prompt_lens speculates"
 SLOT = np.dtype(
-    [(name, np.float32) for name in _FLOATS.split()]
-    + [(name, np.int32) for name in _INTS.split()]
-    + [("seeds", np.uint32, 2), ("end_token_ids", np.int32, MAX_END_TOKENS)]
-    + [("bias_ids", np.int32, MAX_LOGIT_BIAS), ("bias_values", np.float32, MAX_LOGIT_BIAS)]
+    [
+        (name, *hint.__metadata__)
+        for name, hint in get_type_hints(SamplingTable, include_extras=True).items()
+    ]
 )
 
 
@@ -144,18 +141,13 @@ class HostTables:
         row["end_token_ids"][: len(ends)] = ends
         row["wants_logprobs"] = top_logprobs is not None
         row["top_logprobs"] = top_logprobs or 0
-        if params.has_penalties:
-            row["repetition_penalties"] = params.repetition_penalty
-            row["frequency_penalties"] = params.frequency_penalty
-            row["presence_penalties"] = params.presence_penalty
-        row["min_new_tokens"] = params.min_new_tokens
         row["prompt_lens"] = prompt_len
         row["speculates"] = params.speculative
-        for i, (token, value) in enumerate(params.biases):
-            row["bias_ids"][i], row["bias_values"][i] = token, value
-        adjusts = params.has_penalties or params.biases or params.min_new_tokens
+        for processor in (used := used_by(params)):
+            processor.fill(row, params)
+        row["is_adjusted"] = bool(used)
         is_quiet = top_logprobs is None and not hidden_states
-        self.is_plain[slot] = params.is_greedy and not adjusts and is_quiet
+        self.is_plain[slot] = params.is_greedy and not used and is_quiet
         self.wants_hidden_states[slot] = hidden_states
         self.sampling_dirty[slot] = True
 

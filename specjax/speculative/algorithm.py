@@ -7,7 +7,7 @@ compiled rounds are shared; they ask the algorithm and never which one it is.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Placement
 from specjax.sampling.draw import SamplingConfig
-from specjax.speculative.custom import CommonAlgorithm, CustomSpecAlgo, source_facts
-from specjax.speculative.registry import find
-from specjax.speculative.registry import register_algorithm as register_algorithm
+from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, SamplingTable, VerifyInput, VerifyOutput
+
+if TYPE_CHECKING:
+    from specjax.speculative.registry import CustomSpecAlgo as CustomSpecAlgo
+    from specjax.speculative.registry import register_algorithm as register_algorithm
 
 # An algorithm's own pytrees. State is read and written as a whole (KV pools, tables); rows are what
 # a request brings from one round to the next. Both are donated through every call.
@@ -84,6 +86,88 @@ class StateSizes(NamedTuple):
     shape: DraftShape  # the largest tier
 
 
+class CommonAlgorithm:
+    """What built-in and registered algorithms share, under SGLang's names."""
+
+    # which one it is: for authors; the engine does not ask
+
+    def is_none(self) -> bool:
+        return False
+
+    def is_some(self) -> bool:
+        return not self.is_none()
+
+    def is_speculative(self) -> bool:
+        return not self.is_none()
+
+    def is_eagle(self) -> bool:
+        return False
+
+    def is_eagle3(self) -> bool:
+        return False
+
+    def is_standalone(self) -> bool:
+        return False
+
+    def is_ngram(self) -> bool:
+        return False
+
+    def is_dflash(self) -> bool:
+        return False
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """Whether drafting is one pass of its network over all T rows, as a verify is one.
+
+        Only the memory planner reads it: such a pass has the logits of all rows at once.
+        """
+        return self.is_dflash()
+
+    def create_future_map(
+        self,
+        max_running_requests: int,
+        chunked_prefill_size: int,
+        context_len: int,
+        device: jax.Device,
+        *,
+        rows: Any = (),
+    ) -> FutureMap:
+        """Shapes and dtypes of all that waits for the next round, by request slot.
+
+        Stages read and write its rows alone, so an engine refuses a subclass with further leaves.
+
+        Args:
+            max_running_requests: requests decoded at once; slot 0, the padding, is one more.
+            chunked_prefill_size: prompt tokens that are computed beside a round.
+            context_len: C, tokens of a request.
+            device: that it will lie on.
+            rows: what ``abstract_rows`` gave.
+        """
+        return FutureMap.abstract(max_running_requests + 1, context_len, rows)
+
+    def build_disagg_draft_input(
+        self,
+        rows: Any,
+        bonus_tokens: jax.Array,
+        seq_lens: jax.Array,
+        slots: jax.Array,
+        future: FutureMap,
+    ) -> Any:
+        """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
+
+        Args:
+            rows: what prefill left there, ``None`` where they did not come along.
+            bonus_tokens: i32 ``[B]``.
+            seq_lens: i32 ``[B]``, tokens in the KV pools.
+            slots: i32 ``[B]``, request slots here.
+            future: of this side, which has lengths, bonus tokens and history of the slots already.
+
+        Returns:
+            What the first round here starts from. ``None`` stands for zeros: that round drafts
+            nothing, the later ones as usual.
+        """
+        return rows
+
+
 class _BuiltIn:
     """A built-in algorithm as a class attribute of its name, imported when it is read."""
 
@@ -91,8 +175,7 @@ class _BuiltIn:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> "SpeculativeAlgorithm":
-        found: SpeculativeAlgorithm = find(self._name)
-        return found
+        return SpeculativeAlgorithm.from_string(self._name)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -114,7 +197,6 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     # traced, pure
 
-    @abstractmethod
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
@@ -123,6 +205,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         ``batch.seq_lens`` are before the chunks, ``rows`` left by earlier ones; ``features``
         ``[1, P, F]`` are what the target's ``feature_layers`` gave for the tokens.
         """
+        return state, rows
 
     @abstractmethod
     def propose(
@@ -135,7 +218,6 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         noise that the target does not use.
         """
 
-    @abstractmethod
     def extend(
         self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
     ) -> tuple[State, Rows]:
@@ -144,6 +226,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         ``batch`` and ``rows`` are as when the round began: lengths and bonus tokens before
         acceptance. With 0 steps the next round is not expected to draft.
         """
+        return state, rows
 
     # host side
 
@@ -189,7 +272,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         """
         return ()
 
-    def draft_model(self, config: Any, kernels: str) -> FlatModel[Any]:
+    def draft_model(self, config: Any, implementation: str | None) -> FlatModel[Any]:
         """Structure of the draft network of a configuration."""
         return FlatModel.empty()
 
@@ -198,12 +281,12 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         target: ModelConfig,
         draft_config: Any = None,
         *,
-        kernels: str = "xla",
+        implementation: str | None = None,
         placement: Placement | None = None,
     ) -> Networks:
         """Structures of a target and this algorithm's draft."""
-        model = FlatModel.of(partial(CausalLM, target, kernels=kernels))
-        draft = self.draft_model(draft_config, kernels)
+        model = FlatModel.of(partial(CausalLM, target, implementation=implementation))
+        draft = self.draft_model(draft_config, implementation)
         return Networks(model, draft, target, draft_config, placement or Placement.on())
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> State:
@@ -254,6 +337,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         These are the sources of the packages that the class comes from. Extend them by what else is
         traced: code of other packages, and arrays, which a repr shortens.
         """
+        from specjax.speculative.registry import source_facts
+
         return source_facts(type(self))
 
     @staticmethod
@@ -263,8 +348,19 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         One of another package is a :class:`CustomSpecAlgo` until ``create_worker`` makes it.
         ValueError for a name that is not registered.
         """
-        found: SpeculativeAlgorithm | CustomSpecAlgo = find(name)
-        return found
+        from specjax.speculative.registry import find
+
+        return find(name)
+
+
+if not TYPE_CHECKING:  # registry imports this module, and authors import from here alone
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("CustomSpecAlgo", "register_algorithm"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from specjax.speculative import registry
+
+        return getattr(registry, name)
 
 
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
@@ -286,20 +382,10 @@ class Plain(SpeculativeAlgorithm):
     def is_none(self) -> bool:
         return True
 
-    def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
-    ) -> tuple[State, Rows]:
-        return state, rows
-
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
         return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
-
-    def extend(
-        self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
-    ) -> tuple[State, Rows]:
-        return state, rows
 
 
 PLAIN = Plain("NONE")

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from specjax.config import MAX_NODES, MAX_STEPS
 from specjax.kernels.tree_attention import MAX_MASKED
+from specjax.models.flat import Networks
 from specjax.models.layers import Attend
 from specjax.sampling.draw import draft_probs, draft_tokens
-from specjax.speculative.algorithm import Batch, State
+from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm, State, StateSizes, kv_pool
 from specjax.speculative.tree import DraftTree, chain_input, select_tree
 from specjax.types import DraftShape, VerifyInput
 
@@ -42,6 +43,21 @@ class DraftInput:
     def topk(self) -> int:
         """K."""
         return self.topk_ids.shape[1]
+
+
+@dataclass(frozen=True)
+class NetworkAlgorithm(SpeculativeAlgorithm):
+    """Drafts with a network; its state is that network's KV pool ``[L, num_kv, 2, KV, H]``."""
+
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        return draft_shape(args, steps)
+
+    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
+        return kv_pool(networks.draft_config, sizes.num_kv)
+
+    @property
+    def supports_rejection_sampling(self) -> bool:
+        return True
 
 
 # sizes

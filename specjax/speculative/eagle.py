@@ -17,18 +17,12 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import DraftConfig
 from specjax.models.eagle import Eagle3Head, EagleHead, build_head
 from specjax.models.flat import FlatModel, Networks
-from specjax.speculative.algorithm import (
-    Batch,
-    PromptChunks,
-    SpeculativeAlgorithm,
-    StateSizes,
-    kv_pool,
-)
+from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
 from specjax.speculative.drafting import (
     DraftInput,
+    NetworkAlgorithm,
     check_topk,
     draft_levels,
-    draft_shape,
     first_level,
 )
 from specjax.speculative.future_map import FutureMap
@@ -36,10 +30,10 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True)
-class Eagle(SpeculativeAlgorithm):
+class Eagle(NetworkAlgorithm):
     """Chains and trees of drafts, one pass of the draft for each level but the first.
 
-    State is the draft's KV pool ``[L, num_kv, 2, KV, H]``; rows are a :class:`DraftInput`.
+    Rows are a :class:`DraftInput`.
 
     Attributes:
         checkpoint_format: of the drafts that it opens, ``"eagle-1"`` or ``"eagle-3"``.
@@ -48,9 +42,6 @@ class Eagle(SpeculativeAlgorithm):
     checkpoint_format: str
 
     # host side
-
-    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        return draft_shape(args, steps)
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
@@ -63,11 +54,10 @@ class Eagle(SpeculativeAlgorithm):
         check_topk(args.speculative_eagle_topk, opened.config.draft_vocab_size)
         return (opened,)
 
-    def draft_model(self, config: DraftConfig, kernels: str) -> FlatModel[Eagle3Head | EagleHead]:
-        return FlatModel.of(partial(build_head, config, kernels=kernels))
-
-    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
-        return kv_pool(networks.draft_config, sizes.num_kv)
+    def draft_model(
+        self, config: DraftConfig, implementation: str | None
+    ) -> FlatModel[Eagle3Head | EagleHead]:
+        return FlatModel.of(partial(build_head, config, implementation=implementation))
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> DraftInput:
         config, slots, topk = networks.draft_config, sizes.num_slots, sizes.shape.topk
@@ -82,10 +72,6 @@ class Eagle(SpeculativeAlgorithm):
         """Those of the checkpoint; none for EAGLE-1/2, which reads the last hidden state."""
         layers: tuple[int, ...] = networks.draft_config.feature_layers
         return layers
-
-    @property
-    def supports_rejection_sampling(self) -> bool:
-        return True
 
     @property
     def lookahead(self) -> int:
@@ -117,11 +103,11 @@ class Eagle(SpeculativeAlgorithm):
     def prefill(
         self,
         batch: Batch,
-        state: jax.Array,
+        state: State,
         rows: DraftInput,
         chunks: PromptChunks,
         features: jax.Array,
-    ) -> tuple[jax.Array, DraftInput]:
+    ) -> tuple[State, DraftInput]:
         """One pass over the same positions with the token ids shifted left by one."""
         draft = batch.draft
         hidden, state = draft(
@@ -136,8 +122,8 @@ class Eagle(SpeculativeAlgorithm):
         return state, first_level(batch, hidden[0], lens, rows.topk)
 
     def propose(
-        self, batch: Batch, state: jax.Array, rows: DraftInput, shape: DraftShape
-    ) -> tuple[VerifyInput, jax.Array]:
+        self, batch: Batch, state: State, rows: DraftInput, shape: DraftShape
+    ) -> tuple[VerifyInput, State]:
         """The first level comes with the rows; the others take one pass of the draft each."""
         draft, target = batch.draft, batch.target
         return draft_levels(
@@ -151,11 +137,11 @@ class Eagle(SpeculativeAlgorithm):
     def extend(
         self,
         batch: Batch,
-        state: jax.Array,
+        state: State,
         rows: DraftInput,
         verified: VerifyOutput,
         shape: DraftShape,
-    ) -> tuple[jax.Array, DraftInput]:
+    ) -> tuple[State, DraftInput]:
         """Draft-extend: one pass over the accepted tokens with their true target features.
 
         It replaces what the recurrent passes left in the draft's KV pool; rows behind the accepted

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import KVPools
+from specjax.sampling.logit_processor import NewTokens
+from specjax.sampling.processors import advance_states
+from specjax.types import KVPools, SamplingTable
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +32,7 @@ class FutureMap:
     seq_lens: jax.Array  # i32 [R], tokens in the target's KV pool
     remaining: jax.Array  # i32 [R]
     tokens: jax.Array  # i32 [R, C]
+    logit_states: tuple[Any, ...] = ()  # what each logit processor keeps, [R, ...]
 
     @classmethod
     def abstract(cls, num_slots: int, context: int, rows: Any) -> "FutureMap":
@@ -81,6 +84,22 @@ def stash_handover(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
                 f"{own.shape[1:]}; give both the same speculative arguments"
             )
     return stash(future, slots, rows)
+
+
+def advance(future: FutureMap, slots: jax.Array, new: NewTokens) -> FutureMap:
+    """Let the logit processors read what joined the texts of slots i32 ``[B]``."""
+    return replace(future, logit_states=advance_states(future.logit_states, slots, new))
+
+
+def restart(
+    future: FutureMap, slots: jax.Array, counts: jax.Array, sampling: SamplingTable
+) -> FutureMap:
+    """Let the logit processors read the first ``counts`` i32 ``[B]`` tokens of the history."""
+    if not jax.tree.leaves(future.logit_states):
+        return future
+    states = jax.tree.map(lambda leaf: leaf.at[slots].set(0), future.logit_states)
+    new = NewTokens(future.tokens[slots], counts, jnp.zeros_like(counts), sampling)
+    return advance(replace(future, logit_states=states), slots, new)
 
 
 def publish(

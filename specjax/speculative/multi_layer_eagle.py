@@ -31,17 +31,11 @@ import jax.numpy as jnp
 from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import ModelConfig
+from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel, Networks
 from specjax.models.layers import pick_row
-from specjax.models.mtp import MtpHead
-from specjax.speculative.algorithm import (
-    Batch,
-    PromptChunks,
-    SpeculativeAlgorithm,
-    StateSizes,
-    kv_pool,
-)
-from specjax.speculative.drafting import best_tokens, chain_probs, draft_shape
+from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
+from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, chain_probs, draft_shape
 from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
@@ -58,13 +52,13 @@ class ModuleInput:
 
 
 @dataclass(frozen=True)
-class MultiLayerEagle(SpeculativeAlgorithm):
+class MultiLayerEagle(NetworkAlgorithm):
     """Chains of at most as many drafts as there are modules.
 
     Trees are refused: the last ``k`` KV indices of module ``k`` stand at tokens of the text but
     depend on drafts, so every branch would need its own values at the same indices.
 
-    State is the KV pool of all modules ``[M, num_kv, 2, KV, H]``; rows are a :class:`ModuleInput`.
+    Rows are a :class:`ModuleInput`.
 
     Attributes:
         num_modules: M, those that are loaded and kept up to date: the steps of the largest tier.
@@ -99,11 +93,8 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         theta = args.draft_rope_theta
         return (open_mtp(draft, target, num_modules=self.num_modules, rope_theta=theta),)
 
-    def draft_model(self, config: ModelConfig, kernels: str) -> FlatModel[MtpHead]:
-        return FlatModel.of(partial(MtpHead, config, kernels=kernels))
-
-    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
-        return kv_pool(networks.draft_config, sizes.num_kv)
+    def draft_model(self, config: ModelConfig, implementation: str | None) -> FlatModel[MtpHead]:
+        return FlatModel.of(partial(MtpHead, config, implementation=implementation))
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> ModuleInput:
         config, slots = networks.draft_config, sizes.num_slots
@@ -111,10 +102,6 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         ints: Any = jax.ShapeDtypeStruct((slots,), jnp.dtype(jnp.int32))
         hidden: Any = jax.ShapeDtypeStruct(states, config.dtypes.activations)
         return ModuleInput(ints, ints, hidden)
-
-    @property
-    def supports_rejection_sampling(self) -> bool:
-        return True
 
     @property
     def lookahead(self) -> int:
@@ -142,11 +129,11 @@ class MultiLayerEagle(SpeculativeAlgorithm):
     def prefill(
         self,
         batch: Batch,
-        state: jax.Array,
+        state: State,
         rows: ModuleInput,
         chunks: PromptChunks,
         features: jax.Array,
-    ) -> tuple[jax.Array, ModuleInput]:
+    ) -> tuple[State, ModuleInput]:
         """Every module over the chunks' rows; earlier chunks left what comes before the first."""
         draft, segments = batch.draft, chunks.segments
         owner, last = segments.index, segments.last
@@ -173,8 +160,8 @@ class MultiLayerEagle(SpeculativeAlgorithm):
         return state, next_input(batch, jnp.stack(newest, axis=1), lens)
 
     def propose(
-        self, batch: Batch, state: jax.Array, rows: ModuleInput, shape: DraftShape
-    ) -> tuple[VerifyInput, jax.Array]:
+        self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape
+    ) -> tuple[VerifyInput, State]:
         """The first draft comes with the rows; the others take one pass of their module each."""
         num_proposed = jnp.where(rows.is_drafted > 0, jnp.int32(shape.steps), 0)
         drafts = [rows.first_ids] if shape.steps else []
@@ -196,11 +183,11 @@ class MultiLayerEagle(SpeculativeAlgorithm):
     def extend(
         self,
         batch: Batch,
-        state: jax.Array,
+        state: State,
         rows: ModuleInput,
         verified: VerifyOutput,
         shape: DraftShape,
-    ) -> tuple[jax.Array, ModuleInput]:
+    ) -> tuple[State, ModuleInput]:
         """Every module over the accepted tokens, whatever the tier: all KV stays up to date."""
         counts = verified.num_accepted_tokens
         embeds = batch.draft.embed(verified.accept_tokens, batch.target)
@@ -217,17 +204,14 @@ class MultiLayerEagle(SpeculativeAlgorithm):
 
 
 def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """``[B, T, D]`` from row ``counts`` i32 ``[B]`` on; the last rows stand for those that miss.
-
-    Negative counts put the rows back to where they were.
-    """
+    """Shift rows ``[B, T, D]`` by counts i32 ``[B]``, repeating the first or last row."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
     return pick_row(x, jnp.clip(index, 0, width - 1))
 
 
 def run_module(
-    batch: Batch, state: jax.Array, module: int, embeds: jax.Array, hidden: jax.Array
+    batch: Batch, state: State, module: int, embeds: jax.Array, hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """States ``[B, T, D]`` of a module at the T rows behind the texts, and the KV pool.
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,9 +17,9 @@ from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checks import is_integer
 from specjax.config import MAX_NODES
 from specjax.json_file import read_json_lines
+from specjax.models.family import Recipes
 from specjax.models.flat import FlatModel
-from specjax.models.recipes import Recipes
-from specjax.speculative.algorithm import Batch, PromptChunks, Rows, SpeculativeAlgorithm, State
+from specjax.speculative.algorithm import Batch, Rows, SpeculativeAlgorithm, State
 from specjax.speculative.ngram_match import (
     from_corpus,
     from_history,
@@ -29,7 +28,7 @@ from specjax.speculative.ngram_match import (
     ngram_tree,
 )
 from specjax.speculative.tree import chain_input
-from specjax.types import DraftShape, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, VerifyInput
 
 SEPARATOR = -1
 
@@ -265,7 +264,9 @@ class Ngram(SpeculativeAlgorithm):
         )
         return (corpus,)
 
-    def draft_model(self, config: CorpusConfig | None, kernels: str) -> FlatModel[Any]:
+    def draft_model(
+        self, config: CorpusConfig | None, implementation: str | None
+    ) -> FlatModel[Any]:
         return FlatModel.empty() if config is None else FlatModel.of(partial(CorpusTable, config))
 
     @property
@@ -282,11 +283,6 @@ class Ngram(SpeculativeAlgorithm):
 
     # traced
 
-    def prefill(
-        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
-    ) -> tuple[State, Rows]:
-        return state, rows
-
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
@@ -301,17 +297,9 @@ class Ngram(SpeculativeAlgorithm):
             table = batch.draft
             found = joined(found, from_corpus(table.tokens[...], table.order[...], ends, **sizes))
         tree, count = ngram_tree(
-            batch.bonus_tokens,
-            found,
-            num_draft_tokens=shape.nodes,
-            by_frequency=self.by_frequency,
+            batch.bonus_tokens, found, num_draft_tokens=shape.nodes, by_frequency=self.by_frequency
         )
         return tree.verify_input(batch.seq_lens, count), state
-
-    def extend(
-        self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
-    ) -> tuple[State, Rows]:
-        return state, rows
 
 
 NGRAM = Ngram("NGRAM")

@@ -30,12 +30,7 @@ class Continuations:
 
 
 def from_history(
-    history: jax.Array,
-    num_tokens: jax.Array,
-    *,
-    window: tuple[int, int],
-    most: int,
-    length: int,
+    history: jax.Array, num_tokens: jax.Array, *, window: tuple[int, int], most: int, length: int
 ) -> Continuations:
     """The ``most`` best continuations out of the text itself.
 

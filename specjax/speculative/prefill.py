@@ -10,10 +10,20 @@ import numpy as np
 
 from specjax.kv.pages import Segments
 from specjax.models.layers import pick_row
-from specjax.sampling.draw import num_best, raw_logprobs, target_tokens
+from specjax.sampling.draw import logprobs_of, num_best, target_tokens
+from specjax.sampling.logit_processor import LogitInputs, NewTokens
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import PromptChunks
-from specjax.speculative.future_map import DeviceState, consume, publish, record, resolve, stash
+from specjax.speculative.future_map import (
+    DeviceState,
+    advance,
+    consume,
+    publish,
+    record,
+    resolve,
+    restart,
+    stash,
+)
 from specjax.speculative.round import Resident, RoundConfig, make_batch
 from specjax.speculative.tree import chain_input
 from specjax.types import KVPools, Logprobs, RoundOutput
@@ -99,7 +109,7 @@ def prefill_chunks(
     if with_logprobs:
         logits = resident.target.logits(hidden[0])
         wanted = jnp.where(segments.is_real, num_best(batch.sampling)[index], -1)
-        prompt_logprobs = Logprobs(*raw_logprobs(logits, behind, wanted, config.sampling))
+        prompt_logprobs = Logprobs(*logprobs_of(logits, behind, wanted, config.sampling))
         logits = logits[last]
     else:
         logits = resident.target.logits(states)[0]
@@ -110,9 +120,12 @@ def prefill_chunks(
     # slot 0 is greedy: no noise before a prompt's end
     params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slots, 0))
     roots = chain_input(tokens[last][:, None], new_lens - 1)
+    future = restart(future, slots, new_lens, params)
+    inputs = LogitInputs(params, future.tokens, slots)
     drawn, logprobs = target_tokens(
-        logits[:, None], roots, params, future.tokens, slots, config.sampling
+        logits[:, None], roots, inputs, config.sampling, future.logit_states
     )
+    future = advance(future, slots, NewTokens(drawn, is_final, new_lens, params))
     future = publish(future, slots, new_lens, drawn[:, 0])
     future = record(future, slots, new_lens, drawn, is_final)
     future = replace(future, remaining=future.remaining.at[slots].set(budgets))

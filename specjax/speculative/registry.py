@@ -1,13 +1,20 @@
 """Algorithms by name: those that are built in, and those of other packages."""
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from hashlib import sha256
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
+from pathlib import Path
 from threading import RLock
 from types import FunctionType
 from typing import Any, TypeVar
+from uuid import uuid4
 
-from specjax.speculative.custom import CustomSpecAlgo, note_sources
+from specjax.speculative.algorithm import CommonAlgorithm, SpeculativeAlgorithm
 
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
@@ -29,8 +36,66 @@ _FACTORIES = {
 }
 # names that mean something in SGLang, which no package may take
 RESERVED = (*_FACTORIES, *ALIASES, "DFLASH", "DSPARK")
-_custom: dict[str, Any] = {}
+_custom: dict[str, "CustomSpecAlgo"] = {}
+# digests of packages when they were first looked at: what this process runs
+_first_digests: dict[str, str] = {}
 _loading = RLock()  # held while a package is imported, whose names are there before it is done
+
+
+@dataclass(frozen=True)
+class CustomSpecAlgo(CommonAlgorithm):
+    """A registered algorithm, before an engine's arguments make one of it.
+
+    It is none of the algorithms that are built in. The methods of :class:`CommonAlgorithm` that a
+    subclass overrides take the place of those of the ``SpeculativeAlgorithm`` that it makes.
+
+    Attributes:
+        name: under which it is registered.
+        factory: makes the ``SpeculativeAlgorithm`` of an engine's arguments.
+        supports_overlap: whether a round may be dispatched before the one before it is read.
+        validate_server_args: refuses an engine's arguments by a ValueError.
+    """
+
+    name: str
+    factory: Callable[[Any], SpeculativeAlgorithm]
+    supports_overlap: bool = False
+    validate_server_args: Callable[[Any], object] | None = None
+
+    def create_worker(self, args: Any) -> SpeculativeAlgorithm:
+        """The ``SpeculativeAlgorithm`` of engine arguments.
+
+        ValueError where they do not fit, or the factory made something else.
+        """
+        if args.overlap and not self.supports_overlap:
+            raise ValueError(f"overlap=True, which {self.name} does not support; leave it None")
+        if self.validate_server_args is not None:
+            self.validate_server_args(args)
+        knob = f"speculative_algorithm={self.name!r}"
+        try:
+            worker = self.factory(args)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"the factory of {knob} failed: {error!r}") from error
+        if not isinstance(worker, SpeculativeAlgorithm):
+            raise ValueError(f"the factory of {knob} made {worker!r}, no SpeculativeAlgorithm")
+        return worker.create_worker(args)
+
+    def overridden(self, worker: SpeculativeAlgorithm) -> SpeculativeAlgorithm:
+        """The worker with the methods that this class overrides, and their sources in its facts."""
+        own = {
+            name: getattr(self, name)
+            for name, common in vars(CommonAlgorithm).items()
+            if name[0] != "_" and getattr(type(self), name) is not common
+        }
+        if own:
+            worker = copy(worker)  # the factory may give one to all engines
+            facts = (*worker.cache_facts(), *source_facts(type(self)))
+            for name, value in (own | {"cache_facts": lambda: facts}).items():
+                object.__setattr__(worker, name, value)  # a frozen dataclass
+        return worker
+
+
 # what a class in the place of CustomSpecAlgo must have
 _METHODS = [
     name
@@ -113,8 +178,6 @@ def register_algorithm(
         ValueError: the name is reserved or taken, or ``spec_class`` lacks a method or has one that
             belongs in the ``SpeculativeAlgorithm``.
     """
-    from specjax.speculative.algorithm import SpeculativeAlgorithm
-
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ValueError(f"name={name!r} of an algorithm must be letters, digits, _ and -")
     key = name.upper()
@@ -168,3 +231,76 @@ def _origin(factory: Any) -> str:
     name = getattr(factory, "__qualname__", "<object>")
     is_plain = isinstance(factory, type | FunctionType) and "<" not in name
     return f"{factory.__module__}.{name}" if is_plain else f"{factory!r} at {id(factory)}"
+
+
+def source_facts(kind: type) -> tuple[str, ...]:
+    """What a class outside specjax is made of: names, distributions, versions, sources.
+
+    A package counts as a whole, as it was when this process first looked at it. Where its sources
+    cannot be read, or have changed since, the facts are those of no other process.
+    """
+    foreign = [base for base in kind.__mro__ if _top_of(base) not in _OWN]
+    if _top_of(kind) in sys.stdlib_module_names:  # made by exec or make_dataclass
+        return (uuid4().hex,)
+    names = (f"{base.__module__}.{base.__qualname__}" for base in foreign)
+    return (*names, *(_facts_of(top) for top in sorted({_top_of(base) for base in foreign})))
+
+
+def note_sources(module: str) -> None:
+    """Remember a module's package as it is now, since what it imports is what will run."""
+    _facts_of(module.partition(".")[0])
+
+
+_OWN = {"specjax", *sys.stdlib_module_names} - {"__main__"}
+
+
+def _top_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _facts_of(top: str) -> str:
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    if top == "__main__" and spec is not None and spec.parent:  # python -m package.module
+        top = spec.parent.partition(".")[0]
+    try:
+        digest = _digest(top)
+        names = {str(name) for name in packages_distributions().get(top, ()) if name}
+        versions = [f"{name}=={version(name)}" for name in sorted(names)]
+    except Exception:  # a zip file, a broken link, metadata that are damaged
+        return f"{top} {uuid4().hex}"
+    if _first_digests.setdefault(top, digest) != digest:
+        return f"{top} {uuid4().hex}"
+    return " ".join([top, *versions, digest])
+
+
+def _digest(top: str) -> str:
+    """SHA-256 of all files of a package, or of the one of a module. OSError where there is none."""
+    module = sys.modules[top]
+    roots = [Path(path) for path in getattr(module, "__path__", ())]
+    return digest_files(roots or [Path(module.__file__ or "")])
+
+
+def digest_files(roots: Iterable[Path], ending: str = "") -> str:
+    """SHA-256 of the names and contents of all files below ``roots`` with an ending."""
+    digest = sha256()
+    for root in roots:
+        for path in _files(root):
+            if path.name.endswith(ending):
+                content = path.read_bytes()
+                digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
+                digest.update(content)
+    return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Files below a folder by name, through links too; the root itself where it is a file."""
+    if not root.is_dir():
+        yield root
+    seen = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder, name) for name in sorted(files))

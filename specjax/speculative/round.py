@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from specjax.kv.pages import PageView
 from specjax.models.decoder import CausalLM
 from specjax.sampling.draw import SamplingConfig, target_tokens, zero_logprobs
+from specjax.sampling.logit_processor import LogitInputs, NewTokens
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
-from specjax.speculative.future_map import DeviceState, FutureMap, resolve, stash
+from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
 from specjax.speculative.tree import accept, truncate
 from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
@@ -78,15 +79,11 @@ def verify(
     mask = None if is_chain else tree.tree_mask
     attend = batch.pages.attend(batch.seq_lens, config.shape.nodes, tree_mask=mask)
     hidden, features, kv = target(tree.draft_tokens, tree.positions, kv, attend, layers)
+    inputs = LogitInputs(batch.sampling, batch.tokens, batch.slots)
     tokens, logprobs = target_tokens(
-        target.logits(hidden),
-        tree,
-        batch.sampling,
-        batch.tokens,
-        batch.slots,
-        batch.draw,
+        target.logits(hidden), tree, inputs, batch.draw, future.logit_states
     )
-    # nobody asks for more of a greedy batch than its tokens
+    # a greedy batch needs only its tokens
     states = None if batch.draw.greedy else hidden
     outputs = NodeOutputs(tokens, features, logprobs, states, tree.draft_rows)
     verified, future = accept(
@@ -96,9 +93,14 @@ def verify(
         batch.slots,
         batch.sampling.end_token_ids,
         config.shape,
-        kernels=batch.draw.kernels,
+        implementation=batch.draw.implementation,
         simulate_accept_length=config.simulate_accept_length,
     )
+    if not batch.draw.greedy:  # nothing in a greedy batch needs a processor
+        new = NewTokens(
+            verified.accept_tokens, verified.num_accepted_tokens, batch.seq_lens + 1, batch.sampling
+        )
+        future = advance(future, batch.slots, new)
     if not is_chain:
         kv = batch.pages.move(kv, batch.seq_lens, verified.accept_index)
     return verified, kv, future

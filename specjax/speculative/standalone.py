@@ -18,25 +18,18 @@ from specjax.checkpoints.draft import open_draft_model
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import ModelConfig
 from specjax.models.decoder import DraftLM
-from specjax.models.flat import FlatModel, Networks
-from specjax.speculative.algorithm import (
-    Batch,
-    PromptChunks,
-    Rows,
-    SpeculativeAlgorithm,
-    StateSizes,
-    kv_pool,
-)
-from specjax.speculative.drafting import check_topk, draft_levels, draft_shape, first_level
+from specjax.models.flat import FlatModel
+from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
+from specjax.speculative.drafting import NetworkAlgorithm, check_topk, draft_levels, first_level
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True)
-class Standalone(SpeculativeAlgorithm):
+class Standalone(NetworkAlgorithm):
     """Chains and trees of a draft model's own, one pass for each level.
 
-    State is its KV pool ``[L, num_kv, 2, KV, H]``; nothing else waits between rounds.
+    Nothing but its KV pool waits between rounds.
     """
 
     # host side
@@ -52,9 +45,6 @@ class Standalone(SpeculativeAlgorithm):
     def reads(self, option: str) -> bool:
         return option != "draft_rope_theta" and super().reads(option)
 
-    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        return draft_shape(args, steps)
-
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[TargetCheckpoint, ...]:
@@ -68,15 +58,8 @@ class Standalone(SpeculativeAlgorithm):
         check_topk(args.speculative_eagle_topk, opened.config.vocab_size)
         return (opened,)
 
-    def draft_model(self, config: ModelConfig, kernels: str) -> FlatModel[DraftLM]:
-        return FlatModel.of(partial(DraftLM, config, kernels=kernels))
-
-    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
-        return kv_pool(networks.draft_config, sizes.num_kv)
-
-    @property
-    def supports_rejection_sampling(self) -> bool:
-        return True
+    def draft_model(self, config: ModelConfig, implementation: str | None) -> FlatModel[DraftLM]:
+        return FlatModel.of(partial(DraftLM, config, implementation=implementation))
 
     @property
     def lookahead(self) -> int:
@@ -89,20 +72,15 @@ class Standalone(SpeculativeAlgorithm):
     # traced
 
     def prefill(
-        self,
-        batch: Batch,
-        state: jax.Array,
-        rows: Rows,
-        chunks: PromptChunks,
-        features: jax.Array,
-    ) -> tuple[jax.Array, Rows]:
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
+    ) -> tuple[State, Rows]:
         """One pass over the same tokens, which leaves their KV."""
         _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
         return state, rows
 
     def propose(
-        self, batch: Batch, state: jax.Array, rows: Rows, shape: DraftShape
-    ) -> tuple[VerifyInput, jax.Array]:
+        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
+    ) -> tuple[VerifyInput, State]:
         """A pass over the last two tokens, then one for each level but the last."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
@@ -118,13 +96,8 @@ class Standalone(SpeculativeAlgorithm):
         )
 
     def extend(
-        self,
-        batch: Batch,
-        state: jax.Array,
-        rows: Rows,
-        verified: VerifyOutput,
-        shape: DraftShape,
-    ) -> tuple[jax.Array, Rows]:
+        self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
+    ) -> tuple[State, Rows]:
         """Bring the KV of an accepted path of a tree into the order of the text.
 
         A round without drafts reads the token before its bonus token, so that drafting can begin
@@ -138,7 +111,7 @@ class Standalone(SpeculativeAlgorithm):
         return batch.pages.move(state, batch.seq_lens, path), rows
 
 
-def _read(batch: Batch, state: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _read(batch: Batch, state: State, count: int) -> tuple[jax.Array, jax.Array]:
     """A pass over the ``count`` tokens, 1 or 2, from n - 1 on: hidden ``[B, D]`` of the last."""
     begin = jnp.maximum(batch.seq_lens - 1, 0)  # rows of no request have no token
     tokens = jnp.stack([batch.tokens[batch.slots, begin], batch.bonus_tokens], axis=1)[:, :count]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.accept_tree import SlotRows, accept_tree
-from specjax.kernels.compact_tree import compact_tree
+from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
 from specjax.speculative.future_map import FutureMap
 from specjax.types import DraftShape, NodeOutputs, VerifyInput, VerifyOutput
 
@@ -197,7 +196,7 @@ def accept(
     end_token_ids: jax.Array,
     shape: DraftShape,
     *,
-    kernels: str = "xla",
+    implementation: str | None = None,
     simulate_accept_length: float | None = None,
 ) -> tuple[VerifyOutput, FutureMap]:
     """Accept what agrees with the target, record it, and compact all that the target gave.
@@ -218,10 +217,10 @@ def accept(
         tree.positions[:, 0],
         SlotRows(future.seq_lens, future.bonus_tokens, future.remaining, future.tokens),
         num_steps=shape.depth,
-        implementation=kernels,
+        implementation=implementation,
     )
     # a chain has its rows in place: XLA clears those behind them in what reads them
-    moves = "xla" if shape.topk == 1 else kernels
+    moves = "xla" if shape.topk == 1 else implementation
     compacted = jax.tree.map(
         lambda leaf: compact_tree(leaf, accepted.accept_index, implementation=moves), outputs
     )

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
             "lower it, or use more prompts (--prompts, --self-sample)"
         )
     longest = args.max_prompt_len + max(args.max_answer_tokens, args.max_user_tokens)
-    flat = FlatModel.of(partial(CausalLM, model.within(longest)))
+    flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
     weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
     sampler = Sampler(
         flat=flat,

@@ -104,7 +104,7 @@ class Trainer:
 
     @cached_property
     def flat(self) -> FlatModel[Eagle3Head]:
-        return FlatModel.of(partial(Eagle3Head, self.draft))
+        return FlatModel.of(partial(Eagle3Head, self.draft, implementation="xla"))
 
     def init(self) -> TrainState:
         """Random parameters, but for the target's final norm and its rows of the output head."""

@@ -9,8 +9,8 @@ import pytest
 
 from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
+from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel
-from specjax.models.mtp import MtpHead
 
 from .files import CONFIG, HIDDEN, Tensors, add_biases, target_tensors, write_directory
 

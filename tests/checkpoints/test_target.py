@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
 from specjax.checkpoints.tensors import TensorSource, make_weight
 from specjax.models.decoder import CausalLM
+from specjax.models.family import Part, Recipe
 from specjax.models.flat import FlatModel, Placement
-from specjax.models.recipes import Part, Recipe
 from specjax.testing.files import write_target as tiny_target
 
 from .files import (

@@ -20,7 +20,7 @@ def lower_for_cuda(function: Callable[..., Any], *args: Any, **jit_options: Any)
     Every kernel in it is a valid Triton module, which lowering alone does not look at.
 
     Args:
-        function: its kernels must be asked for with ``interpret=False``.
+        function: its kernels must be asked for with ``implementation="pallas"``.
         *args: arrays or ``jax.ShapeDtypeStruct``.
         **jit_options: of ``jax.jit``.
     """

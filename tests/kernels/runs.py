@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 # keyword arguments of the public functions
-INTERPRET = {"implementation": "pallas", "interpret": True}
-DEVICE = {"implementation": "pallas", "interpret": False}
+INTERPRET = {"implementation": "interpret"}
+DEVICE = {"implementation": "pallas"}
 RUNS = [
     pytest.param({"implementation": "xla"}, id="reference"),
     pytest.param(INTERPRET, id="interpret"),

@@ -35,19 +35,13 @@ def test_only_the_backend_names_the_triton_module() -> None:
     assert users == {"backend.py"}
 
 
-def test_interpret_none_follows_the_default_backend() -> None:
-    assert backend.resolve_interpret(None) == (jax.default_backend() == "cpu")
-    assert backend.resolve_interpret(True)
-    assert not backend.resolve_interpret(False)
-
-
-def test_call_runs_without_naming_interpret() -> None:
+def test_call_runs_in_the_interpreter() -> None:
     x = jnp.arange(8, dtype=jnp.int32)
-    np.testing.assert_array_equal(double(x, interpret=None), 2 * np.arange(8))
+    np.testing.assert_array_equal(double(x, implementation="interpret"), 2 * np.arange(8))
 
 
 def test_call_lowers_through_triton_under_the_name_of_the_body() -> None:
-    text = lower_for_cuda(lambda x: double(x, interpret=False), jnp.zeros(8, jnp.int32))
+    text = lower_for_cuda(lambda x: double(x, implementation="pallas"), jnp.zeros(8, jnp.int32))
     assert TRITON_CALL in text
     assert "specjax_double" in text
 
@@ -55,7 +49,7 @@ def test_call_lowers_through_triton_under_the_name_of_the_body() -> None:
 def test_only_the_one_deprecation_is_silenced() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        double(jnp.zeros(8, jnp.int32), interpret=True)
+        double(jnp.zeros(8, jnp.int32), implementation="interpret")
         message = "The Pallas Triton backend is deprecated and so on"
         warnings.warn(message, DeprecationWarning, stacklevel=1)
         with pytest.raises(DeprecationWarning, match="another"):
@@ -64,9 +58,28 @@ def test_only_the_one_deprecation_is_silenced() -> None:
             warnings.warn(message, UserWarning, stacklevel=1)
 
 
+@pytest.mark.parametrize(
+    ("platform", "options", "expected"),
+    [
+        ("cpu", {}, "xla"),
+        ("cpu", {"is_attention": True, "head_dim": 64}, "chunked"),
+        ("gpu", {}, "pallas"),
+        ("gpu", {"is_attention": True, "head_dim": 128}, "pallas"),
+        ("gpu", {"is_attention": True, "head_dim": 80}, "xla"),
+        ("gpu", {"implementation": "xla", "is_attention": True}, "xla"),
+        ("gpu", {"implementation": "chunked"}, "xla"),
+        ("cpu", {"implementation": "pallas", "head_dim": 80}, "pallas"),
+    ],
+)
+def test_choice_of_implementation(monkeypatch, platform, options, expected) -> None:
+    """A name is taken as it is; otherwise platform and head dim decide."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert backend.resolve(**options) == expected
+
+
 def test_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'mosaic' is not one of \['xla', 'pallas'\]"):
-        backend.check_implementation("mosaic")
+    with pytest.raises(ValueError, match=r"'mosaic' is not one of .*'pallas', 'interpret'"):
+        backend.resolve("mosaic")
 
 
 def test_options_that_are_equal_but_not_the_same_make_kernels_of_their_own() -> None:
@@ -80,7 +93,7 @@ def test_options_that_are_equal_but_not_the_same_make_kernels_of_their_own() -> 
             out_shape=jax.ShapeDtypeStruct((4,), jnp.float32),
             num_warps=1,
             num_stages=1,
-            interpret=True,
+            implementation="interpret",
         )
 
     assert call(2) is call(2)
@@ -93,7 +106,7 @@ def test_options_that_are_equal_but_not_the_same_make_kernels_of_their_own() -> 
 def test_equal_calls_of_a_module_share_their_lowering() -> None:
     def calls(x, y):
         for _ in range(8):
-            x, y = double(x, interpret=False), double(y, interpret=False)
+            x, y = double(x, implementation="pallas"), double(y, implementation="pallas")
         return x, y
 
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (8, 16)]

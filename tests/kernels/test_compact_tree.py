@@ -1,17 +1,13 @@
 """Compaction of accepted rows, against a loop in Python."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specjax.kernels.compact_tree import compact_tree
+from specjax.kernels.accept_tree import compact_tree
 
-from .lowering import TRITON_CALL, lower_for_cuda
-from .runs import DEVICE, RUNS, run_jitted
+from .runs import RUNS, run_jitted
 
 
 def brute_force(values: np.ndarray, accept_index: np.ndarray) -> np.ndarray:
@@ -113,35 +109,3 @@ def test_row_numbers_come_back_as_the_index(data: st.DataObject, run: dict) -> N
     out = run_jitted(compact_tree, run, values, accept_index)
     expected = np.where(accept_index >= 0, accept_index + 100 * np.arange(1, 4)[:, None], 0)
     np.testing.assert_array_equal(out, expected)
-
-
-@pytest.mark.parametrize(
-    ("trailing", "dtype"),
-    [
-        ((), "bool"),
-        ((), "int32"),
-        ((7,), "int8"),
-        ((7,), "float16"),
-        ((3, 5), "float32"),
-        ((12288,), "bfloat16"),
-        ((12288,), "float8_e4m3fn"),
-    ],
-)
-def test_lowers_for_cuda(trailing: tuple[int, ...], dtype: str) -> None:
-    text = lower_for_cuda(
-        partial(compact_tree, **DEVICE),
-        jax.ShapeDtypeStruct((5, 13, *trailing), dtype),
-        jax.ShapeDtypeStruct((5, 6), jnp.int32),
-    )
-    assert text.count(f"custom_call @{TRITON_CALL}") == 1
-    assert "specjax_compact_tree" in text
-
-
-def test_bad_arguments_are_refused() -> None:
-    index = jnp.zeros((3, 4), jnp.int32)
-    with pytest.raises(ValueError, match=r"values \(2, 5\) must be \[B, T, ...\]"):
-        compact_tree(jnp.zeros((2, 5)), index)
-    with pytest.raises(ValueError, match=r"values \(3,\)"):
-        compact_tree(jnp.zeros(3), index)
-    with pytest.raises(ValueError, match="implementation='cuda'"):
-        compact_tree(jnp.zeros((3, 5)), index, implementation="cuda")

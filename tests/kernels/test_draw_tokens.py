@@ -1,13 +1,11 @@
 """Draws of every form against the noise of jax.random."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax.kernels.draw_tokens import draw_tokens, position_noise
 
-from .lowering import lower_for_cuda
-from .runs import DEVICE, RUNS, run_jitted
+from .runs import RUNS, run_jitted
 
 
 def case(rows, size):
@@ -63,18 +61,3 @@ def test_nan_gives_a_token_of_the_vocabulary(run):
         draw_tokens, run, logits, *arguments, np.zeros((2, 2), np.uint32), np.zeros(2, np.int32)
     )
     assert ((found >= 0) & (found < 70)).all()
-
-
-@pytest.mark.parametrize("has_ids", [False, True])
-def test_lowers_for_cuda(has_ids):
-    floats, words = jax.ShapeDtypeStruct((4,), jnp.float32), jnp.uint32
-    text = lower_for_cuda(
-        lambda *arguments: draw_tokens(*arguments, **DEVICE),
-        jax.ShapeDtypeStruct((4, 128256), jnp.float32),
-        floats,
-        floats,
-        jax.ShapeDtypeStruct((4, 2), words),
-        jax.ShapeDtypeStruct((4,), jnp.int32),
-        *[jax.ShapeDtypeStruct((128256,), jnp.int32)] * has_ids,
-    )
-    assert "specjax_draw_tokens" in text

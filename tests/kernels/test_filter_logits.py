@@ -10,8 +10,7 @@ from specjax.kernels.filter_logits import kept_logits, logit_thresholds
 
 from specjax.testing import kept_by_sorting
 
-from .lowering import lower_for_cuda
-from .runs import DEVICE, RUNS, run_jitted
+from .runs import RUNS, run_jitted
 
 INF = np.inf
 
@@ -179,18 +178,3 @@ def test_nothing_is_sorted():
     assert "while" in text
     assert "sort" not in text
     assert "top_k" not in text
-
-
-@pytest.mark.parametrize("size", [32000, 49152, 128256])
-def test_lowers_for_cuda(size):
-    floats, ints = (jax.ShapeDtypeStruct((4,), dtype) for dtype in (jnp.float32, jnp.int32))
-    logits = jax.ShapeDtypeStruct((4, size), jnp.float32)
-    text = lower_for_cuda(
-        lambda *arguments: logit_thresholds(*arguments, **DEVICE),
-        logits,
-        floats,
-        ints,
-        floats,
-        floats,
-    )
-    assert "specjax_logit_thresholds" in text

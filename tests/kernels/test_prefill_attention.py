@@ -40,10 +40,10 @@ GPU_CASES = [
     Case(400, (130, 29, 128, 27), (0, 128, 63, 300), 2, 1, 256, 64),
     Case(2048, tuple(range(0, 32, 2)), tuple(range(160, 0, -10)), 32, 8, 128, 16),
 ]
-REFERENCE = partial(prefill_attention, implementation="reference")
+REFERENCE = partial(prefill_attention, implementation="xla")
 CHUNKED = partial(prefill_attention, implementation="chunked")
-PALLAS = partial(prefill_attention, implementation="pallas", interpret=False)
-INTERPRET = partial(prefill_attention, implementation="pallas", interpret=True)
+PALLAS = partial(prefill_attention, implementation="pallas")
+INTERPRET = partial(prefill_attention, implementation="interpret")
 FORMS = pytest.mark.parametrize(
     "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
 )
@@ -240,8 +240,6 @@ def test_what_is_refused():
         PALLAS(q[..., :12], pool[..., :12], 0, *ints, page_size=4)
     with pytest.raises(NotImplementedError, match=r"80 query heads a KV head \(at most 64\)"):
         PALLAS(jnp.tile(q, (1, 20, 1)), pool, 0, *ints, page_size=4)
-    with pytest.raises(ValueError, match="implementation='fast'"):
-        prefill_attention(q, pool, 0, *ints, page_size=4, implementation="fast")
     with pytest.raises(ValueError, match="no multiple of"):
         REFERENCE(q[:, :3], jnp.tile(pool, (1, 1, 1, 2, 1)), 0, *ints, page_size=4)
     with pytest.raises(ValueError, match="must be"):

@@ -1,14 +1,11 @@
 """Log-probabilities of every form against numpy."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 from specjax.kernels.token_logprobs import token_logprobs
 
-from .lowering import lower_for_cuda
-from .runs import DEVICE, RUNS, run_jitted
+from .runs import RUNS, run_jitted
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -42,16 +39,3 @@ def test_values_and_best_tokens(run, size, limit):
         np.testing.assert_allclose(values[i, :count], truth[best], atol=1e-4)
         assert not ids[i, count:].any()
         assert not values[i, count:].any()
-
-
-def test_lowers_for_cuda():
-    floats, ints = (jax.ShapeDtypeStruct((4,), dtype) for dtype in (jnp.float32, jnp.int32))
-    text = lower_for_cuda(
-        lambda *arguments: token_logprobs(*arguments, limit=20, **DEVICE),
-        jax.ShapeDtypeStruct((4, 128256), jnp.float32),
-        ints,
-        floats,
-        floats,
-        ints,
-    )
-    assert "specjax_token_logprobs" in text

@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.kernels.tree_attention import (
-    AttentionTiles,
-    attention_implementation,
-    tree_attention,
-)
+from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
 from .lowering import lower_for_cuda
 
@@ -29,10 +25,10 @@ GPU_CASES = [
     (32, 4, 32, 8, 128, 16, 70),
     (8, 8, 32, 8, 128, 16, 300),
 ]
-REFERENCE = partial(tree_attention, implementation="reference")
+REFERENCE = partial(tree_attention, implementation="xla")
 CHUNKED = partial(tree_attention, implementation="chunked")
-PALLAS = partial(tree_attention, implementation="pallas", interpret=False)
-INTERPRET = partial(tree_attention, implementation="pallas", interpret=True)
+PALLAS = partial(tree_attention, implementation="pallas")
+INTERPRET = partial(tree_attention, implementation="interpret")
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -103,9 +99,7 @@ def check(function, case, dtype, tree, level=None):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "function",
-    [REFERENCE, CHUNKED, INTERPRET],
-    ids=["reference", "chunked", "interpret"],
+    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
 )
 def test_equals_brute_force(function, case, dtype, tree):
     check(function, case, dtype, tree)
@@ -133,9 +127,7 @@ LEVELS = [((3, 12, 4, 2, 32, 4, 20), 4), ((2, 80, 4, 1, 16, 16, 9), 16)]
 
 @pytest.mark.parametrize(("case", "level"), LEVELS, ids=str)
 @pytest.mark.parametrize(
-    "function",
-    [REFERENCE, CHUNKED, INTERPRET],
-    ids=["reference", "chunked", "interpret"],
+    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
 )
 def test_a_level_sees_its_ancestors(function, case, level):
     check(function, case, "float32", True, level)
@@ -149,9 +141,7 @@ def test_levels_on_gpu(case, level, dtype):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [REFERENCE, CHUNKED, INTERPRET],
-    ids=["reference", "chunked", "interpret"],
+    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
 )
 def test_rows_of_a_block_see_each_other(function):
     q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
@@ -225,15 +215,5 @@ def test_what_the_kernel_refuses():
     mask = jnp.ones((2, 1, 129), bool)
     with pytest.raises(NotImplementedError, match="129 new keys"):
         PALLAS(q, pool, 0, table, lens, mask, page_size=page_size)
-    with pytest.raises(ValueError, match="implementation='fast'"):
-        tree_attention(q, pool, 0, table, lens, None, page_size=1, implementation="fast")
     with pytest.raises(ValueError, match="no multiple of"):
-        tree_attention(
-            q[:, :, :3], pool, 0, table, lens, None, page_size=1, implementation="reference"
-        )
-
-
-def test_choice_of_implementation():
-    assert attention_implementation("cpu", [64]) == "chunked"
-    assert attention_implementation("gpu", [64, 128]) == "pallas"
-    assert attention_implementation("gpu", [64, 80]) == "reference"
+        tree_attention(q[:, :, :3], pool, 0, table, lens, None, page_size=1, implementation="xla")

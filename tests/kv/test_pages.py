@@ -97,7 +97,7 @@ def test_a_pool_needs_a_page_beside_the_padding() -> None:
 
 
 def view_of(*tables: list[int], page_size: int = 4) -> PageView:
-    return PageView(jnp.array(tables, jnp.int32), page_size, "reference")
+    return PageView(jnp.array(tables, jnp.int32), page_size, "xla")
 
 
 def test_kv_indices_follow_the_page_table() -> None:
@@ -160,9 +160,9 @@ def test_attention_stores_without_attending_what_it_would_attend_to(qk_norm: boo
     """In bfloat16, whose products come as partial sums unless heads are normed."""
     config = replace(TARGET, dtype="bfloat16", hidden_size=128, head_dim=16)
     kind = LayerKind.of(config, qk_norm=qk_norm, qkv_bias=qk_norm)
-    flat = FlatModel.of(partial(Attention, config, kind, in_size=128, kernels="pallas"))
+    flat = FlatModel.of(partial(Attention, config, kind, in_size=128, implementation="interpret"))
     attention, rows = flat.rebuild(flat.random(0)), 3
-    view = replace(view_of([3, 1, 5], [2, 4, 0]), implementation="pallas")
+    view = replace(view_of([3, 1, 5], [2, 4, 0]), implementation="interpret")
     lens = jnp.array([2, 7], jnp.int32)
     x = jax.random.normal(jax.random.key(1), (2, rows, 128), jnp.bfloat16)
     rope = rope_tables(config.rope, lens[:, None] + jnp.arange(rows, dtype=jnp.int32))

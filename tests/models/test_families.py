@@ -158,9 +158,9 @@ TENSORS = random_tensors(NORMS[1::2])
 TOKENS = np.random.default_rng(1).integers(VOCAB, size=24)
 
 
-def logits_of(path: Path, attend: Any = dense_attend, kernels: str = "xla") -> np.ndarray:
+def logits_of(path: Path, attend: Any = dense_attend, implementation: str = "xla") -> np.ndarray:
     checkpoint = open_target(path)
-    flat = FlatModel.of(partial(CausalLM, checkpoint.config, kernels=kernels))
+    flat = FlatModel.of(partial(CausalLM, checkpoint.config, implementation=implementation))
     model = flat.rebuild(tuple(map(jnp.asarray, flat.order(checkpoint.load_weights()))))
     positions = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
     hidden, _, _ = model(jnp.asarray(TOKENS, jnp.int32)[None], positions, None, attend)
@@ -171,10 +171,10 @@ def check_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("kernels", ["xla", "pallas"])
-def test_norm_order_and_activation(tmp_path: Path, kernels: str) -> None:
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
     path = write_directory(tmp_path, SETTINGS, TENSORS)
-    check_close(logits_of(path, kernels=kernels), reference(TENSORS, TOKENS))
+    check_close(logits_of(path, implementation=implementation), reference(TENSORS, TOKENS))
 
 
 def test_a_configuration_of_its_own_survives_saving(tmp_path: Path) -> None:

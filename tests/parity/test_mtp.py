@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from specjax import Engine  # noqa: E402
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.checkpoints.draft import open_mtp  # noqa: E402
-from specjax.models.mtp import MtpHead  # noqa: E402
+from specjax.models.eagle import MtpHead  # noqa: E402
 
 from .jax_side import (  # noqa: E402
     build,

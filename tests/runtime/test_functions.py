@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.testing import EAGLE3
 from specjax.types import DraftShape
@@ -13,8 +14,9 @@ from ..runners import chains, make_runner
 
 def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
     """Functions compiled at once would all look for the fastest products of the same rows."""
+    monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made = make_runner(EAGLE3, 4)
-    config = replace(made.config, shapes=chains(0, 1, 3), batch_buckets=(1, 2, 4), on_gpu=True)
+    config = replace(made.config, shapes=chains(0, 1, 3), batch_buckets=(1, 2, 4))
     runner, keys = ModelRunner(made.networks, config), []
     monkeypatch.setattr(runner.compiled, "add", lambda key, *_: keys.append(key))
     monkeypatch.setattr(runner.compiled, "compile", lambda **_: None)
@@ -33,9 +35,10 @@ def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
 
 def test_rounds_of_greedy_batches_know_nothing_of_acceptance(monkeypatch) -> None:
     """The same is traced; of the others it is not."""
+    monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made, traced = make_runner(EAGLE3, 4), {}
     for acceptance in (COUPLED, Acceptance(True), Acceptance(threshold_acc=0.5)):
-        config = replace(made.config, shapes=chains(2), on_gpu=True, acceptance=acceptance)
+        config = replace(made.config, shapes=chains(2), acceptance=acceptance)
         runner, jobs = ModelRunner(made.networks, config), {}
         monkeypatch.setattr(
             runner.compiled, "add", lambda key, *job, jobs=jobs: jobs.update({key[0]: job})

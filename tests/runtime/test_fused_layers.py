@@ -23,23 +23,26 @@ WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, hea
 def test_fused_layers_compute_the_same(dtype, limit, rows) -> None:
     """Row counts on both sides of where products come as partial sums."""
     config = replace(WIDE, dtype=dtype)
-    build = {kernels: partial(CausalLM, config, kernels=kernels) for kernels in ("xla", "pallas")}
-    flats = {kernels: FlatModel.of(one) for kernels, one in build.items()}
+    build = {
+        implementation: partial(CausalLM, config, implementation=implementation)
+        for implementation in ("xla", "interpret")
+    }
+    flats = {implementation: FlatModel.of(one) for implementation, one in build.items()}
     weights = random_weights(flats["xla"], 3)
     tokens = np.random.default_rng(1).integers(config.vocab_size, size=(1, rows), dtype=np.int32)
     positions = jnp.arange(rows, dtype=jnp.int32)[None]
 
-    def logits(kernels: str) -> tuple[str, np.ndarray]:
+    def logits(implementation: str) -> tuple[str, np.ndarray]:
         """The jaxpr, and what it computes."""
 
         @jax.jit
         def run(weights: Weights, tokens: jax.Array) -> jax.Array:
-            model = flats[kernels].rebuild(weights)
+            model = flats[implementation].rebuild(weights)
             return model.logits(model(tokens, positions, None, dense_attend)[0])
 
         return str(run.trace(weights, tokens).jaxpr), np.asarray(run(weights, tokens), np.float32)
 
-    (fused, ours), (plain, theirs) = logits("pallas"), logits("xla")
+    (fused, ours), (plain, theirs) = logits("interpret"), logits("xla")
     assert "pallas_call" in fused
     assert "pallas_call" not in plain
     assert np.abs(ours - theirs).max() <= limit * np.abs(theirs).max()
@@ -47,7 +50,7 @@ def test_fused_layers_compute_the_same(dtype, limit, rows) -> None:
 
 def test_products_come_as_partial_sums_where_that_pays() -> None:
     config = replace(WIDE, dtype="bfloat16")
-    build = partial(CausalLM, config, kernels="pallas")
+    build = partial(CausalLM, config, implementation="interpret")
     flat = FlatModel.of(build)
     weights = random_weights(flat, 3)
 

@@ -32,7 +32,12 @@ from ..runners import algorithm_of, chains, runner_config
 
 BASE = runner_config(algorithm=algorithm_of(None), shapes=chains(0))
 NEEDS = MemoryNeeds(fixed_bytes=1_000, token_bytes=10, temporary_bytes=500)
-CONFIG: dict[str, Any] = {"on_gpu": True, "page_size": 4, "pages_per_request": 8, "num_slots": 1001}
+CONFIG: dict[str, Any] = {
+    "implementation": "pallas",
+    "page_size": 4,
+    "pages_per_request": 8,
+    "num_slots": 1001,
+}
 
 
 def plan(memory: int = 10_000, **changes: Any) -> PoolPlan:
@@ -178,7 +183,7 @@ def test_pick_bucket() -> None:
 
 
 def config_of(slots: int, *shapes: DraftShape) -> RunnerConfig:
-    changes = {"num_slots": slots + 1, "batch_buckets": (slots,), "on_gpu": True}
+    changes = {"num_slots": slots + 1, "batch_buckets": (slots,), "implementation": "pallas"}
     return replace(BASE, shapes=shapes, prefill_buckets=prefill_buckets(8192), **changes)
 
 
@@ -201,7 +206,7 @@ def test_logits_of_all_nodes_count() -> None:
 
 def test_noise_is_stored_where_no_kernel_draws() -> None:
     on_gpu = config_of(256, *chains(3))
-    on_cpu = replace(on_gpu, on_gpu=False)
+    on_cpu = replace(on_gpu, implementation="xla")
     more = temporary_bytes(LLAMA31_8B, on_cpu, 3) - temporary_bytes(LLAMA31_8B, on_gpu, 3)
     assert more == 4 * 1024 * LLAMA31_8B.vocab_size * 4
 
@@ -233,7 +238,7 @@ def test_the_plan_holds_rounds_with_ngrams(context, shape, breadth) -> None:
         batch_buckets=(64,),
         page_size=16,
         pages_per_request=context // 16,
-        attention="chunked",
+        implementation="chunked",
     )
     runner = ModelRunner(algorithm.networks(TARGET), config)
     jobs = {

@@ -19,6 +19,7 @@ from specjax.sampling.accept_draws import (
     threshold_tokens,
 )
 from specjax.sampling.draw import SamplingConfig, draft_probs, draft_tokens, target_tokens
+from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.types import VerifyInput
@@ -199,7 +200,7 @@ def test_a_row_of_broken_probabilities_counts_as_no_draft(broken):
         assert_follows(tokens[:, row], probs[row])
     assert_follows(tokens[:, 0] * V + tokens[:, 1], np.outer(probs[0], probs[1]).ravel())
     few = jax.tree.map(lambda leaf: leaf[:50], (target, tree, table.seeds))
-    np.testing.assert_array_equal(rejection_tokens(*few, kernels="pallas"), tokens[:50])
+    np.testing.assert_array_equal(rejection_tokens(*few, implementation="interpret"), tokens[:50])
 
 
 def test_streams_are_independent():
@@ -286,16 +287,15 @@ def test_rejection_needs_probabilities():
 
 
 @pytest.mark.parametrize("acceptance", [REJECTION, Acceptance(threshold_acc=0.5)], ids=str)
-def test_nothing_on_a_gpu_waits_for_the_host(monkeypatch, acceptance):
+def test_nothing_on_a_gpu_waits_for_the_host(acceptance):
     """A conditional or a loop of XLA's is a read-back in the middle of a round."""
-    monkeypatch.setattr("specjax.kernels.backend.resolve_interpret", lambda interpret: False)
-    config = SamplingConfig(kernels="pallas", acceptance=acceptance)
+    config = SamplingConfig(implementation="pallas", acceptance=acceptance)
 
     def tokens(logits, probs, table):
         tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
         tree = replace(tree, draft_probs=probs)
         history, slots = jnp.zeros((4, 16), jnp.int32), jnp.arange(3, dtype=jnp.int32)
-        return target_tokens(logits, tree, table, history, slots, config)[0]
+        return target_tokens(logits, tree, LogitInputs(table, history, slots), config)[0]
 
     logits, probs = jnp.zeros((3, 2, 64)), jnp.zeros((3, 1, 64))
     text = lower_for_cuda(tokens, logits, probs, equal_rows(3, PARAMS, 64))

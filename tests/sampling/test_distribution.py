@@ -61,7 +61,7 @@ def shaped_runner(shape: DraftShape, acceptance: Acceptance = COUPLED) -> ModelR
             num_slots=1 + ROWS,
             batch_buckets=(ROWS,),
             prefill_buckets=(len(TEXT),),
-            attention="reference",
+            implementation="xla",
         ),
     )
     runner.compile(show_progress=False)

@@ -9,6 +9,7 @@ import pytest
 from specjax.kernels.draw_tokens import position_noise
 
 from specjax.sampling.draw import SamplingConfig, draft_tokens, target_tokens
+from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.testing import kept_by_sorting
@@ -38,7 +39,7 @@ def test_a_perfect_draft_draws_what_the_target_draws():
     config = SamplingConfig()
     tree = chain_input(jnp.zeros((4, 2), jnp.int32), POSITIONS[:, 0] - 1)
     slots, history = jnp.arange(4, dtype=jnp.int32), jnp.zeros((4, 16), jnp.int32)
-    drawn, _ = target_tokens(LOGITS, tree, table(), history, slots, config)
+    drawn, _ = target_tokens(LOGITS, tree, LogitInputs(table(), history, slots), config)
     probs, drafts = jit_drafts(LOGITS, None, POSITIONS, table(), config=config, topk=1)
     assert drafts[..., 0].tolist() == drawn.tolist()
     assert (np.asarray(probs) == 1).all()
@@ -80,13 +81,12 @@ def test_a_greedy_batch_needs_no_noise(topk):
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_nothing_on_a_gpu_waits_for_the_host(monkeypatch, topk):
+def test_nothing_on_a_gpu_waits_for_the_host(topk):
     """A conditional or a loop of XLA's is a read-back in the middle of a round.
 
     The K best are a composite, of which a sort is what a backend without it would run.
     """
-    monkeypatch.setattr("specjax.kernels.backend.resolve_interpret", lambda interpret: False)
-    config = SamplingConfig(kernels="pallas")
+    config = SamplingConfig(implementation="pallas")
     text = lower_for_cuda(
         lambda *arguments: draft_tokens(*arguments, config, topk),
         LOGITS[..., :40],

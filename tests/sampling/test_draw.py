@@ -12,6 +12,7 @@ from specjax.kernels.draw_tokens import draw_tokens
 from specjax.kernels.filter_logits import logit_thresholds
 
 from specjax.sampling.draw import SamplingConfig, target_tokens
+from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.testing import kept_by_sorting
@@ -139,9 +140,7 @@ def test_the_greedy_form_takes_the_best_token_and_nothing_else():
         tokens, logprobs = target_tokens(
             logits,
             tree,
-            sampling_rows([GREEDY] * 3, 30),
-            history,
-            slots,
+            LogitInputs(sampling_rows([GREEDY] * 3, 30), history, slots),
             SamplingConfig(max_top_logprobs=4, greedy=greedy),
         )
         assert np.array_equal(tokens, np.argmax(np.asarray(logits), axis=-1))
@@ -149,14 +148,13 @@ def test_the_greedy_form_takes_the_best_token_and_nothing_else():
 
 
 @pytest.mark.parametrize("processed", [False, True])
-def test_nothing_on_a_gpu_waits_for_the_host(monkeypatch, processed):
+def test_nothing_on_a_gpu_waits_for_the_host(processed):
     """A conditional or a loop of XLA's is a read-back in the middle of a round."""
-    monkeypatch.setattr("specjax.kernels.backend.resolve_interpret", lambda interpret: False)
-    config = SamplingConfig(max_top_logprobs=4, processed=processed, kernels="pallas")
+    config = SamplingConfig(max_top_logprobs=4, processed=processed, implementation="pallas")
 
     def tokens(logits, table, history, slots):
         tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
-        return target_tokens(logits, tree, table, history, slots, config)
+        return target_tokens(logits, tree, LogitInputs(table, history, slots), config)
 
     history, slots = jnp.zeros((4, 16), jnp.int32), jnp.arange(3, dtype=jnp.int32)
     text = lower_for_cuda(tokens, jnp.zeros((3, 2, 64)), equal_rows(3, SEEDED, 64), history, slots)

@@ -6,6 +6,7 @@ import pytest
 from scipy.special import log_softmax
 
 from specjax.sampling.draw import SamplingConfig, target_tokens
+from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 
@@ -21,7 +22,7 @@ def test_they_are_those_of_the_raw_logits():
     table = sampling_rows([params, params], 19, top_logprobs=2)
     history, slots = jnp.ones((4, 9), jnp.int32), jnp.array([2, 3], jnp.int32)
     config = SamplingConfig(max_top_logprobs=3)
-    tokens, logprobs = target_tokens(logits, tree, table, history, slots, config)
+    tokens, logprobs = target_tokens(logits, tree, LogitInputs(table, history, slots), config)
     assert np.all(np.asarray(tokens) == 7)
     truth = log_softmax(np.asarray(logits, np.float64), axis=-1)
     np.testing.assert_allclose(logprobs.chosen, truth[:, :, 7], atol=1e-5)
@@ -40,7 +41,9 @@ def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from(tempera
     table = sampling_rows([params], 19, top_logprobs=3)
     history, slots = jnp.ones((4, 9), jnp.int32), jnp.array([2], jnp.int32)
     config = SamplingConfig(max_top_logprobs=3, processed=True)
-    tokens, logprobs = target_tokens(jnp.asarray(logits), tree, table, history, slots, config)
+    tokens, logprobs = target_tokens(
+        jnp.asarray(logits), tree, LogitInputs(table, history, slots), config
+    )
     shifted = logits.astype(np.float64)
     for token, value in bias.items():
         shifted[..., token] += value

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import RunnerConfig
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import (
     MAX_END_TOKENS,
@@ -158,7 +159,9 @@ def test_a_packed_table_comes_back_bit_by_bit(words):
 def test_a_plain_slot_asks_for_the_best_token_only(changes):
     assert tables(GREEDY).is_plain.all()
     assert tables(replace(SamplingParams(), top_k=1)).is_plain.all()
-    assert tables(replace(GREEDY, **changes)).is_plain.tolist() == [True, False, True]
+    made = tables(replace(GREEDY, **changes))
+    assert made.is_plain.tolist() == [True, False, True]
+    assert made.sampling["is_adjusted"].tolist() == [0, int("temperature" not in changes), 0]
     asked = tables(GREEDY, top_logprobs=0)
     assert asked.is_plain.tolist() == [True, False, True]
     assert asked.wants_logprobs([0, 1])
@@ -202,10 +205,11 @@ def test_limits_themselves_are_accepted():
 
 
 @pytest.mark.slow
-def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
+def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus(monkeypatch):
     """It gives the same tokens, and is left when a row asks for more."""
+    monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made = make_runner()
-    config = replace(made.config, on_gpu=True, batch_buckets=(4,), prefill_buckets=(4,))
+    config = replace(made.config, batch_buckets=(4,), prefill_buckets=(4,))
     runner = ModelRunner(made.networks, config)
     runner.compile(show_progress=False)
     runner.load(*made.weights)

@@ -32,12 +32,7 @@ class Served(Output):
 
 
 def start(
-    runner: ModelRunner,
-    slot: int,
-    job: Job,
-    *,
-    num_cached: int = 0,
-    pages: list[int] | None = None,
+    runner: ModelRunner, slot: int, job: Job, *, num_cached: int = 0, pages: list[int] | None = None
 ) -> Dispatched:
     """Prefill a job into a slot, from token ``num_cached`` on."""
     config = runner.config

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.decoder import CausalLM
+from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import dense_attend, dense_attention, rotated
-from specjax.models.mtp import MtpHead
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from specjax.testing import TARGET, random_weights

@@ -86,7 +86,7 @@ class Blocks(SpeculativeAlgorithm):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return DraftShape.chain(args.speculative_num_steps if steps is None else steps)
 
-    def draft_model(self, config: ModelConfig, kernels: str) -> FlatModel[BlockDraft]:
+    def draft_model(self, config: ModelConfig, implementation: str | None) -> FlatModel[BlockDraft]:
         return FlatModel.of(partial(BlockDraft, config, len(LAYERS)))
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
@@ -210,7 +210,7 @@ def dense_drafts(runner: ModelRunner, text: list[int]) -> list[int]:
 def target_features(model: CausalLM, tokens: list[int]) -> np.ndarray:
     """Features f64 ``[N, F]`` of a text through pages of its own."""
     size = 64
-    pages = PageView(jnp.ones((1, 1), jnp.int32), size, "reference")
+    pages = PageView(jnp.ones((1, 1), jnp.int32), size, "xla")
     kv = jnp.zeros(kv_pool(TARGET, 2 * size).shape)
     padded = jnp.zeros((1, size), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens))
     attend = pages.attend(jnp.zeros(1, jnp.int32), size)
@@ -256,7 +256,7 @@ def test_it_writes_context_alone_and_drafts_in_one_pass(runner: ModelRunner) -> 
 
 
 def test_the_memory_plan_has_the_logits_of_the_whole_block(runner: ModelRunner) -> None:
-    config = replace(runner.config, on_gpu=True)
+    config = replace(runner.config, implementation="pallas")
     chain = replace(config, algorithm=SpeculativeAlgorithm.from_string("EAGLE"))
     plans = [temporary_bytes(TARGET, each, len(LAYERS)) for each in (config, chain)]
     assert plans[0] - plans[1] == 4 * (STEPS + 1) * TARGET.vocab_size * 4

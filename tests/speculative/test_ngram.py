@@ -182,11 +182,6 @@ def test_shapes():
     assert shapes(speculative_ngram_max_bfs_breadth=1) == (DraftShape.chain(11),)
     assert [type(shape) for shape in shapes()] == [NgramShape]
     tiers = shapes(
-        speculative_adaptive=True,
-        speculative_adaptive_config={"candidate_steps": [0, 1, 7]},
+        speculative_adaptive=True, speculative_adaptive_config={"candidate_steps": [0, 1, 7]}
     )
-    assert tiers == (
-        DraftShape.chain(0),
-        DraftShape.chain(1),
-        NgramShape(7, 10, 8),
-    )
+    assert tiers == (DraftShape.chain(0), DraftShape.chain(1), NgramShape(7, 10, 8))

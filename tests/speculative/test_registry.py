@@ -17,14 +17,10 @@ from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import temporary_bytes
 from specjax.speculative import registry
-from specjax.speculative.algorithm import (
-    CustomSpecAlgo,
-    SpeculativeAlgorithm,
-    register_algorithm,
-)
-from specjax.speculative.custom import source_facts
+from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm, register_algorithm
 from specjax.speculative.eagle import Eagle
 from specjax.speculative.future_map import FutureMap
+from specjax.speculative.registry import source_facts
 from specjax.speculative.tree import chain_input
 from specjax.testing import TARGET, Files
 from specjax.types import DraftShape

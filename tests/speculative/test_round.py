@@ -45,11 +45,7 @@ def test_plain_rounds_equal_dense_decoding():
     assert outputs(make_runner(), GREEDY) == [dense_greedy(p, 20) for p in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    "head",
-    [EAGLE3, EAGLE],
-    ids=["eagle3", "eagle"],
-)
+@pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_speculation_changes_no_token(head, params):
     plain = outputs(make_runner(), params)

@@ -177,11 +177,7 @@ def test_pages_that_run_out_cost_no_draft(tier, params) -> None:
     """Requests are retracted and come again; a prompt is read in chunks beside rounds."""
     runner = own_runner()
     serving = Serving(
-        runner=runner,
-        run_ahead=1,
-        num_pages=22,
-        is_cached=True,
-        controller=forced(runner, [tier]),
+        runner=runner, run_ahead=1, num_pages=22, is_cached=True, controller=forced(runner, [tier])
     )
     requests = [
         make_request(prompt, params, seed=i, width=tier.depth)

@@ -1,18 +1,24 @@
-"""Adjusted logits of chains and trees against numpy, one path at a time."""
+"""Adjusted logits of chains and trees against numpy, and a processor that keeps state."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.runtime.runner import ModelRunner
+from specjax.sampling import processors
+from specjax.sampling.logit_processor import LogitInputs, LogitProcessor, NewTokens
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.penalties import adjust_logits, is_adjusting
+from specjax.sampling.processors import adjust_logits
 from specjax.speculative.tree import chain_input
-from specjax.testing import adjusted_logits
-from specjax.types import VerifyInput
+from specjax.testing import EAGLE3, adjusted_logits
+from specjax.types import DraftShape, SamplingTable, VerifyInput
 
+from ..runners import copied_weights, make_runner
+from ..scheduling.serving import Serving
 from ..speculative.tables import sampling_rows
 
 V = 23
@@ -36,7 +42,16 @@ ROWS = [
 PROMPT_LENS = [4, 1, 6, 3, 7, 2, 5]
 NUM_PRODUCED = [3, 1, 6, 2, 4, 4, 2]
 
-jit_adjust = jax.jit(adjust_logits)
+
+def inputs_of(table: SamplingTable, history: jax.Array) -> LogitInputs:
+    return LogitInputs(table, history, jnp.arange(len(history)))
+
+
+@jax.jit
+def jit_adjust(
+    logits: jax.Array, tree: VerifyInput, table: SamplingTable, history: jax.Array
+) -> jax.Array:
+    return adjust_logits(tree, logits, (), inputs_of(table, history))
 
 
 def random_tree(rng, rows, seq_lens):
@@ -112,21 +127,54 @@ def test_the_cases_tell_paths_apart():
     assert not np.isinf(found[5]).all(axis=0).any()
 
 
-@pytest.mark.parametrize(
-    ("params", "produced", "is_on"),
-    [
-        (NEUTRAL, 0, False),
-        (SamplingParams(temperature=0.7, top_k=3), 0, False),
-        (SamplingParams(repetition_penalty=1.1), 0, True),
-        (SamplingParams(frequency_penalty=-0.1), 9, True),
-        (SamplingParams(presence_penalty=0.1), 9, True),
-        (SamplingParams(logit_bias={0: 1.0}), 9, True),
-        (SamplingParams(min_new_tokens=3), 2, True),
-        (SamplingParams(min_new_tokens=3), 3, False),
-    ],
-)
-def test_nothing_is_computed_where_nothing_changes(params, produced, is_on):
-    table = sampling_rows([NEUTRAL, params], V, prompt_len=4)
-    lens = jnp.array([3, 4 + produced - 1], jnp.int32)
-    tree = chain_input(jnp.zeros((2, 3), jnp.int32), lens)
-    assert bool(is_adjusting(tree, table)) == is_on
+class Remainders(LogitProcessor):
+    """Forbids tokens of the same remainder as the sum of all that the request produced."""
+
+    def abstract_state(self, num_slots: int, vocab_size: int) -> Any:
+        return jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+
+    def adjust(
+        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
+    ) -> jax.Array:
+        path = jnp.where(tree.tree_mask[:, :, 1:], tree.draft_tokens[:, None, 1:], 0)
+        total = (state[:, None] + path.sum(axis=2))[:, :, None]
+        tokens = jnp.arange(logits.shape[2])
+        return jnp.where((tokens - total) % 3 == 0, -jnp.inf, logits)
+
+    def advance(self, state: Any, new: NewTokens) -> Any:
+        offsets = jnp.arange(new.tokens.shape[1])
+        is_produced = new.starts[:, None] + offsets >= new.sampling.prompt_lens[:, None]
+        is_new = (offsets < new.counts[:, None]) & is_produced
+        return (state + jnp.where(is_new, new.tokens, 0).sum(axis=1)) % 3
+
+
+PROMPTS = [[7, 9, 20], list(range(6, 46)), [30] * 17, [8], [7, 9, 20, 11, 40, 13, 50, 51]]
+SAMPLED = SamplingParams(temperature=0.8, max_new_tokens=40, ignore_eos=True)
+KINDS = [replace(SAMPLED, temperature=0.0), SAMPLED, replace(SAMPLED, presence_penalty=0.7)]
+
+
+def test_state_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through drafts, few pages, prompts in chunks and prompts in the prefix cache."""
+    monkeypatch.setattr(processors, "PROCESSORS", (Remainders(), *processors.PROCESSORS))
+    made, found = make_runner(EAGLE3, 3), []
+    for shape in DraftShape.chain(0), DraftShape.chain(3), DraftShape(3, 2, 6):
+        runner = ModelRunner(made.networks, replace(made.config, shapes=(shape,)))
+        runner.compile(show_progress=False)
+        runner.load(*copied_weights())
+        requests = []
+        for params in KINDS:
+            serving = Serving(runner=runner, num_pages=26, run_ahead=1, is_cached=True)
+            mine = serving.add(PROMPTS, params)
+            serving.finish()
+            mine += serving.add(PROMPTS[-1:], params)
+            serving.finish()
+            infos = [request.result()["meta_info"] for request in mine]
+            assert sum(info["num_retractions"] for info in infos) > 0
+            assert sum(info["cached_tokens"] for info in infos) > 0
+            assert not shape.steps or sum(info["spec_num_correct_drafts"] for info in infos) > 0
+            requests += mine
+        found.append([request.output_ids for request in requests])
+    assert found[0] == found[1] == found[2]
+    for ids in found[0]:
+        assert len(ids) == 40
+        assert ((np.array(ids[1:]) - np.cumsum(ids)[:-1]) % 3 != 0).all()

@@ -1,0 +1,149 @@
+"""The logit processors in their order, masks first.
+
+The order of the others is SGLang's: frequency and presence, repetition, logit bias. A forbidden
+token stays forbidden, since -inf passes through penalties and bias. Temperature and filters come
+after.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.sampling.logit_processor import LogitInputs, LogitProcessor, NewTokens, at_tokens
+from specjax.sampling.params import SamplingParams
+from specjax.types import VerifyInput
+
+
+class MinNewTokens(LogitProcessor):
+    """Forbids end tokens as long as a request has produced less than its minimum."""
+
+    needs_history = False
+
+    def is_used(self, params: SamplingParams) -> bool:
+        return params.min_new_tokens > 0
+
+    def fill(self, row: np.void, params: SamplingParams) -> None:
+        row["min_new_tokens"] = params.min_new_tokens
+
+    def adjust(
+        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
+    ) -> jax.Array:
+        sampling = inputs.sampling
+        produced = tree.positions + 1 - sampling.prompt_lens[:, None]
+        is_too_early = (produced < sampling.min_new_tokens[:, None])[:, :, None]
+        ends = jnp.where(is_too_early, sampling.end_token_ids[:, None], -1)
+        tokens = jnp.arange(logits.shape[2], dtype=jnp.int32)
+        # comparisons join the pass of the penalties; a scatter would copy the raw logits first
+        is_forbidden = reduce(
+            jnp.logical_or, (ends[:, :, e, None] == tokens for e in range(ends.shape[2]))
+        )
+        return jnp.where(is_forbidden, -jnp.inf, logits)
+
+
+class Penalties(LogitProcessor):
+    """Charges tokens for having come before.
+
+    Frequency and presence count the tokens that the request produced; repetition takes those of the
+    prompt as well, as in vLLM and Hugging Face transformers.
+    """
+
+    def is_used(self, params: SamplingParams) -> bool:
+        return params.has_penalties
+
+    def fill(self, row: np.void, params: SamplingParams) -> None:
+        row["repetition_penalties"] = params.repetition_penalty
+        row["frequency_penalties"] = params.frequency_penalty
+        row["presence_penalties"] = params.presence_penalty
+
+    def adjust(
+        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
+    ) -> jax.Array:
+        """Tokens of the history are counted once a request, those of a path at every node."""
+        sampling, history = inputs.sampling, inputs.history
+        batch, rows, vocab_size = logits.shape
+        index = jnp.arange(history.shape[1], dtype=jnp.int32)
+        is_prompt = index < sampling.prompt_lens[:, None]
+        is_charged = (
+            (sampling.repetition_penalties != 1)
+            | (sampling.frequency_penalties != 0)
+            | (sampling.presence_penalties != 0)
+        )
+        is_known = (index <= tree.positions[:, :1]) & is_charged[:, None]
+        once = jnp.zeros((batch, 1, vocab_size), jnp.int32)
+
+        def count(mask: jax.Array) -> jax.Array:
+            return at_tokens(once, jnp.where(mask, history, -1)[:, None]).add(1, mode="drop")
+
+        produced = jnp.broadcast_to(count(is_known & ~is_prompt), logits.shape)
+        tokens = jnp.arange(vocab_size, dtype=jnp.int32)
+        # the root, in column 0, is in the history already; one pass over the logits with these sums
+        for i in range(1, rows):
+            drafted = tree.draft_tokens[:, i, None, None] == tokens
+            produced = produced + (tree.tree_mask[:, :, i, None] & drafted).astype(jnp.int32)
+        was_produced = produced > 0
+        was_seen = was_produced | (count(is_known & is_prompt) > 0)
+        frequency, presence = sampling.frequency_penalties, sampling.presence_penalties
+        charged = logits - frequency[:, None, None] * produced.astype(jnp.float32)
+        charged = charged - presence[:, None, None] * was_produced.astype(jnp.float32)
+        penalty = jnp.where(was_seen, sampling.repetition_penalties[:, None, None], 1.0)
+        return jnp.where(charged > 0, charged / penalty, charged * penalty)
+
+
+class LogitBias(LogitProcessor):
+    """Adds the request's bias to the logits of the tokens that it names."""
+
+    needs_history = False
+
+    def is_used(self, params: SamplingParams) -> bool:
+        return bool(params.biases)
+
+    def fill(self, row: np.void, params: SamplingParams) -> None:
+        for i, (token, value) in enumerate(params.biases):
+            row["bias_ids"][i], row["bias_values"][i] = token, value
+
+    def adjust(
+        self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
+    ) -> jax.Array:
+        ids, values = inputs.sampling.bias_ids[:, None], inputs.sampling.bias_values[:, None]
+        return at_tokens(logits, ids).add(values, mode="drop")
+
+
+# in the order in which they are applied
+PROCESSORS: tuple[LogitProcessor, ...] = (MinNewTokens(), Penalties(), LogitBias())
+
+
+def used_by(params: SamplingParams) -> list[LogitProcessor]:
+    """The processors that a request needs."""
+    return [processor for processor in PROCESSORS if processor.is_used(params)]
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a request's history must be whole after a prefix-cache hit."""
+    return any(processor.needs_history for processor in used_by(params))
+
+
+def abstract_states(num_slots: int, vocab_size: int) -> tuple[Any, ...]:
+    """Shapes and dtypes of what all processors keep, by request slot."""
+    return tuple(each.abstract_state(num_slots, vocab_size) for each in PROCESSORS)
+
+
+def adjust_logits(
+    tree: VerifyInput, logits: jax.Array, states: tuple[Any, ...], inputs: LogitInputs
+) -> jax.Array:
+    """Logits f32 ``[B, T, V]`` after all processors; ``states`` are by request slot."""
+    states = jax.tree.map(lambda leaf: leaf[inputs.slots], states)
+    for processor, state in zip(PROCESSORS, states or ((),) * len(PROCESSORS), strict=True):
+        logits = processor.adjust(tree, logits, state, inputs)
+    return logits
+
+
+def advance_states(states: tuple[Any, ...], slots: jax.Array, new: NewTokens) -> tuple[Any, ...]:
+    """The states by request slot, after the texts of slots i32 ``[B]`` have grown."""
+    if not jax.tree.leaves(states):
+        return states
+    rows = jax.tree.map(lambda leaf: leaf[slots], states)
+    rows = tuple(each.advance(row, new) for each, row in zip(PROCESSORS, rows, strict=True))
+    return jax.tree.map(lambda leaf, row: leaf.at[slots].set(row), states, rows)

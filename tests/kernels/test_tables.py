@@ -1,0 +1,122 @@
+"""What all kernels have in common, one table each: lowering for CUDA, donated pools, refusals."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from specjax.kernels.accept_tree import compact_tree
+from specjax.kernels.add_norm import add_norm
+from specjax.kernels.draw_tokens import draw_tokens
+from specjax.kernels.filter_logits import logit_thresholds
+from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
+from specjax.kernels.token_logprobs import token_logprobs
+
+from .lowering import TRITON_CALL, lower_for_cuda
+
+Kernel = Callable[..., Any]
+Spec = tuple[tuple[int, ...], str]
+F32, I32, U32, BF16 = "float32", "int32", "uint32", "bfloat16"
+ROWS: Spec = ((4,), F32)
+INTS: Spec = ((4,), I32)
+LOGITS: Spec = ((4, 128256), F32)
+DRAW: tuple[Spec, ...] = (LOGITS, ROWS, ROWS, ((4, 2), U32), INTS)
+POOL: Spec = ((32, 4096, 2, 8, 128), BF16)
+PATHS: Spec = ((5, 6), I32)
+add = partial(add_norm, eps=1e-5)
+best = partial(token_logprobs, limit=20)
+
+
+def shapes(specs: tuple[Spec, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in specs]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "specs", "is_donated"),
+    [
+        (gather_rows, (POOL, ((512,), I32)), False),
+        (scatter_rows, (POOL, ((512,), I32), ((32, 512, 2, 8, 128), BF16)), True),
+        (move_kv, (POOL, PATHS, PATHS), True),
+        (move_kv, (((2, 50, 2, 3, 10), F32), ((3, 1), I32), ((3, 1), I32)), False),
+        (move_kv, (((2, 50, 2, 3, 64), BF16), ((3, 40), I32), ((3, 40), I32)), False),
+        (move_kv, (((2, 50, 2, 1, 8), "float16"), ((3, 3), I32), ((3, 3), I32)), False),
+        (compact_tree, (((5, 13), "bool"), PATHS), False),
+        (compact_tree, (((5, 13), I32), PATHS), False),
+        (compact_tree, (((5, 13, 7), "int8"), PATHS), False),
+        (compact_tree, (((5, 13, 7), "float16"), PATHS), False),
+        (compact_tree, (((5, 13, 3, 5), F32), PATHS), False),
+        (compact_tree, (((5, 13, 12288), BF16), PATHS), False),
+        (compact_tree, (((5, 13, 12288), "float8_e4m3fn"), PATHS), False),
+        (draw_tokens, DRAW, False),
+        (draw_tokens, (*DRAW, ((128256,), I32)), False),
+        (logit_thresholds, (((4, 32000), F32), ROWS, INTS, ROWS, ROWS), False),
+        (logit_thresholds, (((4, 49152), F32), ROWS, INTS, ROWS, ROWS), False),
+        (logit_thresholds, (LOGITS, ROWS, INTS, ROWS, ROWS), False),
+        (best, (LOGITS, INTS, ROWS, ROWS, INTS), False),
+        (add, (((32, 576), F32), ((32, 576), F32), ((576,), F32)), False),
+        (add, (((32, 576), F32), ((8, 32, 576), F32), ((576,), F32)), False),
+        (add, (((32, 4096), BF16), ((32, 4096), BF16), ((4096,), BF16)), False),
+        (add, (((32, 4096), BF16), ((8, 32, 4096), F32), ((4096,), BF16)), False),
+    ],
+)
+def test_lowers_for_cuda_in_one_launch(
+    kernel: Kernel, specs: tuple[Spec, ...], is_donated: bool
+) -> None:
+    call = partial(kernel, implementation="pallas")
+    text = lower_for_cuda(call, *shapes(specs), donate_argnums=(0,) if is_donated else ())
+    assert text.count(f"custom_call @{TRITON_CALL}") == 1
+    name = kernel.func.__name__ if isinstance(kernel, partial) else kernel.__name__
+    assert f"specjax_{name}" in text
+    if is_donated:
+        assert "tf.aliasing_output = 0" in text
+        assert "operand_index = 0" in text  # of output_operand_aliases
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    ("kernel", "specs"),
+    [
+        (scatter_rows, (((64,), I32), ((4, 64, 2, 8, 128), BF16))),
+        (move_kv, (((8, 6), I32), ((8, 6), I32))),
+    ],
+)
+def test_a_donated_pool_is_not_copied(
+    kernel: Kernel, specs: tuple[Spec, ...], implementation: str
+) -> None:
+    pool = jax.ShapeDtypeStruct((4, 4096, 2, 8, 128), jnp.bfloat16)
+    call = jax.jit(partial(kernel, implementation=implementation), donate_argnums=0)
+    memory = call.lower(pool, *shapes(specs)).compile().memory_analysis()
+    size = pool.size * pool.dtype.itemsize
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size // 2
+
+
+SMALL: Spec = ((2, 8, 2, 1, 4), F32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "specs", "message"),
+    [
+        (gather_rows, (SMALL, ((3, 1), I32)), r"index \(3, 1\) \[W\]"),
+        (scatter_rows, (SMALL, ((3,), I32), SMALL), r"rows float32\(2, 8, 2, 1, 4\)"),
+        (move_kv, (SMALL, ((3, 4), I32), ((3, 5), I32)), r"destination \(3, 5\) both \[B, A\]"),
+        (move_kv, (((8, 2, 1, 4), F32), PATHS, PATHS), r"pool \(8, 2, 1, 4\)"),
+        (compact_tree, (((2, 5), F32), PATHS), r"values \(2, 5\) must be \[B, T, ...\]"),
+        (compact_tree, (((3,), F32), PATHS), r"values \(3,\)"),
+        (add, (((2, 8), F32), ((1, 8), F32), ((8,), F32)), "last axis"),
+    ],
+)
+def test_bad_shapes_are_refused(kernel: Kernel, specs: tuple[Spec, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernel(*(jnp.zeros(*spec) for spec in specs))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "specs"), [(gather_rows, (SMALL, ((3,), I32))), (compact_tree, (SMALL, PATHS))]
+)
+def test_an_unknown_implementation_is_refused(kernel: Kernel, specs: tuple[Spec, ...]) -> None:
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        kernel(*(jnp.zeros(*spec) for spec in specs), implementation="cuda")
