@@ -316,7 +316,7 @@ class ModelRunner:
         if tier not in config.shapes:
             raise ValueError(f"{tier=} is not one of the compiled {config.shapes}")
         batch = pick_bucket(len(slots), config.batch_buckets)
-        is_greedy = config.on_gpu and self.tables.is_plain[list(slots)].all()
+        is_greedy = config.on_gpu and self.tables.is_greedy[list(slots)].all()
         function: Any = compiled["greedy_round" if is_greedy else "round", tier, batch]
         if self._watch is not None:
             stages = [compiled[name, tier, batch] for name in STAGES]

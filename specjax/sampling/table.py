@@ -90,7 +90,7 @@ class HostTables:
         self.sampling = neutral_sampling(num_slots, vocab_size)
         self._neutral = self.sampling[0].copy()
         # slots [R] that ask for nothing but the most likely token
-        self.is_plain = np.ones(num_slots, np.bool_)
+        self.is_greedy = np.ones(num_slots, np.bool_)
         self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
         # slots [R] that the device has an older copy of
@@ -109,7 +109,7 @@ class HostTables:
         """
         self.page_table[slot] = 0
         self.sampling[slot] = self._neutral
-        self.is_plain[slot] = True
+        self.is_greedy[slot] = True
         self.wants_hidden_states[slot] = False
 
     def set_sampling(
@@ -147,7 +147,7 @@ class HostTables:
             processor.fill(row, params)
         row["is_adjusted"] = bool(used)
         is_quiet = top_logprobs is None and not hidden_states
-        self.is_plain[slot] = params.is_greedy and not used and is_quiet
+        self.is_greedy[slot] = params.is_greedy and not used and is_quiet
         self.wants_hidden_states[slot] = hidden_states
         self.sampling_dirty[slot] = True
 

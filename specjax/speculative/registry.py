@@ -220,7 +220,7 @@ def register_algorithm(
         except TypeError as error:
             raise ValueError(f"spec_class={spec_class!r} of {name!r}: {error}") from error
         _custom[key] = made
-        note_sources(getattr(factory, "__module__", ""))
+        record_sources(getattr(factory, "__module__", ""))
         return factory
 
     return register
@@ -229,8 +229,8 @@ def register_algorithm(
 def _origin(factory: Any) -> str:
     """Where a factory is defined; a lambda, local function or object is known by its identity."""
     name = getattr(factory, "__qualname__", "<object>")
-    is_plain = isinstance(factory, type | FunctionType) and "<" not in name
-    return f"{factory.__module__}.{name}" if is_plain else f"{factory!r} at {id(factory)}"
+    is_named = isinstance(factory, type | FunctionType) and "<" not in name
+    return f"{factory.__module__}.{name}" if is_named else f"{factory!r} at {id(factory)}"
 
 
 def source_facts(kind: type) -> tuple[str, ...]:
@@ -246,7 +246,7 @@ def source_facts(kind: type) -> tuple[str, ...]:
     return (*names, *(_facts_of(top) for top in sorted({_top_of(base) for base in foreign})))
 
 
-def note_sources(module: str) -> None:
+def record_sources(module: str) -> None:
     """Remember a module's package as it is now, since what it imports is what will run."""
     _facts_of(module.partition(".")[0])
 

@@ -130,22 +130,6 @@ def select_tree(
     )
 
 
-def retrieve_links(parents: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First child and next sibling i32 ``[B, T]`` of every row, -1 for none.
-
-    SGLang's ``retrieve_next_token`` and ``retrieve_next_sibling``.
-    """
-    rows = parents.shape[1]
-    index = jnp.arange(rows, dtype=jnp.int32)
-
-    def first(found: jax.Array) -> jax.Array:
-        return jnp.where(found.any(-1), jnp.argmax(found, -1).astype(jnp.int32), -1)
-
-    is_child = parents[:, None, :] == index[:, None]
-    is_sibling = (parents[:, None, :] == parents[:, :, None]) & (index > index[:, None])
-    return first(is_child), first(is_sibling)
-
-
 def simulated_path(
     tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
 ) -> tuple[jax.Array, jax.Array]:

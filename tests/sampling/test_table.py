@@ -87,7 +87,7 @@ def test_a_cleared_slot_is_neutral_and_not_uploaded():
     made.clear(1)
     np.testing.assert_array_equal(made.sampling, HostTables(3, 4, V).sampling)
     assert not made.page_table.any()
-    assert made.is_plain.all()
+    assert made.is_greedy.all()
     # no dispatch names a slot that is clear, so that nothing has to be uploaded
     assert not made.pages_dirty.any()
     assert not made.sampling_dirty.any()
@@ -157,13 +157,13 @@ def test_a_packed_table_comes_back_bit_by_bit(words):
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_a_plain_slot_asks_for_the_best_token_only(changes):
-    assert tables(GREEDY).is_plain.all()
-    assert tables(replace(SamplingParams(), top_k=1)).is_plain.all()
+    assert tables(GREEDY).is_greedy.all()
+    assert tables(replace(SamplingParams(), top_k=1)).is_greedy.all()
     made = tables(replace(GREEDY, **changes))
-    assert made.is_plain.tolist() == [True, False, True]
+    assert made.is_greedy.tolist() == [True, False, True]
     assert made.sampling["is_adjusted"].tolist() == [0, int("temperature" not in changes), 0]
     asked = tables(GREEDY, top_logprobs=0)
-    assert asked.is_plain.tolist() == [True, False, True]
+    assert asked.is_greedy.tolist() == [True, False, True]
     assert asked.wants_logprobs([0, 1])
     assert not asked.wants_logprobs([0, 2])
 

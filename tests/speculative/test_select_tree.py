@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.speculative.tree import chain_input, retrieve_links, select_tree
+from specjax.speculative.tree import chain_input, select_tree
 
 BATCH = 2
 # steps, topk, nodes; some with all candidates
@@ -107,13 +107,3 @@ def test_more_nodes_than_candidates_are_refused(nodes):
     ids = jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(ValueError, match=f"num_draft_tokens={nodes} must be from 2 to 3"):
         select_tree(ids[:, 0], row, ids[:, :2], ids, topk=2, num_draft_tokens=nodes)
-
-
-def test_left_child_right_sibling():
-    #      0
-    #    1 2 3
-    #    4   5 6
-    parents = jnp.asarray([[-1, 0, 0, 0, 1, 3, 3]], jnp.int32)
-    child, sibling = retrieve_links(parents)
-    assert child.tolist() == [[1, 4, -1, 5, -1, -1, -1]]
-    assert sibling.tolist() == [[-1, 2, 3, -1, -1, 6, -1]]
