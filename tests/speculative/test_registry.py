@@ -44,15 +44,9 @@ class Echo(SpeculativeAlgorithm):
     def draft_shape(self, args, steps=None):
         return DraftShape.chain(args.speculative_num_steps or 3 if steps is None else steps)
 
-    def prefill(self, batch, state, rows, chunks, features):
-        return state, rows
-
     def propose(self, batch, state, rows, shape):
         tokens = jnp.repeat(batch.bonus_tokens[:, None], shape.nodes, axis=1)
         return chain_input(tokens, batch.seq_lens), state
-
-    def extend(self, batch, state, rows, verified, shape):
-        return state, rows
 
 
 @register_algorithm("echo", supports_overlap=True)
@@ -70,10 +64,8 @@ class Silent(SpeculativeAlgorithm):
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return DraftShape.chain(0)
 
-    def prefill(self, batch, state, rows, chunks, features):
-        return state, rows
-
-    propose = extend = prefill  # type: ignore[assignment]
+    def propose(self, batch, state, rows, shape):
+        raise AssertionError
 
 
 @pytest.fixture(autouse=True)
