@@ -59,7 +59,7 @@ def served(serving, prompts, params=GREEDY):
 )
 def test_equals_dense_decoding(shape, rounds, algorithm):
     """Greedy and seeded, with penalties, bias, minimum lengths and log-probabilities."""
-    runner = ngram_runner(shape, algorithm, rounds_per_dispatch=rounds)
+    runner = ngram_runner(shape, algorithm, rounds=rounds)
     assert check(runner, JOBS, expected(True)) > 1.02
 
 
