@@ -116,7 +116,8 @@ def make_runner(
     head: Any = None, num_steps: int = 0, *, rounds: int = 1, **changes: Any
 ) -> ModelRunner:
     """A compiled runner with random weights, one for equal arguments. A test clears its slots."""
-    options = {"algorithm": algorithm_of(head), "shapes": chains(num_steps)} | changes
+    algorithm = changes.pop("algorithm", None) or algorithm_of(head)
+    options = {"algorithm": algorithm, "shapes": chains(num_steps)} | changes
     return _made_runner(head, runner_config(rounds_per_dispatch=rounds, **options))
 
 

@@ -239,7 +239,7 @@ def test_what_a_class_of_its_own_overrides_is_called() -> None:
     assert [each.is_ngram() for each in (made, other, shared)] == [True, False, False]
     assert [each.is_some() for each in (made, other)] == [True, True]
     networks = made.networks(TARGET)
-    options: dict[str, Any] = {"shapes": chains(9), "on_gpu": True}
+    options: dict[str, Any] = {"shapes": chains(9), "implementation": "pallas"}
     configs = [runner_config(algorithm=each, **options) for each in (made, other)]
     maps = [ModelRunner(networks, each).abstract_state.future for each in configs]
     assert maps[0].rows["own"].shape == (5, 2)
