@@ -132,7 +132,7 @@ def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
     # and one that has nothing of its own yet gives back what it was lent
     (third,) = serving.add([PROMPTS[6]], GREEDY)
     serving.add([PROMPTS[7]] * 4, GREEDY)
-    row = serving.scheduler._row_to_prefill(serving.scheduler._budget.room(serving.rows))
+    row = serving.scheduler._row_to_prefill(serving.scheduler._budget.capacity(serving.rows))
     assert row.request is third
     serving.scheduler.abort(third)
     serving.check_pages()
