@@ -28,8 +28,7 @@ from specjax.engine.weights import (
 )
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
-from specjax.metrics.prometheus import EngineMetrics
-from specjax.metrics.totals import Totals
+from specjax.metrics import EngineMetrics, Totals
 from specjax.models.flat import next_logits
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner

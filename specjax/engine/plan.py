@@ -15,8 +15,7 @@ from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
-from specjax.metrics.prometheus import FIGURES
-from specjax.metrics.totals import Totals
+from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
 from specjax.models.registry import check_attention
 from specjax.runtime.runner_config import (
@@ -152,7 +151,7 @@ def _runner_config(args: EngineArgs, networks: Networks, context_length: int) ->
     )
 
 
-# where SGLang's server info has another name than its Prometheus figures
+# where SGLang's server info has another name than its Prometheus metrics
 NAMES = {
     "spec_accept_length": "avg_spec_accept_length",
     "spec_verify_calls": "spec_verify_ct",
@@ -192,13 +191,13 @@ def server_info(
 def _state(
     plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
 ) -> dict[str, Any]:
-    figures = {
-        NAMES.get(figure.name, figure.name): figure.of(totals)
-        for figure in FIGURES
-        if figure.kind != "histogram"
-        and not figure.label
-        and figure.needs in ("", "drafts")
-        and (totals.drafts or not figure.name.startswith("spec_"))
+    metrics = {
+        NAMES.get(metric.name, metric.name): metric.of(totals)
+        for metric in METRICS
+        if metric.kind != "histogram"
+        and not metric.label
+        and metric.needs in ("", "drafts")
+        and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes
         "weight": plan.pools.weight_bytes / 1e9,
@@ -208,7 +207,7 @@ def _state(
     }
     adaptive = {} if controller is None else {"adaptive": controller.describe()}
     last = {"last_gen_throughput": totals.last_gen_throughput, "memory_usage": memory}
-    return figures | last | adaptive
+    return metrics | last | adaptive
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from specjax.adaptive.controller import AdaptiveController
-from specjax.metrics.totals import Totals
+from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched
 from specjax.scheduling.request import PromptPiece, Request, RunningRequest
 from specjax.types import NO_DRAFTS, DraftShape

@@ -16,7 +16,7 @@ from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
 from specjax.kv.prefix_cache import PrefixCache
-from specjax.metrics.totals import Totals
+from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
 from specjax.scheduling.in_flight import InFlight

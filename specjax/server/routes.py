@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 import specjax
 from specjax.checks import ParameterError, is_integer, short
 from specjax.engine.requests import encode_conversation
-from specjax.metrics.prometheus import FIGURES, PREFIX, Figure, families
+from specjax.metrics import METRICS, PREFIX, Metric, families
 from specjax.server.chat import take_conversation
 from specjax.server.exchange import Exchange, Header, dump
 from specjax.server.fields import ApiError, Body, client_names, finish_fields
@@ -33,31 +33,31 @@ _REASON = "finished_reason"
 _SUCCESS = "Number of requests that ended, by reason."
 # vLLM's names, which benchmarks, dashboards and gateways look for
 ALIASES = (
-    Figure("num_requests_running", "gauge", "num_running", "Number of running requests."),
-    Figure("num_requests_waiting", "gauge", "num_waiting", "Number of waiting requests."),
-    Figure("kv_cache_usage_perc", "gauge", "token_usage", "Used share of the KV pool, up to 1."),
-    Figure("num_preemptions", "counter", "num_retracted", "Number of preemptions."),
-    Figure("prompt_tokens", "counter", "prompt_tokens", "Number of prompt tokens."),
-    Figure("generation_tokens", "counter", "generated_tokens", "Number of completion tokens."),
-    Figure("prefix_cache_queries", "counter", "prompt_tokens", "Prompt tokens looked up."),
-    Figure("prefix_cache_hits", "counter", "cached_tokens", "Prompt tokens found in the cache."),
-    Figure("request_success", "counter", "num_stopped", _SUCCESS, label=(_REASON, "stop")),
-    Figure("request_success", "counter", "num_cut", _SUCCESS, label=(_REASON, "length")),
-    Figure("request_success", "counter", "num_aborted", _SUCCESS, label=(_REASON, "abort")),
-    Figure("request_prompt_tokens", "histogram", "prompt_length", "Prompt tokens per request."),
-    Figure(
+    Metric("num_requests_running", "gauge", "num_running", "Number of running requests."),
+    Metric("num_requests_waiting", "gauge", "num_waiting", "Number of waiting requests."),
+    Metric("kv_cache_usage_perc", "gauge", "token_usage", "Used share of the KV pool, up to 1."),
+    Metric("num_preemptions", "counter", "num_retracted", "Number of preemptions."),
+    Metric("prompt_tokens", "counter", "prompt_tokens", "Number of prompt tokens."),
+    Metric("generation_tokens", "counter", "generated_tokens", "Number of completion tokens."),
+    Metric("prefix_cache_queries", "counter", "prompt_tokens", "Prompt tokens looked up."),
+    Metric("prefix_cache_hits", "counter", "cached_tokens", "Prompt tokens found in the cache."),
+    Metric("request_success", "counter", "num_stopped", _SUCCESS, label=(_REASON, "stop")),
+    Metric("request_success", "counter", "num_cut", _SUCCESS, label=(_REASON, "length")),
+    Metric("request_success", "counter", "num_aborted", _SUCCESS, label=(_REASON, "abort")),
+    Metric("request_prompt_tokens", "histogram", "prompt_length", "Prompt tokens per request."),
+    Metric(
         "request_generation_tokens",
         "histogram",
         "completion_length",
         "Completion tokens per request.",
     ),
-    Figure("request_queue_time_seconds", "histogram", "queue_time", "Seconds until prefill."),
-    Figure("time_to_first_token_seconds", "histogram", "time_to_first_token", "Seconds."),
-    Figure("inter_token_latency_seconds", "histogram", "inter_token_latency", "Seconds."),
-    Figure("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds until the end."),
-    Figure("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
-    Figure("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
-    Figure("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
+    Metric("request_queue_time_seconds", "histogram", "queue_time", "Seconds until prefill."),
+    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "Seconds."),
+    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "Seconds."),
+    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds until the end."),
+    Metric("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
+    Metric("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
+    Metric("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
 )
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
@@ -199,7 +199,7 @@ class ServerMetrics:
     def collect(self) -> Iterable[Any]:
         name, engine = self.service.name, self.service.engine
         totals, config = engine.metrics.snapshot(), engine.runner.config
-        yield from families(totals, FIGURES, PREFIX, name)
+        yield from families(totals, METRICS, PREFIX, name)
         yield from families(totals, ALIASES, "vllm:", name)
         accepted = totals.accepted_by_position
         labels = ["model_name", "position"]

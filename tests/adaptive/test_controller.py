@@ -289,40 +289,39 @@ def test_the_worker_of_the_docs_switches() -> None:
 
 
 def following(token: int) -> int:
-    """What a toy target writes after tokens below 40."""
+    """The token that a toy target writes after one."""
     return (7 * token + 3) % 40
 
 
-def state_of(steps: int) -> SpecRuntimeState:
-    """Stages of a toy target whose draft knows what follows tokens below 20 only."""
+def stages_of(num_steps: int) -> dict[str, Any]:
+    """Stages of a toy target whose draft knows only what follows tokens below 20."""
 
     def draft(last: int) -> list[int]:
         chain = [last]
-        while len(chain) <= steps:
+        for _ in range(num_steps):
             chain.append(following(chain[-1]) if chain[-1] < 20 else 0)
         return chain
 
-    def verify(chain: list[int]) -> list[int]:
-        count = 1
-        while count <= steps and chain[count] == following(chain[count - 1]):
-            count += 1
-        return [following(token) for token in chain[:count]]
+    def verify(chain: list[int]) -> tuple[list[int], int]:
+        tokens = [following(token) for token in chain]
+        wrong = (i for i in range(num_steps) if tokens[i] != chain[i + 1])
+        return tokens, next(wrong, num_steps)
 
-    return SpecRuntimeState(
-        speculative_num_steps=steps,
-        speculative_num_draft_tokens=steps + 1,
-        draft=draft,
-        verify=verify,
-        extend=lambda tokens: tokens[-1],
-    )
+    def extend(tokens: list[int], count: int) -> int:
+        return tokens[count]
+
+    return {"draft": draft, "verify": verify, "extend": extend}
 
 
 class EAGLEWorker:
     """SGLang's worker by its own names."""
 
     def __init__(self, server_args: EngineArgs) -> None:
-        assert server_args.speculative_num_steps is not None
-        self.apply_runtime_state(state_of(server_args.speculative_num_steps))
+        steps = server_args.speculative_num_steps
+        assert steps is not None
+        self.state = self.build_adaptive_runtime_state(
+            speculative_num_steps=steps, speculative_num_draft_tokens=steps + 1
+        )
         path = server_args.speculative_adaptive_config
         self.adaptive_controller = AdaptiveController(self, config_path=path)
         self.adaptive_controller.register(self.state)
@@ -335,17 +334,22 @@ class EAGLEWorker:
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
     ) -> SpecRuntimeState:
-        state = state_of(speculative_num_steps)
-        assert state.speculative_num_draft_tokens == speculative_num_draft_tokens
-        return state
+        return SpecRuntimeState(
+            speculative_num_steps=speculative_num_steps,
+            speculative_num_draft_tokens=speculative_num_draft_tokens,
+            **stages_of(speculative_num_steps),
+        )
 
     def apply_runtime_state(self, state: SpecRuntimeState) -> None:
         self.state = state
 
-    def forward_batch_generation(self, last: int) -> tuple[list[int], int]:
-        tokens = self.state.verify(self.state.draft(last))
-        self.adaptive_controller.on_verify_complete([len(tokens) - 1])
-        return tokens, self.state.extend(tokens)
+    def forward_batch_generation(self, last: int) -> list[int]:
+        chain = self.state.draft(last)
+        assert len(chain) == self.state.speculative_num_draft_tokens
+        tokens, count = self.state.verify(chain)
+        assert self.state.extend(tokens, count) == tokens[count]
+        self.adaptive_controller.on_verify_complete([count])
+        return tokens[: count + 1]
 
 
 def test_the_worker_of_sglang_runs_by_its_own_names(config_path: Path) -> None:
@@ -357,14 +361,11 @@ def test_the_worker_of_sglang_runs_by_its_own_names(config_path: Path) -> None:
         speculative_adaptive_config=config_path,
     )
     worker = EAGLEWorker(args)
-    last, text, expected, tiers = 11, [], [11], set()
+    text, tiers = [11], set()
     while len(text) < 60:
         tiers.add(worker.speculative_num_steps)
-        tokens, last = worker.forward_batch_generation(last)
-        text += tokens
-    for _ in text:
-        expected.append(following(expected[-1]))
-    assert text == expected[1:]
+        text += worker.forward_batch_generation(text[-1])
+    assert text[1:] == [following(token) for token in text[:-1]]
     assert tiers == {1, 4}
     assert worker.adaptive_controller.params.candidate_steps == (1, 4)
     assert worker.adaptive_controller.switches > 0

@@ -1,5 +1,6 @@
 """Several callers of one engine, and every way in which a call can end early."""
 
+import asyncio
 import gc
 import signal
 import threading
@@ -122,39 +123,25 @@ def test_a_fault_reaches_every_caller_and_every_later_one(files, engine, monkeyp
 
     monkeypatch.setattr(made.runner, "round", failing)
 
-    def whole_call() -> Any:
-        return made.generate(["a", "b"], LONG)
+    async def streamed_in_asyncio() -> Any:
+        return [out async for out in await made.async_generate("e", LONG, stream=True)]
 
-    def streamed() -> Any:
-        return list(made.generate("c", LONG, stream=True))
-
-    def from_asyncio() -> Any:
-        import asyncio
-
-        return asyncio.run(made.async_generate("d", LONG))
-
-    def streamed_in_asyncio() -> Any:
-        import asyncio
-
-        async def read() -> Any:
-            return [out async for out in await made.async_generate("e", LONG, stream=True)]
-
-        return asyncio.run(read())
+    calls: list[Callable[[], Any]] = [
+        lambda: made.generate(["a", "b"], LONG),
+        lambda: list(made.generate("c", LONG, stream=True)),
+        lambda: asyncio.run(made.async_generate("d", LONG)),
+        lambda: asyncio.run(streamed_in_asyncio()),
+    ]
 
     def run(function: Callable[[], Any]) -> Any:
         together.wait(SECONDS)
         return function()
 
     with ThreadPoolExecutor(4) as executor:
-        futures = [
-            executor.submit(run, f)
-            for f in (whole_call, streamed, from_asyncio, streamed_in_asyncio)
-        ]
+        futures = [executor.submit(run, call) for call in calls]
         errors = [future.exception(SECONDS) for future in futures]
-    later: list[Callable[[], Any]] = [whole_call, streamed, from_asyncio, streamed_in_asyncio]
     name, weight = made.runner.networks.target.names[0], made.runner.weights[0][0]
-    later.append(lambda: made.update_weights_from_tensor({name: weight}))
-    for function in later:
+    for function in (*calls, lambda: made.update_weights_from_tensor({name: weight})):
         with pytest.raises(EngineFault) as caught:
             function()
         errors.append(caught.value)

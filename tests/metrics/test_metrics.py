@@ -14,13 +14,13 @@ import pytest
 from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from specjax.metrics.prometheus import EngineMetrics
-from specjax.metrics.totals import (
+from specjax.metrics import (
     FIRST_TOKEN_BOUNDS,
     INTER_TOKEN_BOUNDS,
     LATENCY_BOUNDS,
     MARKS_A_WINDOW,
     WINDOW_SECONDS,
+    EngineMetrics,
     Histogram,
     Throughput,
     Totals,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.kv import budget
-from specjax.metrics.totals import Totals
+from specjax.metrics import Totals
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
 from specjax.scheduling.request import Deadlines

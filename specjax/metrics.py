@@ -1,13 +1,22 @@
-"""Counts and times of an engine since its start, as plain numbers."""
+"""Metrics of an engine since its start: plain numbers, and Prometheus families of them.
+
+The families have SGLang's names with the prefix ``specjax:``.
+"""
 
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from specjax.types import NO_DRAFTS, DraftShape
 
@@ -16,7 +25,7 @@ MARKS_A_WINDOW = 50
 
 
 class Throughput:
-    """Units a second over the last ``window`` seconds with work to do; other time does not count.
+    """Units per second over the last ``window`` seconds with work to do; other time does not count.
 
     So requests that come one by one show the speed that they are served at.
     """
@@ -50,7 +59,7 @@ class Throughput:
                 marks.popleft()
 
     def rate(self, now: float, total: int) -> float:
-        """Units a second, up to now where there is work, and up to its end where there is none."""
+        """Units per second, up to now if there is work, otherwise up to its end."""
         busy = self._busy + (now - self._now if self._has_work else 0.0)
         start = self._marks[0]
         for mark in (*self._marks, (self._busy, self._total)):
@@ -99,18 +108,18 @@ class Histogram:
 
 @dataclass
 class Totals:
-    """Figures of an engine since its start.
+    """Metrics of an engine since its start.
 
-    One thread writes, that of the scheduler: single figures directly, those that belong together by
-    the methods. Any thread may take a :meth:`snapshot`. What each figure counts is said in
-    ``docs/metrics.md`` and in :data:`specjax.metrics.prometheus.FIGURES`.
+    One thread writes, that of the scheduler: single metrics directly, those that belong together by
+    the methods. Any thread may take a :meth:`snapshot`. ``docs/metrics.md`` and :data:`METRICS`
+    say what each one counts.
     """
 
     clock: Callable[[], float] = time.perf_counter
     max_total_tokens: int = 1
     drafts: bool = False  # rounds may draft, so that there is a tier
     adapts: bool = False  # the tier follows what is being accepted
-    # tokens a round that are accepted right or wrong, where speed alone is measured
+    # tokens per round that are accepted regardless of the target, to measure speed alone
     simulate_accept_length: float | None = None
 
     tier: DraftShape = NO_DRAFTS  # of the rounds to come
@@ -222,7 +231,7 @@ class Totals:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a verify, the bonus token included; 0 before the first verify."""
+        """Tokens per verify pass, the bonus token included; 0 before the first verify."""
         return (self.num_verifies + self.num_accepted_drafts) / max(self.num_verifies, 1)
 
     @property
@@ -234,3 +243,123 @@ class Totals:
     def accept_rate(self) -> float:
         """Share of the proposed drafts that was accepted."""
         return self.num_accepted_drafts / max(self.num_proposed_drafts, 1)
+
+
+PREFIX = "specjax:"
+_EMA = (
+    "Accepted drafts per verify pass, moving average. It excludes the bonus token, which "
+    "spec_accept_length includes."
+)
+_SIMULATED = "Tokens per verify pass accepted regardless of the target, to measure speed alone."
+_COMPUTED = "Tokens computed or found in the cache, those of resumed requests included."
+_KINDS: dict[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+class Metric(NamedTuple):
+    """One metric of an engine."""
+
+    name: str  # in Prometheus, without the prefix and a counter's ``_total``
+    kind: str
+    field: str  # of Totals
+    help: str
+    needs: str = ""  # the field of Totals without which an engine does not have it
+    label: tuple[str, str] | None = None  # of one member of a family
+
+    def of(self, totals: Totals) -> Any:
+        return attrgetter(self.field)(totals)
+
+
+METRICS = (
+    Metric("num_running_reqs", "gauge", "num_running", "Running requests."),
+    Metric("num_queue_reqs", "gauge", "num_waiting", "Waiting requests, retracted ones too."),
+    Metric("num_used_tokens", "gauge", "num_used_tokens", "Tokens in pages of running requests."),
+    Metric("max_total_num_tokens", "gauge", "max_total_tokens", "Tokens that the KV pool holds."),
+    Metric("token_usage", "gauge", "token_usage", "Used share of the KV pool."),
+    Metric("gen_throughput", "gauge", "gen_throughput", "Tokens/s in the last 5 s with work."),
+    Metric("cache_hit_rate", "gauge", "cache_hit_rate", "Share of prompt tokens in the cache."),
+    Metric(
+        "spec_accept_length", "gauge", "accept_length", "Tokens per verify, bonus token included."
+    ),
+    Metric("spec_accept_rate", "gauge", "accept_rate", "Accepted share of the proposed drafts."),
+    Metric("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of admitted requests."),
+    Metric("cached_tokens", "counter", "cached_tokens", "Prompt tokens from the prefix cache."),
+    Metric("generation_tokens", "counter", "generated_tokens", "Completion tokens."),
+    Metric("num_requests", "counter", "num_finished", "Ended requests, aborted ones included."),
+    Metric("num_aborted_requests", "counter", "num_aborted", "Requests ended by abort or timeout."),
+    Metric("num_retracted_requests", "counter", "num_retracted", "Number of preemptions."),
+    Metric("spec_verify_calls", "counter", "num_verifies", "Verify passes, counted per request."),
+    Metric("spec_proposed_drafts", "counter", "num_proposed_drafts", "Drafts that were verified."),
+    Metric("spec_accepted_drafts", "counter", "num_accepted_drafts", "Drafts that were accepted."),
+    Metric("spec_num_steps", "gauge", "tier.steps", "Drafted levels per round.", "drafts"),
+    Metric("spec_num_draft_tokens", "gauge", "tier.nodes", "Tokens verified per round.", "drafts"),
+    Metric("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
+    Metric("spec_num_switches", "counter", "num_switches", "Changes of the tier.", "adapts"),
+    Metric(
+        "spec_simulate_accept_length",
+        "gauge",
+        "simulate_accept_length",
+        _SIMULATED,
+        "simulate_accept_length",
+    ),
+    Metric("spec_wasted_drafts", "counter", "wasted_drafts", "Drafts not accepted.", "adapts"),
+    Metric(
+        "realtime_tokens",
+        "counter",
+        "prefilled_tokens",
+        _COMPUTED,
+        label=("mode", "prefill_compute"),
+    ),
+    Metric(
+        "realtime_tokens", "counter", "reused_tokens", _COMPUTED, label=("mode", "prefill_cache")
+    ),
+    Metric("realtime_tokens", "counter", "generated_tokens", _COMPUTED, label=("mode", "decode")),
+    Metric("queue_time_seconds", "histogram", "queue_time", "In seconds, until prefill."),
+    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "In seconds."),
+    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "In seconds."),
+    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "In seconds."),
+)
+
+
+class EngineMetrics(Collector):
+    """The metrics of one engine, for Prometheus and for code; ``model_name`` labels them all.
+
+    Attributes:
+        registry: all metrics, for ``prometheus_client``. Each engine has its own.
+        snapshot: the metrics of one moment, as :class:`Totals`; any thread may call it.
+    """
+
+    def __init__(self, model_name: str, totals: Totals) -> None:
+        self._model_name = model_name
+        self.snapshot = totals.snapshot
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterable[Any]:
+        """All families; called by the registry at a scrape."""
+        return families(self.snapshot(), METRICS, PREFIX, self._model_name)
+
+
+def families(
+    totals: Totals, metrics: Iterable[Metric], prefix: str, model_name: str
+) -> Iterable[Any]:
+    """Metrics as Prometheus families, each sample with the label ``model_name``."""
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        if metric.needs and not getattr(totals, metric.needs):
+            continue
+        labels = {"model_name": model_name} | dict([metric.label] if metric.label else ())
+        name, values = prefix + metric.name, tuple(labels.values())
+        if name not in found:
+            found[name] = _KINDS[metric.kind](name, metric.help, labels=tuple(labels))
+        value = metric.of(totals)
+        if isinstance(value, Histogram):
+            bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+            found[name].add_metric(values, buckets, value.total)
+        else:
+            found[name].add_metric(values, value)
+    return found.values()
