@@ -162,7 +162,7 @@ def make_corpus(
             raise ValueError(f"{args.data} is another model's: token {token} of {limit}")
         return corpus
     config = CollectConfig(**chosen(args, CollectConfig))
-    with tqdm(unit="tok", unit_scale=True, mininterval=2.0, desc="generating") as bar:
+    with tqdm(unit="tok", unit_scale=True, mininterval=2.0, disable=None, desc="generating") as bar:
         corpus = collect(sampler, tokenizer, config, entries, lambda _, count: bar.update(count))
     logger.info("%d sequences, %d answer tokens", len(corpus), corpus.answer_tokens)
     corpus.save(args.data)
@@ -183,13 +183,17 @@ def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: Packed
     first = int(state.step)
     last = min(config.steps, args.stop_at or config.steps)
     stream = batches(rows, config.batch_rows, config.seed, first)
-    with tqdm(total=config.steps, initial=first, mininterval=2.0, desc="training") as bar:
+    with tqdm(
+        total=config.steps, initial=first, mininterval=2.0, disable=None, desc="training"
+    ) as bar:
         for done in range(first + 1, last + 1):
             rate = np.float32(config.rate(done - 1))
             state, statistics = trainer.step(state, trainer.target_weights, next(stream), rate)
             if done % args.log_every == 0 or done == last:
                 bar.update(done - bar.n)
                 bar.set_postfix_str(summary(statistics), refresh=False)
+                if bar.disable:  # standard error is not a terminal
+                    logger.info("step %d of %d: %s", done, config.steps, summary(statistics))
             if done % args.checkpoint_every == 0 or done == last:
                 if manager is not None:
                     save_state(manager, state, trainer.vocabulary)

@@ -57,6 +57,7 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     collecting = f"--self-sample 24 --prompts {prompts} --max-user-tokens 8 --generate-only"
     assert main(f"{common} {collecting} --report {report}") == 0
     assert json.loads(report.read_text())["data"]["math"]["sequences"] == 2
+    assert "\r" not in capsys.readouterr().err  # a bar is for terminals
     saved = data.read_bytes()
     train = f"{common} {TRAIN} --output {head} --checkpoint-dir {tmp_path / 'run'} --held-out 0.2"
     assert main(f"{train} --stop-at 3") == 0
