@@ -162,7 +162,7 @@ class RemotePrompts(PromptSource):
             return False
         left = request.arguments.timeout
         if left is not None:
-            left = max(1e-3, left - request.latency)
+            left = float(max(1e-3, left - request.latency))
         job = Job(
             id=next(self._ids),
             rid=request.rid[:MAX_TEXT],
@@ -352,9 +352,13 @@ class LocalPeer:
         """Join both sides; ValueError where they do not fit."""
         self._loop, self._prompts = decode
         self._prompts.transfer.expect(prefill[1].transfer.facts)
-        self._placing = Placing(decode, self._failed)
         self._client = DecodeClient(*prefill, self._deliver)
-        self._loop.run(partial(self._prompts.join, self))
+        self._placing = Placing(decode, self._failed)
+        try:
+            self._loop.run(partial(self._prompts.join, self))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def weights(self) -> str:
@@ -383,8 +387,12 @@ def _json(params: SamplingParams) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): item for key, item in value.items()}
-        return list(value) if isinstance(value, tuple) else value
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return [*map(plain, value)]
+        # numbers of numpy and other subclasses are not JSON values
+        kinds = (bool, int, float, str)
+        return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
     return {name: plain(value) for name, value in asdict(params).items()}
 

@@ -199,7 +199,7 @@ class _Session:
         sock = self._lanes[self._num_connected]
         sock.connect(self._place)
         [frame] = encode(Open(token=self._token, lane=self._num_connected, facts=self._facts))
-        sock.send(frame)
+        sock.send(frame, zmq.DONTWAIT)
         self._num_connected += 1
 
     def _watch(self, event: int) -> None:

@@ -162,9 +162,11 @@ class Listener:
             for side in set(self._sides.values()):
                 side.end(ChannelClosed("this side closed the connection"))
                 self._drop(side)
-            self._router.disable_monitor()
-            self._context.destroy(linger=0)
             self._messages.put(None)
+            try:
+                self._router.disable_monitor()
+            finally:
+                self._context.destroy(linger=0)
 
     def _receive(self) -> None:
         for _ in range(WINDOW):

@@ -111,7 +111,7 @@ class _DecodeSide:
         """Hand on the next jobs, at least one."""
         while self._waiting:
             job = next(iter(self._waiting.values()))
-            size = max(np.size(job.input_ids) - job.start, 0) * self._prompts.transfer.token_bytes
+            size = self._prompts.transfer.sent_bytes(np.size(job.input_ids) - job.start)
             if self._queued and sum(self._queued.values()) + size > MAX_QUEUED:
                 return
             del self._waiting[job.id]

@@ -229,6 +229,15 @@ class KVTransfer:
         width = self.widths[-1]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self._kv[width]) // width
 
+    def sent_bytes(self, num_tokens: int) -> int:
+        """KV that :meth:`take` gives for a prompt of this many tokens, padding included.
+
+        A chunk that ends between two pieces adds a padded one: one such chunk is counted.
+        """
+        pieces, rest = divmod(max(num_tokens, 0), self.widths[-1])
+        padded = pick_bucket(rest, self.widths) if rest else 0
+        return ((pieces + (pieces > 0)) * self.widths[-1] + padded) * self.token_bytes
+
     @property
     def most_bytes(self) -> int:
         """Of the arrays of one message: a piece, or all else that a prefill side sends."""

@@ -312,7 +312,7 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
         yield
     except ValueError as error:
         message, param, code = str(error), None, None
-        names = {} if prompt is None else CLIENT_NAMES | others
+        names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others
         for ours, theirs in names.items():
             message = message.replace(ours, theirs) if ours != theirs else message
         if isinstance(error, ParameterError):

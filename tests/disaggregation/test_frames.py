@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec.structs import asdict, replace
 
+from specjax.disaggregation.decode import _json
 from specjax.disaggregation.frames import (
     DTYPES,
     FRAME_BYTES,
@@ -37,6 +38,7 @@ from specjax.disaggregation.messages import (
     Weights,
     WireError,
 )
+from specjax.sampling.params import SamplingParams
 
 MAX_BYTES = 2**22
 NUM_FUZZED = int(os.environ.get("NUM_FUZZED", "300"))
@@ -298,6 +300,19 @@ def test_frames_of_arrays_have_their_size(data: bytes) -> None:
 def test_a_bool_of_two() -> None:
     with pytest.raises(WireError, match="2 is not a value of a bool"):
         read(array_head(["bool", [1]]), b"\2")
+
+
+def test_parameters_of_other_numbers_are_sent() -> None:
+    class Text(str):
+        pass
+
+    given = SamplingParams(
+        temperature=np.float64(0.5), logit_bias={3: np.float64(1)}, stop=[Text("x")]
+    )
+    message = read(*encode(replace(JOB, params=_json(given))))
+    sent = SamplingParams.of(message.params)
+    assert (sent.temperature, sent.stop_strings) == (given.temperature, given.stop_strings)
+    assert {int(token): bias for token, bias in sent.logit_bias.items()} == given.logit_bias
 
 
 def test_claims_allocate_nothing() -> None:

@@ -109,3 +109,15 @@ def test_a_fingerprint_sees_every_bit():
     assert len(seen) == 1 + sum(weight.size for weight in weights)
     swapped = of(weights[0], weights[1], weights[0].reshape(5, 3))
     assert swapped not in seen
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 512, 513, 1100])
+def test_what_is_sent_of_a_prompt_counts_its_padding(count: int) -> None:
+    transfer = KVTransfer(copied_runner(3))
+    widths = [512] * (count // 512)
+    if rest := count % 512:
+        widths.append(64 if rest <= 64 else 512)
+    sent = sum(widths) * transfer.token_bytes
+    # one chunk may end between two pieces
+    assert sent <= transfer.sent_bytes(count) <= sent + 512 * transfer.token_bytes
+    assert transfer.sent_bytes(-1) == 0

@@ -517,3 +517,14 @@ def test_placing_ends_with_its_first_failure(pair, caplog):
     told.clear()
     gc.collect()
     assert kept() is None
+
+
+def test_sides_that_cannot_be_joined_leave_no_thread(pair, monkeypatch):
+    def run(function: Any) -> None:
+        raise ValueError("the engine is closed")
+
+    monkeypatch.setattr(pair._loop, "run", run)
+    count = threading.active_count()
+    with pytest.raises(ValueError, match="closed"):
+        LocalPeer(pair.prefill._side, pair._side)
+    wait_for(lambda: threading.active_count() == count)
