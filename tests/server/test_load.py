@@ -314,5 +314,6 @@ def test_hours_leave_nothing_behind(files) -> None:
             print(f"{time.monotonic() - start:.0f} s, {first + 500} requests: {found[-1]}")
         before, after = found
         assert after.sockets == before.sockets
-        assert after.threads <= before.threads
+        # those of the pools, which are bounded, come when they are needed
+        assert after.threads <= before.threads + 4 + (os.cpu_count() or 1)
         assert after.rss_mb < 1.03 * before.rss_mb
