@@ -88,7 +88,11 @@ def fixed_tree() -> VerifyInput:
 jit_drafts = jax.jit(draft_tokens, static_argnames=("config", "topk"))
 jit_rejection = jax.jit(rejection_tokens)
 jit_thresholds = jax.jit(threshold_tokens, static_argnames="acceptance")
-jit_target = jax.jit(target_tokens, static_argnames="config")
+
+
+@partial(jax.jit, static_argnames="config")
+def jit_target(logits, tree, table, history, slots, config):
+    return target_tokens(logits, tree, LogitInputs(table, history, slots), config)
 
 
 def drawn(logits, tree: VerifyInput, table, acceptance: Acceptance) -> jax.Array:

@@ -1,6 +1,6 @@
 """Host tables: what a slot's parameters become, what is refused, and when a batch is plain."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import numpy as np
@@ -205,11 +205,15 @@ def test_limits_themselves_are_accepted():
 
 
 @pytest.mark.slow
-def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus(monkeypatch):
+class GpuConfig(RunnerConfig):
+    on_gpu = True
+
+
+def test_rounds_of_plain_batches_have_a_function_of_their_own_on_gpus():
     """It gives the same tokens, and is left when a row asks for more."""
-    monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made = make_runner()
-    config = replace(made.config, batch_buckets=(4,), prefill_buckets=(4,))
+    given = {field.name: getattr(made.config, field.name) for field in fields(RunnerConfig)}
+    config = GpuConfig(**given | {"batch_buckets": (4,), "prefill_buckets": (4,)})
     runner = ModelRunner(made.networks, config)
     runner.compile(show_progress=False)
     runner.load(*made.weights)
