@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -213,6 +214,9 @@ def test_a_slow_deliver_is_not_silence() -> None:
             assert theirs.channel.is_open
 
 
+# the folder of the tests comes last: an installed package is not that of a clone
+WITH_TESTS = f"import sys\nsys.path.append({os.fspath(Path(__file__).parents[2])!r})\n"
+SAFE = {"PYTHONSAFEPATH": "1"}
 PEER = """
 import sys, time
 from specjax.disaggregation.{module} import {kind}
@@ -228,19 +232,15 @@ def process(request: pytest.FixtureRequest) -> Iterator[tuple[End, subprocess.Po
     """A peer in a process, and our end."""
     end, kind = End(), request.param
     code = PEER.format(module=kind, kind=kind.title())
-    root = os.fspath(request.config.rootpath)
     with ExitStack() as stack:
         address = "127.0.0.1:0"
         if kind == "dialer":
             address = stack.enter_context(listening(end, pulse=QUICK)).address
-        environment = os.environ | {"PYTHONPATH": root}
-        environment.pop("PYTHONSAFEPATH", None)
         running = subprocess.Popen(
-            [sys.executable, "-c", code, address],
+            [sys.executable, "-c", WITH_TESTS + code, address],
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
-            cwd=root,
+            env=os.environ | SAFE,
         )
         with running:
             try:
@@ -644,6 +644,5 @@ with pair() as (left, right):
     left.channel.send(Cancel(id=1))
     assert right.take(1) == [Cancel(id=1)]
 """
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    environment.pop("PYTHONSAFEPATH", None)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+    command = [sys.executable, "-c", WITH_TESTS + code]
+    subprocess.run(command, check=True, timeout=60, env=os.environ | SAFE)
