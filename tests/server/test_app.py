@@ -1,6 +1,9 @@
 """Routes that tell something, and who may use which."""
 
+import json
+import re
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +88,15 @@ def scraped(client: Client) -> dict[tuple[str, str], Any]:
         for family in families
         for sample in family.samples
     }
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there(client) -> None:
+    path = Path(__file__).parents[2] / "examples" / "deploy" / "grafana" / "specjax.json"
+    panels = json.loads(path.read_text(encoding="utf-8"))["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"specjax:\w+", query)}
+    assert len(asked) > 10
+    assert asked <= {name for name, _ in scraped(client)}
 
 
 def test_figures_have_the_names_that_others_read(engine, client) -> None:
