@@ -1,5 +1,6 @@
 """The page at ``/``: what is sent, and what a browser makes of it."""
 
+import json
 import os
 import re
 import subprocess
@@ -130,6 +131,41 @@ class Page:
         self.driver.save_screenshot(str(folder / f"{name}.png"))
 
 
+RENDERED = """
+const pieces = JSON.parse(arguments[0]).map(([text, is_draft]) => ({ text, is_draft }));
+const parent = document.createElement("div");
+render(parent, pieces);
+return [parent.innerHTML, parent.textContent, [...parent.querySelectorAll(".draft")].map(
+  (element) => element.textContent).join("")];
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("plain <b>text</b>", []),
+        ("a `b` **c**", ["code", "strong"]),
+        ("# Title\n**x** `y`", ["strong", "strong", "code"]),
+        ("see\n```python\na = `1`\n```\nend", ["pre", "code"]),
+        ("```\nnot closed **yet**", ["pre", "code"]),
+    ],
+)
+def test_markdown_keeps_the_marks_of_drafts(driver, address, text, tags) -> None:
+    if driver.current_url != f"{address}/":
+        driver.get(address)
+    pieces = [[text[i : i + 3], i % 2 == 1] for i in range(0, len(text), 3)]
+    html, shown, drafts = driver.execute_script(RENDERED, json.dumps(pieces))
+    assert re.findall(r"<(?!span|/)(\w+)", html) == tags
+    kept = iter(text)  # what is shown is the text without its marks
+    assert all(character in kept for character in shown)
+    hidden = set("`*#\n ") | set("python")
+    assert not set(text) - set(shown) - hidden
+    kept = iter("".join(piece for piece, is_draft in pieces if is_draft))
+    assert all(character in kept for character in drafts)
+
+
 @pytest.mark.slow
 @pytest.mark.browser
 def test_a_browser_shows_streamed_text_and_moving_figures(driver, address, tmp_path) -> None:
@@ -143,6 +179,12 @@ def test_a_browser_shows_streamed_text_and_moving_figures(driver, address, tmp_p
     page.until(lambda: page.texts("#state") == ["ready"])
     assert page.texts("#model") == ["smollm2"]
     page.one("#clear").click()
+    assert page.one("#welcome").is_displayed()
+    page.type("#temperature", "-1")
+    page.one("#welcome button").click()
+    assert page.all(".user") == []  # refused before it is sent
+    page.type("#temperature", "0")
+    page.type("#prompt", "")
 
     idle = page.until(page.figures)
     assert len(idle) == 5
@@ -155,11 +197,20 @@ def test_a_browser_shows_streamed_text_and_moving_figures(driver, address, tmp_p
         lengths.add(len(page.texts(".assistant .text")[0]))
         moved |= {name for name, value in page.figures().items() if value != idle[name]}
     assert len(lengths) > 3  # it came bit by bit
-    assert {"Output tokens/s", "Accept length", "KV use", "Requests"} <= moved
+    assert {"Output tokens/s", "Accept length, mean of 10 s", "KV use", "Requests"} <= moved
     assert "".join(page.texts(".assistant .draft")).strip()
     assert page.all(".assistant .text span:not(.draft)")
     (figures,) = page.texts(".assistant p.small")
     assert re.match(r"\d+ tokens · [\d.]+ tokens/s · accept length [\d.]+ · 0 of \d+", figures)
+
+    text = page.texts(".assistant .text")
+    page.one(".again").click()
+    page.until(lambda: page.texts(".assistant p.small")[0])
+    assert page.texts(".assistant .text") == text
+    page.one("#colours").click()
+    draft = page.all(".assistant .draft")[0]
+    assert draft.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
+    page.one("#colours").click()
 
     # the conversation goes on, and ends when the user says so
     page.type("#max-tokens", "")
