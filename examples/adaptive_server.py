@@ -1,4 +1,4 @@
-"""Serve with adaptive drafting, load the server, and print the tiers that it chose.
+"""Serve with adaptive decoding, send requests, and print the tiers that the policy chose.
 
 python examples/adaptive_server.py --requests 32
 """
@@ -19,7 +19,7 @@ PROMPTS = ["Count from one to thirty:", "Write a short poem about the sea.", "Li
 
 
 def ask(url: str, number: int) -> float:
-    """Send one request; returns its accept length."""
+    """Send one request and return its accept length."""
     body = {"prompt": PROMPTS[number % len(PROMPTS)], "max_tokens": 48, "temperature": 0}
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
@@ -29,7 +29,7 @@ def ask(url: str, number: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=16, help="default: 16")
+    parser.add_argument("--requests", type=int, default=16, help="how many (default: 16)")
     args = parser.parse_args()
     with Engine(
         speculative_algorithm="EAGLE3",

@@ -1,9 +1,10 @@
-"""Prefill split from decode, with one command for each of two processes.
+"""Split prefill from decode: one command for each of two processes.
 
     python examples/disaggregation.py prefill
     python examples/disaggregation.py decode "The sky is blue because"
 
-Each has a terminal of its own. Without the first one the second computes its prompts itself.
+Run each command in its own terminal. Without the prefill side, the decode side computes its
+prompts itself.
 """
 
 import argparse
@@ -38,14 +39,14 @@ def decode(address: str, prompt: str) -> None:
         print(prompt + out["text"])
         print(f"{meta['prompt_tokens']} prompt tokens, {here} of them computed in this process")
         print(f"first token after {1e3 * meta['time_to_first_token']:.0f} ms")
-        print(f"{state['avg_spec_accept_length']:.2f} tokens a pass of the target")
+        print(f"{state['avg_spec_accept_length']:.2f} tokens per verify pass")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("side", choices=["prefill", "decode"])
     parser.add_argument("prompt", nargs="?", default="The sky is blue because")
-    parser.add_argument("--address", default="127.0.0.1:8998", help="of the prefill side")
+    parser.add_argument("--address", default="127.0.0.1:8998", help="host:port of the prefill side")
     args = parser.parse_args()
     if args.side == "prefill":
         prefill(args.address)

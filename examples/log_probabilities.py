@@ -1,4 +1,4 @@
-"""Score a batch of prompts, and list the likeliest alternatives to each generated token.
+"""Score a batch of prompts, and list the most likely alternatives to each generated token.
 
 python examples/log_probabilities.py
 """
@@ -13,7 +13,7 @@ with Engine(speculative_algorithm="EAGLE3", context_length=128, max_running_requ
         PROMPTS,
         PARAMS,
         return_logprob=True,
-        logprob_start_len=0,  # of the prompt's tokens too
+        logprob_start_len=0,  # include prompt tokens
         top_logprobs_num=3,
     )
     decode = engine.tokenizer.decode
@@ -21,9 +21,9 @@ with Engine(speculative_algorithm="EAGLE3", context_length=128, max_running_requ
         meta = out["meta_info"]
         scores = [logprob for logprob, _, _ in meta["input_token_logprobs"] if logprob is not None]
         print(f"{prompt!r}: {sum(scores):.2f} nats over {len(scores)} tokens")
-        likeliest = meta["output_top_logprobs"]
+        alternatives = meta["output_top_logprobs"]
         for (logprob, token, _), others in zip(
-            meta["output_token_logprobs"], likeliest, strict=True
+            meta["output_token_logprobs"], alternatives, strict=True
         ):
             shown = ", ".join(f"{decode([other])!r} {score:.2f}" for score, other, _ in others)
             print(f"    {decode([token])!r} {logprob:.2f}   of {shown}")

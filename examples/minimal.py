@@ -1,10 +1,10 @@
-"""The whole path from prompts to texts, without the engine: one file to read first.
+"""The complete path from prompts to texts without the engine. Read this file first.
 
     python examples/minimal.py "The sky is blue because" "Once upon a time"
 
-It plans a target with its draft head, compiles, prefills the prompts, and runs rounds: draft,
-verify, accept. Colour marks the accepted drafts. `specjax.Engine` adds what a service needs:
-continuous batching, page management, streams, stop strings, adaptive numbers of drafted tokens.
+This program plans a target with its draft head, compiles, prefills the prompts, and runs rounds:
+draft, verify, accept. Accepted drafts are printed in colour. `specjax.Engine` adds the features of
+a service: continuous batching, page management, streams, stop strings, adaptive decoding.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from specjax.kv.pages import PageAllocator
 from specjax.runtime.runner import ModelRunner
 from specjax.speculative.prefill import Chunk
 
-Token = tuple[int, bool]  # its id, and whether it is an accepted draft
+Token = tuple[int, bool]  # token id, and whether the token is an accepted draft
 
 
 def build(args: EngineArgs) -> tuple[EnginePlan, ModelRunner]:
-    """Plan all sizes, compile every function of that plan, and put the weights on the device."""
+    """Plan all sizes, compile all functions of the plan, and load the weights to the device."""
     plan = plan_engine(args)
     runner = ModelRunner(plan.networks, plan.config)
     runner.compile(show_progress=False)
@@ -31,7 +31,7 @@ def build(args: EngineArgs) -> tuple[EnginePlan, ModelRunner]:
 
 
 def prefill(runner: ModelRunner, slot: int, prompt: Sequence[int], params: SamplingParams) -> int:
-    """Compute the KV cache of a prompt, in chunks; returns the first sampled token."""
+    """Compute the KV cache of a prompt in chunks, and return the first sampled token."""
     runner.set_slot(slot, params, seed=params.sampling_seed or 0, prompt_len=len(prompt))
     width = runner.config.prefill_buckets[-1]
     for start in range(0, len(prompt), width):
@@ -42,14 +42,14 @@ def prefill(runner: ModelRunner, slot: int, prompt: Sequence[int], params: Sampl
 
 
 def decode(runner: ModelRunner, texts: dict[int, list[Token]], max_new_tokens: int) -> None:
-    """Run rounds of all slots until each has its tokens, which come to ``texts`` by slot."""
+    """Run rounds of all slots, and append tokens to ``texts`` until each slot has enough."""
     slots = list(texts)
     while any(len(texts[slot]) < max_new_tokens for slot in slots):
-        # one compiled call: the head drafts, the target verifies all drafts in one pass, and the
-        # drafts that it would have chosen itself are accepted, with one more token, the bonus
+        # one compiled call: the head drafts, and the target verifies all drafts in one pass. Drafts
+        # that equal the target's own choice are accepted. The target adds one token, the bonus
         rounds = runner.round(slots).read()
-        for packed in rounds:  # of each round: i32 [B, A + 3]
-            for slot, row in zip(slots, packed.tolist(), strict=False):  # then padding
+        for packed in rounds:  # one i32 [B, A + 3] per round
+            for slot, row in zip(slots, packed.tolist(), strict=False):  # more rows are padding
                 *tokens, _num_proposed, num_accepted_drafts, num_accepted_tokens = row
                 new = enumerate(tokens[:num_accepted_tokens])
                 texts[slot] += [(token, i < num_accepted_drafts) for i, token in new]
@@ -60,13 +60,13 @@ def decode(runner: ModelRunner, texts: dict[int, list[Token]], max_new_tokens: i
 def generate(
     args: EngineArgs, prompts: Sequence[str], params: SamplingParams
 ) -> tuple[EnginePlan, list[list[Token]]]:
-    """Tokens after each prompt, all prompts in one batch."""
+    """Generate tokens for all prompts in one batch."""
     plan, runner = build(args)
     tokenizer, config = plan.target.load_tokenizer(), plan.config
     pages = PageAllocator(config.num_pages, config.page_size)
     texts: dict[int, list[Token]] = {}
     for slot, prompt in enumerate(prompts, 1):  # slot 0 belongs to padding
-        own = pages.allocate(config.pages_per_request)  # all that the request may ever need
+        own = pages.allocate(config.pages_per_request)  # enough for the longest text
         if own is None:
             raise ValueError(f"{len(prompts)} prompts are too many for {config.num_pages} pages")
         runner.set_pages(slot, own)

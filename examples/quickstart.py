@@ -1,4 +1,4 @@
-"""Generate a text with drafts, and the same text without, and compare the two.
+"""Generate a text with and without speculation, and compare both.
 
 python examples/quickstart.py "The sky is blue because"
 """

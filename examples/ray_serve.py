@@ -1,11 +1,11 @@
-"""Replicas of the HTTP server on Ray Serve, each with an engine of its own.
+"""Run replicas of the HTTP server on Ray Serve, each with its own engine.
 
     pip install '.[serve,ray]'
     python examples/ray_serve.py --replicas 2 --context-length 512 --max-running-requests 4
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The sky is blue because"}'
 
-Every option of the engine is an option here. SPECJAX_API_KEY in the environment has the key that
-clients show. SIGTERM or Ctrl-C ends it.
+Every engine option is an option here. If SPECJAX_API_KEY is set in the environment, clients must
+send this key. SIGTERM or Ctrl-C ends the program.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from specjax.server import make_app
 
 @serve.ingress()
 class Replica:
-    """The application over an engine of this process."""
+    """The HTTP application and its engine, in one process."""
 
     def __init__(self, options: dict[str, Any], api_key: str | None) -> None:
         self.engine, self.api_key = Engine(**options), api_key
@@ -33,11 +33,11 @@ class Replica:
         return make_app(self.engine, api_key=self.api_key)
 
     def check_health(self) -> None:
-        """Raise where the engine has failed: Ray then replaces the replica."""
+        """Raise if the engine has failed; Ray then replaces the replica."""
         self.engine.check_health()
 
     def __del__(self) -> None:
-        """Called when the requests in hand have ended, or after their time."""
+        """Close the engine; Ray calls this after running requests end or time out."""
         self.engine.close()
 
 
@@ -49,8 +49,8 @@ def main() -> None:
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=int, default=8000)
     group.add_argument("--replicas", type=int, default=2)
-    group.add_argument("--gpus", type=float, default=0, help="of each replica")
-    group.add_argument("--requests", type=int, default=64, help="in hand at a replica at once")
+    group.add_argument("--gpus", type=float, default=0, help="GPUs per replica (default: 0)")
+    group.add_argument("--requests", type=int, default=64, help="at once per replica (default: 64)")
     group.add_argument("--shutdown-timeout", type=float, default=30.0)
     add_engine_options(parser, SERVING)
     args = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
     key = os.environ.get("SPECJAX_API_KEY")
     with suppress(KeyboardInterrupt):
         serve.run(deployment(Replica).bind(engine_arguments(args), key), blocking=True)
-    serve.delete("default")  # what is in hand ends while the proxy still passes it on
+    serve.delete("default")  # running requests end while the proxy still works
     serve.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Chat in the terminal. The answer streams; /new starts another conversation, Ctrl-D ends.
+"""Chat in the terminal with streamed answers. /new starts a new conversation, Ctrl-D ends.
 
 python examples/streaming_chat.py --temperature 0.7
 """
@@ -9,7 +9,7 @@ from specjax import Engine
 
 
 def answer(engine: Engine, chat: list[dict[str, str]], temperature: float) -> str:
-    """Stream the answer to a conversation to the terminal, and return it."""
+    """Print the answer to a conversation as it streams, and return it."""
     shown = ""
     params = {"temperature": temperature, "max_new_tokens": 256}
     for part in engine.generate(messages=chat, sampling_params=params, stream=True):

@@ -1,9 +1,9 @@
-"""Update an engine's weights from a training loop, as reinforcement learning does between rollouts.
+"""Update an engine's weights from a training loop, as in reinforcement learning between rollouts.
 
     python examples/weight_updates.py
 
-Nothing compiles again, and requests that run keep their text. The "training" here scales the output
-norm, to show that the texts follow the weights.
+Nothing is compiled again, and running requests keep their text. The "training" here scales the
+final norm to show that the texts follow the weights.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ with Engine(speculative_algorithm="EAGLE3", context_length=128, max_running_requ
     before = engine.generate(PROMPT, PARAMS)
     hidden_size = engine.target.config.hidden_size
     for step, scale in enumerate((0.5, 2.0), 1):
-        norm = jnp.asarray(np.full(hidden_size, scale, np.float32))  # what your optimiser made
+        norm = jnp.asarray(np.full(hidden_size, scale, np.float32))  # the result of your optimiser
         engine.update_weights_from_tensor({NORM: norm})
         out = engine.generate(PROMPT, PARAMS)
         print(f"step {step}: {out['text']!r}, accept length", end=" ")

@@ -1,8 +1,8 @@
-"""Drafts from a Markov table that learns from what an engine reads and writes.
+"""A speculative algorithm that drafts from a Markov table of earlier prompts and answers.
 
-The table has, for two tokens in a row, the one that came behind them last: what was served before,
-prompt or answer, drafts itself. All requests share it. Their tokens do not depend on it, but how
-many drafts are accepted, and with it their time, tells what other requests were served.
+For each pair of consecutive tokens, the table holds the token that followed the pair last. All
+requests share the table. Their tokens do not depend on it, but the number of accepted drafts, and
+with it the latency, reveals what other requests contained.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from specjax.types import DraftShape
 
 @dataclass(frozen=True)
 class Markov(SpeculativeAlgorithm):
-    """Chains from a table i32 ``[size]`` of the tokens behind two others, plus 1; 0 is unknown.
+    """Draft chains from a table i32 ``[size]``: the token after each pair, plus 1; 0 is unknown.
 
     Rows i32 ``[B]`` are the tokens before the bonus tokens, plus 1; 0 is unknown.
     """
@@ -25,7 +25,7 @@ class Markov(SpeculativeAlgorithm):
     size: int = 2**20
 
     def reads(self, option):
-        """Nothing of networks and trees."""
+        """Whether an option has a meaning here: none of networks and trees has."""
         trees = ("speculative_eagle_topk", "speculative_num_draft_tokens")
         return option not in ("draft", "draft_rope_theta", *trees) and super().reads(option)
 
@@ -41,11 +41,11 @@ class Markov(SpeculativeAlgorithm):
         return super().create_future_map(max_running_requests, *sizes, rows=rows)
 
     def build_disagg_draft_input(self, rows, bonus_tokens, seq_lens, slots, future):
-        return future.tokens[slots, seq_lens - 1] + 1  # as prefill has it, whatever came along
+        return future.tokens[slots, seq_lens - 1] + 1  # as in prefill; the sent rows are not needed
 
     def prefill(self, batch, state, rows, chunks, features):
         tokens, positions = chunks.tokens[0], chunks.positions[0]
-        # the first token of a chunk teaches nothing, and padding neither
+        # learn nothing at the first token of a chunk and at padding
         follows = jnp.diff(positions, prepend=positions[:1]) == 1
         before = jnp.where(follows, jnp.roll(tokens, 1) + 1, 0)
         state = self.learn(state, before, tokens, chunks.next_tokens[0])
@@ -72,12 +72,12 @@ class Markov(SpeculativeAlgorithm):
         return state, jnp.take_along_axis(before, counts, axis=1)[:, 0]
 
     def learn(self, table, before, tokens, following):
-        """Write what came behind two tokens; nothing where the first one is unknown."""
+        """Write the tokens after pairs; write nothing if the first token of a pair is unknown."""
         places = jnp.where(before > 0, self.places(before, tokens), self.size)
         return table.at[places].set(following + 1, mode="drop")
 
     def places(self, before, tokens):
-        """Entries i32 of two tokens in a row; pairs that meet in one replace each other."""
+        """Hash pairs to table entries i32; pairs with the same entry replace each other."""
         mixed = before.astype(jnp.uint32) * jnp.uint32(2654435761) + tokens.astype(jnp.uint32)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)
         return ((mixed ^ (mixed >> 13)) % self.size).astype(jnp.int32)
@@ -85,5 +85,5 @@ class Markov(SpeculativeAlgorithm):
 
 @register_algorithm("markov", supports_overlap=True)
 def make_markov(args):
-    """The algorithm of an engine's arguments."""
+    """Make the algorithm from the engine arguments."""
     return Markov("MARKOV")

@@ -1,4 +1,4 @@
-"""The table on its own, and an engine that drafts from it."""
+"""Tests of the table alone, and of an engine that drafts from it."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def batch_of(bonus_tokens):
 
 
 def prefilled(*texts, width=16):
-    """Table and rows behind prompts of one call; the last token of each is the sampled one."""
+    """Table and rows after a call with these prompts, each of which ends with a sampled token."""
     tokens, following, positions, last = [], [], [], []
     for text in texts:
         tokens += text[:-1]
@@ -38,7 +38,7 @@ def prefilled(*texts, width=16):
 
 
 def drafts(table, before, bonus, steps=4):
-    """What is drafted behind two tokens, and how much of it counts."""
+    """The real drafts after two tokens, without padding."""
     rows = ints(before)
     tree, _ = TABLE.propose(batch_of(ints(bonus)), table, rows, DraftShape.chain(steps))
     count = int(tree.num_proposed[0])
@@ -51,13 +51,13 @@ def test_a_prompt_drafts_itself_up_to_what_is_unknown():
     assert drafts(table, 7 + 1, 0) == [9, 3, 5]
     assert drafts(table, 7 + 1, 0, steps=2) == [9, 3]
     assert drafts(table, 8 + 1, 2) == [6]
-    assert drafts(table, 3 + 1, 8) == []  # two chunks that lie side by side
-    assert drafts(table, 0, 0) == []  # nothing is known of what came before
+    assert drafts(table, 3 + 1, 8) == []  # the boundary between two chunks
+    assert drafts(table, 0, 0) == []  # the token before is unknown
     assert np.count_nonzero(table) == 4
 
 
 def test_what_was_accepted_is_learned():
-    """Also across the end of a round; rows that accepted nothing teach nothing."""
+    """Learning continues across rounds; a row without accepted tokens teaches nothing."""
     table, rows, bonus = jnp.zeros(TABLE.size, jnp.int32), ints(5, 9), ints(6, 9)
     for tokens, counts in (([[7, 8, 0], [1, 2, 3]], (2, 0)), ([[9, 1, 2], [4, 5, 6]], (1, 0))):
         verified = SimpleNamespace(accept_tokens=ints(*tokens), num_accepted_tokens=ints(*counts))
@@ -91,7 +91,7 @@ def test_arguments():
 
 
 def test_a_prompt_served_again_is_drafted_by_its_own_answer(tmp_path):
-    """Tokens are those of dense decoding."""
+    """Tokens equal dense decoding."""
     prompts = [[7, 9, 11], [21, 40, 8, 3]]
     files = write_files(tmp_path)
     with files.engine(speculative=False, speculative_algorithm="markov") as engine:
