@@ -9,7 +9,6 @@ prompts itself.
 
 import argparse
 import threading
-import time
 from contextlib import suppress
 
 from specjax import Engine
@@ -32,7 +31,7 @@ def decode(address: str, prompt: str) -> None:
     with Engine(
         disaggregation_mode="decode", disaggregation_address=address, **SIZES, **DRAFT
     ) as engine:
-        time.sleep(1)  # to connect
+        engine.wait_for_peer(1.0)
         out = engine.generate(prompt, PARAMS)
         meta, [state] = out["meta_info"], engine.get_server_info()["internal_states"]
         here = engine.metrics.snapshot().prefilled_tokens
