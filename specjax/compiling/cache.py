@@ -38,8 +38,10 @@ FORMAT = 2
 _DIGEST_LETTERS = 64  # of SHA-256, as hexadecimal
 
 
-def open_compile_cache(directory: str | os.PathLike[str] | None) -> "CompileCache | None":
-    """The cache below a folder; JAX's own persistent cache goes to the folder itself.
+def open_compile_cache(
+    directory: str | os.PathLike[str] | None, *facts: Any, devices: Sequence[jax.Device] = ()
+) -> "CompileCache | None":
+    """The cache for ``facts`` below a folder, which JAX's own persistent cache goes to itself.
 
     ``"auto"`` is the folder that JAX is configured with already, or else ``specjax`` in the user's
     cache folder; where it cannot be used there is a warning and no cache, as for ``None``.
@@ -70,7 +72,7 @@ def open_compile_cache(directory: str | os.PathLike[str] | None) -> "CompileCach
         return None
     if not is_jaxs:
         set_cache_folder(path)
-    return CompileCache(path / FOLDER)
+    return CompileCache(path / FOLDER, facts, devices)
 
 
 class CompileCache:
@@ -91,10 +93,6 @@ class CompileCache:
         if " at 0x" in text:
             raise ValueError(f"configuration={text} has an address; give values with a repr")
         self._key = digest_of([FORMAT, environment(self._devices), text])
-
-    def bound(self, *facts: Any, devices: Sequence[jax.Device] = ()) -> "CompileCache":
-        """The same folder for other facts and devices."""
-        return CompileCache(self.path, facts, devices)
 
     def key(
         self, label: str, function: Any, arguments: Any, options: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Building an engine from its plan: compiled, loaded, and joined to the other side of a split."""
+"""Building the device side of an engine from its plan: compiled, loaded and measured."""
 
 import logging
 import time
@@ -19,17 +19,12 @@ from specjax.adaptive import (
 from specjax.checks import check_number
 from specjax.compiling.cache import open_compile_cache
 from specjax.compiling.pool import CompiledFunction
-from specjax.disaggregation.decode import LocalPeer, RemotePrompts
-from specjax.disaggregation.prefill import PrefillJobs
-from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
 from specjax.engine.weights import is_same, load_weights
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.loop import EngineLoop
-from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import UNLIMITED
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
@@ -37,7 +32,6 @@ from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
-Peer = PrefillServer | RemotePeer | LocalPeer
 ROUND_SECONDS = "round_seconds"
 # Tokens in the pool of a measured row, where the context allows: attention takes its usual share.
 CONTEXT = 512
@@ -48,35 +42,27 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def build_engine(
-    args: EngineArgs, lender: tuple[EnginePlan, ModelRunner] | None = None
+    args: EngineArgs, shared: tuple[EnginePlan, ModelRunner] | None = None
 ) -> tuple[EnginePlan, ModelRunner, Tokenizer | None]:
     """The plan, a runner that is compiled and loaded, and the tokenizer, if there is one.
 
-    The weights of the ``lender``, another engine over the same model, are used again.
+    The weights of ``shared``, of another engine over the same model, are used again.
     """
     plan = plan_engine(args)
-    cache = open_compile_cache(args.compile_cache_dir)
-    if lender is not None and not is_same(lender[0].target, plan.target):
-        other = lender[0].target
+    if shared is not None and not is_same(shared[0].target, plan.target):
+        other = shared[0].target
         raise ValueError(
             f"share_weights_with is an engine over {other.path} in {other.config.dtype}, not over "
             f"{plan.target.path} in {plan.target.config.dtype}"
         )
-    is_dummy = args.load_format == "dummy"
-    if not is_dummy:
-        plan.target.check_weights()  # before the minutes of compiling
-        for draft in plan.drafts:
-            draft.check_weights()
-    lent = None
-    if lender is not None:
-        weights, place = lender[1].weights, plan.networks.placement
-        is_here = lender[0].networks.placement == place
-        lent = lender[0].drafts, weights if is_here else place.put(weights)
+    if args.load_format != "dummy":
+        for checkpoint in (plan.target, *plan.drafts):
+            checkpoint.check_weights()  # before the minutes of compiling
+    device = plan.networks.placement.device
+    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
     runner = ModelRunner(plan.networks, plan.config, cache)
     with ThreadPoolExecutor(1) as executor:
-        loading = executor.submit(
-            load_weights, plan.networks, plan.target, plan.drafts, is_dummy=is_dummy, lender=lent
-        )
+        loading = executor.submit(load_weights, plan, shared)
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
@@ -147,7 +133,8 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     """
     started = time.perf_counter()
     plan = plan_engine(args)
-    cache = open_compile_cache(args.compile_cache_dir)
+    device = plan.networks.placement.device
+    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
     if cache is None:
         raise ValueError(
             f"compile_cache_dir={args.compile_cache_dir!r} leaves no folder to compile into; give "
@@ -164,7 +151,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
         seconds=time.perf_counter() - started,
         weight_bytes=plan.pools.weight_bytes,
         kv_bytes=plan.pools.kv_bytes,
-        device=plan.networks.placement.device.device_kind,
+        device=device.device_kind,
     )
 
 
@@ -251,21 +238,3 @@ def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> floa
         last = runner.round(slots, tier)
     last.read()
     return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)
-
-
-def make_scheduler(
-    args: EngineArgs, runner: ModelRunner, *inputs: Any, **options: Any
-) -> Scheduler:
-    """The scheduler of a compiled and loaded runner."""
-    source = None
-    if args.disaggregation_mode is not None:
-        source = (PrefillJobs if args.disaggregation_mode == "prefill" else RemotePrompts)(runner)
-    return Scheduler(runner, *inputs, prompt_source=source, **options)
-
-
-def open_peer(args: EngineArgs, side: tuple[EngineLoop, Any]) -> Peer | None:
-    """What connects an engine to the other side, where that is in another process."""
-    if args.disaggregation_address is None:
-        return None
-    kind = PrefillServer if args.disaggregation_mode == "prefill" else RemotePeer
-    return kind(args.disaggregation_address, args.disaggregation_secret, side)

@@ -15,8 +15,11 @@ import numpy as np
 from specjax.checkpoints import TargetCheckpoint
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.checks import check_number
+from specjax.disaggregation.decode import LocalPeer, RemotePrompts
+from specjax.disaggregation.prefill import PrefillJobs
+from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import Peer, build_engine, make_controller, make_scheduler, open_peer
+from specjax.engine.build import build_engine, make_controller
 from specjax.engine.plan import EnginePlan, server_info
 from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
 from specjax.engine.weights import (
@@ -33,10 +36,17 @@ from specjax.models.flat import next_logits
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.loop import Call, EngineLoop
+from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Peer = PrefillServer | RemotePeer | LocalPeer
+# where the prompts of each side of a split come from, and what connects it to another process
+SIDES: dict[str, tuple[Any, Any]] = {
+    "prefill": (PrefillJobs, PrefillServer),
+    "decode": (RemotePrompts, RemotePeer),
+}
 # Closing waits this long for the step in flight.
 CLOSE_SECONDS = 60.0
 
@@ -84,11 +94,11 @@ class Engine:
 
     def _start(self, args: EngineArgs, share_weights_with: "Engine | None") -> None:
         self.args = args
-        lender = None
+        shared = None
         if share_weights_with is not None:
             share_weights_with._need_open()
-            lender = share_weights_with._plan, share_weights_with.runner
-        plan, runner, tokenizer = build_engine(args, lender)
+            shared = share_weights_with._plan, share_weights_with.runner
+        plan, runner, tokenizer = build_engine(args, shared)
         self._plan: EnginePlan = plan
         self.runner: ModelRunner = runner
         self.tokenizer: Tokenizer | None = tokenizer
@@ -110,8 +120,8 @@ class Engine:
             tier=largest if controller is None else controller.tier,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
-        self._scheduler = make_scheduler(
-            args,
+        source, peer = SIDES.get(args.disaggregation_mode or "", (None, None))
+        self._scheduler = Scheduler(
             runner,
             allocator,
             run_ahead=int(overlap),
@@ -119,12 +129,16 @@ class Engine:
             max_waiting_requests=args.max_waiting_requests,
             metrics=totals,
             controller=controller,
+            prompt_source=None if source is None else source(runner),
         )
-        self._factory = RequestFactory(args, plan, tokenizer, self._scheduler)
+        self._factory = RequestFactory(plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
+        self._peer: Peer | None = None
         try:
-            self._peer = open_peer(args, self._side)
+            if args.disaggregation_address is not None:
+                address, secret = args.disaggregation_address, args.disaggregation_secret
+                self._peer = peer(address, secret, self._side)
         except BaseException:
             self._loop.stop()
             raise
@@ -331,14 +345,8 @@ class Engine:
                 not finite without ``allow_nonfinite``; the weights are as before then.
         """
         self._need_open()
-        target, drafts, weights = weights_from_disk(
-            self.target,
-            self._plan.drafts,
-            model_path,
-            draft_path,
-            partial(self.args.algorithm.open_draft, self.args),
-        )
-        self._replace_weights(weights, allow_nonfinite, target=target, drafts=drafts)
+        plan, weights = weights_from_disk(self._plan, model_path, draft_path)
+        self._replace_weights(weights, allow_nonfinite, plan)
 
     def update_weights_from_tensor(
         self,
@@ -364,10 +372,8 @@ class Engine:
             ValueError: naming the tensor that does not fit, was donated or is not finite.
         """
         self._need_open()
-        new = weights_from_tensors(
-            self.runner.networks, self.target, self._plan.drafts, named_tensors, draft=draft
-        )
-        self._replace_weights(new, allow_nonfinite)
+        new = weights_from_tensors(self._plan, named_tensors, draft=draft)
+        self._replace_weights(new, allow_nonfinite, self._plan)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
         """The two best next tokens after ``input_ids`` and the gap of their logits.
@@ -422,14 +428,14 @@ class Engine:
         """Those that have the same weights at any time."""
         return (self,)
 
-    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool, **checkpoints: Any) -> None:
+    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool, plan: EnginePlan) -> None:
         if not allow_nonfinite:
             check_finite(new)
         for engine in self._engines:  # all of them or none
             engine.check_health()
         for engine in self._engines:
             engine._loop.run(partial(engine._replace_between_steps, new), is_vital=True)
-            engine._plan = replace(engine._plan, **checkpoints)
+            engine._plan = replace(engine._plan, target=plan.target, drafts=plan.drafts)
 
     def _replace_between_steps(self, new: NewWeights) -> None:
         self._scheduler.flush_cache()

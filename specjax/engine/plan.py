@@ -17,7 +17,7 @@ from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
-from specjax.models.registry import check_attention
+from specjax.models.registry import check_attention, layer_kinds
 from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
     PoolPlan,
@@ -54,6 +54,15 @@ class EnginePlan:
     config: RunnerConfig
     context_length: int  # prompt and completion together
 
+    @property
+    def cache_facts(self) -> tuple[Any, ...]:
+        """What compiled functions depend on, except their arguments and this package."""
+        nets = self.networks
+        kinds = [layer_kinds(model) for model in nets.models]
+        models = nets.target_config, nets.draft_config, kinds
+        own = self.config.algorithm.cache_facts()
+        return (*models, self.config, nets.placement.describe(), *own)
+
     def describe(self) -> list[str]:
         """Lines of text about drafts, sizes and memory, for the log and the terminal."""
         config, largest, target = self.config, self.config.largest, self.target
@@ -87,7 +96,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     ValueError if there is no device, or if sizes do not fit the model or the device.
     """
     placement = Placement.on(args.base_gpu_id)
-    dtype = "float32" if args.dtype == "auto" and placement.on_cpu else args.dtype
+    on_cpu = placement.on_cpu
+    dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
@@ -100,13 +110,39 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     for model in networks.models:
         check_attention(model, ATTENTION_OPTIONS)
-    config = _runner_config(args, networks, context_length)
-    needs = memory_needs(networks, config)
-    transit = TRANSIT_TOKENS * needs.token_bytes * (args.disaggregation_mode == "decode")
+    slots = args.max_running_requests or (4 if on_cpu else 32)
+    chunk = args.chunked_prefill_size or DEFAULT_CHUNK
+    if on_cpu:
+        most = min(chunk, context_length)
+    else:
+        most = min(max(chunk, IDLE_CHUNK), context_length * slots)
+    smallest = smallest_bucket(
+        on_gpu=not on_cpu, drafts=args.shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
+    )
+    buckets = checked_buckets(args.batch_buckets, slots, smallest)
+    longest = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
+    config = RunnerConfig(
+        algorithm=args.algorithm,
+        shapes=args.shapes,
+        page_size=args.page_size,
+        num_pages=0,
+        pages_per_request=-(-longest // args.page_size),
+        num_slots=slots + 1,
+        # a prefill worker runs no rounds
+        batch_buckets=() if args.disaggregation_mode == "prefill" else buckets,
+        prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
+        mixed_prefill_tokens=min(chunk, most),
+        processed_logprobs=args.logprobs_mode == "processed",
+        rounds_per_dispatch=args.rounds_per_dispatch,
+        simulate_accept_length=args.simulate_accept_length,
+        acceptance=args.acceptance,
+    )
+    memory = device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
+    transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
     pools = plan_pools(
-        needs._replace(temporary_bytes=needs.temporary_bytes + transit),
+        memory_needs(networks, config, transit_tokens),
         config,
-        memory=device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE,
+        memory=memory,
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=args.mem_fraction_static,
     )
@@ -117,38 +153,6 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         if args.shows_progress and not logger.isEnabledFor(logging.INFO):
             print(line, file=sys.stderr)
     return plan
-
-
-def _runner_config(args: EngineArgs, networks: Networks, context_length: int) -> RunnerConfig:
-    """Sizes of the runner, except the number of pages."""
-    on_cpu = networks.placement.on_cpu
-    slots = args.max_running_requests or (4 if on_cpu else 32)
-    chunk = args.chunked_prefill_size or DEFAULT_CHUNK
-    if on_cpu:
-        most = min(chunk, context_length)
-    else:
-        most = min(max(chunk, IDLE_CHUNK), context_length * slots)
-    drafts, weight_bytes = args.shapes[-1].steps > 0, networks.weight_bytes
-    smallest = smallest_bucket(on_gpu=not on_cpu, drafts=drafts, weight_bytes=weight_bytes)
-    buckets = checked_buckets(args.batch_buckets, slots, smallest)
-    if args.disaggregation_mode == "prefill":
-        buckets = ()  # no rounds
-    whole = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
-    return RunnerConfig(
-        algorithm=args.algorithm,
-        shapes=args.shapes,
-        page_size=args.page_size,
-        num_pages=0,
-        pages_per_request=-(-whole // args.page_size),
-        num_slots=slots + 1,
-        batch_buckets=buckets,
-        prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
-        mixed_prefill_tokens=min(chunk, most),
-        processed_logprobs=args.logprobs_mode == "processed",
-        rounds_per_dispatch=args.rounds_per_dispatch,
-        simulate_accept_length=args.simulate_accept_length,
-        acceptance=args.acceptance,
-    )
 
 
 # where SGLang's server info has another name than its Prometheus metrics

@@ -16,7 +16,6 @@ from specjax.checks import (
     is_integer,
     refused,
 )
-from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
@@ -139,12 +138,9 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
 class RequestFactory:
     """Makes the calls of an engine, whose ``scheduler`` may refuse them; for several threads."""
 
-    def __init__(
-        self, args: EngineArgs, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler
-    ) -> None:
-        self._args, self._plan = args, plan
-        self._tokenizer, self._scheduler = tokenizer, scheduler
-        self._rng = np.random.default_rng(args.seed)
+    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+        self._plan, self._tokenizer, self._scheduler = plan, tokenizer, scheduler
+        self._rng = np.random.default_rng(plan.args.seed)
         self._rng_lock = threading.Lock()
 
     def make(
@@ -200,7 +196,7 @@ class RequestFactory:
     def _request(self, arguments: GenerateRequest, sample: int) -> Request:
         config, params = self._plan.target.config, arguments.sampling_params
         if arguments.timeout is None:
-            arguments = replace(arguments, timeout=self._args.request_timeout)
+            arguments = replace(arguments, timeout=self._plan.args.request_timeout)
         if params.stop_strings:
             _need_tokenizer(self._tokenizer, "stop")
         ends = set(params.stop_token_ids or ())

@@ -1,7 +1,7 @@
 """Weights of an engine: those of its start, and others for a running one."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import TargetCheckpoint, open_target
+from specjax.checkpoints import open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorInfo, TensorSource, cast, make_weight
+from specjax.engine.plan import EnginePlan
 from specjax.models.family import Recipe
-from specjax.models.flat import Networks, Weights
+from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
 
-# as an engine has them: one, or none where the draft has no network
-Drafts = tuple[Checkpoint[Any], ...]
 # weights of target and draft by flat name, which fit the running ones; those not named stay
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
@@ -28,56 +27,48 @@ def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
 
 
 def load_weights(
-    networks: Networks,
-    target: TargetCheckpoint,
-    drafts: Drafts,
-    *,
-    is_dummy: bool = False,
-    lender: tuple[Drafts, tuple[Weights, Weights]] | None = None,
+    plan: EnginePlan, shared: tuple[EnginePlan, ModelRunner] | None = None
 ) -> tuple[Weights, Weights]:
-    """Flat weights of target and draft on the device, random ones with ``is_dummy``.
+    """Flat weights of target and draft on the device; random ones for dummies.
 
-    Of a ``lender`` over the same target, given as draft checkpoints and weights, the target's
-    weights are used again, and the draft's if that is the same too.
+    Those of ``shared``, over the same target, are used again; the draft's if that is the same too.
     """
-    place = networks.placement
-    if is_dummy:
+    nets, place = plan.networks, plan.networks.placement
+    if plan.args.load_format == "dummy":
         with jax.default_device(place.device):
-            return place.put((networks.target.random(0), networks.draft.random(1)))
-    if lender is None:
-        lent = place.put(networks.target.order(target.load_weights()))
+            return place.put((nets.target.random(0), nets.draft.random(1)))
+    if shared is None:
+        target = place.put(nets.target.order(plan.target.load_weights()))
     else:
-        lent = lender[1][0]
-        if len(drafts) == len(lender[0]) and all(map(is_same, drafts, lender[0])):
-            return lender[1]
-    named = {name: weight for draft in drafts for name, weight in draft.load_weights().items()}
-    return lent, place.put(networks.draft.order(named))
+        other, runner = shared
+        is_here = other.networks.placement == place
+        target, draft = runner.weights if is_here else place.put(runner.weights)
+        if len(plan.drafts) == len(other.drafts) and all(map(is_same, plan.drafts, other.drafts)):
+            return target, draft
+    named = {name: w for one in plan.drafts for name, w in one.load_weights().items()}
+    return target, place.put(nets.draft.order(named))
 
 
 def weights_from_disk(
-    target: TargetCheckpoint,
-    drafts: Drafts,
-    model_path: str | PathLike[str] | None,
-    draft_path: str | PathLike[str] | None,
-    open_draft: Callable[[TargetCheckpoint, Any], Drafts],
-) -> tuple[TargetCheckpoint, Drafts, NewWeights]:
-    """Checkpoints to go on with, and the weights of those that a path is given for."""
+    plan: EnginePlan, model_path: str | PathLike[str] | None, draft_path: str | PathLike[str] | None
+) -> tuple[EnginePlan, NewWeights]:
+    """The plan with the checkpoints to go on with, and weights of those that have a path."""
     given = [path for path in (model_path, draft_path) if path is not None]
     if not given or not all(isinstance(path, str | PathLike) for path in given):
         raise ValueError(f"{model_path=}, {draft_path=}: give one or both of them")
-    opened, new_target, new_draft = target, {}, {}
+    target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
-        opened = open_target(model_path, dtype=target.config.dtype)
-        _check_same_config(opened, target)
+        target = open_target(model_path, dtype=target.config.dtype)
+        _check_same_config(target, plan.target)
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        old, drafts = drafts[0], open_draft(opened, draft_path)
-        _check_same_config(drafts[0], old)
+        drafts = plan.args.algorithm.open_draft(plan.args, target, draft_path)
+        _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
-        new_target = opened.load_weights()
-    return opened, drafts, (new_target, new_draft)
+        new_target = target.load_weights()
+    return replace(plan, target=target, drafts=drafts), (new_target, new_draft)
 
 
 def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
@@ -87,9 +78,7 @@ def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
 
 
 def weights_from_tensors(
-    networks: Networks,
-    target: TargetCheckpoint,
-    drafts: Drafts,
+    plan: EnginePlan,
     named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     *,
     draft: bool,
@@ -100,9 +89,10 @@ def weights_from_tensors(
     those of the checkpoint, with matrices as ``[out, in]``. Of a weight that is made of several
     checkpoint tensors all have to be given. Floats of any kind are cast to the model's dtype.
     """
-    if draft and not drafts:
+    if draft and not plan.drafts:
         raise ValueError("draft=True, but the engine has no draft network")
-    flat, owner = (networks.draft, drafts[0]) if draft else (networks.target, target)
+    nets = plan.networks
+    flat, owner = (nets.draft, plan.drafts[0]) if draft else (nets.target, plan.target)
     try:
         given = dict(named_tensors)
     except TypeError as error:

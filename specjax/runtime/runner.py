@@ -13,7 +13,6 @@ from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
-from specjax.models.registry import layer_kinds
 from specjax.runtime.functions import STAGES, Job, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
@@ -75,22 +74,12 @@ class ModelRunner:
     def __init__(
         self, networks: Networks, config: RunnerConfig, cache: CompileCache | None = None
     ) -> None:
-        """Executables are read from ``cache`` and kept there."""
+        """Executables are read from ``cache``, which is bound to all of this, and kept there."""
         self.networks = networks
         self.config = config
+        self.compiled = CompilePool(cache)
         vocab_size = networks.target_config.vocab_size
         self.tables = HostTables(config.num_slots, config.pages_per_request, vocab_size)
-        if cache is not None:
-            cache = cache.bound(
-                networks.target_config,
-                networks.draft_config,
-                [layer_kinds(model) for model in networks.models],
-                config,
-                networks.placement.describe(),
-                *config.algorithm.cache_facts(),
-                devices=[networks.placement.device],
-            )
-        self.compiled = CompilePool(cache)
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}

@@ -129,8 +129,11 @@ class MemoryNeeds(NamedTuple):
     temporary_bytes: int  # upper bound while a function runs
 
 
-def memory_needs(networks: Networks, config: RunnerConfig) -> MemoryNeeds:
-    """What a runner needs; ``config.num_pages`` is not read."""
+def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
+    """What a runner needs if KV of ``transit_tokens`` arrives while functions run.
+
+    ``config.num_pages`` is not read.
+    """
     algorithm, model = config.algorithm, networks.target_config
 
     def state_bytes(num_kv: int) -> int:
@@ -140,12 +143,10 @@ def memory_needs(networks: Networks, config: RunnerConfig) -> MemoryNeeds:
 
     token_bytes = state_bytes(2) - state_bytes(1)
     num_features = len(algorithm.feature_layers(networks))
-    return MemoryNeeds(
-        networks.weight_bytes + state_bytes(1) - token_bytes,
-        token_bytes,
-        # the draft may be the wider one
-        max(temporary_bytes(one, config, num_features) for one in networks.configs),
-    )
+    # the draft may be the wider one
+    temporary = max(temporary_bytes(one, config, num_features) for one in networks.configs)
+    fixed = networks.weight_bytes + state_bytes(1) - token_bytes
+    return MemoryNeeds(fixed, token_bytes, temporary + transit_tokens * token_bytes)
 
 
 def device_memory(device: jax.Device) -> int:

@@ -75,7 +75,7 @@ def run(pool: CompilePool, size: int = SIZE) -> tuple[np.ndarray, np.ndarray, fl
 def opened(folder: Path, *configuration) -> CompileCache:
     cache = open_compile_cache(folder)
     assert cache is not None
-    return cache.bound(*configuration)
+    return CompileCache(cache.path, configuration)
 
 
 def compiled(pool: CompilePool) -> CompiledFunction:
@@ -431,7 +431,7 @@ SCRIPT = """
         return KVPools(target, None), jax.lax.top_k(target @ x, 2)
 
     def outcome(folder):
-        pool = CompilePool(open_compile_cache(folder).bound("here"))
+        pool = CompilePool(open_compile_cache(folder, "here"))
         for n in (64, 128):
             pools = KVPools(jax.ShapeDtypeStruct((8, n), jnp.float32), None)
             arguments = (pools, jax.ShapeDtypeStruct((n, 4), jnp.float32))

@@ -108,11 +108,9 @@ def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, w
 
 
 def test_compiling_after_it_traces_nothing(files, warmed) -> None:
-    args = EngineArgs(**options(files))
-    planned = plan_engine(args)
-    runner = ModelRunner(
-        planned.networks, planned.config, open_compile_cache(args.compile_cache_dir)
-    )
+    planned = plan_engine(EngineArgs(**options(files)))
+    cache = open_compile_cache(files / "cache", *planned.cache_facts)
+    runner = ModelRunner(planned.networks, planned.config, cache)
     with counted_compilations() as events:
         runner.compile(show_progress=False)
     assert not [event for event in events if "backend_compile" in event or "mlir" in event]

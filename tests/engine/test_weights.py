@@ -154,16 +154,17 @@ def test_float32_is_cast_for_a_bfloat16_engine(files: Files, others) -> None:
     """As reading the same checkpoint in bfloat16 does, without an engine."""
     half, expected = (open_target(path, dtype="bfloat16") for path in (files.target, others[0]))
     nets = SimpleNamespace(target=FlatModel.of(partial(CausalLM, half.config)))
+    plan: Any = SimpleNamespace(networks=nets, target=half, drafts=())
     given = tensors_of(others[0])
     assert {tensor.dtype for tensor in given.values()} == {np.dtype(np.float32)}
     for tensors in (given, {name: jnp.asarray(tensor) for name, tensor in given.items()}):
-        weights, _ = weights_from_tensors(nets, half, (), tensors, draft=False)
+        weights, _ = weights_from_tensors(plan, tensors, draft=False)
         for name, weight in expected.load_weights().items():
             assert weights[name].dtype == jnp.bfloat16
             np.testing.assert_array_equal(weights[name], weight)
     norm = {"norm.scale": np.ones(32, np.int32)}
     with pytest.raises(ValueError, match=r"weight 'norm.scale' is int32 .* runs with bfloat16"):
-        weights_from_tensors(nets, half, (), norm, draft=False)
+        weights_from_tensors(plan, norm, draft=False)
 
 
 def test_weights_under_the_engines_names(engine, old_engine, new_engine) -> None:
