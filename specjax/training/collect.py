@@ -137,7 +137,7 @@ def sample_prompts(
         warm = [PROMPT_TEMPERATURE] * num_turns
         turns = sampler.generate(starts, warm, config.max_user_tokens, config.seed, progress)
         for (topic, opening), ids in zip(begun, turns, strict=True):
-            ended = ids[-1] in sampler.stop_ids
+            ended = ids[-1] in sampler.end_ids
             words = tokenizer.decode(ids[:-1] if ended else ids)
             text = before + opening + (words.rstrip() if ended else cut_at_sentence(words)) + after
             prompts.append(Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)), topic))

@@ -15,12 +15,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from specjax.checkpoints import open_target
+from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.export import export_draft
 from specjax.checks import check_integer, check_number, is_integer
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.text.tokenizer import Tokenizer
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     on_gpu = jax.default_backend() == "gpu"
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
-    model, tokenizer = target.config, target.load_tokenizer()
+    model = target.config
     draft = default_draft_config(
         model,
         intermediate_size=args.intermediate_size or model.intermediate_size,
@@ -102,26 +101,23 @@ def run(args: argparse.Namespace) -> None:
             f"--batch-rows={args.batch_rows} is more than the {num_answers} answers to generate; "
             "lower it, or use more prompts (--prompts, --self-sample)"
         )
-    longest = args.max_prompt_len + max(args.max_answer_tokens, args.max_user_tokens)
-    flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
-    weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
-    sampler = Sampler(
-        flat=flat,
-        weights=weights,
-        model=model,
-        stop_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})),
-        num_rows=args.generator_rows,
-        prefill_rows=args.prefill_rows,
-        max_prompt_len=args.max_prompt_len,
-        max_new_tokens=max(args.max_answer_tokens, args.max_user_tokens),
-    )
-    corpus = make_corpus(args, entries, sampler, tokenizer)
+    max_new_tokens = max(args.max_answer_tokens, args.max_user_tokens)
+    longest = args.max_prompt_len + max_new_tokens
+    if longest > model.context_limit:
+        raise ValueError(
+            f"--max-prompt-len={args.max_prompt_len} plus {max_new_tokens} tokens (the larger of "
+            "--max-answer-tokens and --max-user-tokens) exceeds the model's context of "
+            f"{model.context_limit} tokens"
+        )
+    corpus = make_corpus(args, entries, target, dtype, max_new_tokens)
     report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
     if not args.generate_only:
         kept, held = corpus.split(args.held_out, args.seed)
         args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
         args.warmup_steps = min(args.warmup_steps, args.steps - 1)
         config = TrainConfig(**chosen(args, TrainConfig))
+        flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
+        weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
         trainer = Trainer(config, draft, flat, weights, vocabulary)
         held_rows = pack(held, config.row_length, args.seed)
@@ -153,16 +149,30 @@ def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, st
 
 
 def make_corpus(
-    args: argparse.Namespace, entries: list[tuple[str, str]], sampler: Sampler, tokenizer: Tokenizer
+    args: argparse.Namespace,
+    entries: list[tuple[str, str]],
+    target: TargetCheckpoint,
+    dtype: str,
+    max_new_tokens: int,
 ) -> Corpus:
     if args.data.exists():
         logger.info("using the text in %s", args.data)
         corpus = Corpus.load(args.data)
-        if (token := corpus.tokens.max(initial=0)) >= (limit := sampler.model.vocab_size):
+        if (token := corpus.tokens.max(initial=0)) >= (limit := target.config.vocab_size):
             raise ValueError(f"{args.data} is another model's: token {token} of {limit}")
         return corpus
-    config = CollectConfig(**chosen(args, CollectConfig))
-    with tqdm(unit="tok", unit_scale=True, mininterval=2.0, disable=None, desc="generating") as bar:
+    config, tokenizer = CollectConfig(**chosen(args, CollectConfig)), target.load_tokenizer()
+    sampler = Sampler.open(
+        args.model,
+        dtype,
+        stop_ids=tokenizer.eos_token_ids,
+        num_rows=args.generator_rows,
+        prefill_rows=args.prefill_rows,
+        max_prompt_len=args.max_prompt_len,
+        max_new_tokens=max_new_tokens,
+    )
+    bar = tqdm(unit="tok", unit_scale=True, mininterval=2.0, disable=None, desc="generating")
+    with sampler.engine, bar:
         corpus = collect(sampler, tokenizer, config, entries, lambda _, count: bar.update(count))
     logger.info("%d sequences, %d answer tokens", len(corpus), corpus.answer_tokens)
     corpus.save(args.data)

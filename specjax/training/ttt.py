@@ -146,17 +146,14 @@ def ttt_loss(
 _NEGATIVE = -1e30
 
 
-def masked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, **fused: Any
-) -> jax.Array:
+def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Grouped-query attention ``[B, T, N, H]`` of q over keys and values ``[B, L, KV, H]``.
 
     ``mask`` is bool, broadcastable to ``[B, 1, T, L]``. Scores and softmax are float32. In half
-    precision on a GPU cuDNN computes it; ``fused`` says the mask in arguments that cost it less.
+    precision on a GPU cuDNN computes it.
     """
-    if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
-        return dense_attention(q, k, v, implementation="cudnn", **(fused or {"mask": mask}))
-    return dense_attention(q, k, v, mask=mask)
+    is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+    return dense_attention(q, k, v, mask=mask, implementation="cudnn" if is_fused else None)
 
 
 def packed_attend(segments: jax.Array) -> Attend:

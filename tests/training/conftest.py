@@ -1,16 +1,19 @@
 """A tiny random target and head for the training tests."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
 
+from specjax.checkpoints import save_orbax
 from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.testing import random_weights
 from specjax.training.data import Corpus
+from specjax.training.generate import Sampler
 from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
 
 
@@ -46,6 +49,17 @@ def tiny() -> Tiny:
     weights = random_weights(flat, 0)
     draft = default_draft_config(model, intermediate_size=40, draft_vocab_size=40)
     return Tiny(model, flat, weights, draft)
+
+
+@pytest.fixture(scope="session")
+def sampler(tiny, tmp_path_factory) -> Iterator[Sampler]:
+    """Of the tiny target, three texts at once."""
+    path = tmp_path_factory.mktemp("target")
+    save_orbax(path, tiny.model, dict(zip(tiny.flat.names, tiny.weights, strict=True)))
+    sizes = {"num_rows": 3, "prefill_rows": 2, "max_prompt_len": 8, "max_new_tokens": 24}
+    sampler = Sampler.open(str(path), "float32", stop_ids=(), **sizes)
+    with sampler.engine:
+        yield sampler
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Prompts from files and from the target itself."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from specjax.checkpoints import save_orbax
 from specjax.config import ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
@@ -41,7 +43,8 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def sampler(tokenizer) -> Sampler:
+def sampler(tokenizer, tmp_path_factory) -> Iterator[Sampler]:
+    path = tmp_path_factory.mktemp("target")
     model = ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.vocab_size,
@@ -53,16 +56,11 @@ def sampler(tokenizer) -> Sampler:
         head_dim=8,
     )
     flat = FlatModel.of(partial(CausalLM, model))
-    return Sampler(
-        flat=flat,
-        weights=flat.random(0),
-        model=model,
-        stop_ids=tokenizer.eos_token_ids,
-        num_rows=8,
-        prefill_rows=8,
-        max_prompt_len=256,
-        max_new_tokens=8,
-    )
+    save_orbax(path, model, dict(zip(flat.names, flat.random(0), strict=True)))
+    sizes = {"num_rows": 8, "prefill_rows": 8, "max_prompt_len": 256, "max_new_tokens": 8}
+    sampler = Sampler.open(str(path), "float32", stop_ids=tokenizer.eos_token_ids, **sizes)
+    with sampler.engine:
+        yield sampler
 
 
 def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
-from specjax.training.generate import Sampler
 from specjax.training.trainer import (
     TrainConfig,
     Trainer,
@@ -25,20 +24,10 @@ def _optax_promotes_its_step_count():
 
 
 @pytest.fixture(scope="module")
-def greedy(tiny) -> Corpus:
+def greedy(sampler) -> Corpus:
     """Greedy answers of the tiny target to random prompts."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, 4).tolist() for _ in range(48)]
-    sampler = Sampler(
-        flat=tiny.flat,
-        weights=tiny.weights,
-        model=tiny.model,
-        stop_ids=(),
-        num_rows=48,
-        prefill_rows=48,
-        max_prompt_len=8,
-        max_new_tokens=24,
-    )
     answers = sampler.generate(prompts, [0.0] * 48, 24, 0)
     return Corpus.of([(p, a, "greedy") for p, a in zip(prompts, answers, strict=True)])
 
