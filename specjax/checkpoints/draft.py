@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from specjax.checkpoints.huggingface import (
     draft_config,
     huggingface_config,
 )
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
-from specjax.checkpoints.target import TargetCheckpoint, download, embedded_head, open_target
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
+from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
@@ -132,20 +133,12 @@ def open_draft(
     Raises:
         ValueError: if there is no such head, or it cannot serve the target.
     """
-    if draft is None:
-        path = embedded_head(target.name)
-    else:
-        name = os.fspath(draft)
-        path = Path(name).expanduser()
-        if os.path.isfile(path):
-            raise ValueError(f"draft={name!r} is a file; expected a directory")
-        if not os.path.isdir(path):
-            path = download(name, "draft")
+    path = embedded_head(target.name) if draft is None else locate(draft, "draft")
     if is_orbax_directory(path):
-        source, config = None, _restored(path, target.config)
+        source, config = partial(orbax_source, path), _restored(path, target.config)
     else:
-        source = canonical_source(open_directory(path))
-        config = draft_config(path, source, target.config)
+        stored = canonical_source(open_directory(path))
+        source, config = partial(lambda: stored), draft_config(path, stored, target.config)
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(
             f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "
@@ -153,7 +146,7 @@ def open_draft(
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
-    return DraftCheckpoint(config, path, None if source is None else lambda: source)
+    return DraftCheckpoint(config, path, source)
 
 
 def _restored(path: Path, target: ModelConfig) -> DraftConfig:
@@ -265,9 +258,7 @@ def open_mtp(
         ValueError: there are no such modules or too few, they do not fit the target, or are
             mixtures of experts.
     """
-    path = target.path if draft is None else Path(draft).expanduser()
-    if draft is not None and not os.path.isdir(path):
-        path = download(os.fspath(draft), "draft")
+    path = target.path if draft is None else locate(draft, "draft")
     if not (path / "config.json").is_file() or is_orbax_directory(path):
         raise ValueError(
             f"draft={draft!r}: {path} is no Hugging Face directory, which modules of multi-token "

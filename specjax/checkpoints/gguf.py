@@ -2,14 +2,13 @@
 
 import math
 import os
-import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 from ml_dtypes import bfloat16
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -18,7 +17,7 @@ from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.layers import rope_frequencies
-from specjax.models.registry import FAMILIES, family_of
+from specjax.models.registry import FAMILIES, family_of, target_recipes
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _STRING, _ARRAY = 8, 9
@@ -159,27 +158,6 @@ class GGUFFile:
         return self._bytes[start : self._at]
 
 
-_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
-    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
-    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-}
-
-
-def _huggingface_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; one that target models do not have keeps its own."""
-    match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in (_IN_LAYER if match[1] else _TOP_LEVEL):
-        return name
-    if match[1] is None:
-        return f"{_TOP_LEVEL[match[2]]}.{match[3]}"
-    return f"{match[1].replace('blk', 'model.layers')}{_IN_LAYER[match[2]]}.{match[3]}"
-
-
 def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
     """Rows of a GGUF query or key projection that are interleaved, in Hugging Face order.
 
@@ -192,8 +170,12 @@ def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
 
 def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     """A GGUF file as a source of tensors in Hugging Face names and layout."""
-    stored = {_huggingface_name(name): name for name in file.tensors}
-    stored.pop("rope_freqs.weight", None)
+    (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
+    map_name = get_tensor_name_map(arch, config.num_layers).get_name
+    parts = (part.name for recipe in target_recipes(config).values() for part in recipe.parts)
+    named = {map_name(part, (".weight", ".bias")): part for part in parts}
+    # a tensor that the model does not have keeps its name
+    stored = {named.get(name, name): name for name in file.tensors if name != "rope_freqs.weight"}
     rows: dict[str, np.ndarray] = {}
     if family_of(config).gguf == "interleaved":
         rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
@@ -228,10 +210,8 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     theta = keys.get("rope.freq_base", float, 10000.0)
-    context, window = (
-        keys.get("context_length", Size),
-        keys.get("attention.sliding_window", Size, 0),
-    )
+    context = keys.get("context_length", Size)
+    window = keys.get("attention.sliding_window", Size, 0)
     values = {
         "model_type": arch,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -318,13 +298,6 @@ _SPLITS: dict[str, str | None] = {
 }
 
 
-def _byte_alphabet() -> dict[int, str]:
-    """Spelling of each byte in a byte-level vocabulary: printable as itself, others from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """The tokenizer that a GGUF file describes.
 
@@ -342,11 +315,11 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
     kinds: list[int] = data.get("tokenizer.ggml.token_type", list[int], [])
     merges = [tuple(merge.split(" ", 1)) for merge in data.get("tokenizer.ggml.merges", list[str])]
-    alphabet = _byte_alphabet()
-    letters = set(alphabet.values())
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {
         # some converters store added tokens as plain text; merges only know the byte spelling
-        token if set(token) <= letters else "".join(alphabet[b] for b in token.encode()): i
+        token if set(token) <= letters else spell.pre_tokenize_str(token)[0][0]: i
         for i, token in enumerate(tokens)
     }
     try:
@@ -355,7 +328,19 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
         raise ValueError(f"{file.path}: broken BPE vocabulary: {error}") from error
     backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.get("tokenizer.ggml.pre", str, "default")])
-    _add_marked_tokens(backend, tokens, kinds, letters)
+    for wanted, add in (
+        (_CONTROL, backend.add_special_tokens),
+        (_USER_DEFINED, backend.add_tokens),  # matched whole
+    ):
+        # an entry outside the byte alphabet is stored under its byte spelling: adding its text
+        # would allot an id beyond the model's vocabulary
+        add(
+            [
+                AddedToken(token, normalized=False, special=wanted == _CONTROL)
+                for token, kind in zip(tokens, kinds, strict=False)
+                if kind == wanted and set(token) <= letters
+            ]
+        )
     special = _special_tokens(file, tokens)
     named = dict.fromkeys(special.values())
     backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
@@ -379,26 +364,6 @@ def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
     if split is None:
         return letters
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), letters])
-
-
-def _add_marked_tokens(
-    backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int], letters: set[str]
-) -> None:
-    """Control tokens as special tokens, user-defined tokens as tokens that are matched whole.
-
-    An entry outside the byte alphabet is stored under its byte spelling, so adding its text would
-    allot a new id beyond the model's vocabulary: it stays a plain vocabulary entry.
-    """
-    marked = {
-        wanted: [
-            AddedToken(token, normalized=False, special=wanted == _CONTROL)
-            for token, kind in zip(tokens, kinds, strict=False)
-            if kind == wanted and set(token) <= letters
-        ]
-        for wanted in (_CONTROL, _USER_DEFINED)
-    }
-    backend.add_special_tokens(marked[_CONTROL])
-    backend.add_tokens(marked[_USER_DEFINED])
 
 
 def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:

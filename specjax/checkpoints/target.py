@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import huggingface_config
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
 from specjax.checkpoints.tensors import Checkpoint, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
@@ -55,15 +56,29 @@ def embedded_head(name: str) -> Path:
     return path
 
 
+def locate(model: str | os.PathLike[str], knob: str, revision: str | None = None) -> Path:
+    """The directory or GGUF file of an embedded or local model, or the snapshot of a repository.
+
+    ``knob`` is the argument that ``model`` came from, for errors; ``revision`` is a branch, tag or
+    commit of a repository.
+    """
+    name = os.fspath(model)
+    if name in EMBEDDED_MODELS:
+        return find_embedded(name)
+    path = Path(name).expanduser()
+    is_file = os.path.isfile(path)
+    if is_file and path.suffix != ".gguf":
+        raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
+    if path.suffix == ".gguf" and not is_file:
+        raise ValueError(f"{knob}={name!r}: there is no such file")
+    return path if os.path.exists(path) else download(name, knob, revision)
+
+
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def download(repo_id: str, knob: str, revision: str | None = None) -> Path:
-    """Local snapshot of a repository: configuration, tokenizer and one set of weights.
-
-    ``knob`` is the argument that the value came from, for errors; ``revision`` is a branch, tag or
-    commit.
-    """
+def download(repo_id: str, knob: str, revision: str | None) -> Path:
+    """Local snapshot of a repository: configuration, tokenizer and one set of weights."""
     if not _REPOSITORY.fullmatch(repo_id):
         raise ValueError(
             f"{knob}={repo_id!r} is neither a known name, nor an existing file or directory, nor a "
@@ -116,9 +131,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
             if tokenizer is None:
                 found = self.load_tokenizer()
             else:
-                name = os.fspath(tokenizer)
-                is_here = os.path.isdir(name)
-                found = Tokenizer.from_pretrained(name if is_here else download(name, "tokenizer"))
+                found = Tokenizer.from_pretrained(locate(tokenizer, "tokenizer"))
             if template is not None:
                 found.chat_template = read_text(Path(template).expanduser())
             return found
@@ -163,32 +176,15 @@ def open_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {['auto', *sorted(DTYPES)]}")
-    name = os.fspath(model)
-    if name in EMBEDDED_MODELS:
-        return _open_gguf(name, find_embedded(name), dtype)
-    path = Path(name).expanduser()
+    name, path = os.fspath(model), locate(model, knob, revision)
     if path.suffix == ".gguf":
-        if not os.path.isfile(path):
-            raise ValueError(f"{knob}={name!r}: there is no such file")
-        return _open_gguf(name, path, dtype)
-    if os.path.isfile(path):
-        raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
-    directory = path if os.path.isdir(path) else download(name, knob, revision)
-    return _open_directory(name, directory, dtype)
-
-
-def _open_gguf(name: str, path: Path, dtype: str) -> TargetCheckpoint:
-    file = GGUFFile(path)
-    config = gguf_config(file, dtype)
-    return TargetCheckpoint(
-        config, path, lambda: gguf_source(file, config), name, lambda: tokenizer_from_gguf(file)
-    )
-
-
-def _open_directory(name: str, path: Path, dtype: str) -> TargetCheckpoint:
+        file = GGUFFile(path)
+        config = gguf_config(file, dtype)
+        source = partial(gguf_source, file, config)
+        return TargetCheckpoint(config, path, source, name, partial(tokenizer_from_gguf, file))
     is_orbax = is_orbax_directory(path)
     config = orbax_config(path, ModelConfig) if is_orbax else huggingface_config(path, dtype)
     if dtype != "auto":
         config = dataclasses.replace(config, dtype=dtype)
-    source = None if is_orbax else lambda: open_directory(path)
-    return TargetCheckpoint(config, path, source, name, lambda: Tokenizer.from_pretrained(path))
+    source = partial(orbax_source if is_orbax else open_directory, path)
+    return TargetCheckpoint(config, path, source, name, partial(Tokenizer.from_pretrained, path))

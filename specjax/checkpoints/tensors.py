@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.orbax import check_orbax, load_orbax
+from specjax.checkpoints.digests import check_saved_weights
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import Fields
-from specjax.models.family import Recipe, Recipes
+from specjax.models.family import Part, Recipe, Recipes
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"
@@ -36,12 +35,14 @@ class TensorInfo(NamedTuple):
 class TensorSource:
     """Named tensors of a checkpoint, in Hugging Face names and layout (``[out, in]``).
 
-    ``infos`` is what is known without reading, ``read`` gives a tensor in the dtype it says.
+    ``infos`` is known without reading, ``read`` gives a tensor in the dtype it says. Tensors of a
+    flat source are weights already, by the flat names of the model.
     """
 
     path: Path
     infos: Mapping[str, TensorInfo]
     read: Callable[[str], np.ndarray]
+    is_flat: bool = False
 
 
 def _shards(directory: Path, index: str) -> list[Path]:
@@ -164,7 +165,7 @@ class Checkpoint(Generic[C]):
 
     config: C
     path: Path
-    _open_source: Callable[[], TensorSource] | None  # None: saved with orbax
+    _open_source: Callable[[], TensorSource]
 
     def describe(self) -> str:
         """One line with what was resolved."""
@@ -175,10 +176,7 @@ class Checkpoint(Generic[C]):
 
         ValueError naming tensors, shapes and file if they do not fit.
         """
-        if self._open_source is None:
-            check_orbax(self.path, self._abstract())
-        else:
-            self._check_source(self._open_source())
+        self._checked_recipes(self._open_source())
 
     def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """All weights by the flat names of the model, in ``config.dtype``, ``d2t`` in int32.
@@ -187,18 +185,16 @@ class Checkpoint(Generic[C]):
 
         ValueError as :meth:`check_weights`, or if a tensor cannot be read.
         """
-        if self._open_source is None:
-            return load_orbax(self.path, self._abstract())
+        check_saved_weights(self.path)
         source = self._open_source()
-        self._check_source(source)
-        recipes, abstract = self.recipes(), self._abstract()
+        recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
 
-        def make(name: str) -> np.ndarray:
-            return make_weight(recipes[name], source, np.dtype(abstract[name].dtype))
+        def make(recipe: Recipe) -> np.ndarray:
+            return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
 
         weights: dict[str, np.ndarray] = {}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            for name, array in zip(recipes, pool.map(make, recipes), strict=True):
+            for name, array in zip(recipes, pool.map(make, recipes.values()), strict=True):
                 weights[name] = array
                 if progress is not None:
                     progress(len(weights), len(recipes))
@@ -218,16 +214,15 @@ class Checkpoint(Generic[C]):
     def _is_ignored(self, name: str) -> bool:
         raise NotImplementedError
 
-    def _abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        dtype = self.config.dtypes.activations
-        return {
-            name: jax.ShapeDtypeStruct(recipe.shape, np.dtype(recipe.dtype or dtype))
-            for name, recipe in self.recipes().items()
-        }
-
-    def _check_source(self, source: TensorSource) -> None:
-        infos = source.infos
-        parts = {p.name: (p, r) for r in self.recipes().values() for p in r.parts}
+    def _checked_recipes(self, source: TensorSource) -> Recipes:
+        """How each weight is made of the tensors of ``source``, which have to fit."""
+        infos, recipes = source.infos, self.recipes()
+        if source.is_flat:
+            recipes = {
+                name: Recipe((Part(name, recipe.shape),), dtype=recipe.dtype)
+                for name, recipe in recipes.items()
+            }
+        parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
         if missing := [part for part, _ in parts.values() if part.name not in infos]:
             shown = [f"{part.name!r} {part.shape}" for part in missing]
             raise ValueError(
@@ -250,7 +245,9 @@ class Checkpoint(Generic[C]):
         if unknown := {n for n in unknown if not self._is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
             raise ValueError(f"the model has no place for {len(unknown)} tensors: {_listed(shown)}")
-        self.check_values(source)
+        if not source.is_flat:
+            self.check_values(source)
+        return recipes
 
 
 def _listed(shown: list[str]) -> str:
@@ -287,7 +284,8 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
         arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         # owned and writable: a view would keep a memory map, and its file, alive
-        return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
+        is_own = array.flags.owndata or source.is_flat
+        return array if is_own and array.flags.c_contiguous else array.copy()
     out = np.empty(recipe.shape, dtype)
     start = 0
     for part in recipe.parts:

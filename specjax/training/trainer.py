@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from specjax.checkpoints.orbax import check_digests, write_digests
+from specjax.checkpoints.digests import check_digests, write_digests
 from specjax.config import DraftConfig, ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
