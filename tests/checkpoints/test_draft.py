@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,15 @@ def check_eagle3_layout(head: DraftCheckpoint, tensors: dict[str, np.ndarray], l
         "post_attention_norm.scale": tensors[f"{layer}.post_attention_layernorm.weight"],
         "norm.scale": tensors["norm.weight"],
     }
-    if "lm_head.kernel" in weights:
-        expected["lm_head.kernel"] = tensors["lm_head.weight"].T
-    if "embedding.table" in weights:
-        expected["embedding.table"] = tensors["embed_tokens.weight"]
-    if "feature_norm.scale" in weights:
-        expected["feature_norm.scale"] = tensors["input_norm.weight"]
-    if "d2t" in weights:
-        expected["d2t"] = tensors["d2t"].astype(np.int32)
+    optional = {
+        "lm_head.kernel": ("lm_head.weight", np.transpose),
+        "embedding.table": ("embed_tokens.weight", np.asarray),
+        "feature_norm.scale": ("input_norm.weight", np.asarray),
+        "d2t": ("d2t", np.asarray),
+    }
+    for name in optional.keys() & weights.keys():
+        stored, change = optional[name]
+        expected[name] = change(tensors[stored])
     for name, value in expected.items():
         np.testing.assert_array_equal(weights[name], value.astype(weights[name].dtype), name)
 
@@ -112,22 +114,10 @@ def test_eagle3_name_styles(tmp_path: Path, layer: str, prefix: str) -> None:
 
 def test_eagle3_resolution(tmp_path: Path) -> None:
     config = open_head(tmp_path, HEAD_CONFIG, head_tensors()).config
-    assert config == DraftConfig(
-        checkpoint_format="eagle-3",
-        vocab_size=VOCAB,
-        draft_vocab_size=20,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_layers=1,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,  # none configured, as in the published Llama 3.1 heads
-        max_position_embeddings=128,  # 64 raised to the target's
-        dtype="float32",
-        target_hidden_size=HIDDEN,
-        feature_layers=(0, 1, 2),
+    # no rotary base configured, as in the published Llama 3.1 heads; a context of 64 raised to the
+    # target's
+    assert config == dataclasses.replace(
+        HEAD, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=128, dtype="float32"
     )
 
 
@@ -276,21 +266,6 @@ def test_norm_before_fc(tmp_path: Path, changes: dict[str, Any], expected: bool)
     assert not head.config.has_fc_norm
     if expected:
         check_eagle3_layout(head, tensors, "midlayer")
-        return
-    with pytest.raises(ValueError, match=r"no place for 1 .*'input_norm\.weight' \(96,\)"):
-        head.load_weights()
-
-
-def test_norm_before_fc_must_be_stored_and_alone(tmp_path: Path) -> None:
-    config = HEAD_CONFIG | {"norm_before_fc": True}
-    head = open_head(tmp_path, config, head_tensors())
-    with pytest.raises(ValueError, match=r"lacks 1 .*'input_norm\.weight' \(96,\)"):
-        head.load_weights()
-    narrow = {"input_norm.weight": np.ones(HIDDEN, np.float32)}
-    with pytest.raises(ValueError, match=r"'input_norm\.weight' in .*\(32,\).*\(96,\)"):
-        open_head(tmp_path, config, head_tensors() | narrow).load_weights()
-    with pytest.raises(ValueError, match=r"config\.json: norm_before_fc=True .*has_fc_norm=True"):
-        open_head(tmp_path, config | {"fc_norm": True}, head_tensors())
 
 
 def test_norm_before_fc_spans_all_features(tmp_path: Path) -> None:
@@ -343,10 +318,18 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
     assert "output head the target's" in head.describe()
 
 
-def test_eagle1_bias_is_expected_unless_denied(tmp_path: Path) -> None:
-    head = open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(bias=False))
-    with pytest.raises(ValueError, match=r"lacks 1 .*'fc\.bias' \(32,\)"):
-        head.load_weights()
+Change = Callable[[dict[str, np.ndarray]], object]
+FULL = {"draft_vocab_size": VOCAB}
+ONES = np.ones(HIDDEN, np.float32)
+
+
+def put(name: str, value: Any) -> Change:
+    """A change that replaces or adds a tensor, or makes it from the stored one."""
+    return lambda t: t.update({name: value(t[name]) if callable(value) else value})
+
+
+def drop(name: str) -> Change:
+    return lambda t: t.pop(name)
 
 
 @pytest.mark.parametrize(
@@ -379,94 +362,107 @@ def test_eagle1_bias_is_expected_unless_denied(tmp_path: Path) -> None:
             {},
             "'0,1,2' must be a list",
         ),
+        (
+            {"norm_before_fc": True, "fc_norm": True},
+            {},
+            r"config\.json: norm_before_fc=True .*has_fc_norm=True",
+        ),
     ],
 )
-def test_refused_pairs(
+def test_refused_configurations(
     tmp_path: Path, config: dict[str, Any], target_changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         open_head(tmp_path, HEAD_CONFIG | config, head_tensors(), target_changes=target_changes)
 
 
-def test_missing_heads_and_embeddings(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tensor 'lm_head\.weight'.*draft_vocab_size=20 of 61"):
-        open_head(tmp_path, HEAD_CONFIG, head_tensors(lm_head=False))
+@pytest.mark.parametrize(
+    ("damage", "config", "message"),
+    [
+        (put("d2t", lambda x: x + 50), {}, r"'d2t' in .*target ids .*vocab_size=61"),
+        (put("d2t", lambda x: x - 40), {}, "'d2t' in .*target ids -"),
+        (put("t2d", np.invert), {}, r"'t2d' in .*model\.safetensors .*20 target ids"),
+        (put("t2d", lambda x: x[:-1]), {}, r"'t2d' in .*\(60,\)"),
+        (put("t2d", np.float32), {}, "'t2d' in .* is float32"),
+        (put("d2t", np.float32), {}, "'d2t' in .* is float32"),
+        (put("d2t", lambda x: x[:-1]), {}, r"'d2t' in .* has shape \(19,\).*\(20,\)"),
+        (drop("d2t"), {}, r"lacks 1 tensor.*'d2t' \(20,\)"),
+        (drop("norm.weight"), {}, r"lacks 1 .*'norm\.weight' \(32,\)"),
+        (drop("fc.weight"), {}, r"no tensor 'fc\.weight'"),
+        (drop("lm_head.weight"), {}, r"no tensor 'lm_head\.weight'.*draft_vocab_size=20 of 61"),
+        (
+            put("lm_head.weight", lambda x: x[1:]),
+            {},
+            r"'lm_head\.weight' in .* has shape \(19, 32\).*\(20, 32\)",
+        ),
+        (
+            put("midlayer.self_attn.q_norm.weight", np.ones(DIM, np.float32)),
+            {},
+            r"no place for 1 .*'midlayer\.self_attn\.q_norm\.weight'",
+        ),
+        (put("model.norm.weight", ONES), {}, r"'model\.norm\.weight' and 'norm\.weight'"),
+        (
+            put("input_norm.weight", np.ones(96, np.float32)),
+            {"norm_before_fc": False},
+            r"no place for 1 .*'input_norm\.weight' \(96,\)",
+        ),
+        (
+            put("input_norm.weight", ONES),
+            {"norm_before_fc": True},
+            r"'input_norm\.weight' in .*\(32,\).*\(96,\)",
+        ),
+        (
+            drop("t2d"),
+            {"norm_before_fc": True},
+            r"lacks 1 .*'input_norm\.weight' \(96,\)",
+        ),
+    ],
+)
+def test_refused_tensors(
+    tmp_path: Path, damage: Change, config: dict[str, Any], message: str
+) -> None:
     tensors = head_tensors()
-    tensors["fc.weight"] = np.ones((HIDDEN, 192), np.float32)
+    damage(tensors)
+    with pytest.raises(ValueError, match=message):
+        open_head(tmp_path, HEAD_CONFIG | config, tensors).load_weights()
+
+
+def test_a_head_of_another_width_needs_embeddings(tmp_path: Path) -> None:
+    tensors = head_tensors() | {"fc.weight": np.ones((HIDDEN, 192), np.float32)}
     changes = {"hidden_size": 64}
     with pytest.raises(ValueError, match=r"no tensor 'embed_tokens\.weight'.*32.*64"):
         open_head(tmp_path, HEAD_CONFIG, tensors, target_changes=changes)
-    del tensors["fc.weight"]
-    with pytest.raises(ValueError, match=r"no tensor 'fc\.weight'"):
-        open_head(tmp_path, HEAD_CONFIG, tensors)
     with pytest.raises(ValueError, match="must match"):
         open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), target_changes=changes)
 
 
-def test_the_format_must_be_the_heads(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is an eagle-3 head.*_algorithm drafts with eagle-1"):
-        open_head(tmp_path, HEAD_CONFIG, head_tensors(), checkpoint_format="eagle-1")
+def test_refused_eagle1(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lacks 1 .*'fc\.bias' \(32,\)"):  # unless it is denied
+        open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(bias=False)).load_weights()
     with pytest.raises(ValueError, match=r"is an eagle-1 head.*_algorithm drafts with eagle-3"):
         open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), checkpoint_format="eagle-3")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda t: t.update(d2t=t["d2t"] + 50), r"'d2t' in .*target ids .*vocab_size=61"),
-        (lambda t: t.update(d2t=t["d2t"] - 40), "'d2t' in .*target ids -"),
-        (lambda t: t.update(t2d=~t["t2d"]), r"'t2d' in .*model\.safetensors .*20 target ids"),
-        (lambda t: t.update(t2d=t["t2d"][:-1]), r"'t2d' in .*\(60,\)"),
-        (lambda t: t.update(t2d=np.float32(t["t2d"])), "'t2d' in .* is float32"),
-        (lambda t: t.update(d2t=np.float32(t["d2t"])), "'d2t' in .* is float32"),
-        (lambda t: t.update(d2t=t["d2t"][:-1]), r"'d2t' in .* has shape \(19,\).*\(20,\)"),
-        (lambda t: t.pop("d2t"), r"lacks 1 tensor.*'d2t' \(20,\)"),
-        (lambda t: t.pop("norm.weight"), r"lacks 1 .*'norm\.weight' \(32,\)"),
-        (
-            lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:]}),
-            r"'lm_head\.weight' in .* has shape \(19, 32\).*\(20, 32\)",
-        ),
-        (
-            lambda t: t.update({"midlayer.self_attn.q_norm.weight": np.ones(DIM, np.float32)}),
-            r"no place for 1 .*'midlayer\.self_attn\.q_norm\.weight'",
-        ),
-    ],
-)
-def test_damaged_heads(tmp_path: Path, damage: Any, message: str) -> None:
-    tensors = head_tensors()
-    damage(tensors)
-    head = open_head(tmp_path, HEAD_CONFIG, tensors)
-    with pytest.raises(ValueError, match=message):
-        head.load_weights()
+    with pytest.raises(ValueError, match=r"is an eagle-3 head.*_algorithm drafts with eagle-1"):
+        open_head(tmp_path, HEAD_CONFIG, head_tensors(), checkpoint_format="eagle-1")
 
 
 def test_reordered_full_vocabulary_is_refused(tmp_path: Path) -> None:
     tensors = head_tensors(draft_vocab=VOCAB)
-    changes = {"draft_vocab_size": VOCAB}
-    zeros = {"d2t": np.zeros(VOCAB, np.int64), "t2d": np.ones(VOCAB, bool)}
-    head = open_head(tmp_path, HEAD_CONFIG | changes, tensors | zeros)
-    assert "d2t" not in head.load_weights()
-    swapped = zeros["d2t"].copy()
-    swapped[:2] = 1, -1
-    head = open_head(tmp_path, HEAD_CONFIG | changes, tensors | {"d2t": swapped})
+    tensors |= {"d2t": np.zeros(VOCAB, np.int64), "t2d": np.ones(VOCAB, bool)}
+    assert "d2t" not in open_head(tmp_path, HEAD_CONFIG | FULL, tensors).load_weights()
+    tensors["d2t"][:2] = 1, -1
     with pytest.raises(ValueError, match="reorders a vocabulary"):
-        head.load_weights()
-
-
-def test_same_tensor_twice_is_refused(tmp_path: Path) -> None:
-    tensors = head_tensors() | {"model.norm.weight": np.ones(HIDDEN, np.float32)}
-    with pytest.raises(ValueError, match=r"'model\.norm\.weight' and 'norm\.weight'"):
-        open_head(tmp_path, HEAD_CONFIG, tensors)
+        open_head(tmp_path, HEAD_CONFIG | FULL, tensors).load_weights()
 
 
 def test_no_head(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"only .*'smollm2-135m'.*pass draft=DIRECTORY"):
-        open_draft(None, target(tmp_path))
-    with pytest.raises(ValueError, match="draft='nowhere' is neither"):
-        open_draft("nowhere", target(tmp_path))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file; expected a directory"):
-        open_draft(tmp_path / "file", target(tmp_path))
+    for draft, message in (
+        (None, r"only .*'smollm2-135m'.*pass draft=DIRECTORY"),
+        ("nowhere", "draft='nowhere' is neither"),
+        (tmp_path / "file", "is a file; expected a directory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_draft(draft, target(tmp_path))
 
 
 def random_weights(config: DraftConfig, seed: int) -> dict[str, np.ndarray]:
@@ -496,25 +492,20 @@ HEAD = DraftConfig(
     target_hidden_size=HIDDEN,
     feature_layers=(0, 1, 2),
 )
+EAGLE1_HEAD = dataclasses.replace(
+    HEAD, checkpoint_format="eagle-1", draft_vocab_size=VOCAB, has_own_lm_head=False
+)
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+
+
+FLAGS = ("fc_bias", "qkv_bias", "has_own_embedding", "norm_before_residual", "norm_output")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     draft_vocab=st.sampled_from([1, 20, VOCAB]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
-    flags=st.fixed_dictionaries(
-        {
-            name: st.booleans()
-            for name in (
-                "fc_bias",
-                "qkv_bias",
-                "has_own_embedding",
-                "norm_before_residual",
-                "norm_output",
-            )
-        }
-    ),
+    flags=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
     feature_norm=st.sampled_from([{}, {"has_fc_norm": True}, {"norm_before_fc": True}]),
     scaling=st.sampled_from([None, LLAMA3, RopeScaling(rope_type="linear", factor=2.0)]),
     layers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
@@ -592,19 +583,16 @@ def test_what_is_written_follows_the_umask(tmp_path: Path, max_shard_bytes: int)
 
 def test_export_refusals(tmp_path: Path) -> None:
     weights = random_weights(HEAD, 0)
-    eagle = dataclasses.replace(
-        HEAD, checkpoint_format="eagle-1", draft_vocab_size=VOCAB, has_own_lm_head=False
-    )
-    with pytest.raises(ValueError, match=r"only eagle-3"):
-        export_draft(tmp_path, eagle, {})
-    with pytest.raises(ValueError, match=r"missing \['norm\.scale'\], unknown \['x'\]"):
-        export_draft(
-            tmp_path, HEAD, {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
-        )
-    with pytest.raises(ValueError, match=r"'fc\.kernel' has shape \(95, 32\)"):
-        export_draft(tmp_path, HEAD, weights | {"fc.kernel": weights["fc.kernel"][1:]})
-    with pytest.raises(ValueError, match="max_shard_bytes=0"):
-        export_draft(tmp_path, HEAD, weights, max_shard_bytes=0)
+    others = {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
+    short = weights | {"fc.kernel": weights["fc.kernel"][1:]}
+    for config, arrays, size, message in (
+        (EAGLE1_HEAD, {}, 1, r"only eagle-3"),
+        (HEAD, others, 1, r"missing \['norm\.scale'\], unknown \['x'\]"),
+        (HEAD, short, 1, r"'fc\.kernel' has shape \(95, 32\)"),
+        (HEAD, weights, 0, "max_shard_bytes=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export_draft(tmp_path, config, arrays, max_shard_bytes=size)
     assert not list(tmp_path.iterdir())
 
 
@@ -628,21 +616,9 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     assert restored["fc.kernel"].dtype == half.config.dtypes.activations
 
 
-@pytest.mark.parametrize(
-    ("config", "algorithm"),
-    [
-        (HEAD, "EAGLE3"),
-        (
-            dataclasses.replace(
-                HEAD, checkpoint_format="eagle-1", draft_vocab_size=VOCAB, has_own_lm_head=False
-            ),
-            "EAGLE",
-        ),
-    ],
-)
-def test_orbax_reads_what_older_versions_wrote(
-    tmp_path: Path, config: DraftConfig, algorithm: str
-) -> None:
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_orbax_reads_what_older_versions_wrote(tmp_path: Path, algorithm: str) -> None:
+    config = HEAD if algorithm == "EAGLE3" else EAGLE1_HEAD
     body = {"specjax_config": "DraftConfig", **dataclasses.asdict(config), "algorithm": algorithm}
     del body["checkpoint_format"]
     (tmp_path / "config.json").write_text(json.dumps(body))
