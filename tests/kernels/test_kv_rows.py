@@ -106,29 +106,20 @@ def random_pool(
     return np.array(jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype))
 
 
-def paths(
-    rng: np.random.Generator, batch: int, rows: int, width: int, page_size: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Sources and destinations of accepted paths over shuffled pages, and the slots of the pool.
-
-    The last request is padding: its destinations lie in the padding page.
-    """
-    pages_each = -(-(page_size + rows + width) // page_size)
-    tables = 1 + rng.permutation(batch * pages_each).reshape(batch, pages_each)
+def random_moves(
+    rng: np.random.Generator, slots: int, batch: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and destinations inside each request's share of the slots; one is padding."""
+    share = slots // batch
     source = np.full((batch, width), -1, np.int32)
     destination = np.zeros((batch, width), np.int32)
     for request in range(batch - 1):
-        seq_len = int(rng.integers(0, page_size + 1))
-        length = int(rng.integers(1, min(rows, width) + 1))
-        drafts = np.sort(rng.choice(np.arange(1, rows), length - 1, replace=False))
-
-        def slots(at: np.ndarray, request: int = request, seq_len: int = seq_len) -> np.ndarray:
-            at = at + seq_len
-            return tables[request, at // page_size] * page_size + at % page_size
-
-        source[request, :length] = slots(np.concatenate([[0], drafts]))
-        destination[request] = slots(np.arange(width))
-    return source, destination, (1 + batch * pages_each) * page_size
+        begin = request * share
+        destination[request] = begin + rng.permutation(share)[:width]
+        # an accepted path: rows in order, none behind its end
+        length = int(rng.integers(1, width + 1))
+        source[request, :length] = begin + np.sort(rng.permutation(share)[:length])
+    return source, destination
 
 
 def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, run: dict) -> None:
@@ -140,30 +131,18 @@ def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, ru
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
-    ("batch", "rows", "width", "layers", "heads", "dim", "dtype", "page_size"),
+    ("batch", "width", "pool"),
     [
-        (4, 8, 4, 2, 2, 16, "bfloat16", 1),
-        (3, 13, 6, 3, 3, 10, "float32", 4),  # a row of 60 entries: no power of two
-        (2, 5, 1, 1, 1, 64, "bfloat16", 4),  # only roots: nothing moves
-        (3, 64, 17, 2, 1, 8, "float32", 1),
-        (3, 9, 5, 2, 8, 128, "bfloat16", 16),  # several column blocks
+        (4, 4, (2, 41, 2, 16, "bfloat16")),
+        (3, 6, (3, 60, 3, 10, "float32")),  # a row of 60 entries: no power of two
+        (2, 1, (1, 16, 1, 64, "bfloat16")),
+        (3, 17, (2, 240, 1, 8, "float32")),
+        (3, 5, (2, 64, 8, 128, "bfloat16")),  # several column blocks
     ],
 )
-def test_accepted_paths(
-    batch: int,
-    rows: int,
-    width: int,
-    layers: int,
-    heads: int,
-    dim: int,
-    dtype: str,
-    page_size: int,
-    run: dict,
-) -> None:
-    rng = np.random.default_rng(rows + page_size)
-    source, destination, slots = paths(rng, batch, rows, width, page_size)
-    pool = random_pool(rng, layers, slots, heads, dim, dtype)
-    check_move(pool, source, destination, run)
+def test_accepted_paths(batch: int, width: int, pool: tuple, run: dict) -> None:
+    rng = np.random.default_rng(width)
+    check_move(random_pool(rng, *pool), *random_moves(rng, pool[1], batch, width), run)
 
 
 @pytest.mark.parametrize("run", RUNS)

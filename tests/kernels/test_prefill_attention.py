@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from specjax.kernels.prefill_attention import PrefillTiles, _tile_map, prefill_attention
 
-from .lowering import lower_for_cuda
-
 
 class Case(NamedTuple):
     tokens: int
@@ -197,41 +195,6 @@ def test_each_row_is_in_one_tile(tile_tokens):
                 assert row + tokens <= ends[segment]
                 assert keys == starts[segment] + counts[segment] - (ends[segment] - row - tokens)
         assert (times == 1).all()
-
-
-def lowered(tokens, heads, kv_heads, dim, page_size, segments, pages, dtype, layer=1):
-    shapes = [
-        ((tokens, heads, dim), dtype),
-        ((2, (segments * pages + 1) * page_size, 2, kv_heads, dim), dtype),
-        ((segments, pages), jnp.int32),
-        ((segments,), jnp.int32),
-        ((segments,), jnp.int32),
-    ]
-    return lower_for_cuda(
-        lambda q, pool, *ints: PALLAS(q, pool, layer, *ints, page_size=page_size),
-        *(jax.ShapeDtypeStruct(*shape) for shape in shapes),
-    )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "shape", [(8192, 32, 8, 128, 16, 64, 128), (512, 9, 3, 64, 16, 4, 20)], ids=str
-)
-def test_lowers_for_cuda(shape, dtype):
-    assert "specjax_prefill_attention" in lowered(*shape, dtype)
-
-
-def test_layers_share_one_kernel():
-    """The layer is an operand: two layers lower to the same kernel text."""
-    texts = [lowered(64, 4, 2, 16, 4, 2, 20, "bfloat16", layer) for layer in (0, 1)]
-    kernels = [
-        [line for line in text.splitlines() if "specjax_prefill_attention" in line]
-        for text in texts
-    ]
-    assert kernels[0]
-    assert [k.split("backend_config")[-1] for k in kernels[0]] == [
-        k.split("backend_config")[-1] for k in kernels[1]
-    ]
 
 
 def test_what_is_refused():

@@ -1,6 +1,5 @@
 """Rotation and KV store, against numpy."""
 
-from functools import partial
 from itertools import cycle
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from specjax.kernels.rope_store import rope_store
 
-from .lowering import TRITON_CALL, lower_for_cuda
 from .runs import DEVICE, RUNS
 
 BOUNDS = {"float32": 1e-6, "bfloat16": 2**-7}
@@ -94,25 +92,6 @@ def test_partial_sums(run):
         np.testing.assert_allclose(
             np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2**-6, atol=2**-6
         )
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"), list(zip(GPU_CASES[1:], cycle(BOUNDS), strict=False)), ids=str
-)
-def test_lowers_for_cuda(case, dtype):
-    batch, rows, heads, kv_heads, dim = case
-    shapes = [
-        *(((batch, rows, n, dim), dtype) for n in (heads, kv_heads, kv_heads)),
-        *[((batch, rows, 1, dim // 2), jnp.float32)] * 2,
-        ((3, 4 + 2 * batch * rows, 2, kv_heads, dim), dtype),
-        ((batch, rows), jnp.int32),
-    ]
-    call = partial(rope_store, layer=1, **DEVICE)
-    text = lower_for_cuda(
-        lambda *args: call(*args[:6], slots=args[6]),
-        *(jax.ShapeDtypeStruct(*shape) for shape in shapes),
-    )
-    assert text.count(TRITON_CALL) == 1
 
 
 def test_parts_of_one_product_are_not_copied():

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
-from .lowering import lower_for_cuda
-
 # batch, tokens, query heads, KV heads, head dim, page size, pages a request
 CASES = [
     (2, 1, 4, 2, 16, 1, 40),
@@ -29,6 +27,9 @@ REFERENCE = partial(tree_attention, implementation="xla")
 CHUNKED = partial(tree_attention, implementation="chunked")
 PALLAS = partial(tree_attention, implementation="pallas")
 INTERPRET = partial(tree_attention, implementation="interpret")
+FORMS = pytest.mark.parametrize(
+    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
+)
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -98,9 +99,7 @@ def check(function, case, dtype, tree, level=None):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
-)
+@FORMS
 def test_equals_brute_force(function, case, dtype, tree):
     check(function, case, dtype, tree)
 
@@ -126,9 +125,7 @@ LEVELS = [((3, 12, 4, 2, 32, 4, 20), 4), ((2, 80, 4, 1, 16, 16, 9), 16)]
 
 
 @pytest.mark.parametrize(("case", "level"), LEVELS, ids=str)
-@pytest.mark.parametrize(
-    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
-)
+@FORMS
 def test_a_level_sees_its_ancestors(function, case, level):
     check(function, case, "float32", True, level)
 
@@ -140,9 +137,7 @@ def test_levels_on_gpu(case, level, dtype):
     check(PALLAS, case, dtype, True, level)
 
 
-@pytest.mark.parametrize(
-    "function", [REFERENCE, CHUNKED, INTERPRET], ids=["reference", "chunked", "interpret"]
-)
+@FORMS
 def test_rows_of_a_block_see_each_other(function):
     q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
     mask = jnp.ones_like(mask)
@@ -153,59 +148,6 @@ def test_rows_of_a_block_see_each_other(function):
 
 def test_causal_rows_beyond_a_mask_word():
     check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype", "tree"),
-    [
-        (CASES[2], "float32", 0),
-        (CASES[2], "bfloat16", 8),
-        ((32, 4, 32, 8, 128, 16, 70), "bfloat16", 0),
-        ((32, 4, 32, 8, 128, 16, 70), "float32", 4),
-        ((32, 16, 32, 8, 128, 16, 70), "bfloat16", 80),
-    ],
-    ids=str,
-)
-def test_lowers_for_cuda(case, dtype, tree):
-    batch, rows, heads, kv_heads, dim, page_size, pages = case
-    shapes = [
-        ((batch, rows, heads, dim), dtype),
-        ((2, (batch * pages + 1) * page_size, 2, kv_heads, dim), dtype),
-        ((batch, pages), jnp.int32),
-        ((batch,), jnp.int32),
-        ((batch, rows, tree), jnp.bool_),
-    ]
-
-    def function(q, pool, table, lens, mask):
-        given = mask if tree else None
-        return PALLAS(q, pool, 1, table, lens, given, page_size=page_size)
-
-    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    assert "specjax_tree_attention" in lower_for_cuda(function, *arguments)
-
-
-def test_layers_share_one_kernel():
-    """The layer is an operand: two layers lower to the same kernel text."""
-    q, pool, table, lens, _, page_size = make_case(CASES[1], "bfloat16", False)
-    texts = [
-        lower_for_cuda(
-            lambda q, pool, table, lens, layer=layer: PALLAS(
-                q, pool, layer, table, lens, None, page_size=page_size
-            ),
-            q,
-            pool,
-            table,
-            lens,
-        )
-        for layer in (0, 1)
-    ]
-    kernels = [
-        [line for line in text.splitlines() if "specjax_tree_attention" in line] for text in texts
-    ]
-    assert kernels[0]
-    assert [k.split("backend_config")[-1] for k in kernels[0]] == [
-        k.split("backend_config")[-1] for k in kernels[1]
-    ]
 
 
 def test_what_the_kernel_refuses():

@@ -1,6 +1,5 @@
 """Draws given the drafts of a row: distributions over many seeds, and what they leave alone."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -24,7 +23,6 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.types import VerifyInput
 
-from ..kernels.lowering import lower_for_cuda
 from ..speculative.tables import equal_rows, sampling_rows
 
 pytestmark = pytest.mark.slow
@@ -288,19 +286,3 @@ def test_rejection_needs_probabilities():
     tree = chain_input(jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="draft_probs=None"):
         rejection_tokens(jnp.ones((1, 2, V)), tree, jnp.zeros((1, 2), jnp.uint32))
-
-
-@pytest.mark.parametrize("acceptance", [REJECTION, Acceptance(threshold_acc=0.5)], ids=str)
-def test_nothing_on_a_gpu_waits_for_the_host(acceptance):
-    """A conditional or a loop of XLA's is a read-back in the middle of a round."""
-    config = SamplingConfig(implementation="pallas", acceptance=acceptance)
-
-    def tokens(logits, probs, table):
-        tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
-        tree = replace(tree, draft_probs=probs)
-        history, slots = jnp.zeros((4, 16), jnp.int32), jnp.arange(3, dtype=jnp.int32)
-        return target_tokens(logits, tree, LogitInputs(table, history, slots), config)[0]
-
-    logits, probs = jnp.zeros((3, 2, 64)), jnp.zeros((3, 1, 64))
-    text = lower_for_cuda(tokens, logits, probs, equal_rows(3, PARAMS, 64))
-    assert not re.search(r"stablehlo\.(case|if|while|sort)|chlo\.top_k", text)

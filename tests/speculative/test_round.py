@@ -24,7 +24,6 @@ from ..runners import (
     run_requests,
     target_model,
 )
-from .driver import staged_runner
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (1, 3, 16, 17, 40, 9, 5)]
@@ -39,10 +38,6 @@ def outputs(runner, params, **kwargs):
     ]
     run_requests(runner, requests, **kwargs)
     return [request.output_ids for request in requests]
-
-
-def test_plain_rounds_equal_dense_decoding():
-    assert outputs(make_runner(), GREEDY) == [dense_greedy(p, 20) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
@@ -102,12 +97,6 @@ def start(runner, prompt):
     return int(token.read()[0])
 
 
-def row_state(runner, slot):
-    """What a slot holds between rounds; the history behind the bonus token is of no meaning."""
-    state = jax.tree.map(lambda leaf: leaf[slot], runner.on_device.future)
-    return replace(state, tokens=state.tokens[: int(state.seq_lens) + 1])
-
-
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 def test_any_number_of_drafts_can_be_accepted(head):
     """Chains made from the known continuation and broken at every depth."""
@@ -160,23 +149,6 @@ def test_any_number_of_drafts_can_be_accepted(head):
         np.testing.assert_allclose(rows.hidden[1], following.hidden[0], rtol=2e-4, atol=2e-5)
         assert rows.topk_ids[1].tolist() == following.topk_ids[0].tolist()
     runner.clear_slot(1)
-
-
-@pytest.mark.parametrize(
-    ("head", "steps"), [pytest.param(EAGLE3, 4, marks=pytest.mark.slow), (None, 0)]
-)
-def test_compiled_stages_equal_the_fused_round(head, steps):
-    """Draft, verify and extend, each compiled ahead of time, against the one fused call."""
-    fused, staged = make_runner(head, steps), staged_runner(head, steps)
-    for runner in (fused, staged):
-        start(runner, PROMPTS[2])
-    for _ in range(4):
-        packed = fused.round([1]).read()
-        assert np.array_equal(staged.round([1]).read(), packed)
-        states = [row_state(runner, 1) for runner in (staged, fused)]
-        for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    fused.clear_slot(1)
 
 
 def test_padding_slot_stays_empty():
