@@ -166,21 +166,6 @@ def test_refused_configurations(tmp_path: Path, options: dict[str, Any], message
         open_target(path)
 
 
-def test_wrong_tensors(tmp_path: Path) -> None:
-    tensors = target_tensors()
-    del tensors["model.layers.2.self_attn.v_proj.weight"]
-    path = write_gguf(tmp_path / "missing.gguf", tensors)
-    with pytest.raises(ValueError, match=r"lacks 1 .*layers\.2\.self_attn\.v_proj\.weight"):
-        open_target(path).load_weights()
-    path = write_gguf(tmp_path / "shape.gguf", target_tensors(), keys={"feed_forward_length": 40})
-    with pytest.raises(ValueError, match=r"shape\.gguf has shape \(48, 32\).*\(40, 32\)"):
-        open_target(path).load_weights()
-    extra = {"blk.0.ffn_gate_exps.weight": np.ones((2, 3), np.float32)}
-    path = write_gguf(tmp_path / "extra.gguf", target_tensors(), extra=extra)
-    with pytest.raises(ValueError, match=r"'blk\.0\.ffn_gate_exps\.weight' \(2, 3\) in .*extra"):
-        open_target(path).load_weights()
-
-
 def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
     keys = {"strings": ["a", "é", ""], "floats": [0.1, 2.5], "a_name": "ü", "a_float": 1e-5}
     kind = gguf.GGMLQuantizationType.F16
@@ -205,27 +190,11 @@ def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
         assert ours.info(tensor.name).shape == tensor.data.shape
 
 
-@pytest.mark.parametrize("size", [3, 20, 200, 900, -1])
-def test_truncated_file(tmp_path: Path, size: int) -> None:
-    path = write_gguf(tmp_path / "model.gguf", target_tensors())
-    data = path.read_bytes()
-    assert len(data) > 10_000
-    end = gguf.GGUFReader(path).tensors[-1]
-    last = int(end.data_offset + end.n_bytes) - 1
-    path.write_bytes(data[: last if size < 0 else size])
-    with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF file of version 2"):
-        GGUFFile(path)
-
-
 def test_damaged_header(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", target_tensors())
     data = path.read_bytes()
     path.write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
     with pytest.raises(ValueError, match=r"is not a complete GGUF file.*version 1"):
-        GGUFFile(path)
-    # a length that reaches beyond the file
-    path.write_bytes(data[:24] + (2**60).to_bytes(8, "little") + data[32:])
-    with pytest.raises(ValueError, match="is not a complete GGUF file"):
         GGUFFile(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="is not a complete GGUF file"):
