@@ -28,18 +28,12 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "torch_dtype": "float32",
 }
+_NOT_OF_HEADS = ("rope_theta", "tie_word_embeddings", "eos_token_id", "bos_token_id", "torch_dtype")
 HEAD_CONFIG: dict[str, Any] = {
+    **{key: value for key, value in CONFIG.items() if key not in _NOT_OF_HEADS},
     "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": VOCAB,
     "draft_vocab_size": 20,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
     "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": 1e-5,
     "max_position_embeddings": 64,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }

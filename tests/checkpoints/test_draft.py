@@ -142,13 +142,6 @@ def test_rope_override_and_longer_context(tmp_path: Path) -> None:
         open_head(tmp_path, config, head_tensors(), rope_theta=-1.0)
 
 
-def test_dtype_follows_the_target(tmp_path: Path) -> None:
-    changes = {"torch_dtype": "bfloat16"}
-    head = open_head(tmp_path, HEAD_CONFIG, head_tensors(), target_changes=changes)
-    assert head.config.dtype == "bfloat16"
-    check_eagle3_layout(head, head_tensors(), "midlayer")
-
-
 @pytest.mark.parametrize(
     ("changes", "num_layers", "expected"),
     [

@@ -175,18 +175,6 @@ def test_a_damaged_entry_counts_as_missing_with_a_warning(warm, caplog, how) -> 
     assert f"{path} is built anew" in caplog.text
 
 
-def test_a_damaged_entry_is_replaced(warm, caplog) -> None:
-    (path,) = entries(warm)
-    path.write_bytes(path.read_bytes()[:-100])
-    pool = pool_of(opened(warm), step := Step())
-    assert not compiled(pool).is_hit
-    assert step.num_traces == 1
-    assert f"{path} is built anew" in caplog.text
-    caplog.clear()
-    assert compiled_in(warm).is_hit
-    assert caplog.text == ""
-
-
 def test_an_entry_for_other_arguments_is_not_taken(warm, caplog) -> None:
     """Keys cover the arguments; an entry that lies about them is found out all the same."""
     (path,) = entries(warm)
