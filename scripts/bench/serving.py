@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -110,21 +110,22 @@ class Trace:
 
 
 Clients, Traces = Sequence[Sequence[Request]], list[Trace]
+# completion tokens so far, if known, and the ``meta_info`` at the end
+Chunks = Generator[tuple[int | None, dict[str, Any]]]
+Client = Callable[[Request], Chunks]
 
 
-class HttpClient:
-    """A client with a connection of its own, which is opened again after a failure."""
+@contextmanager
+def http_client(address: tuple[str, int], headers: dict[str, str]) -> Iterator[Client]:
+    """A client with its own connection, which opens again after a failure."""
+    http = HTTPConnection(*address)
+    http.connect()
 
-    def __init__(self, address: tuple[str, int], headers: dict[str, str]) -> None:
-        self._http, self._headers = HTTPConnection(*address), headers
-        self._http.connect()
-        self.close = self._http.close
-
-    def chunks(self, request: Request) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    def chunks(request: Request) -> Chunks:
         (path, body, is_stream), is_whole = request.prompt, False
         try:
-            self._http.request("POST", path, body, self._headers)
-            answer = self._http.getresponse()
+            http.request("POST", path, body, headers)
+            answer = http.getresponse()
             if answer.status != 200:
                 raise ValueError(answer.read().decode(errors="replace"))
             data, read = b"", answer.read1 if is_stream else answer.read
@@ -138,11 +139,13 @@ class HttpClient:
             is_whole = True
         finally:
             if not is_whole:
-                self.close()
+                http.close()
+
+    with closing(http):
+        yield chunks
 
 
 def read_answer(data: bytes) -> tuple[int | None, dict[str, Any]]:
-    """Completion tokens so far, if the data say so, and ``meta_info`` if they end an answer."""
     if data.startswith(b'{"error"'):
         raise ValueError(data.decode(errors="replace"))
     meta: dict[str, Any] = {}
@@ -155,27 +158,7 @@ def read_answer(data: bytes) -> tuple[int | None, dict[str, Any]]:
     return int(count[1]) if count else None, meta
 
 
-class EngineClient:
-    """Calls of an engine in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """``meta_info`` of requests that come at once."""
-        name = "prompt" if isinstance(requests[0].prompt, str) else "input_ids"
-        sampling = [request.sampling for request in requests]
-        inputs = {name: [request.prompt for request in requests]}
-        return [
-            out["meta_info"] for out in self._engine.generate(**inputs, sampling_params=sampling)
-        ]
-
-    def chunks(self, request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
-        (meta,) = self.answers([request])
-        yield meta["completion_tokens"], meta
-
-
-def ask(client: Any, requests: Sequence[Request], start: float) -> Traces:
+def ask(client: Client, requests: Sequence[Request], start: float) -> Traces:
     """Send the requests of one client, one after the other, none before its arrival."""
     traces: Traces = []
     for request in requests:
@@ -183,7 +166,7 @@ def ask(client: Any, requests: Sequence[Request], start: float) -> Traces:
         traces.append(trace := Trace(request.until))
         time.sleep(max(0.0, start + due - time.monotonic()))
         seen = 0
-        chunks = client.chunks(request)
+        chunks = client(request)
         try:
             for count, trace.meta in chunks:
                 trace.end = time.monotonic() - start
@@ -205,17 +188,29 @@ def ask(client: Any, requests: Sequence[Request], start: float) -> Traces:
     return traces
 
 
-def ask_all(askers: Sequence[Any], clients: Clients, start: float) -> Traces:
+def ask_all(askers: Sequence[Client], clients: Clients, start: float) -> Traces:
     with ThreadPoolExecutor(len(clients)) as pool:
         return list(chain.from_iterable(pool.map(ask, askers, clients, repeat(start))))
 
 
 def run_engine(engine: Engine, clients: Clients) -> Traces:
     """Run clients in threads, or those that all send one request as one call."""
-    client, start = EngineClient(engine), time.monotonic()
+
+    def answers(requests: Sequence[Request]) -> list[dict[str, Any]]:
+        name = "prompt" if isinstance(requests[0].prompt, str) else "input_ids"
+        inputs = {name: [request.prompt for request in requests]}
+        sampling = [request.sampling for request in requests]
+        outs = engine.generate(**inputs, sampling_params=sampling)
+        return [out["meta_info"] for out in outs]
+
+    def chunks(request: Request) -> Chunks:
+        (meta,) = answers([request])
+        yield meta["completion_tokens"], meta
+
+    start = time.monotonic()
     if any(len(requests) > 1 for requests in clients):
-        return ask_all([client] * len(clients), clients, start)
-    metas = client.answers([request for (request,) in clients])
+        return ask_all([chunks] * len(clients), clients, start)
+    metas = answers([request for (request,) in clients])
     end = time.monotonic() - start
     return [Trace(None, [(end, meta["completion_tokens"])], meta, end) for meta in metas]
 
@@ -223,28 +218,27 @@ def run_engine(engine: Engine, clients: Clients) -> Traces:
 def run_http(address: Any, headers: dict[str, str], clients: Clients, start: float) -> Traces:
     """Run clients in this process; they connect before the load starts."""
     with ExitStack() as stack:
-        askers = [stack.enter_context(closing(HttpClient(address, headers))) for _ in clients]
+        askers = [stack.enter_context(http_client(address, headers)) for _ in clients]
         return ask_all(askers, clients, start)
 
 
-class Server:
-    """A server at ``url``, and clients of it in the processes of ``pool``."""
+def connect(url: str, pool: ProcessPoolExecutor) -> tuple[Callable[..., Traces], dict[str, Any]]:
+    """A function that runs clients of a server in the processes of ``pool``, and server info."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        raise ValueError(f"--url {url} must be http://HOST:PORT")
+    key = os.environ.get(API_KEY)
+    headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
+    address = parts.hostname, parts.port or 80
 
-    def __init__(self, url: str, pool: ProcessPoolExecutor) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None:
-            raise ValueError(f"--url {url} must be http://HOST:PORT")
-        key = os.environ.get(API_KEY)
-        headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
-        self._run = partial(pool.submit, run_http, (parts.hostname, parts.port or 80), headers)
-        with urlopen(UrlRequest(f"{url.rstrip('/')}/get_server_info", None, headers)) as info:
-            self.info: dict[str, Any] = json.loads(info.read())
-
-    def run(self, clients: Clients, *, is_stream: bool) -> Traces:
+    def run(clients: Clients, *, is_stream: bool) -> Traces:
         encoded = [[encode(request, is_stream=is_stream) for request in one] for one in clients]
         shares, start = [encoded[i::PROCESSES] for i in range(PROCESSES)], time.monotonic() + LEAD
-        jobs = [self._run(share, start) for share in shares if share]
+        jobs = [pool.submit(run_http, address, headers, share, start) for share in shares if share]
         return list(chain.from_iterable(job.result() for job in jobs))
+
+    with urlopen(UrlRequest(f"{url.rstrip('/')}/get_server_info", None, headers)) as info:
+        return run, json.loads(info.read())
 
 
 def encode(request: Request, *, is_stream: bool) -> Request:
@@ -436,9 +430,9 @@ def start(
         url = args.url or stack.enter_context(serve(options, gpus[0]))
         settings |= {} if args.url else {"ready_s": time.monotonic() - started}
         context = multiprocessing.get_context("spawn")
-        server = Server(url, stack.enter_context(ProcessPoolExecutor(PROCESSES, context)))
-        settings |= common.settings_of(server.info)
-        ways |= {way: partial(server.run, is_stream=way == "stream") for way in http}
+        run, info = connect(url, stack.enter_context(ProcessPoolExecutor(PROCESSES, context)))
+        settings |= common.settings_of(info)
+        ways |= {way: partial(run, is_stream=way == "stream") for way in http}
     return ways, settings
 
 

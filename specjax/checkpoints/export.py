@@ -107,27 +107,23 @@ def _published_tensors(config: DraftConfig, weights: Mapping[str, Any]) -> dict[
     return tensors
 
 
-def _write_shards(directory: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int) -> None:
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, array in tensors.items():
-        used = sum(x.nbytes for x in shards[-1].values())
-        if shards[-1] and used + array.nbytes > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = array
-    metadata = {"format": "pt"}
-    if len(shards) == 1:
+def _write_shards(directory: Path, tensors: dict[str, np.ndarray], max_shard_bytes: int) -> None:
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda array: array.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         # save_file would make files that only their owner may read
-        (directory / "model.safetensors").write_bytes(save(shards[0], metadata))
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        (directory / file).write_bytes(save(shard, metadata))
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(array.nbytes for array in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2) + "\n"
-    (directory / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
+        shard = save({name: tensors[name] for name in names}, {"format": "pt"})
+        (directory / file).write_bytes(shard)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2) + "\n"
+        (directory / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
 
 
 def save_layers(

@@ -177,7 +177,9 @@ def ttt_attend(segments: jax.Array) -> Attend:
     ) -> tuple[Any, jax.Array]:
         kv = (*kv, (k, v))
         (first_k, first_v), later = kv[0], kv[1:]
-        grouped, scale = _grouped(q, k), q.shape[-1] ** -0.5
+        # [B, T, KV, G, H]
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+        scale = q.shape[-1] ** -0.5
         causal = _product("btkgh,blkh->bkgtl", grouped, first_k) * scale
         causal = jnp.where(mask, causal, _NEGATIVE)
         # [B, KV, G, T] each: products of a row with its own later keys
@@ -201,11 +203,6 @@ def _causal_mask(segments: jax.Array) -> jax.Array:
     rows = jnp.arange(segments.shape[1])
     same = segments[:, :, None] == segments[:, None, :]
     return same & (rows[:, None] >= rows[None, :])
-
-
-def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
-    # [B, T, N, H] to [B, T, KV, G, H]
-    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
