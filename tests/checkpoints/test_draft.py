@@ -47,6 +47,12 @@ EAGLE_CONFIG = {
     for key, value in HEAD_CONFIG.items()
     if key not in ("draft_vocab_size", "eagle_config")
 } | {"architectures": ["LlamaForCausalLMEagle"]}
+FULL, TIED = {"draft_vocab_size": VOCAB}, {"tie_word_embeddings": True}
+NO_HEAD = {"lm_head": False, "draft_vocab": VOCAB}
+
+
+def of_layers(ids: Any, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, **more}}
 
 
 def target(path: Path, **changes: Any) -> TargetCheckpoint:
@@ -146,7 +152,7 @@ def test_rope_override_and_longer_context(tmp_path: Path) -> None:
     ("changes", "num_layers", "expected"),
     [
         ({}, 3, (0, 1, 2)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}}, 12, (1, 3, 9)),
+        (of_layers([1, 3, 9]), 12, (1, 3, 9)),
         # at the top level the ids count hidden states, of which 0 is the embedding
         ({"eagle_config": ..., "eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, 12, (1, 5, 8)),
         ({"eagle_config": ...}, 12, (1, 5, 8)),
@@ -166,43 +172,29 @@ def test_feature_layers(
 
 
 @pytest.mark.parametrize(
-    ("lm_head", "embedding", "draft_vocab", "changes", "expected"),
+    ("stored", "changes", "expected"),
     [
-        (True, False, 20, {}, (True, False, False, 20)),
-        (True, True, 20, {}, (True, False, True, 20)),
+        ({}, {}, (True, False, False, 20)),
+        ({"embedding": True}, {}, (True, False, True, 20)),
         # called tied although the tensor is there: the tensor decides
-        (True, False, 20, {"tie_word_embeddings": True}, (True, False, False, 20)),
-        (True, False, VOCAB, {"draft_vocab_size": VOCAB}, (True, False, False, VOCAB)),
-        (False, False, VOCAB, {"draft_vocab_size": None}, (False, False, False, VOCAB)),
-        (False, False, VOCAB, {"draft_vocab_size": ...}, (False, False, False, VOCAB)),
-        (True, False, 20, {"draft_vocab_size": ...}, (True, False, False, 20)),
-        (
-            False,
-            True,
-            VOCAB,
-            {"draft_vocab_size": VOCAB, "tie_word_embeddings": True},
-            (False, True, True, VOCAB),
-        ),
+        ({}, TIED, (True, False, False, 20)),
+        ({}, {"draft_vocab_size": ...}, (True, False, False, 20)),
+        ({"draft_vocab": VOCAB}, FULL, (True, False, False, VOCAB)),
+        (NO_HEAD, {"draft_vocab_size": None}, (False, False, False, VOCAB)),
+        (NO_HEAD, {"draft_vocab_size": ...}, (False, False, False, VOCAB)),
+        (NO_HEAD | {"embedding": True}, FULL | TIED, (False, True, True, VOCAB)),
     ],
 )
 def test_embeddings_and_heads(
     tmp_path: Path,
-    lm_head: bool,
-    embedding: bool,
-    draft_vocab: int,
+    stored: dict[str, Any],
     changes: dict[str, Any],
     expected: tuple[bool, bool, bool, int],
 ) -> None:
-    tensors = head_tensors(draft_vocab=draft_vocab, lm_head=lm_head, embedding=embedding)
+    tensors = head_tensors(**stored)
     head = open_head(tmp_path, HEAD_CONFIG | changes, tensors)
-    config = head.config
-    found = (
-        config.has_own_lm_head,
-        config.ties_lm_head,
-        config.has_own_embedding,
-        config.draft_vocab_size,
-    )
-    assert found == expected
+    names = ("has_own_lm_head", "ties_lm_head", "has_own_embedding", "draft_vocab_size")
+    assert tuple(getattr(head.config, name) for name in names) == expected
     check_eagle3_layout(head, tensors, "midlayer")
 
 
@@ -247,7 +239,7 @@ def test_eagle31_norms(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         ({"norm_before_fc": True}, True),
-        ({"eagle_config": HEAD_CONFIG["eagle_config"] | {"norm_before_fc": True}}, True),
+        (of_layers([0, 1, 2], norm_before_fc=True), True),
         ({}, True),  # the tensor is there
         ({"norm_before_fc": False}, False),
     ],
@@ -312,7 +304,6 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
 
 
 Change = Callable[[dict[str, np.ndarray]], object]
-FULL = {"draft_vocab_size": VOCAB}
 ONES = np.ones(HIDDEN, np.float32)
 
 
@@ -331,16 +322,8 @@ def drop(name: str) -> Change:
         ({"vocab_size": 62}, {}, "vocab_size=62 of the head, but the target has 61"),
         ({"target_hidden_size": 64}, {}, "target_hidden_size=64 of the head, .* has 32"),
         ({}, {"hidden_size": 64}, r"'fc\.weight'.*\(32, 96\).*make 192 inputs"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}},
-            {},
-            r"'fc\.weight'.*\(32, 96\).*make 64 inputs",
-        ),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
-            {},
-            r"\[0, 1, 3\] are no layers of the target, which has 3",
-        ),
+        (of_layers([0, 1]), {}, r"'fc\.weight'.*\(32, 96\).*make 64 inputs"),
+        (of_layers([0, 1, 3]), {}, r"\[0, 1, 3\] are no layers of the target, which has 3"),
         ({"eagle_config": ...}, {}, r"the default for 3 layers, \(1, 0, -1\)"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {"num_hidden_layers": 9}, "use_aux"),
         ({"draft_vocab_size": 70}, {}, r"draft_vocab_size=70 must be.*61"),
@@ -350,11 +333,7 @@ def drop(name: str) -> Change:
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "'fp8'"),
         ({"hidden_size": ...}, {}, "no hidden_size"),
         ({"num_attention_heads": 0}, {}, "num_attention_heads=0 must be"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "0,1,2"}},
-            {},
-            "'0,1,2' must be a list",
-        ),
+        (of_layers("0,1,2"), {}, "'0,1,2' must be a list"),
         (
             {"norm_before_fc": True, "fc_norm": True},
             {},
@@ -492,44 +471,32 @@ LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embed
 
 
 FLAGS = ("fc_bias", "qkv_bias", "has_own_embedding", "norm_before_residual", "norm_output")
+HEADS_OF_ALL_KINDS = st.builds(
+    dataclasses.replace,
+    st.sampled_from(
+        [HEAD, *(dataclasses.replace(HEAD, **{n: True}) for n in ("has_fc_norm", "norm_before_fc"))]
+    ),
+    draft_vocab_size=st.sampled_from([1, 20, VOCAB]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    rope_scaling=st.sampled_from([None, LLAMA3, RopeScaling(rope_type="linear", factor=2.0)]),
+    feature_layers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
+    **dict.fromkeys(FLAGS, st.booleans()),
+)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    draft_vocab=st.sampled_from([1, 20, VOCAB]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    flags=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
-    feature_norm=st.sampled_from([{}, {"has_fc_norm": True}, {"norm_before_fc": True}]),
-    scaling=st.sampled_from([None, LLAMA3, RopeScaling(rope_type="linear", factor=2.0)]),
-    layers=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
-    max_shard_bytes=st.sampled_from([1, 5_000, 4 * 1024**3]),
-)
+@given(config=HEADS_OF_ALL_KINDS, max_shard_bytes=st.sampled_from([1, 5_000, 4 * 1024**3]))
 def test_export_round_trip(
-    tmp_path_factory: pytest.TempPathFactory,
-    draft_vocab: int,
-    dtype: str,
-    flags: dict[str, bool],
-    feature_norm: dict[str, bool],
-    scaling: RopeScaling | None,
-    layers: tuple[int, ...],
-    max_shard_bytes: int,
+    tmp_path_factory: pytest.TempPathFactory, config: DraftConfig, max_shard_bytes: int
 ) -> None:
     """Whatever a head is, what was exported is what is loaded again."""
     path = tmp_path_factory.mktemp("export")
-    config = dataclasses.replace(
-        HEAD,
-        draft_vocab_size=draft_vocab,
-        dtype=dtype,
-        rope_scaling=scaling,
-        feature_layers=layers,
-        **flags,
-        **feature_norm,
-    )
     weights = random_weights(config, 0)
     export_draft(path / "head", config, weights, max_shard_bytes=max_shard_bytes)
-    head = open_draft(path / "head", target(path, torch_dtype=dtype), checkpoint_format="eagle-3")
+    pair = target(path, torch_dtype=config.dtype)
+    head = open_draft(path / "head", pair, checkpoint_format="eagle-3")
     restored = head.load_weights()
-    if scaling is not None and scaling.rope_type == "linear":
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "linear":
         config = dataclasses.replace(config, rope_scaling=head.config.rope_scaling)
     assert head.config == config
     assert set(restored) == set(weights)

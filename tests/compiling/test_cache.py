@@ -6,13 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -338,46 +336,30 @@ def test_pruning_deletes_what_nothing_has_read(folder) -> None:
     assert [path.name[:4] for path in cache.path.iterdir() if path.is_file()] == ["new-"]
 
 
-SCRIPT = """
-    import sys
-    import jax, jax.numpy as jnp, numpy as np
-    from specjax.compiling.cache import open_compile_cache
-    from specjax.compiling.pool import CompilePool
-    from specjax.types import KVPools
-    from functools import partial
+ROOT = Path(__file__).parents[2]
 
-    def step(pools, x):
-        noise = jax.random.uniform(jax.random.key(3), pools.target.shape)
-        target = pools.target + noise
-        return KVPools(target, None), jax.lax.top_k(target @ x, 2)
 
-    def outcome(folder):
-        pool = CompilePool(open_compile_cache(folder, "here"))
-        for n in (64, 128):
-            pools = KVPools(jax.ShapeDtypeStruct((8, n), jnp.float32), None)
-            arguments = (pools, jax.ShapeDtypeStruct((n, 4), jnp.float32))
-            pool.add(("step", n), jax.jit(partial(step), donate_argnums=0), arguments)
-        pool.compile(show_progress=False)
-        lines = [str([function.is_hit for function in pool.report])]
-        for n in (64, 128):
-            target = jnp.ones((8, n))
-            before = target.unsafe_buffer_pointer()
-            pools, best = pool["step", n](KVPools(target, None), jnp.ones((n, 4)))
-            assert pools.target.unsafe_buffer_pointer() == before
-            total = float(np.asarray(pools.target).sum()).hex()
-            lines.append(f"{total} {np.asarray(best[1]).sum()}")
-        return lines
-"""
+def outcome(folder: Path) -> list[str]:
+    """Whether entries were there, and results of the functions, exactly."""
+    pools = [pool_of(opened(folder), size=size) for size in (64, 128)]
+    hits = [compiled(pool).is_hit for pool in pools]
+    results = [run(pool, size) for pool, size in zip(pools, (64, 128), strict=True)]
+    return [str(hits), *(f"{x.tobytes().hex()} {best} {total.hex()}" for x, best, total in results)]
 
 
 def started(folder: Path) -> subprocess.Popen:
-    script = f"{textwrap.dedent(SCRIPT)}\nprint(*outcome({str(folder)!r}), sep='\\n')"
+    script = f"""
+from pathlib import Path
+from tests.compiling.test_cache import outcome
+print(*outcome(Path({str(folder)!r})), sep="\\n")
+"""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
     )
 
 
@@ -391,9 +373,7 @@ def finished(process: subprocess.Popen) -> list[str]:
 @pytest.mark.slow
 def test_processes_share_entries_and_may_warm_up_at_once(folder) -> None:
     cold = [finished(process) for process in [started(folder), started(folder)]]
-    script: dict[str, Any] = {}
-    exec(textwrap.dedent(SCRIPT), script)
-    warm = script["outcome"](folder)  # in this process, which has compiled none of it
+    warm = outcome(folder)  # in this process, which has compiled none of it
     assert warm[0] == "[True, True]"
     assert warm[1:] == cold[0][1:] == cold[1][1:]
     assert len(entries(folder)) == 2
