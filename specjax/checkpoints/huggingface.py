@@ -136,8 +136,9 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     ``source`` has the head's tensors under canonical names: ``midlayer.*``, no ``model.`` prefix.
     """
     head = _Head(directory, source, target)
-    is_eagle3 = "midlayer.hidden_norm.weight" in head.names
-    values = _common_values(head) | (_eagle3_values(head) if is_eagle3 else _eagle_values(head))
+    is_eagle3 = head.has("midlayer.hidden_norm.weight")
+    values = _common_values(head, "midlayer" if is_eagle3 else "layers.0")
+    values |= _eagle3_values(head) if is_eagle3 else _eagle_values(head)
     return head.body.build(DraftConfig, values)
 
 
@@ -170,7 +171,6 @@ class _Head:
     def __init__(self, directory: Path, source: TensorSource, target: ModelConfig) -> None:
         self.path = directory / "config.json"
         self.source, self.target = source, target
-        self.names = source.infos
         self.body = Fields.read(self.path)
         self.eagle = self.body.fields("eagle_config")
         self.is_speculators = "transformer_layer_config" in self.body
@@ -183,23 +183,28 @@ class _Head:
         """A switch of the top level or of ``eagle_config``."""
         return self.body.get(name, Flag, self.eagle.get(name, Flag, default))
 
+    def has(self, tensor: str) -> bool:
+        return tensor in self.source.infos
 
-def _common_values(head: _Head) -> dict[str, Any]:
+    def lacks(self, tensor: str, why: str) -> ValueError:
+        return ValueError(f"{self.source.path} has no tensor {tensor!r}{why}")
+
+
+def _common_values(head: _Head, layer: str) -> dict[str, Any]:
     """Sizes and rotary settings; the context is at least the target's."""
-    layer, target = head.layer, head.target
-    vocab_size = layer.get("vocab_size", Size, target.vocab_size)
+    target = head.target
+    vocab_size = head.layer.get("vocab_size", Size, target.vocab_size)
     stated = head.body.get("target_hidden_size", Size, target.hidden_size)
     check_pair(head.path, vocab_size, stated, target)
-    first = "midlayer" if "midlayer.self_attn.q_proj.weight" in head.names else "layers.0"
     # published heads often state 2048, which is how far they were trained, not a bound
-    context = max(layer.get("max_position_embeddings", Size, 1), target.max_position_embeddings)
-    return layer_sizes(layer) | {
+    context = head.layer.get("max_position_embeddings", Size, 1)
+    return layer_sizes(head.layer) | {
         "vocab_size": vocab_size,
-        "num_layers": layer.get("num_hidden_layers", Size, 1),
-        "max_position_embeddings": context,
+        "num_layers": head.layer.get("num_hidden_layers", Size, 1),
+        "max_position_embeddings": max(context, target.max_position_embeddings),
         "dtype": target.dtype,
         "target_hidden_size": target.hidden_size,
-        "qkv_bias": f"{first}.self_attn.q_proj.bias" in head.names,
+        "qkv_bias": head.has(f"{layer}.self_attn.q_proj.bias"),
     }
 
 
@@ -223,52 +228,47 @@ def _eagle_values(head: _Head) -> dict[str, Any]:
 
 
 def _eagle3_values(head: _Head) -> dict[str, Any]:
-    target, hidden = head.target, head.hidden_size
-    layers = _feature_layers(head)
+    target, layers = head.target, _feature_layers(head)
     if not head.flag("use_aux_hidden_state", True):
         raise ValueError(f"{head.path}: use_aux_hidden_state=false is not supported")
     meaning = f"{len(layers)} features of the target's hidden_size={target.hidden_size}"
     _check_fc(head, len(layers) * target.hidden_size, meaning)
     vocab_size = _draft_vocab_size(head)
     sizes = (
-        f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={hidden} (target "
-        f"{target.hidden_size})"
+        f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={head.hidden_size} "
+        f"(target {target.hidden_size})"
     )
-    same_width = hidden == target.hidden_size
-    own_embedding, own_head = (f"{x}.weight" in head.names for x in ("embed_tokens", "lm_head"))
+    same_width = head.hidden_size == target.hidden_size
+    own_embedding, own_head = head.has("embed_tokens.weight"), head.has("lm_head.weight")
     if not own_embedding and not same_width:
-        raise ValueError(
-            f"{head.source.path} has no tensor 'embed_tokens.weight', and the target's embeddings "
-            f"do not fit: {sizes}"
+        raise head.lacks(
+            "embed_tokens.weight", f", and the target's embeddings do not fit: {sizes}"
         )
     tied = not own_head and head.layer.get("tie_word_embeddings", Flag, False)
     has_other_head = same_width or (tied and own_embedding)
     if not own_head and not (vocab_size == target.vocab_size and has_other_head):
-        raise ValueError(
-            f"{head.source.path} has no tensor 'lm_head.weight', and no other output head fits: "
-            f"{sizes}"
-        )
+        raise head.lacks("lm_head.weight", f", and no other output head fits: {sizes}")
     return {
         "checkpoint_format": "eagle-3",
         "draft_vocab_size": vocab_size,
         "feature_layers": layers,
-        "fc_bias": "fc.bias" in head.names,
+        "fc_bias": head.has("fc.bias"),
         "has_own_embedding": own_embedding,
         # a configuration may call the head tied although the file has one: the tensor decides
         "has_own_lm_head": own_head,
         "ties_lm_head": tied,
         "norm_before_residual": head.flag("norm_before_residual", head.is_speculators),
         # where a configuration has no switch, the tensors decide
-        "norm_before_fc": head.flag("norm_before_fc", "input_norm.weight" in head.names),
-        "has_fc_norm": head.flag("fc_norm", "fc_norm.0.weight" in head.names),
+        "norm_before_fc": head.flag("norm_before_fc", head.has("input_norm.weight")),
+        "has_fc_norm": head.flag("fc_norm", head.has("fc_norm.0.weight")),
         "norm_output": head.flag("norm_output"),
     }
 
 
 def _check_fc(head: _Head, in_size: int, meaning: str) -> None:
-    info = head.names.get("fc.weight")
-    if info is None:
-        raise ValueError(f"{head.source.path} has no tensor 'fc.weight'")
+    if not head.has("fc.weight"):
+        raise head.lacks("fc.weight", "")
+    info = head.source.infos["fc.weight"]
     if len(info.shape) != 2 or info.shape[1] != in_size:
         raise ValueError(
             f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {meaning} make "
@@ -295,6 +295,7 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
 
 def _draft_vocab_size(head: _Head) -> int:
     """The configured size; without one, that of the tensors, else the target's."""
-    stored = [head.names[name].shape for name in ("d2t", "lm_head.weight") if name in head.names]
-    sizes = [next(iter(shape), 0) for shape in stored]
-    return head.layer.get("draft_vocab_size", Size, [*sizes, head.target.vocab_size][0])
+    infos = head.source.infos
+    stored = [infos[name].shape for name in ("d2t", "lm_head.weight") if name in infos]
+    sizes = [*(next(iter(shape), 0) for shape in stored), head.target.vocab_size]
+    return head.layer.get("draft_vocab_size", Size, sizes[0])

@@ -70,8 +70,10 @@ def open_compile_cache(
             raise ValueError(f"compile_cache_dir={str(directory)!r} is refused: {error}") from error
         logger.warning("compiled functions are not kept: %s; pass compile_cache_dir", error)
         return None
-    if not is_jaxs:
-        set_cache_folder(path)
+    if not is_jaxs:  # JAX keeps all that it compiles in the folder
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        _set("jax_compilation_cache_dir", str(path))
     return CompileCache(path / FOLDER, facts, devices)
 
 
@@ -112,7 +114,7 @@ class CompileCache:
         """The executable of a :meth:`key` that fits abstract arguments, and its bytes on disk."""
         path = self.path / key
         with _warned(path, "is built anew"):
-            data = _read(path)
+            data = read_private(path)
             if data is None:
                 return None
             digest, payload = data[:_DIGEST_LETTERS], data[_DIGEST_LETTERS:]
@@ -143,7 +145,7 @@ class CompileCache:
         """A value stored for this configuration and environment, or ``None``."""
         path = self.path / self._name(name, self._key, "json")
         with _warned(path, "is built anew"):
-            data = _read(path)
+            data = read_private(path)
             if data is None:
                 return None
             content = json.loads(data)
@@ -172,14 +174,6 @@ class CompileCache:
 
     def _name(self, label: str, digest: str, suffix: str) -> str:
         return f"{re.sub(r'[^A-Za-z0-9._]+', '-', label)}-{digest[:32]}.{suffix}"
-
-
-def _read(path: Path) -> bytes | None:
-    data = read_private(path)
-    if data is not None:
-        with suppress(OSError):
-            os.utime(path)  # for prune
-    return data
 
 
 def _checksum(key: str, payload: bytes) -> bytes:
@@ -217,6 +211,8 @@ def read_private(path: Path) -> bytes | None:
         with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
             # of what was opened, not of what the path named a moment before
             _check(path, os.fstat(file.fileno()))
+            with suppress(OSError):
+                os.utime(file.fileno())  # for prune
             return file.read()
     except FileNotFoundError:
         return None
@@ -250,13 +246,6 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 
 _BYPASS = threading.RLock()
-
-
-def set_cache_folder(path: Path) -> None:
-    """Let JAX keep all that it compiles in a folder."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _set("jax_compilation_cache_dir", str(path))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.stages import Compiled, Lowered
 from tqdm import tqdm
@@ -34,19 +34,12 @@ class CompiledFunction:
     alias_bytes: int  # of its arguments, what its results are written into
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     key: Hashable
+    label: str
     function: Any
     arguments: tuple[Any, ...]
     options: CompilerOptions
-
-    @property
-    def label(self) -> str:
-        return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
-
-    def name_in(self, cache: CompileCache) -> str:
-        return cache.key(self.label, self.function, self.arguments, self.options)
 
 
 class CompilePool(dict[Hashable, Compiled]):
@@ -78,7 +71,8 @@ class CompilePool(dict[Hashable, Compiled]):
         """
         if "." not in getattr(function.__wrapped__, "__qualname__", "."):
             raise ValueError(f"function={function} is a module's, which others may compile too")
-        self._jobs.append(_Job(key, function, tuple(arguments), compiler_options))
+        label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
 
     def compile(self, *, show_progress: bool) -> None:
         """Compile what was added, or read it from the cache.
@@ -87,6 +81,14 @@ class CompilePool(dict[Hashable, Compiled]):
         """
         jobs, self._jobs = self._jobs, []
         cache, started = self.cache, time.perf_counter()
+        names = (
+            {}
+            if cache is None
+            else {
+                job.key: cache.key(job.label, job.function, job.arguments, job.options)
+                for job in jobs
+            }
+        )
         done: dict[Hashable, CompiledFunction] = {}
         # without a terminal the lines of the log are enough
         is_off = None if show_progress else True
@@ -103,13 +105,13 @@ class CompilePool(dict[Hashable, Compiled]):
 
         def load(job: _Job) -> None:
             began = time.perf_counter()
-            if cache is not None and (found := cache.load(job.name_in(cache), job.arguments)):
+            if cache is not None and (found := cache.load(names[job.key], job.arguments)):
                 finish(job, *found, began, is_hit=True)
 
         def build(job: _Job, lowered: Lowered, spent: float, extra: dict[str, str | bool]) -> None:
             began = time.perf_counter() - spent
             compiled = lowered.compile(compiler_options={**(job.options or {}), **extra} or None)
-            num_bytes = None if cache is None else cache.store(job.name_in(cache), compiled)
+            num_bytes = None if cache is None else cache.store(names[job.key], compiled)
             finish(job, compiled, num_bytes, began, is_hit=False)
 
         num_threads = min(MAX_THREADS, os.cpu_count() or 1)
