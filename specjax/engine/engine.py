@@ -21,7 +21,7 @@ from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import build_engine, make_controller
 from specjax.engine.plan import EnginePlan, server_info
-from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
+from specjax.engine.requests import Messages, Params, RequestFactory, tokenize_inputs
 from specjax.engine.weights import (
     NewWeights,
     check_finite,
@@ -382,8 +382,12 @@ class Engine:
         """
         self._need_open()
         nets = self.runner.networks
-        (ids,), _ = tokenize_inputs(self.tokenizer, input_ids=input_ids)
-        check_prompt(ids, self.target.config.vocab_size, self.context_length)
+        (ids,), _ = tokenize_inputs(
+            None,
+            input_ids=input_ids,
+            vocab_size=self.target.config.vocab_size,
+            context_length=self.context_length,
+        )
         logits = next_logits(nets.target, self.runner.weights[0], ids)
         second, first = (int(i) for i in np.argsort(logits)[-2:])
         return first, second, float(logits[first] - logits[second])
@@ -398,7 +402,7 @@ class Engine:
         """
         self._need_open()
         if watch is not None:
-            self.runner.compile_stages(show_progress=self.args.shows_progress)
+            self.runner.compile(show_progress=self.args.shows_progress, stages=True)
         self._loop.run(partial(self.runner.watch_rounds, watch))
 
     def close(self) -> None:

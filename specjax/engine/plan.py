@@ -22,7 +22,7 @@ from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
     PoolPlan,
     RunnerConfig,
-    checked_buckets,
+    batch_buckets,
     device_memory,
     memory_needs,
     plan_pools,
@@ -119,7 +119,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     smallest = smallest_bucket(
         on_gpu=not on_cpu, drafts=args.shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
     )
-    buckets = checked_buckets(args.batch_buckets, slots, smallest)
+    buckets = batch_buckets(args.batch_buckets, slots, smallest)
     longest = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
     config = RunnerConfig(
         algorithm=args.algorithm,

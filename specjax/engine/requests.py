@@ -3,7 +3,7 @@
 import math
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -43,38 +43,46 @@ def tokenize_inputs(
     input_ids: Any = None,
     messages: Any = None,
     *,
+    vocab_size: float = math.inf,
     context_length: float = math.inf,
 ) -> tuple[list[list[int]], bool]:
     """Token ids of every input of the one kind that is given, and whether a list was given.
 
     Special tokens are added to raw text as the checkpoint asks, and by the chat template to
-    ``messages``. Arrays serve as ``input_ids`` too. ValueError for a text that has too many
-    characters for the context, before it is encoded, or too many tokens.
+    ``messages``. Arrays serve as ``input_ids`` too. ValueError for an input that the model cannot
+    read, that leaves no room for a completion, or that has too many characters to be encoded.
     """
     given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
         raise ValueError(f"give exactly one of prompt, input_ids and messages, not {names}")
+    rows: Iterable[list[int]]
     if input_ids is not None:
-        return _id_lists(input_ids)
-    tokenizer = _need_tokenizer(tokenizer, names[0])
-    if prompt is not None:
-        texts = [prompt] if isinstance(prompt, str) else prompt
+        rows, is_batch = _id_lists(input_ids)
+    elif prompt is not None:
+        tokenizer, is_batch = _need_tokenizer(tokenizer, "prompt"), not isinstance(prompt, str)
+        texts = prompt if is_batch else [prompt]
         if not _is_list(texts) or not all(isinstance(text, str) for text in texts):
             raise refused("prompt", prompt, "must be a text or a list of texts")
         for text in texts:
             tokenizer.check_length(len(text), context_length)
-        rows: list[list[int]] = []
-        for text in texts:  # a list of long texts ends with the first one that does not fit
-            rows.append(tokenizer.encode(text))
-            if len(rows[-1]) >= context_length:
-                refuse_length(len(rows[-1]), context_length)
-        return rows, not isinstance(prompt, str)
-    is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
-    conversations = messages if is_batch else [messages]
-    if not all(_is_list(one) for one in conversations):
-        raise refused("messages", messages, "must be a list of turns or a list of such lists")
-    return [encode_conversation(tokenizer, context_length, one) for one in conversations], is_batch
+        rows = map(tokenizer.encode, texts)
+    else:
+        tokenizer = _need_tokenizer(tokenizer, "messages")
+        is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
+        conversations = messages if is_batch else [messages]
+        if not all(_is_list(one) for one in conversations):
+            raise refused("messages", messages, "must be a list of turns or a list of such lists")
+        rows = (encode_conversation(tokenizer, context_length, one) for one in conversations)
+    checked = []
+    for ids in rows:  # a list of long texts ends with the first one that does not fit
+        if not ids:
+            raise ValueError("an input has no tokens; give at least one")
+        if len(ids) >= context_length:
+            refuse_length(len(ids), context_length)
+        _check_vocabulary("input_ids", ids, vocab_size)
+        checked.append(ids)
+    return checked, is_batch
 
 
 def encode_conversation(
@@ -116,15 +124,6 @@ def _up_to_content(text: str, content: Any) -> str:
     return kept + end if text.startswith(end, len(kept)) else kept
 
 
-def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> None:
-    """Refuse a prompt that the model cannot read or that leaves no room for a completion."""
-    if not ids:
-        raise ValueError("an input has no tokens; give at least one")
-    _check_vocabulary("input_ids", ids, vocab_size)
-    if len(ids) >= context_length:
-        refuse_length(len(ids), context_length)
-
-
 def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
     """Raise the ParameterError of a prompt that leaves no room for a completion."""
     raise ParameterError(
@@ -158,12 +157,14 @@ class RequestFactory:
 
         ``options`` are those of :class:`GenerateRequest`, each one value or a list.
         """
-        length = self._plan.context_length
         prompts, is_batch = tokenize_inputs(
-            self._tokenizer, prompt, input_ids, messages, context_length=length
+            self._tokenizer,
+            prompt,
+            input_ids,
+            messages,
+            vocab_size=self._plan.target.config.vocab_size,
+            context_length=self._plan.context_length,
         )
-        for ids in prompts:
-            check_prompt(ids, self._plan.target.config.vocab_size, length)
         count = len(prompts)
         given = _for_each_input("sampling_params", sampling_params, count)
         made = {id(one): SamplingParams.of(one) for one in given}
@@ -257,7 +258,7 @@ def _need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     return tokenizer
 
 
-def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: float) -> None:
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         message = f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}"
         raise ParameterError(message, param=name, limit=vocab_size)

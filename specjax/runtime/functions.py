@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,23 +60,15 @@ def compiler_options(rows: int) -> CompilerOptions:
     return {"xla_gpu_experimental_force_split_k": "1", **others}
 
 
+@dataclass(frozen=True)
 class RoundFunctions:
-    """Functions over flat weights, for the sizes of one runner.
+    """Functions over flat weights, for the sizes of one runner."""
 
-    ``common`` are the first arguments of all: abstract weights, state, pages and packed sampling.
-    """
-
-    def __init__(
-        self,
-        networks: Networks,
-        config: RunnerConfig,
-        max_top_logprobs: int,
-        common: tuple[Any, ...],
-    ) -> None:
-        self._networks = networks
-        self._config = config
-        self._max_top_logprobs = max_top_logprobs
-        self._common = common
+    _networks: Networks
+    _config: RunnerConfig
+    _max_top_logprobs: int
+    # the first arguments of all functions: abstract weights, state, pages and packed sampling
+    _common: tuple[Any, ...]
 
     def bind(
         self,

@@ -1,6 +1,6 @@
 """What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
-from specjax.runtime.functions import STAGES, Job, RoundFunctions, Watch, staged_rounds
+from specjax.runtime.functions import STAGES, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.processors import abstract_states, needs_history
@@ -30,8 +30,8 @@ class Dispatched:
 
     tokens: jax.Array
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    hidden_states: jax.Array | None = None
+    prompt_logprobs: Logprobs | None = None  # [W], of the token after each of the packed tokens
+    hidden_states: jax.Array | None = None  # [rounds, bucket, A, D] or [chunks, D]
     tier: DraftShape = NO_DRAFTS  # of rounds
 
     def __post_init__(self) -> None:
@@ -48,16 +48,6 @@ class Dispatched:
         Entries after the accepted tokens and of rows that do not ask for them are 0.
         """
         values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
-        return values
-
-    def read_hidden_states(self) -> np.ndarray | None:
-        """Wait for them, f32 ``[rounds, bucket, A, D]`` or ``[chunks, D]``; ``None`` likewise."""
-        states = self.hidden_states
-        return None if states is None else np.asarray(states).astype(np.float32)
-
-    def read_prompt_logprobs(self) -> Logprobs | None:
-        """Wait for those of the prompt token after each of the packed tokens, ``[W]``."""
-        values: Logprobs | None = jax.tree.map(np.asarray, self.prompt_logprobs)
         return values
 
 
@@ -118,15 +108,14 @@ class ModelRunner:
     def compile(self, *, show_progress: bool, stages: bool = False) -> None:
         """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
 
-        With ``stages`` also :meth:`compile_stages`.
+        With ``stages`` also draft, verify and extend on their own, for :meth:`watch_rounds`.
+        Functions that are compiled already stay.
         """
         functions = self._functions()
-        jobs = [*functions.jobs(), *(functions.stage_jobs() if stages else ())]
-        self._compile(jobs, show_progress=show_progress)
-
-    def compile_stages(self, *, show_progress: bool) -> None:
-        """Compile draft, verify and extend on their own, for :meth:`watch_rounds`."""
-        self._compile(self._functions().stage_jobs(), show_progress=show_progress)
+        for job in (*functions.jobs(), *(functions.stage_jobs() if stages else ())):
+            if job[0] not in self.compiled:
+                self.compiled.add(*job)
+        self.compiled.compile(show_progress=show_progress)
 
     def _functions(self) -> RoundFunctions:
         nets = self.networks
@@ -136,12 +125,6 @@ class ModelRunner:
         weights = place.abstract((nets.target.abstract, nets.draft.abstract))
         common = (*weights, self.abstract_state, *place.abstract((view, sampling)))
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
-
-    def _compile(self, jobs: Iterable[Job], *, show_progress: bool) -> None:
-        for key, function, arguments, options in jobs:
-            if key not in self.compiled:
-                self.compiled.add(key, function, arguments, options)
-        self.compiled.compile(show_progress=show_progress)
 
     def load(self, target: Weights, draft: Weights) -> None:
         """Take weights (flat, in the order of the networks) and allocate the pools.
@@ -170,8 +153,7 @@ class ModelRunner:
 
         The old pools go first: there is no room for two.
         """
-        for leaf in jax.tree.leaves(self.on_device):
-            leaf.delete()
+        jax.tree.map(lambda leaf: leaf.delete(), self.on_device)
         self.on_device = self._empty_state()
 
     def unload(self) -> None:
@@ -200,39 +182,13 @@ class ModelRunner:
             raise refused("top_logprobs_num", top_logprobs, f"must be from 0 to {limit}", limit)
 
     def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        *,
-        seed: int,
-        end_token_ids: Collection[int] = (),
-        prompt_len: int = 0,
-        top_logprobs: int | None = None,
-        hidden_states: bool = False,
-        cached_ids: Sequence[int] = (),
+        self, slot: int, params: SamplingParams, *, cached_ids: Sequence[int] = (), **options: Any
     ) -> None:
-        """Give a request slot its sampling parameters.
+        """Give a request slot its sampling parameters, and ``options`` of the tables' method.
 
-        Args:
-            slot: request slot.
-            params: sampling parameters, which passed :meth:`check`.
-            seed: of the request's noise.
-            end_token_ids: tokens that end it.
-            prompt_len: tokens of its own prompt; what is prefilled after them counts as produced.
-            top_logprobs: most likely tokens to report at each position; ``None`` for no
-                log-probabilities at all.
-            hidden_states: whether to report the state that each token's logits come from.
-            cached_ids: the start of the text that no prefill brings, since its KV is cached.
+        ``cached_ids`` are the start of the text that no prefill brings, since its KV is cached.
         """
-        self.tables.set_sampling(
-            slot,
-            params,
-            seed=seed,
-            end_token_ids=end_token_ids,
-            prompt_len=prompt_len,
-            top_logprobs=top_logprobs,
-            hidden_states=hidden_states,
-        )
+        self.tables.set_sampling(slot, params, **options)
         is_read = needs_history(params) or self.config.algorithm.needs_history
         if is_read and len(cached_ids) > 0:
             history = np.zeros(self.config.context, np.int32)

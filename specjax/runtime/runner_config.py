@@ -294,22 +294,21 @@ def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
     return PADDED_ROWS if pays else 1
 
 
-def batch_buckets(max_running_requests: int, smallest: int = 1) -> tuple[int, ...]:
-    """Powers of two from ``smallest`` up to ``max_running_requests``, and that number itself."""
-    doubled = takewhile(lambda size: size < max_running_requests, (smallest << i for i in count()))
-    return (*doubled, max(smallest, max_running_requests))
-
-
-def checked_buckets(
-    buckets: Sequence[int] | None, max_running_requests: int, smallest: int = 1
+def batch_buckets(
+    given: Sequence[int] | None, max_running_requests: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """Batch buckets as given, sorted, or the default ones for ``None``."""
-    if buckets is None:
-        return batch_buckets(max_running_requests, smallest)
-    ordered = tuple(sorted(set(buckets)))
+    """Batch sizes that rounds are compiled for: those given, sorted, or for ``None`` a default.
+
+    That is powers of two from ``smallest`` up to ``max_running_requests``, and that number itself.
+    """
+    if given is None:
+        doubled = (smallest << i for i in count())
+        fewer = takewhile(lambda size: size < max_running_requests, doubled)
+        return (*fewer, max(smallest, max_running_requests))
+    ordered = tuple(sorted(set(given)))
     if not ordered or ordered[0] < 1 or ordered[-1] < max_running_requests:
         raise ValueError(
-            f"batch_buckets={tuple(buckets)} must be at least 1 and their largest at least "
+            f"batch_buckets={tuple(given)} must be at least 1 and their largest at least "
             f"max_running_requests={max_running_requests}"
         )
     return ordered

@@ -118,15 +118,22 @@ class HostTables:
         params: SamplingParams,
         *,
         seed: int,
-        end_token_ids: Collection[int],
-        prompt_len: int,
-        top_logprobs: int | None,
+        end_token_ids: Collection[int] = (),
+        prompt_len: int = 0,
+        top_logprobs: int | None = None,
         hidden_states: bool = False,
     ) -> None:
-        """Write the parameters of a slot; they have passed :func:`check_slot_limits`.
+        """Write the parameters of a slot; a greedy row has no filters, which would change nothing.
 
-        A greedy row has no filters, which would change nothing there. ``top_logprobs`` is ``None``
-        where no log-probabilities are wanted at all.
+        Args:
+            slot: request slot.
+            params: sampling parameters, which passed :func:`check_slot_limits`.
+            seed: of the request's noise.
+            end_token_ids: tokens that end it.
+            prompt_len: tokens of its own prompt; what is prefilled after them counts as produced.
+            top_logprobs: most likely tokens to report at each position; ``None``: no
+                log-probabilities at all.
+            hidden_states: whether to report the state that each token's logits come from.
         """
         self.sampling[slot] = self._neutral
         row = self.sampling[slot]

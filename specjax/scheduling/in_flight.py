@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics import Totals
@@ -58,9 +59,11 @@ class InFlight:
             row.request.top_logprobs is not None and not row.is_released for row in rows
         )
         logprobs = result.read_logprobs() if wants_logprobs else None
-        states = result.read_hidden_states()
+        prompt, states = jax.tree.map(np.asarray, (result.prompt_logprobs, result.hidden_states))
+        if states is not None:
+            states = states.astype(np.float32)
         reports = () if logprobs is None and states is None else (logprobs, states)
-        prompt, at = result.read_prompt_logprobs(), 0
+        at = 0
         now = self._clock()
         if batch_size and self._controller is not None:
             self._report_accepted(self._controller, rows, values, result.tier, batch_size)

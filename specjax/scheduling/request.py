@@ -162,35 +162,19 @@ class Request:
     def __post_init__(
         self, decoder: IncrementalDecoder | None, spec_width: int, spec_simulated: float | None
     ) -> None:
+        arguments = self.arguments
+        self.rid, self.input_ids = arguments.rid, arguments.input_ids
+        self.params = arguments.sampling_params
+        # best tokens to report with each token's log-probability, and the first prompt token whose
+        # log-probability is reported; ``None``: report none
+        self.top_logprobs = arguments.top_logprobs_num if arguments.return_logprob else None
+        start = arguments.logprob_start_len
+        self.logprob_start_len = None if start < 0 else start
         is_speculative = spec_width > 0 and self.params.speculative
         self.spec = SpecCounts(spec_width, spec_simulated) if is_speculative else None
         keeps_stop = self.params.no_stop_trim
         self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()
-
-    @property
-    def rid(self) -> str:
-        """Its id, unique in the engine."""
-        return self.arguments.rid
-
-    @property
-    def input_ids(self) -> list[int]:
-        return self.arguments.input_ids
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.arguments.sampling_params
-
-    @property
-    def top_logprobs(self) -> int | None:
-        """Best tokens to report with each token's log-probability; ``None``: report none."""
-        return self.arguments.top_logprobs_num if self.arguments.return_logprob else None
-
-    @property
-    def logprob_start_len(self) -> int | None:
-        """First prompt token whose log-probability is reported; ``None``: report none."""
-        start = self.arguments.logprob_start_len
-        return None if start < 0 else start
 
     @property
     def is_finished(self) -> bool:

@@ -147,15 +147,6 @@ def test_the_start_line_says_the_tiers(options, line):
     assert _describe_tiers(EngineArgs(speculative_algorithm="EAGLE3", **options)) == line
 
 
-def test_only_adaptive_decoding_begins_with_no_drafts():
-    options = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 0}
-    assert EngineArgs(**options, speculative_adaptive=True).shape.steps == 0
-    with pytest.raises(ValueError, match="speculative_num_steps=0 must be an integer from 1"):
-        EngineArgs(**options)
-    with pytest.raises(ValueError, match="speculative_num_steps=-1 must be an integer from 0"):
-        EngineArgs(**options | {"speculative_num_steps": -1}, speculative_adaptive=True)
-
-
 class Cache:
     """A cache that keeps one value."""
 
@@ -188,37 +179,6 @@ def test_the_start_tier_is_the_nearest_candidate(files):
         state = engine.get_server_info()["internal_states"][0]
         assert state["adaptive"]["speculative_num_steps"] == 3
         assert state["adaptive"]["tiers"] == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speculative_adaptive_config": {}}, "speculative_adaptive is False"),
-        ({"speculative_adaptive": True, "speculative_adaptive_config": {"alpha": 1}}, "'alpha'=1"),
-        (
-            {"speculative_adaptive": True, "speculative_adaptive_config": {"ema_alpha": 1.5}},
-            "ema_alpha=1.5",
-        ),
-        (
-            {
-                "speculative_adaptive": True,
-                "speculative_adaptive_config": {"8": {"update_interval": 0}},
-            },
-            "slot '8': update_interval=0",
-        ),
-        ({"speculative_adaptive": True, "speculative_algorithm": None}, "speculative_algorithm"),
-    ],
-)
-def test_wrong_configurations_are_named(files, options, message):
-    with pytest.raises(ValueError, match=message):
-        files.small(**options)
-
-
-def test_a_wrong_file_is_named(files, tmp_path):
-    path = tmp_path / "adaptive.json"
-    path.write_text('{"candidate_steps": [1, -3]}')
-    with pytest.raises(ValueError, match=r"adaptive\.json: .*candidate_steps=\[1, -3\]"):
-        adaptive(files, path)
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 
-SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
+SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "EAGLE3"}
+ADAPTIVE = SPECULATIVE | {"speculative_adaptive": True}
 REJECTION = "speculative_use_rejection_sampling"
 SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "acc"))
 
@@ -47,6 +48,10 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         ({"speculative_num_draft_tokens": 4}, r"\['speculative_num_draft_tokens'\] are given"),
         ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
         ({"draft_rope_theta": 1e4}, r"\['draft_rope_theta'\] are given"),
+        ({"speculative_adaptive": True}, "speculative_algorithm"),
+        (SPECULATIVE | {"speculative_adaptive_config": {}}, "speculative_adaptive is False"),
+        (ADAPTIVE | {"speculative_adaptive_config": {"alpha": 1}}, "'alpha'=1"),
+        (ADAPTIVE | {"speculative_num_steps": -1}, "num_steps=-1 must be an integer from 0"),
         (SPECULATIVE | {"speculative_num_steps": 0}, "speculative_num_steps=0"),
         (SPECULATIVE | {"speculative_num_steps": 64}, "speculative_num_steps=64"),
         (SPECULATIVE | {"speculative_num_steps": 2.5}, "speculative_num_steps=2.5"),
@@ -99,6 +104,7 @@ def test_unknown_names_are_pythons_own_error() -> None:
     [
         {},
         {"max_waiting_requests": 0, "request_timeout": 0.5, "overlap": False},
+        ADAPTIVE | {"speculative_num_steps": 0},
         SPECULATIVE | {"simulate_accept_length": 1},
         SPECULATIVE | {"simulate_accept_length": 6},
         SPECULATIVE | {REJECTION: True, SINGLE: 1, ACC: 1.0},

@@ -72,17 +72,6 @@ def test_the_event_loop_goes_on_meanwhile(engine) -> None:
     assert run(main()) > 10
 
 
-def test_a_stream_of_a_list_names_the_index(engine) -> None:
-    expected = [engine.generate(text, GREEDY) for text in TEXTS]
-
-    async def main() -> dict[int, Any]:
-        stream = await engine.async_generate(TEXTS, GREEDY, stream=True)
-        return {output["index"]: output async for output in stream}
-
-    last = run(main())
-    assert [text_of(last[i]) for i in range(3)] == list(map(text_of, expected))
-
-
 def test_inputs_are_checked_at_once(engine) -> None:
     async def main() -> None:
         for stream in (False, True):
@@ -151,21 +140,6 @@ def test_an_event_loop_that_closes_early_aborts_its_requests(engine) -> None:
     event_loop = asyncio.new_event_loop()
     event_loop.run_until_complete(stream.aclose())
     event_loop.close()
-
-
-def test_closing_the_engine_ends_coroutines(files, engine) -> None:
-    made = files.small(share_weights_with=engine)
-
-    async def main() -> Any:
-        task = asyncio.create_task(made.async_generate(["x"] * 50, LONG))
-        await asyncio.sleep(0.05)
-        await asyncio.to_thread(made.close)
-        return await task
-
-    results = run(main())
-    assert results[-1]["meta_info"]["finish_reason"] == {"type": "abort"}
-    with pytest.raises(ValueError, match="closed"):
-        run(made.async_generate("x"))
 
 
 # several samples of an input

@@ -85,11 +85,6 @@ def test_they_end_with_the_text(engine) -> None:
     check(engine, TEXTS[0], result, 0)
 
 
-def test_samples_have_them_too(engine) -> None:
-    for result in engine.generate(TEXTS[0], SEEDED | {"n": 2}, return_logprob=True):
-        check(engine, TEXTS[0], result, 0)
-
-
 def test_too_many_are_refused(engine) -> None:
     most = engine.runner.max_top_logprobs
     check(

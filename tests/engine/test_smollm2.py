@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def plain() -> Iterator[Engine]:
 
 
 @pytest.mark.slow
+def test_the_embedded_model_answers(plain):
+    """With its chat template, up to its end token; a stream shows whole characters only."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = plain.generate(messages=question, sampling_params=GREEDY | {"max_new_tokens": 48})
+    assert "Paris" in answer["text"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+    story = [{"role": "user", "content": "Write one sentence about 日本 with an emoji."}]
+    shown = plain.generate(messages=story, sampling_params=GREEDY, stream=True)
+    texts = [out["text"] for out in shown]
+    for before, after in pairwise(texts):
+        assert after.startswith(before)
+        assert "\ufffd" not in before
+
+
+@pytest.mark.slow
 def test_shipped_head_is_lossless_and_useful(plain):
     """First turns of four categories, greedy and seeded, in one batch and one by one."""
     prompts = [json.loads(line) for line in PROMPTS.read_text("utf-8").split("\n") if line]
@@ -56,14 +72,6 @@ def test_shipped_head_is_lossless_and_useful(plain):
             assert [out["output_ids"] for out in outputs] == [out["output_ids"] for out in expected]
             alone = engine.generate(messages=messages[0], sampling_params=params)
             assert alone["output_ids"] == outputs[0]["output_ids"]
-            for out in outputs:
-                meta = out["meta_info"]
-                histogram = meta["spec_correct_drafts_histogram"]
-                assert sum(histogram) == meta["spec_verify_ct"]
-                weighted = sum(i * count for i, count in enumerate(histogram))
-                assert weighted == meta["spec_num_correct_drafts"]
-                proposed = meta["spec_num_proposed_drafts"]
-                assert meta["spec_accept_rate"] == meta["spec_num_correct_drafts"] / proposed
             tokens = sum(out["meta_info"]["completion_tokens"] for out in outputs)
             verifies = sum(out["meta_info"]["spec_verify_ct"] for out in outputs)
             lengths.append(tokens / verifies)

@@ -124,11 +124,6 @@ def test_stages_are_compiled_where_they_are_asked_for(files, warmed) -> None:
     assert new == {"draft", "verify", "extend"}
 
 
-def test_without_a_folder_there_is_nothing_to_warm_up(files) -> None:
-    with pytest.raises(ValueError, match="compile_cache_dir=None leaves no folder"):
-        warm_up(EngineArgs(**options(files, compile_cache_dir=None)))
-
-
 @pytest.mark.parametrize("extra", [0, 1, plan.MEMORY_GRANULE - 1])
 def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
     """Sized by memory: the context of so many requests does not fit."""

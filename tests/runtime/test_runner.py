@@ -151,25 +151,3 @@ def test_tables_go_to_the_device_with_the_first_dispatch_of_a_slot_that_changed(
     np.testing.assert_array_equal(pages, runner.tables.page_table)
     for slot in (1, 2):
         runner.clear_slot(slot)
-
-
-def test_weights_are_needed_and_let_go() -> None:
-    made = make_runner(EAGLE3, 4)
-    fresh = ModelRunner(made.networks, made.config)
-    assert not hasattr(fresh, "weights")
-    fresh.load(*made.weights)
-    assert fresh.weights == made.weights
-    fresh.unload()
-    assert not hasattr(fresh, "weights")
-
-
-def test_seeds_are_kept_whole() -> None:
-    made = make_runner(EAGLE3, 4)
-    seed = 2**64 - 2**33 + 5
-    made.set_slot(2, SamplingParams(top_k=3, top_p=0.5), seed=seed)
-    made.set_pages(2, [1])
-    high, low = (int(word) for word in made.tables.sampling["seeds"][2])
-    assert high << 32 | low == seed
-    made.clear_slot(2)
-    assert not made.tables.page_table.any()
-    assert not made.tables.sampling["seeds"].any()

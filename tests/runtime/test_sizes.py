@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from specjax.runtime.runner_config import (
     PoolPlan,
     RunnerConfig,
     batch_buckets,
-    device_memory,
     pick_bucket,
     plan_pools,
     prefill_buckets,
@@ -67,12 +65,6 @@ def test_max_total_tokens_wins_over_the_fraction() -> None:
     assert plan(max_total_tokens=100, mem_fraction_static=0.11).num_pages == 26
 
 
-def test_fraction_holds_weights_and_kv_together() -> None:
-    made = plan(mem_fraction_static=0.5)
-    assert made.weight_bytes + made.kv_bytes <= 5_000
-    assert made.weight_bytes + made.kv_bytes > 5_000 - 40
-
-
 def test_never_more_than_all_requests_can_use() -> None:
     # 3 requests of 9 pages
     made = plan(memory=10**12, pages_per_request=9, num_slots=4)
@@ -111,23 +103,12 @@ def test_a_plan_fits_or_is_refused(memory, weight_bytes, page_size, fraction) ->
         assert made.weight_bytes + made.kv_bytes + made.temporary_bytes <= memory
 
 
-def test_description_tells_weights_kv_and_pages() -> None:
-    made = plan(memory=8 * 10**9, fixed_bytes=10**9, token_bytes=10**5, max_total_tokens=1_000)
-    text = made.describe()
-    for part in ("weights 1.00 GB", "KV 0.10 GB", "250 pages of 4 tokens", "1000 tokens"):
-        assert part in text
-
-
-def test_memory_of_this_machine() -> None:
-    assert device_memory(jax.devices("cpu")[0]) > 10**8
-
-
 @pytest.mark.parametrize(
     ("limit", "sizes"),
     [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))],
 )
 def test_batch_buckets(limit, sizes) -> None:
-    assert batch_buckets(limit) == sizes
+    assert batch_buckets(None, limit) == sizes
 
 
 @pytest.mark.parametrize(

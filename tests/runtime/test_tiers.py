@@ -56,37 +56,6 @@ def stretches(rng: random.Random) -> Any:
         yield from [rng.choice((*TIERS, 0))] * rng.randint(1, 6)
 
 
-@pytest.mark.parametrize(
-    ("rounds", "run_ahead", "params"),
-    [
-        (1, 0, GREEDY),
-        (1, 1, SEEDED),
-        (1, 2, GREEDY),
-        pytest.param(3, 1, SEEDED, marks=pytest.mark.slow),
-    ],
-    ids=["read-at-once", "one-behind", "two-behind", "three-rounds"],
-)
-def test_forced_switches_change_no_token(rounds, run_ahead, params) -> None:
-    serving, policy = serving_with(random_steps(5), rounds=rounds, run_ahead=run_ahead)
-    requests = serving.add(PROMPTS, params)
-    serving.finish()
-    assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, params, range(6))
-    executed = {steps for _, steps, _ in policy.heard}
-    assert executed == set(TIERS)
-    for request in requests:
-        meta = request.result()["meta_info"]
-        by_steps = {int(k): n for k, n in meta["spec_rounds_by_steps"].items()}
-        verifies = sum(n for steps, n in by_steps.items() if steps)
-        assert meta["spec_verify_ct"] == verifies == sum(meta["spec_correct_drafts_histogram"])
-        proposed = sum(steps * n for steps, n in by_steps.items())
-        assert proposed - 4 <= meta["spec_num_proposed_drafts"] <= proposed
-        wasted = meta["spec_num_proposed_drafts"] - meta["spec_num_correct_drafts"]
-        assert meta["spec_num_wasted_drafts"] == wasted
-        if rounds == 1:
-            assert meta["spec_num_switches"] > 5
-        assert "spec_ema_accept_len" in meta
-
-
 def test_the_policy_hears_of_every_round_and_what_it_ran_with() -> None:
     serving, policy = serving_with(random_steps(6), run_ahead=1)
     requests = serving.add(PROMPTS[:3], GREEDY)

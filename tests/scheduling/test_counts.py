@@ -95,35 +95,6 @@ def check_identities(request: Request) -> None:
     assert meta["spec_accept_length"] == expected
 
 
-@pytest.mark.parametrize(
-    ("tokens", "num_drafts", "correct", "proposed"),
-    [
-        ([9, 9, 9, 9, 9], 4, 4, 4),  # goes on: all proposals count
-        ([9, 9], 1, 1, 4),
-        ([END, 9, 9, 9, 9], 4, 1, 1),  # the first draft ends it, the rest were for nothing
-        ([9, END, 9], 2, 2, 2),
-        ([9, END], 1, 1, 2),  # the bonus ends it; its position was drafted too, wrongly
-        ([END], 0, 0, 1),
-        ([9, 9, 9, 9, END], 4, 4, 4),  # the bonus behind all drafts
-    ],
-)
-def test_drafts_behind_a_stop_do_not_count(tokens, num_drafts, correct, proposed) -> None:
-    request = play(4, 100, 9, [Round(tokens, num_drafts)])
-    meta = request.result()["meta_info"]
-    assert meta["spec_num_correct_drafts"] == correct
-    assert meta["spec_num_proposed_drafts"] == proposed
-    assert meta["spec_verify_ct"] == 1
-
-
-def test_no_verify_gives_zeros() -> None:
-    meta = play(4, 1, 9, []).result()["meta_info"]
-    assert meta["finish_reason"] == {"type": "length", "length": 1}
-    assert meta["spec_verify_ct"] == 0
-    assert meta["spec_accept_length"] == 0.0
-    assert meta["spec_accept_rate"] == 0.0
-    assert meta["spec_correct_drafts_histogram"] == [0] * 5
-
-
 def test_plain_requests_have_no_speculative_figures() -> None:
     request = make_request([7], SamplingParams(max_new_tokens=3))
     request.append_first(9)

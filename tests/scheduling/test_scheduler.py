@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specjax.kernels.tree_attention import MAX_MASKED
 
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling import scheduler as scheduler_module
+from specjax.types import DraftShape
 
 from ..runners import (
+    copied_runner,
     dense_greedy,
     make_request,
     make_runner,
@@ -52,6 +55,21 @@ def test_more_requests_than_slots_each_as_if_alone(num_steps, rounds, run_ahead,
         ).sum(axis=0)
         # the test sees rounds that accept nothing, any part, and all of the chain
         assert (histograms > 0).all()
+
+
+@pytest.mark.slow
+def test_the_largest_tree_on_a_small_pool() -> None:
+    """As many nodes, and rows that drafting attends over, as kernels take; rounds preempt."""
+    shape = DraftShape(steps=9, topk=16, nodes=64)
+    assert shape.draft_rows == MAX_MASKED
+    tail = -(-shape.tail // 4)
+    runner = copied_runner(9, shapes=(shape,), pages_per_request=32 + tail)
+    serving = Serving(runner=runner, run_ahead=1, is_cached=True, num_pages=1 + 27 + 2 * tail)
+    requests = serving.add(PROMPTS, replace(GREEDY, max_new_tokens=60))
+    serving.finish()
+    expected = plain_outputs(PROMPTS, replace(GREEDY, max_new_tokens=60), SEEDS)
+    assert [r.output_ids for r in requests] == expected
+    assert sum(r.num_retractions for r in requests)
 
 
 @pytest.mark.parametrize("num_steps", [0, STEPS])
