@@ -163,7 +163,7 @@ class EngineArgs:
     simulate_accept_length: float | None = None
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _annotations().items():
             _check_type(name, getattr(self, name), hint)
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
@@ -272,14 +272,12 @@ class EngineArgs:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
-    if {int, float, bool} & {*kinds}:
-        convert(name, value, _annotations()[name])
-    elif value is None and NoneType in kinds:
-        return
-    elif Sequence in kinds:
+    kinds = [get_origin(kind) or kind for kind in get_args(hint)]
+    if Sequence in kinds and value is not None:
         if not isinstance(value, Sequence) or not all(map(is_integer, value)):
             raise refused(name, value, "must be a list of integers")
+    elif PathLike not in kinds:
+        convert(name, value, hint)
     elif not isinstance(value, tuple(kinds)):
         names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
         raise refused(name, value, f"must be a {names}")

@@ -149,8 +149,8 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
-        weight_bytes=plan.pools.weight_bytes,
-        kv_bytes=plan.pools.kv_bytes,
+        weight_bytes=plan.needs.weight_bytes,
+        kv_bytes=plan.kv_bytes,
         device=device.device_kind,
     )
 

@@ -113,7 +113,7 @@ class Engine:
         self._controller = make_controller(args, runner)
         controller, largest = self._controller, runner.config.largest
         totals = Totals(
-            max_total_tokens=plan.pools.max_total_tokens,
+            max_total_tokens=plan.config.max_total_tokens,
             drafts=largest.steps > 0,
             adapts=controller is not None,
             simulate_accept_length=args.simulate_accept_length,

@@ -20,12 +20,12 @@ from specjax.models.flat import Networks, Placement
 from specjax.models.registry import check_attention, layer_kinds
 from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
-    PoolPlan,
+    MemoryNeeds,
     RunnerConfig,
     batch_buckets,
     device_memory,
     memory_needs,
-    plan_pools,
+    plan_pages,
     prefill_buckets,
     smallest_bucket,
 )
@@ -50,9 +50,14 @@ class EnginePlan:
     target: TargetCheckpoint
     drafts: tuple[Checkpoint[Any], ...]  # one, or none if the draft has no network
     networks: Networks
-    pools: PoolPlan
+    needs: MemoryNeeds
     config: RunnerConfig
     context_length: int  # prompt and completion together
+
+    @property
+    def kv_bytes(self) -> int:
+        """Device memory of the KV pools."""
+        return self.config.num_pages * self.config.page_size * self.needs.token_bytes
 
     @property
     def cache_facts(self) -> tuple[Any, ...]:
@@ -78,7 +83,10 @@ class EnginePlan:
             speculation,
             f"context of {self.context_length} tokens, {config.num_slots - 1} requests at once in "
             f"batches of {list(config.batch_buckets)}",
-            f"{target.name} ({target.config.dtype}) on {kind}: {self.pools.describe()}",
+            f"{target.name} ({target.config.dtype}) on {kind}: weights "
+            f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
+            f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
+            f"tokens; up to {self.needs.temporary_bytes / 1e9:.2f} GB while a function runs",
         ]
 
 
@@ -139,15 +147,16 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     memory = device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
-    pools = plan_pools(
-        memory_needs(networks, config, transit_tokens),
+    needs = memory_needs(networks, config, transit_tokens)
+    num_pages = plan_pages(
+        needs,
         config,
         memory=memory,
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=args.mem_fraction_static,
     )
-    config = replace(config, num_pages=pools.num_pages)
-    plan = EnginePlan(args, target, drafts, networks, pools, config, context_length)
+    config = replace(config, num_pages=num_pages)
+    plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)
     for line in plan.describe():
         logger.info(line)
         if args.shows_progress and not logger.isEnabledFor(logging.INFO):
@@ -204,9 +213,9 @@ def _state(
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes
-        "weight": plan.pools.weight_bytes / 1e9,
-        "kvcache": plan.pools.kv_bytes / 1e9,
-        "temporary": plan.pools.temporary_bytes / 1e9,
+        "weight": plan.needs.weight_bytes / 1e9,
+        "kvcache": plan.kv_bytes / 1e9,
+        "temporary": plan.needs.temporary_bytes / 1e9,
         "token_capacity": totals.max_total_tokens,
     }
     adaptive = {} if controller is None else {"adaptive": controller.describe()}

@@ -91,6 +91,11 @@ class RunnerConfig:
         return self.pages_per_request * self.page_size
 
     @property
+    def max_total_tokens(self) -> int:
+        """Tokens that all pages hold, except the padding page."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
     def sizes(self) -> StateSizes:
         """What the algorithm's state is sized by."""
         num_kv = self.num_pages * self.page_size
@@ -124,9 +129,9 @@ PARTIAL_SUMS = 2**27
 class MemoryNeeds(NamedTuple):
     """Device memory of a runner in bytes."""
 
-    fixed_bytes: int  # weights, and state whose size does not depend on the KV pool
+    weight_bytes: int  # with state whose size does not depend on the KV pool
     token_bytes: int  # state per token of the KV pool
-    temporary_bytes: int  # upper bound while a function runs
+    temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
 
 
 def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
@@ -157,37 +162,15 @@ def device_memory(device: jax.Device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@dataclass(frozen=True)
-class PoolPlan:
-    """Sizes of the KV pools, padding page included in ``num_pages``."""
-
-    num_pages: int
-    page_size: int
-    weight_bytes: int
-    kv_bytes: int
-    temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill side
-
-    @property
-    def max_total_tokens(self) -> int:
-        return (self.num_pages - 1) * self.page_size
-
-    def describe(self) -> str:
-        return (
-            f"weights {self.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
-            f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} "
-            f"tokens; up to {self.temporary_bytes / 1e9:.2f} GB while a function runs"
-        )
-
-
-def plan_pools(
+def plan_pages(
     needs: MemoryNeeds,
     config: RunnerConfig,
     *,
     memory: int,
     max_total_tokens: int | None,
     mem_fraction_static: float | None,
-) -> PoolPlan:
-    """Decide the number of pages; ``config.num_pages`` is not read.
+) -> int:
+    """Decide the number of pages, with the padding page; ``config.num_pages`` is not read.
 
     ``max_total_tokens`` sets it directly (rounded up to pages). Otherwise weights and KV together
     take ``mem_fraction_static`` of the device's ``memory``, as in SGLang, but never more than all
@@ -223,8 +206,7 @@ def plan_pools(
                 f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights; raise "
                 "mem_fraction_static"
             )
-    kv_bytes = num_pages * page_bytes
-    return PoolPlan(num_pages, config.page_size, weight_bytes, kv_bytes, temporary)
+    return num_pages
 
 
 def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:

@@ -488,9 +488,8 @@ def test_few_pieces_are_on_the_device_before_they_are_taken(pair, monkeypatch, e
 
 
 def test_kv_in_transit_is_in_the_memory_plan(pair, alone):
-    ours, theirs = pair._plan.pools, alone._plan.pools
-    token_bytes = ours.kv_bytes // (ours.num_pages * ours.page_size)
-    transit_bytes = MOST_PIECES * MOST_TOKENS * token_bytes
+    ours, theirs = pair._plan.needs, alone._plan.needs
+    transit_bytes = MOST_PIECES * MOST_TOKENS * ours.token_bytes
     assert ours.temporary_bytes == theirs.temporary_bytes + transit_bytes
 
 

@@ -189,14 +189,6 @@ def test_seeds_of_samples_lie_apart() -> None:
     assert len(seeds) == 10_000
 
 
-def test_what_is_not_supported_is_no_argument(engine) -> None:
-    for name in ("lora_path", "image_data", "priority", "custom_logit_processor"):
-        with pytest.raises(TypeError, match=name):
-            engine.generate("a", **{name: None})
-        with pytest.raises(TypeError, match=name):
-            run(engine.async_generate("a", **{name: None}))
-
-
 def test_a_stopped_template_process_does_not_stop_the_event_loop(engine, monkeypatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 1.0)
     os.kill(chat_template.start_renderer().pid, signal.SIGSTOP)

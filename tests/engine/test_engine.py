@@ -345,11 +345,6 @@ def test_running_ahead_needs_an_algorithm_that_can(files, monkeypatch) -> None:
         files.small(overlap=True)
 
 
-def test_auto_is_float32_on_a_cpu(engine) -> None:
-    assert engine.target.config.dtype == "float32"
-    assert {w.dtype for w in engine.runner.weights[0]} == {jnp.dtype(jnp.float32)}
-
-
 def test_closed_engines_refuse_work(files, engine) -> None:
     made = files.small(share_weights_with=engine)
     stream = made.generate("hello", GREEDY, stream=True)

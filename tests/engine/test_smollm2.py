@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 from specjax import Engine
-from specjax.checkpoints import open_target
-from specjax.checkpoints.export import save_layers
 
 PROMPTS = Path(__file__).parents[2] / "scripts" / "data" / "prompts.jsonl"
 NUM_STEPS = 5
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
 SEEDED = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 24}
-# layers that a text suffers least without
-DROPPED = (12, 14, 16)
 
 
 # one function of each kind: compiling takes most of the time
@@ -78,28 +74,3 @@ def test_shipped_head_is_lossless_and_useful(plain):
     # 2.87 on all of these prompts with 128 tokens; a wrong alignment falls below 1.3
     assert lengths[0] > 2.0
     assert lengths[1] > 1.4
-
-
-@pytest.mark.slow
-def test_a_model_of_fewer_layers_drafts_for_the_whole_one(plain, tmp_path):
-    """Greedy and seeded, in one batch: plain texts, and drafts that are accepted."""
-    draft = tmp_path / "draft"
-    target = open_target("smollm2-135m", dtype="float32")
-    save_layers(draft, target, [i for i in range(target.config.num_layers) if i not in DROPPED])
-    prompts = [json.loads(line) for line in PROMPTS.read_text("utf-8").split("\n") if line]
-    messages = [[{"role": "user", "content": prompt["turns"][0]}] for prompt in prompts[::20]][:4]
-    with Engine(
-        "smollm2-135m",
-        draft=draft,
-        speculative_algorithm="STANDALONE",
-        speculative_num_steps=2,
-        share_weights_with=plain,
-        **SIZES,
-    ) as engine:
-        for params in (GREEDY, SEEDED):
-            expected = plain.generate(messages=messages, sampling_params=params)
-            outputs = engine.generate(messages=messages, sampling_params=params)
-            assert [out["output_ids"] for out in outputs] == [out["output_ids"] for out in expected]
-            tokens = sum(out["meta_info"]["completion_tokens"] for out in outputs)
-            verifies = sum(out["meta_info"]["spec_verify_ct"] for out in outputs)
-            assert tokens / verifies > 1.3  # 1.9 greedy, 1.8 seeded

@@ -116,11 +116,8 @@ def test_the_plan_counts_both_models(files, draft) -> None:
     found = plan(files, draft)
     alone = plan(files, None, speculative_algorithm=None, speculative_num_steps=None)
     token = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4
-    per_token = [
-        p.pools.kv_bytes // (p.pools.num_pages * p.pools.page_size) for p in (alone, found)
-    ]
-    assert per_token[1] - per_token[0] == token
-    assert found.pools.weight_bytes - alone.pools.weight_bytes == sum(
+    assert found.needs.token_bytes - alone.needs.token_bytes == token
+    assert found.needs.weight_bytes - alone.needs.weight_bytes == sum(
         leaf.size * leaf.dtype.itemsize for leaf in found.networks.draft.abstract
     )
     assert found.networks.draft_config.dtype == found.networks.target_config.dtype == "float32"

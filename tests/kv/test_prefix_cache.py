@@ -54,16 +54,6 @@ def text(*pages: str, size: int = 4) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("lookahead", "num_pages"), [(0, 3), (1, 2), (3, 2)])
-def test_a_page_depends_on_the_tokens_after_it_only_with_a_draft_head(lookahead, num_pages) -> None:
-    cache, pool = make_cache(lookahead=lookahead)
-    pages = store(cache, pool, text("a", "b", "c"))
-    assert len(pages) == cache.num_pages == num_pages
-    assert cache.match(text("a", "b", "x"))[1] == pages[: 1 if lookahead else 2]
-    assert cache.match(text("a", "b", "c"))[1] == pages[:2]  # a token is left to prefill
-    assert cache.match(text("a", "b", "c3"), limit=7)[1] == pages[:1]
-
-
 def test_fewer_pages_than_tokens_may_be_offered() -> None:
     cache, pool = make_cache()
     pages = pool.take(1)

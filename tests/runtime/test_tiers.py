@@ -56,20 +56,6 @@ def stretches(rng: random.Random) -> Any:
         yield from [rng.choice((*TIERS, 0))] * rng.randint(1, 6)
 
 
-def test_the_policy_hears_of_every_round_and_what_it_ran_with() -> None:
-    serving, policy = serving_with(random_steps(6), run_ahead=1)
-    requests = serving.add(PROMPTS[:3], GREEDY)
-    serving.finish()
-    for counts, steps, batch_size in policy.heard:
-        assert 0 <= min(counts, default=0)
-        assert max(counts, default=0) <= steps
-        assert len(counts) <= batch_size == 4  # the padded batch
-    correct = sum(r.spec.num_accepted_drafts for r in requests if r.spec)
-    # the last round of a request may bring more than is kept
-    heard = sum(sum(counts) for counts, _, _ in policy.heard)
-    assert correct <= heard <= correct + 4 * 3
-
-
 def test_the_policy_hears_nothing_of_requests_that_ended() -> None:
     """A round is in flight when one of its requests is aborted."""
     serving, policy = serving_with(random_steps(6), run_ahead=2)
