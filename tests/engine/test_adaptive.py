@@ -14,14 +14,11 @@ from specjax import Engine
 from specjax.adaptive import CostAwarePolicy
 from specjax.compiling.cache import FOLDER
 from specjax.engine import build
-from specjax.engine.args import EngineArgs
-from specjax.engine.plan import _describe_tiers
 
 from ..runners import chains
 
 PROMPTS_TINY = ["abc", "specjax!"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
-LIVE = GREEDY | {"max_new_tokens": 96}
 SEEDED = GREEDY | {"temperature": 0.9, "sampling_seed": 3}
 # moves at every round, down to 0 and up again by probes
 JUMPY = {
@@ -120,28 +117,6 @@ def test_fixed_engines_report_no_adaptation(files):
     assert set(meta["spec_rounds_by_steps"]) == {"3"}
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"speculative_num_steps": 3}, "3 drafted tokens a round"),
-        ({"speculative_adaptive": True}, "1, 3 or 7 drafted tokens a round, adaptive (ema)"),
-        (
-            {
-                "speculative_adaptive": True,
-                "speculative_adaptive_config": {"policy": "cost", "candidate_steps": [0, 2]},
-            },
-            "0 or 2 drafted tokens a round, adaptive (cost)",
-        ),
-        (
-            {"speculative_adaptive": True, "speculative_adaptive_config": {"candidate_steps": [4]}},
-            "4 drafted tokens a round, adaptive (ema)",
-        ),
-    ],
-)
-def test_the_start_line_says_the_tiers(options, line):
-    assert _describe_tiers(EngineArgs(speculative_algorithm="EAGLE3", **options)) == line
-
-
 class Cache:
     """A cache that keeps one value."""
 
@@ -204,59 +179,3 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
     assert tables[0] == tables[1]
     assert [set(table) for table in tables] == [set(tables[0])] * 3
     assert {tier for tier, _ in tables[0]} == set(chains(0, 1, 3))
-
-
-@pytest.mark.slow
-def test_a_live_engine_goes_up_down_and_up_again():
-    """SmolLM2-135M with trees on prompts of high, low and high acceptance."""
-    config = {
-        "policy": "ema",
-        "candidate_steps": [3, 7],
-        "ema_alpha": 0.3,
-        "warmup_batches": 1,
-        "update_interval": 1,
-        "down_hysteresis": 0.0,
-        "up_hysteresis": 0.25,
-    }
-    sizes: dict[str, Any] = {
-        "dtype": "float32",
-        "context_length": 512,
-        "max_running_requests": 1,
-        "chunked_prefill_size": 32,
-    }
-    high = "Count from 1 to 100. Write one number on each line and nothing else."
-    low = "Describe what a passenger sees from a slow night train across Siberia."
-    with (
-        Engine(
-            "smollm2-135m",
-            speculative_algorithm="EAGLE3",
-            speculative_num_steps=3,
-            speculative_eagle_topk=2,
-            speculative_num_draft_tokens=8,
-            speculative_adaptive=True,
-            speculative_adaptive_config=config,
-            **sizes,
-        ) as engine,
-        Engine("smollm2-135m", share_weights_with=engine, **sizes) as plain,
-    ):
-        assert _adaptive_state(engine)["speculative_num_steps"] == 3
-        metas = []
-        for message in (high, low, high):
-            chat = [{"role": "user", "content": message}]
-            output = engine.generate(messages=chat, sampling_params=LIVE)
-            expected = plain.generate(messages=chat, sampling_params=LIVE)
-            assert output["output_ids"] == expected["output_ids"]
-            metas.append(output["meta_info"])
-        switches = _adaptive_state(engine)["switches"]
-    assert [meta["spec_num_steps"] for meta in metas] == [7, 3, 7]
-    rounds = [meta["spec_rounds_by_steps"] for meta in metas]
-    assert rounds[0]["3"] > 0
-    deep = [tiers.get("7", 0) / sum(tiers.values()) for tiers in rounds]
-    assert min(deep[0], deep[2]) > 0.4
-    assert deep[1] < 0.2
-    assert switches >= 3
-
-
-def _adaptive_state(engine: Engine) -> dict[str, Any]:
-    state: dict[str, Any] = engine.get_server_info()["internal_states"][0]["adaptive"]
-    return state

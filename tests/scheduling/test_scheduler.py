@@ -173,28 +173,6 @@ def test_aborts_leave_the_others_alone(run_ahead, is_cached, shape, num_pages, a
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_freed_slot_serves_the_next_request_at_once(run_ahead) -> None:
-    """Greedy and sampled requests take turns on slots while rounds of the old owner are out."""
-    serving = Serving(run_ahead=run_ahead)
-    prompts, params = PROMPTS * 2, [GREEDY, SEEDED]
-    requests = []
-    for i, prompt in enumerate(prompts):
-        limit = 1 + i % 7
-        chosen = SamplingParams(
-            temperature=params[i % 2].temperature,
-            top_p=params[i % 2].top_p,
-            max_new_tokens=limit,
-            ignore_eos=True,
-        )
-        requests.append(make_request(prompt, chosen, seed=i % len(PROMPTS), width=STEPS))
-        serving.scheduler.add(requests[-1])
-    serving.finish()
-    for i, request in enumerate(requests):
-        whole = plain_output(tuple(prompts[i]), params[i % 2], i % len(PROMPTS))
-        assert request.output_ids == whole[: 1 + i % 7]
-
-
-@pytest.mark.parametrize("run_ahead", [0, 1])
 def test_one_new_token_needs_no_verify(run_ahead) -> None:
     serving = Serving(run_ahead=run_ahead)
     params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
