@@ -18,7 +18,7 @@ from specjax.models.flat import Networks
 from specjax.models.layers import Attend
 from specjax.sampling.draw import draft_probs, draft_tokens
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm, State, StateSizes, kv_pool
-from specjax.speculative.tree import DraftTree, chain_input, select_tree
+from specjax.speculative.tree import chain_input, select_tree
 from specjax.types import DraftShape, VerifyInput
 
 DEFAULT_STEPS = 5
@@ -145,9 +145,7 @@ def draft_levels(
     """
     num_proposed = jnp.where(first.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
     if shape.topk > 1:
-        tree, rows, state = draft_tree(batch, state, first, shape, step, start)
-        verified = tree.verify_input(batch.seq_lens, num_proposed)
-        return replace(verified, draft_rows=rows), state
+        return draft_tree(batch, state, first, num_proposed, shape, step, start)
     tokens = [batch.bonus_tokens]
     hidden, ids = first.hidden[:, None], first.topk_ids[:, 0]
     states = [hidden]
@@ -168,19 +166,24 @@ def draft_levels(
 
 
 def draft_tree(
-    batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int
-) -> tuple[DraftTree, jax.Array, State]:
+    batch: Batch,
+    state: State,
+    first: DraftInput,
+    num_proposed: jax.Array,
+    shape: DraftShape,
+    step: Step,
+    start: int,
+) -> tuple[VerifyInput, State]:
     """A pass of the draft for each level but the last, over the K best candidates of the level.
 
-    Their keys and values lie behind the text, K rows a level, and each sees its own ancestors. Also
-    returned is where those of the tree's rows lie, i32 ``[B, T]`` as :class:`VerifyInput` has it.
+    Their keys and values lie behind the text, K rows a level, and each sees its own ancestors.
     """
     topk, begin = shape.topk, batch.seq_lens + start
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
-    roots = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
+    above = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
     # a larger tier has more branches
     best, ids, mask = first.topk_probs[:, :topk], first.topk_ids[:, :topk], own
-    scores, tokens, parents = [best], [ids], [roots]
+    scores, tokens, parents = [best], [ids], [above]
     hidden = jnp.repeat(first.hidden[:, None], topk, axis=1)
     for level in range(shape.steps - 1):
         positions = jnp.broadcast_to(begin[:, None] + level, ids.shape)
@@ -197,12 +200,14 @@ def draft_tree(
         hidden = jnp.take_along_axis(hidden, origin, axis=1)
         mask = jnp.concatenate([jnp.take_along_axis(mask, origin, axis=1), own], axis=2)
     joined = [jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents)]
-    tree = select_tree(batch.bonus_tokens, *joined, topk=topk, num_draft_tokens=shape.nodes)
+    roots = batch.bonus_tokens, batch.seq_lens, num_proposed
+    tree, candidates = select_tree(*roots, *joined, topk=topk, num_draft_tokens=shape.nodes)
     # the candidates that were drafted from, in the order of their rows
-    passed = joined[2][:, None, 1 : 1 + shape.draft_rows] == tree.candidates[:, :, None]
+    passed = joined[2][:, None, 1 : 1 + shape.draft_rows] == candidates[:, :, None]
     places = jnp.arange(start, start + shape.draft_rows, dtype=jnp.int32)
     rows = jnp.max(jnp.where(passed, places, -1), axis=2, initial=-1)
-    return tree, jnp.pad(rows, ((0, 0), (1, 0)), constant_values=start - 1), state
+    rows = jnp.pad(rows, ((0, 0), (1, 0)), constant_values=start - 1)
+    return replace(tree, draft_rows=rows), state
 
 
 def best_tokens(

@@ -102,48 +102,6 @@ def restart(
     return advance(replace(future, logit_states=states), slots, new)
 
 
-def publish(
-    future: FutureMap, slots: jax.Array, seq_lens: jax.Array, bonus_tokens: jax.Array
-) -> FutureMap:
-    """Record new lengths and bonus tokens i32 ``[B]``; known as soon as verification ends."""
-    kept = jnp.where(slots > 0, seq_lens, 0)
-    return replace(
-        future,
-        seq_lens=future.seq_lens.at[slots].set(kept),
-        bonus_tokens=future.bonus_tokens.at[slots].set(bonus_tokens),
-    )
-
-
-def consume(
-    future: FutureMap, slots: jax.Array, tokens: jax.Array, counts: jax.Array, ends: jax.Array
-) -> FutureMap:
-    """Take produced tokens off what the requests may still produce; nothing is left at an end.
-
-    ``counts`` i32 ``[B]`` of the tokens i32 ``[B, A]`` are valid; ``ends`` i32 ``[B, E]`` are the
-    rows' end tokens, padded with -1.
-    """
-    valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
-    ended = jnp.any((tokens[:, :, None] == ends[:, None, :]) & valid[:, :, None], axis=(1, 2))
-    left = jnp.where(ended, 0, jnp.maximum(future.remaining[slots] - counts, 0))
-    left = jnp.where(slots > 0, left, 0)
-    return replace(future, remaining=future.remaining.at[slots].set(left))
-
-
-def record(
-    future: FutureMap, slots: jax.Array, starts: jax.Array, tokens: jax.Array, counts: jax.Array
-) -> FutureMap:
-    """Write the first ``counts`` i32 ``[B]`` of tokens i32 ``[B, N]`` into the history.
-
-    ``starts`` i32 ``[B]`` are the absolute positions of the first ones.
-    """
-    context = future.tokens.shape[1]
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    is_valid = (offsets < counts[:, None]) & (slots > 0)[:, None]
-    places = jnp.where(is_valid, starts[:, None] + offsets, context)
-    written = future.tokens.at[slots[:, None], places].set(tokens, mode="drop")
-    return replace(future, tokens=written)
-
-
 def record_cached(future: FutureMap, slot: jax.Array, tokens: jax.Array) -> FutureMap:
     """Replace the history of slot i32 ``[]`` by tokens i32 ``[C]``."""
     return replace(future, tokens=future.tokens.at[slot].set(tokens))

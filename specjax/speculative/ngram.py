@@ -296,10 +296,8 @@ class Ngram(SpeculativeAlgorithm):
             ends = last_tokens(history, num_tokens, self.window[1])
             table = batch.draft
             found = joined(found, from_corpus(table.tokens[...], table.order[...], ends, **sizes))
-        tree, count = ngram_tree(
-            batch.bonus_tokens, found, num_draft_tokens=shape.nodes, by_frequency=self.by_frequency
-        )
-        return tree.verify_input(batch.seq_lens, count), state
+        sizes = {"num_draft_tokens": shape.nodes, "by_frequency": self.by_frequency}
+        return ngram_tree(batch.bonus_tokens, batch.seq_lens, found, **sizes), state
 
 
 NGRAM = Ngram("NGRAM")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from specjax.speculative.tree import DraftTree
+from specjax.types import VerifyInput
 
 NO_TOKEN = -1
 # no token of any text: what stands before the beginning of the text that is looked for
@@ -177,9 +177,14 @@ def confidence(matched: jax.Array) -> jax.Array:
 
 
 def ngram_tree(
-    bonus_tokens: jax.Array, some: Continuations, *, num_draft_tokens: int, by_frequency: bool
-) -> tuple[DraftTree, jax.Array]:
-    """The tree of the T - 1 likeliest nodes of continuations, and how many it has i32 ``[B]``.
+    bonus_tokens: jax.Array,
+    seq_lens: jax.Array,
+    some: Continuations,
+    *,
+    num_draft_tokens: int,
+    by_frequency: bool,
+) -> VerifyInput:
+    """The tree of the T - 1 likeliest nodes of continuations, after texts of i32 ``[B]`` tokens.
 
     Equal beginnings are one node. A node is as likely as its match and those above it are sure;
     ``by_frequency`` times the share of the continuations that it is the beginning of. That never
@@ -246,11 +251,10 @@ def ngram_tree(
     sees &= depths[:, None, 1:] <= depths[:, 1:, None]
     sees |= wanted[:, None] == wanted
     mask = jnp.pad(sees, ((0, 0), (1, 0), (1, 0))).at[:, :, 0].set(True)
-    tree = DraftTree(
+    return VerifyInput(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
+        num_proposed=count,
         parents=parents,
-        depths=depths,
+        positions=seq_lens[:, None] + depths,
         tree_mask=mask,
-        candidates=source,
     )
-    return tree, count

@@ -14,19 +14,10 @@ from specjax.sampling.draw import logprobs_of, num_best, target_tokens
 from specjax.sampling.logit_processor import LogitInputs, NewTokens
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import PromptChunks
-from specjax.speculative.future_map import (
-    DeviceState,
-    advance,
-    consume,
-    publish,
-    record,
-    resolve,
-    restart,
-    stash,
-)
+from specjax.speculative.future_map import DeviceState, advance, resolve, restart, stash
 from specjax.speculative.round import Resident, RoundConfig, make_batch
-from specjax.speculative.tree import chain_input
-from specjax.types import KVPools, Logprobs, RoundOutput
+from specjax.speculative.tree import accept, chain_input
+from specjax.types import NO_DRAFTS, KVPools, Logprobs, NodeOutputs, RoundOutput
 
 # numbers before the tokens of a packed chunk
 HEADER = 7
@@ -115,8 +106,12 @@ def prefill_chunks(
         logits = resident.target.logits(states)[0]
     new_lens = starts + counts
     owners = jnp.where(segments.is_real, slots[index], 0)
-    ones = segments.is_real.astype(jnp.int32)
-    future = record(future, owners, segments.positions, tokens[:, None], ones)
+    places = jnp.where(segments.is_real, segments.positions, future.tokens.shape[1])
+    future = replace(
+        future,
+        remaining=future.remaining.at[slots].set(budgets),
+        tokens=future.tokens.at[owners, places].set(tokens, mode="drop"),
+    )
     # slot 0 is greedy: no noise before a prompt's end
     params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slots, 0))
     roots = chain_input(tokens[last][:, None], new_lens - 1)
@@ -126,10 +121,16 @@ def prefill_chunks(
         logits[:, None], roots, inputs, config.sampling, future.logit_states
     )
     future = advance(future, slots, NewTokens(drawn, is_final, new_lens, params))
-    future = publish(future, slots, new_lens, drawn[:, 0])
-    future = record(future, slots, new_lens, drawn, is_final)
-    future = replace(future, remaining=future.remaining.at[slots].set(budgets))
-    future = consume(future, slots, drawn, is_final, params.end_token_ids)
+    # before the end of a prompt this is of no meaning, and the next chunk writes over it
+    _, future = accept(
+        roots,
+        NodeOutputs(drawn, drawn),
+        future,
+        slots,
+        params.end_token_ids,
+        NO_DRAFTS,
+        implementation=config.sampling.implementation,
+    )
     is_end = is_last & (is_final > 0)[index]
     chunks = PromptChunks(
         tokens=tokens[None],

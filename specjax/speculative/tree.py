@@ -3,7 +3,7 @@
 Axes: B batch, T tree rows, S steps, A accept width, K branches of a level, P candidates.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -50,38 +50,18 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DraftTree:
-    """The nodes of a tree, parents before children; column 0 is the root."""
-
-    draft_tokens: jax.Array  # i32 [B, T]
-    parents: jax.Array  # i32 [B, T], rows; -1 for the root
-    depths: jax.Array  # i32 [B, T], 0 for the root
-    tree_mask: jax.Array  # bool [B, T, T], whether a row sees another: itself and its ancestors
-    candidates: jax.Array  # i32 [B, T - 1], which of the P the rows behind the root are
-
-    def verify_input(self, seq_lens: jax.Array, num_proposed: jax.Array) -> VerifyInput:
-        """The tree behind texts of i32 ``[B]`` tokens, of whose nodes ``[B]`` are real."""
-        return VerifyInput(
-            draft_tokens=self.draft_tokens,
-            num_proposed=num_proposed,
-            parents=self.parents,
-            positions=seq_lens[:, None] + self.depths,
-            tree_mask=self.tree_mask,
-        )
-
-
 def select_tree(
     bonus_tokens: jax.Array,
+    seq_lens: jax.Array,
+    num_proposed: jax.Array,
     scores: jax.Array,
     tokens: jax.Array,
     parent_list: jax.Array,
     *,
     topk: int,
     num_draft_tokens: int,
-) -> DraftTree:
-    """The best T - 1 of P candidates, behind the root.
+) -> tuple[VerifyInput, jax.Array]:
+    """The tree of the best T - 1 of P candidates, and which of them its nodes are.
 
     A candidate's score is the product of those along its path, none above 1. So a parent's is never
     below its child's, and among equals the lower index wins: parents are chosen with their
@@ -89,6 +69,8 @@ def select_tree(
 
     Args:
         bonus_tokens: i32 ``[B]``, the roots.
+        seq_lens: i32 ``[B]``, their positions.
+        num_proposed: i32 ``[B]``, nodes that are real proposals.
         scores: f32 ``[B, P]`` of K candidates, then of K * K a level.
         tokens: i32 ``[B, P]``.
         parent_list: i32 ``[B, 1 + (S - 1) * K]``: -1, the indices ``0 .. K - 1``, and for each
@@ -97,6 +79,9 @@ def select_tree(
             SGLang's layout.
         topk: K.
         num_draft_tokens: T.
+
+    Returns:
+        The tree, and candidates i32 ``[B, T - 1]`` of the nodes after the root.
     """
     batch, pool = scores.shape
     rows = num_draft_tokens
@@ -120,14 +105,16 @@ def select_tree(
         ancestor = jnp.where(
             ancestor > 0, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1), -1
         )
-    return DraftTree(
+    # counted, so that rotary positions agree with what a row sees, whatever was chosen
+    depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
+    tree = VerifyInput(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
+        num_proposed=num_proposed,
         parents=parents,
-        # counted, so that rotary positions agree with what a row sees, whatever was chosen
-        depths=jnp.sum(mask, axis=2, dtype=jnp.int32) - 1,
+        positions=seq_lens[:, None] + depths,
         tree_mask=mask,
-        candidates=chosen,
     )
+    return tree, chosen
 
 
 def simulated_path(

@@ -33,7 +33,7 @@ def draft(history, num_tokens, tokens, order, *, nodes, by_frequency):
         from_history(history, num_tokens, **sizes), from_corpus(tokens, order, ends, **sizes)
     )
     roots = jnp.take_along_axis(history, num_tokens[:, None] - 1, axis=1)[:, 0]
-    return ngram_tree(roots, found, num_draft_tokens=nodes, by_frequency=by_frequency)
+    return ngram_tree(roots, num_tokens, found, num_draft_tokens=nodes, by_frequency=by_frequency)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_drafts_of_a_corpus(query, by_frequency, expected, count):
     """SGLang's golden cases of its n-gram corpus, and the limits of a document."""
     history = np.full((1, CONTEXT), 4, np.int32)  # garbage behind the text, which is in the corpus
     history[0, : len(query)] = query
-    tree, found = draft(
+    tree = draft(
         history,
         np.array([len(query)], np.int32),
         *sort_corpus(DOCUMENTS, WINDOW[1]),
         nodes=8,
         by_frequency=by_frequency,
     )
-    assert found.tolist() == [count]
+    assert tree.num_proposed.tolist() == [count]
     assert tree.draft_tokens.tolist() == [expected]
 
 
@@ -155,19 +155,20 @@ def test_trees_of_continuations(texts, matched, nodes, by_frequency):
     matched = sorted(matched, reverse=True)
     grid = np.array([text + [NO_TOKEN] * (4 - len(text)) for text in texts], np.int32)[None]
     counts = np.array([[m if text else 0 for m, text in zip(matched, texts, strict=True)]])
-    tree, count = ngram_tree(
+    tree = ngram_tree(
         jnp.array([9]),
+        jnp.array([0]),
         Continuations(jnp.asarray(grid), jnp.asarray(counts)),
         num_draft_tokens=nodes,
         by_frequency=by_frequency,
     )
     beginnings = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
-    count = int(count[0])
+    count = int(tree.num_proposed[0])
     assert count == min(len(beginnings), nodes - 1)
     found = paths(tree, count)
     assert len(set(found.values())) == count + 1
     assert set(found.values()) <= beginnings | {()}
-    depths, mask = tree.depths[0].tolist(), np.asarray(tree.tree_mask[0])
+    depths, mask = tree.positions[0].tolist(), np.asarray(tree.tree_mask[0])
     for row in range(nodes):
         is_real = row <= count
         path = found[row] if is_real else (None,)
@@ -184,10 +185,11 @@ def test_the_likelier_is_drafted_deeper():
 
     def drafted(matched, by_frequency):
         some = Continuations(grid, jnp.asarray([matched]))
-        tree, count = ngram_tree(
-            jnp.array([9]), some, num_draft_tokens=5, by_frequency=by_frequency
-        )
-        return sorted(paths(tree, int(count[0])).values(), key=lambda path: (len(path), path))[1:]
+        ints = jnp.array([9]), jnp.array([0])
+        tree = ngram_tree(*ints, some, num_draft_tokens=5, by_frequency=by_frequency)
+        return sorted(
+            paths(tree, int(tree.num_proposed[0])).values(), key=lambda path: (len(path), path)
+        )[1:]
 
     assert drafted([12, 1, 1, 1], False) == [(1,) * n for n in (1, 2, 3, 4)]
     assert drafted([12, 12, 12, 12], False) == [(1,), (2,), (3,), (1, 1)]

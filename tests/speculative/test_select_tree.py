@@ -73,8 +73,11 @@ def check(shape, values, seed):
     rows = [expand(rng, steps, topk, np.float32(values)) for _ in range(BATCH)]
     pool, tokens, parents = (np.array(part) for part in zip(*rows, strict=True))
     roots = rng.integers(0, 50, BATCH)
-    found = jit_select(
+    lens = jnp.full(BATCH, 7, jnp.int32)
+    found, _ = jit_select(
         jnp.asarray(roots, jnp.int32),
+        lens,
+        lens,
         jnp.asarray(pool, jnp.float32),
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(parents, jnp.int32),
@@ -84,7 +87,7 @@ def check(shape, values, seed):
     pool = np.float32(pool)
     for b in range(BATCH):
         truth = reference(roots[b], pool[b], tokens[b], parents[b].tolist(), topk, nodes)
-        ours = (found.draft_tokens, found.parents, found.depths, found.tree_mask)
+        ours = (found.draft_tokens, found.parents, found.positions - 7, found.tree_mask)
         for mine, right in zip(ours, truth, strict=True):
             np.testing.assert_array_equal(mine[b], right)
 
@@ -94,8 +97,8 @@ def test_one_branch_is_the_chain():
     tokens = jnp.asarray([[7, 8, 9], [3, 3, 3]], jnp.int32)
     parents = jnp.asarray([[-1, 0, 1]] * 2, jnp.int32)
     roots, lens = jnp.asarray([5, 6], jnp.int32), jnp.asarray([11, 0], jnp.int32)
-    tree = select_tree(roots, scores, tokens, parents, topk=1, num_draft_tokens=4)
-    ours = tree.verify_input(lens, jnp.full(2, 3, jnp.int32))
+    real = jnp.full(2, 3, jnp.int32)
+    ours, _ = select_tree(roots, lens, real, scores, tokens, parents, topk=1, num_draft_tokens=4)
     chain = chain_input(jnp.concatenate([roots[:, None], tokens], axis=1), lens)
     for mine, right in zip(jax.tree.leaves(ours), jax.tree.leaves(chain), strict=True):
         np.testing.assert_array_equal(mine, right)
@@ -105,5 +108,6 @@ def test_one_branch_is_the_chain():
 def test_more_nodes_than_candidates_are_refused(nodes):
     row = jnp.zeros((1, 2))
     ids = jnp.zeros((1, 3), jnp.int32)
+    roots = [ids[:, 0]] * 3
     with pytest.raises(ValueError, match=f"num_draft_tokens={nodes} must be from 2 to 3"):
-        select_tree(ids[:, 0], row, ids[:, :2], ids, topk=2, num_draft_tokens=nodes)
+        select_tree(*roots, row, ids[:, :2], ids, topk=2, num_draft_tokens=nodes)
