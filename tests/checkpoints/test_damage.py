@@ -5,6 +5,7 @@ import random
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,33 @@ def damage_bytes(file: Path, rng: random.Random, header: int = 2500) -> None:
     file.write_bytes(data)
 
 
-def check(path: Path, act: Callable[[], Any], num_opened: list[int]) -> None:
-    """Works, or is refused with the place."""
-    before, refusal = time.monotonic(), str(path)
-    try:
-        act()
-        num_opened[0] += 1
-    except ValueError as error:
-        refusal = str(error)
-    assert str(path) in refusal
-    assert time.monotonic() - before < 5
+def fuzz(
+    folder: Path,
+    names: list[str],
+    damage: Callable[[Path, random.Random], None],
+    act: Callable[[str], Any],
+    count: int,
+) -> int:
+    """Damage one file after the other: ``act(name)`` works, or its refusal names the place.
+
+    Returns how often it works.
+    """
+    whole = {name: (folder / name).read_bytes() for name in names}
+    num_opened = 0
+    for seed in range(count):
+        rng = random.Random(seed)
+        name = rng.choice(names)
+        damage(folder / name, rng)
+        before, refusal = time.monotonic(), str(folder)
+        try:
+            act(name)
+            num_opened += 1
+        except ValueError as error:
+            refusal = str(error)
+        assert str(folder) in refusal
+        assert time.monotonic() - before < 5
+        (folder / name).write_bytes(whole[name])
+    return num_opened
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +138,12 @@ def test_damaged_directories(tmp_path: Path, tokenizer_files: dict[str, str]) ->
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     names = [*files, "config.json", "model.safetensors.index.json"]
-    whole = {name: (tmp_path / name).read_bytes() for name in names}
-    num_opened = [0]
-    for seed in range(400):
-        rng = random.Random(seed)
-        name = rng.choice(names)
-        damage_json(tmp_path / name, rng)
-        check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
-        if "token" in name:
-            check(tmp_path, lambda: open_target(tmp_path).load_tokenizer(), num_opened)
-        (tmp_path / name).write_bytes(whole[name])
-    assert num_opened[0] > 40
+
+    def act(name: str) -> None:
+        target = open_target(tmp_path)
+        (target.load_tokenizer if "token" in name else target.check_weights)()
+
+    assert fuzz(tmp_path, names, damage_json, act, 400) > 40
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -142,25 +155,16 @@ def test_damaged_heads(tmp_path: Path, nested: bool) -> None:
         eagle = HEAD_CONFIG["eagle_config"]
         config = {"transformer_layer_config": layer, "draft_vocab_size": 20, "eagle_config": eagle}
     head = write_directory(tmp_path / "head", config, head_tensors())
-    whole = (head / "config.json").read_bytes()
-    num_opened = [0]
-    for seed in range(200):
-        damage_json(head / "config.json", random.Random(seed))
-        check(head, lambda: open_draft(head, target).check_weights(), num_opened)
-        (head / "config.json").write_bytes(whole)
-    assert num_opened[0] > 10
+    act = partial(open_draft, head, target)
+    assert fuzz(head, ["config.json"], damage_json, lambda _: act().check_weights(), 200) > 10
 
 
 def test_damaged_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     keys = {"rope.scaling.type": "linear", "tokens": ["a", "b"], "attention.sliding_window": 32}
-    whole = write_gguf(path, target_tensors(), keys=keys).read_bytes()
-    num_opened = [0]
-    for seed in range(300):
-        damage_bytes(path, random.Random(seed))
-        check(path, lambda: open_target(path).check_weights(), num_opened)
-        path.write_bytes(whole)
-    assert num_opened[0] > 20
+    write_gguf(path, target_tensors(), keys=keys)
+    act = partial(open_target, path)
+    assert fuzz(tmp_path, [path.name], damage_bytes, lambda _: act().check_weights(), 300) > 20
 
 
 @pytest.mark.parametrize("kind", [0, 8, 9])
@@ -179,13 +183,8 @@ def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
 
 
 def test_damaged_safetensors(tmp_path: Path) -> None:
-    path = write_directory(tmp_path, CONFIG, target_tensors()) / "model.safetensors"
-    whole = path.read_bytes()
-    num_opened = [0]
-    for seed in range(100):
-        damage_bytes(path, random.Random(seed))
-        check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
-        path.write_bytes(whole)
+    act = partial(open_target, write_directory(tmp_path, CONFIG, target_tensors()))
+    fuzz(tmp_path, ["model.safetensors"], damage_bytes, lambda _: act().check_weights(), 100)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +194,7 @@ def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
     tmp_path: Path, count: int | None
 ) -> None:
     """One in each file of an orbax directory, or ``count`` evenly over all bytes."""
-    original = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
-    weights = original.load_weights()
-    save_orbax(tmp_path / "saved", original.config, weights)
+    weights = save_target(tmp_path)
     # config.json is for people to edit
     for _ in Saved(tmp_path / "saved" / "weights").flips(count):
         with pytest.raises(ValueError, match=f"{tmp_path / 'saved' / 'weights'}"):
@@ -208,12 +205,18 @@ def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
 
 def test_saved_weights_without_a_digest_load(tmp_path: Path) -> None:
     """What older versions saved."""
-    original = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
-    weights = original.load_weights()
-    save_orbax(tmp_path / "saved", original.config, weights)
+    weights = save_target(tmp_path)
     ocp.save(tmp_path / "saved" / "weights", weights, overwrite=True)
     found = open_target(tmp_path / "saved").load_weights()
     assert all(np.array_equal(found[name], weights[name]) for name in weights)
+
+
+def save_target(path: Path) -> dict[str, np.ndarray]:
+    """Save a target under ``saved``, and give its weights."""
+    original = open_target(write_directory(path / "hf", CONFIG, target_tensors()))
+    weights = original.load_weights()
+    save_orbax(path / "saved", original.config, weights)
+    return weights
 
 
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])
