@@ -2,15 +2,12 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import SamplingParams
+from specjax.testing import Job, dense_decode
 from specjax.training import generate
-from specjax.training.ttt import packed_attend
-
-SIZE = 32
 
 
 @pytest.fixture(autouse=True)
@@ -19,36 +16,15 @@ def _small_groups(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def greedy(tiny):
-    """Greedy decoding that runs the whole text again for every token."""
-
-    @jax.jit
-    def run(weights, ids, segments):
-        model = tiny.flat.rebuild(weights)
-        attend = packed_attend(segments)
-        return model.logits(model(ids, jnp.arange(SIZE)[None], None, attend)[0])[0]
-
-    def decode(prompt, count):
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + count:
-            ids = np.zeros((1, SIZE), np.int32)
-            ids[0, : len(tokens)] = tokens
-            segments = (np.arange(SIZE) < len(tokens)).astype(np.int32)[None]
-            logits = run(tiny.weights, ids, segments)
-            tokens.append(int(logits[len(tokens) - 1].argmax()))
-        return tokens[len(prompt) :]
-
-    return decode
-
-
-@pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(2)
     return [rng.integers(0, 61, n).tolist() for n in (3, 8, 1, 7, 5, 8, 2)]
 
 
-def test_greedy_equals_decoding_alone(sampler, greedy, prompts):
-    free = [greedy(p, 14) for p in prompts]
+def test_greedy_equals_decoding_alone(tiny, sampler, prompts):
+    params = SamplingParams(temperature=0.0, max_new_tokens=14)
+    jobs = [Job(prompt=tuple(prompt), params=params) for prompt in prompts]
+    free = [dense_decode(tiny.weights, job, tiny.model).tokens for job in jobs]
     # a token that ends some of the texts early, and not all of them
     stop = next(t for t in free[1][3:] if 0 < sum(t in text for text in free) < len(free))
     finished = []
