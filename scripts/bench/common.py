@@ -46,22 +46,14 @@ SIZES = (
 )
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable[[str], list[Any]]:
+    """A reader of values separated by commas, which must be among those ``known``, if any are."""
 
-
-def floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A reader of names that are separated by commas."""
-
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := set(names) - set(known):
+    def read(text: str) -> list[Any]:
+        values = [kind(part) for part in text.split(",")]
+        if known and (unknown := set(values) - set(known)):
             raise argparse.ArgumentTypeError(f"{sorted(unknown)} must be among {list(known)}")
-        return names
+        return values
 
     return read
 

@@ -390,7 +390,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add_start_options(parser.add_argument_group("start"))
     add = parser.add_argument_group("run", argument_default=None).add_argument
     add("--load", action="append", required=True, help="a load and its values; repeatable")
-    add("--ways", type=common.some_of(WAYS), default=["stream"], help=", ".join(WAYS))
+    add("--ways", type=common.list_of(str, WAYS), default=["stream"], help=", ".join(WAYS))
     add("--url", help="a server that runs already; the engine's options are those of a new one")
     add("--split", action="store_true", help="a prefill server on another GPU computes the prompts")
     add("--turns", type=int, default=4, help="measured turns, after one more (default: 4)")

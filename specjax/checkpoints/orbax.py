@@ -65,8 +65,6 @@ def orbax_config(path: Path, kind: type[C]) -> C:
         kind = family.config  # type: ignore[assignment]
     if found != kind.__name__:
         raise ValueError(f"{file} holds a {found}, expected a {kind.__name__}")
-    if "algorithm" in body:  # what the key was called at first
-        body["checkpoint_format"] = {"EAGLE3": "eagle-3"}.get(str(body.pop("algorithm")), "eagle-1")
     return _build(kind, Fields(body, file))
 
 

@@ -146,20 +146,22 @@ def ttt_loss(
 _NEGATIVE = -1e30
 
 
-def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention ``[B, T, N, H]`` of q over keys and values ``[B, L, KV, H]``.
-
-    ``mask`` is bool, broadcastable to ``[B, 1, T, L]``. Scores and softmax are float32. In half
-    precision on a GPU cuDNN computes it.
-    """
-    is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
-    return dense_attention(q, k, v, mask=mask, implementation="cudnn" if is_fused else None)
-
-
 def packed_attend(segments: jax.Array) -> Attend:
-    """Causal attention within the segments ``i32[B, T]`` of packed rows; threads no cache."""
+    """Causal attention within the segments ``i32[B, T]`` of packed rows; threads no cache.
+
+    Scores and softmax are float32. In half precision on a GPU cuDNN computes it.
+    """
     mask = _causal_mask(segments)[:, None]
-    return rotated(lambda kv, layer, q, k, v: (kv, masked_attention(q, k, v, mask)))
+
+    @rotated
+    def attend(
+        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+        implementation = "cudnn" if is_fused else None
+        return kv, dense_attention(q, k, v, mask=mask, implementation=implementation)
+
+    return attend
 
 
 def ttt_attend(segments: jax.Array) -> Attend:

@@ -576,16 +576,6 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     assert restored["fc.kernel"].dtype == half.config.dtypes.activations
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
-def test_orbax_reads_what_older_versions_wrote(tmp_path: Path, algorithm: str) -> None:
-    config = HEAD if algorithm == "EAGLE3" else EAGLE1_HEAD
-    body = {"specjax_config": "DraftConfig", **dataclasses.asdict(config), "algorithm": algorithm}
-    del body["checkpoint_format"]
-    (tmp_path / "config.json").write_text(json.dumps(body))
-    found = open_draft(tmp_path, target(tmp_path), checkpoint_format=config.checkpoint_format)
-    assert found.config == config
-
-
 def test_orbax_pairs(tmp_path: Path) -> None:
     save_orbax(tmp_path / "saved", HEAD, random_weights(HEAD, 3))
     for changes, message in (

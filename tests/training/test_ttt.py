@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.layers import rotated
+from specjax.models.layers import dense_attention, rotated
 from specjax.training.data import pack
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import (
     StepStatistics,
-    masked_attention,
     packed_attend,
     target_outputs,
     ttt_loss,
@@ -41,7 +40,7 @@ def _server(head, target, size=48):
             keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
             mask = (jnp.arange(size) <= slot)[None, None, None]
-            return (keys, values), masked_attention(q, keys, values, mask)
+            return (keys, values), dense_attention(q, keys, values, mask=mask)
 
         embeds = head.embed(token[None, None], target)
         out, cache = head(embeds, hidden[None, None], slot[None, None], cache, attend)
