@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
-from specjax.kv.pages import PageAllocator
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
@@ -168,15 +167,13 @@ def make_request(
 
 def run_requests(runner: ModelRunner, requests: list[Request], *, run_ahead: int = 0) -> None:
     """Serve requests to their end; afterwards every page is free again."""
-    config = runner.config
-    allocator = PageAllocator(config.num_pages, config.page_size)
-    scheduler = Scheduler(runner, allocator, run_ahead=run_ahead)
+    scheduler = Scheduler(runner, run_ahead=run_ahead)
     for request in requests:
         scheduler.check(request)
         scheduler.add(request)
     while scheduler.has_work:
         scheduler.step()
-    assert allocator.num_free == config.num_pages - 1
+    assert scheduler.debug_state()["pages_free"] == runner.config.num_pages - 1
 
 
 def dense_greedy(prompt: Sequence[int], count: int) -> list[int]:

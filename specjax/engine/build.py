@@ -170,8 +170,9 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
 
 def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
     """Seconds per round by (tier, batch bucket), measured once and kept with the functions."""
-    cache = runner.compiled.cache
-    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in _pairs(runner)}
+    cache, config = runner.compiled.cache, runner.config
+    pairs = product(config.shapes, config.batch_buckets)
+    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in pairs}
     kept = None if cache is None else cache.load_json(ROUND_SECONDS)
     if kept is not None:
         try:
@@ -186,10 +187,6 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
     return seconds
 
 
-def _pairs(runner: ModelRunner) -> list[tuple[DraftShape, int]]:
-    return list(product(runner.config.shapes, runner.config.batch_buckets))
-
-
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
     """Seconds a round by (tier, batch bucket): the median of a few stretches.
 
@@ -198,7 +195,8 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], f
     has its next, so that what slows the device down for a while meets all of them. The runner has
     no requests; afterwards it is as before, but for what the pages hold.
     """
-    config, pairs = runner.config, _pairs(runner)
+    config = runner.config
+    pairs = list(product(config.shapes, config.batch_buckets))
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
     counts = {}

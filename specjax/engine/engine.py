@@ -29,8 +29,6 @@ from specjax.engine.weights import (
     weights_from_disk,
     weights_from_tensors,
 )
-from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics import EngineMetrics, Totals
 from specjax.models.flat import next_logits
 from specjax.runtime.functions import Watch
@@ -106,10 +104,6 @@ class Engine:
         overlap = args.overlap
         if overlap is None:
             overlap = args.supports_overlap and not runner.networks.placement.on_cpu
-        allocator = PageAllocator(runner.config.num_pages, args.page_size)
-        cache = None
-        if not args.disable_radix_cache:
-            cache = PrefixCache(allocator, lookahead=args.algorithm.lookahead)
         self._controller = make_controller(args, runner)
         controller, largest = self._controller, runner.config.largest
         totals = Totals(
@@ -123,9 +117,8 @@ class Engine:
         source, peer = SIDES.get(args.disaggregation_mode or "", (None, None))
         self._scheduler = Scheduler(
             runner,
-            allocator,
             run_ahead=int(overlap),
-            prefix_cache=cache,
+            caches_prefixes=not args.disable_radix_cache,
             max_waiting_requests=args.max_waiting_requests,
             metrics=totals,
             controller=controller,

@@ -92,22 +92,26 @@ class Capacity:
 
 
 class PageBudget:
-    """Hands out the pages of a pool; without a cache of equal prefixes none is shared.
+    """Hands out the pages of a pool; holdings share those of equal prefixes.
 
-    ``set_pages`` writes a slot's page table from an entry on: slot, pages, first entry.
+    Args:
+        allocator: of the pool.
+        writes: maximum KV write of a dispatch.
+        set_pages: writes a slot's page table from an entry on: slot, pages, first entry.
+        lookahead: of the prefix cache; ``None`` shares no page.
     """
 
     def __init__(
         self,
         allocator: PageAllocator,
-        cache: PrefixCache | None,
         writes: KVWrites,
         set_pages: Callable[[int, Sequence[int], int], None],
+        lookahead: int | None,
     ) -> None:
         self._allocator = allocator
-        # without one, a cache that is never given a page
-        self._cache = PrefixCache(allocator, lookahead=0) if cache is None else cache
-        self._is_sharing = cache is not None
+        # if no page is shared, the cache is never given one
+        self._cache = PrefixCache(allocator, lookahead=lookahead or 0)
+        self._is_sharing = lookahead is not None
         self._writes = writes
         self._set_pages = set_pages
         self._reserve = RESERVE_START

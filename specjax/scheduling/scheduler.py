@@ -15,7 +15,6 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
@@ -61,7 +60,7 @@ class Scheduler:
 
     Args:
         run_ahead: dispatches left unread at the end of a step; outputs do not depend on it.
-        prefix_cache: keeps the pages of prompts and outputs for requests that start alike.
+        caches_prefixes: keep the pages of prompts and outputs for requests that start alike.
         max_waiting_requests: how many may wait, in addition to those that a slot is free for.
         clock: seconds, for timeouts and metrics; that of the requests.
         controller: chooses the tier of each round, by what earlier ones accepted.
@@ -72,21 +71,19 @@ class Scheduler:
     def __init__(
         self,
         runner: ModelRunner,
-        allocator: PageAllocator,
         *,
         run_ahead: int,
-        prefix_cache: PrefixCache | None = None,
+        caches_prefixes: bool = False,
         max_waiting_requests: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         metrics: Totals | None = None,
         controller: AdaptiveController | None = None,
         prompt_source: PromptSource | None = None,
     ) -> None:
-        self._runner = runner
-        self._allocator = allocator
-        self._budget = PageBudget(
-            allocator, prefix_cache, runner.config.kv_writes, runner.set_pages
-        )
+        self._runner, config = runner, runner.config
+        self._allocator = PageAllocator(config.num_pages, config.page_size)
+        lookahead = config.algorithm.lookahead if caches_prefixes else None
+        self._budget = PageBudget(self._allocator, config.kv_writes, runner.set_pages, lookahead)
         self._run_ahead = run_ahead
         self._max_waiting = max_waiting_requests
         self._clock = clock
@@ -95,7 +92,7 @@ class Scheduler:
         self.prompt_source = PromptSource() if prompt_source is None else prompt_source
         self._waiting: deque[Request] = deque()
         self._running: list[RunningRequest] = []
-        self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
+        self._free_slots = list(range(config.num_slots - 1, 0, -1))
         self._in_flight = InFlight(self._metrics, controller, clock)
         self._deadlines = Deadlines()
         # steps that the next request still waits for pages, or until a running one gives some back
@@ -255,14 +252,13 @@ class Scheduler:
         if first.cached_tokens > request.cached_tokens:
             self._metrics.cached_tokens += first.cached_tokens - request.cached_tokens
             request.cached_tokens = first.cached_tokens
-        beside = first.logprobs, first.hidden_states
+        reports = first.logprobs, first.hidden_states
         try:
-            self._in_flight.take_first(row, first.token, beside, self._clock())
+            self._in_flight.take_first(row, first.token, reports, self._clock())
         except Exception as error:
             self.fail(request, error)
-        else:
-            if request.is_finished:
-                self._end(row)
+        if request.is_finished and not row.is_released:
+            self._end(row)
 
     @property
     def _is_prefilling(self) -> bool:

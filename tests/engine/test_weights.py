@@ -240,34 +240,26 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(engine, old_engine, dr
         assert all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
-def test_integer_bool_and_complex_tensors_are_refused(old_engine) -> None:
+def test_tensors_that_no_weight_can_be_made_of(old_engine) -> None:
+    norm, gone = np.ones(32, np.float32), jnp.ones(32)
+    gone.delete()
+    names = old_engine.runner.networks.draft.names
+    d2t = np.asarray(old_engine.runner.weights[1][names.index("d2t")])
+    refused: list[tuple[Any, str]] = [
+        *((bad, "named_tensors") for bad in ([1, 2], 5, {}, {1: norm}, {1: norm, "a": norm})),
+        ({"norm.scale": norm, "norm.weight": norm}, r"'norm\.scale' twice"),
+        ({"norm.scale": gone}, r"named_tensors\['norm.scale'\] cannot be copied.*deleted"),
+        ({"d2t": d2t + 50}, "vocab_size=98"),
+    ]
     for dtype in (np.int32, np.bool_, np.complex64):
-        with pytest.raises(ValueError, match=f"norm.scale.* is {np.dtype(dtype)}"):
-            old_engine.update_weights_from_tensor({"norm.scale": np.ones(32, dtype)})
+        refused.append(({"norm.scale": np.ones(32, dtype)}, f"norm.scale.* is {np.dtype(dtype)}"))
         with pytest.raises(ValueError, match=f"{np.dtype(dtype)}, which is no form of float32"):
             cast(np.ones(32, dtype), np.dtype(np.float32))  # as a checkpoint is read
-
-
-def test_what_is_no_array_by_name_is_refused(old_engine) -> None:
-    norm = np.ones(32, np.float32)
-    for bad in ([1, 2], 5, {}, {1: norm}, {1: norm, "a": norm}):
-        with pytest.raises(ValueError, match="named_tensors"):
-            old_engine.update_weights_from_tensor(bad, draft=True)
-    with pytest.raises(ValueError, match=r"'norm\.scale' twice"):
-        old_engine.update_weights_from_tensor({"norm.scale": norm, "model.norm.weight": norm})
-    for paths in ((5, None), (None, 5), (None, None)):
-        with pytest.raises(ValueError, match="give one or both"):
-            old_engine.update_weights_from_disk(*paths)
-
-
-def test_a_donated_tensor_is_refused_and_nobody_notices(engine, old_engine) -> None:
-    gone = jnp.ones(32)
-    gone.delete()
-    with pytest.raises(
-        ValueError, match=r"named_tensors\['norm.scale'\] cannot be copied.*deleted"
-    ):
-        engine.update_weights_from_tensor({"norm.scale": gone})
-    assert answers(engine) == answers(old_engine)
+    before = answers(old_engine)
+    for tensors, message in refused:
+        with pytest.raises(ValueError, match=message):
+            old_engine.update_weights_from_tensor(tensors, draft=True)
+    assert answers(old_engine) == before
 
 
 def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
@@ -293,14 +285,6 @@ def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
     assert events == []
 
 
-def test_a_vocabulary_outside_the_targets_is_refused(old_engine) -> None:
-    d2t = np.asarray(
-        old_engine.runner.weights[1][old_engine.runner.networks.draft.names.index("d2t")]
-    )
-    with pytest.raises(ValueError, match="vocab_size=98"):
-        old_engine.update_weights_from_tensor({"d2t": d2t + 50}, draft=True)
-
-
 def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> None:
     target = tmp_path / "target"
     shutil.copytree(files.target, target)
@@ -310,8 +294,9 @@ def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> Non
         engine.update_weights_from_disk(target)
     with pytest.raises(ValueError, match="no/such"):
         engine.update_weights_from_disk("./no/such/model.gguf")
-    with pytest.raises(ValueError, match="give one or both"):
-        engine.update_weights_from_disk()
+    for paths in ((5, None), (None, 5), (None, None)):
+        with pytest.raises(ValueError, match="give one or both"):
+            engine.update_weights_from_disk(*paths)
     broken = tmp_path / "head"
     shutil.copytree(files.head, broken)
     tensors = tensors_of(broken)

@@ -1,14 +1,13 @@
 """A scheduler over the tiny runner, watched from outside while it works."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from specjax.adaptive import AdaptiveController
-from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
@@ -43,6 +42,7 @@ class WatchedRunner:
 
     def __init__(self, runner: ModelRunner, rows: Callable[[], list[Any]]) -> None:
         self._runner = runner
+        self.config = runner.config
         self._rows = rows
         self.calls: list[str] = []
         self.largest_batch = 0
@@ -142,18 +142,16 @@ class Serving:
         self.runner.tables = HostTables(
             config.num_slots, config.pages_per_request, TARGET.vocab_size
         )
-        self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
-        self.cache = None
-        if is_cached:
-            self.cache = PrefixCache(self.allocator, lookahead=config.algorithm.lookahead)
         self.watched = WatchedRunner(self.runner, lambda: self.rows)
+        self.watched.config = replace(config, num_pages=num_pages or config.num_pages)
         self.scheduler = Scheduler(
             self.watched,  # type: ignore[arg-type]
-            self.allocator,
             run_ahead=run_ahead,
-            prefix_cache=self.cache,
+            caches_prefixes=is_cached,
             **options,
         )
+        self.allocator = self.scheduler._allocator
+        self.cache = self.scheduler._budget._cache if is_cached else None
 
     @property
     def rows(self) -> list[Any]:

@@ -196,19 +196,6 @@ def test_the_thread_sleeps_without_work(loop, scheduler) -> None:
     assert scheduler.num_steps == steps == 3
 
 
-def test_calls_run_together(loop, scheduler) -> None:
-    first = Caller(loop, CountingRequest("a", None))
-    scheduler.hold()
-    others = [Caller(loop, CountingRequest(f"b{i}", 5)) for i in range(3)]
-    steps = scheduler.num_steps
-    scheduler.may_go_on.set()
-    assert [other.rest() for other in others] == [[None]] * 3
-    assert scheduler.num_steps - steps >= 5
-    loop.abort(first.call)
-    assert first.rest() == [None]
-    assert first.call.requests[0].finish_reason == {"type": "abort"}
-
-
 def test_aborts_by_id_group_and_all(loop) -> None:
     requests = [CountingRequest(rid, None) for rid in ("x_0", "x_1", "y_0", "y_1", "z")]
     callers = [
