@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
-from specjax.kernels.tree_attention import LOG2E, NEGATIVE, row_dot, tree_attention
+from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot, tree_attention
 
 
 def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -191,12 +191,7 @@ def prefill_attention(
         NotImplementedError: by the Pallas kernel, for a head dim that is no power of two from 16
             to 256 or more query heads a KV head than a tile has rows.
     """
-    if q.ndim != 3 or pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[2]:
-        raise ValueError(
-            f"q {q.shape} and pool {pool.shape} must be [W, N, H] and [L, _, 2, KV, H]"
-        )
-    if q.shape[1] % pool.shape[3]:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {pool.shape[3]} KV heads")
+    check_heads(q, pool)
     if not page_table.shape[:1] == starts.shape == counts.shape:
         raise ValueError(
             f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "

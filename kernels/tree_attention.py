@@ -266,6 +266,15 @@ def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     )
 
 
+def check_heads(q: jax.Array, pool: jax.Array) -> None:
+    """Refuse queries ``[..., N, H]`` that do not belong to a pool ``[L, slots, 2, KV, H]``."""
+    heads, dim = q.shape[-2:]
+    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != dim:
+        raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {dim}]")
+    if heads % pool.shape[3]:
+        raise ValueError(f"{heads} query heads are no multiple of {pool.shape[3]} KV heads")
+
+
 def tree_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -301,10 +310,7 @@ def tree_attention(
         NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
             keys, or a head dim that is no power of two from 16 to 256.
     """
-    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[3]:
-        raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {q.shape[3]}]")
-    if q.shape[2] % pool.shape[3]:
-        raise ValueError(f"{q.shape[2]} query heads are no multiple of {pool.shape[3]} KV heads")
+    check_heads(q, pool)
     implementation = resolve(implementation, head_dim=q.shape[3], is_attention=True)
     if implementation in ("xla", "chunked"):
         is_chunked = implementation == "chunked"

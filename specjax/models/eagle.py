@@ -22,7 +22,7 @@ from flax import nnx
 
 from specjax.config import DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
-from specjax.models.decoder import CausalLM
+from specjax.models.decoder import CausalLM, TargetVocabulary
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -240,7 +240,7 @@ class MtpModule(nnx.Module):
         self.norm = norm(implementation=implementation)
 
 
-class MtpHead(nnx.Module):
+class MtpHead(TargetVocabulary, nnx.Module):
     """The modules of multi-token prediction; embeddings and output head are the target's.
 
     Module ``k`` takes the state of token ``i`` that module ``k - 1`` gave, the target's last hidden
@@ -284,11 +284,3 @@ class MtpHead(nnx.Module):
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
         """Float32 logits ``[..., V]`` of states ``[..., D]`` of any module."""
         return target.logits(hidden)
-
-    @property
-    def vocabulary(self) -> None:
-        """The target's."""
-        return None
-
-    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        return draft_ids

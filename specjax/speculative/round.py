@@ -106,27 +106,61 @@ def verify(
     return verified, kv, future
 
 
-def _draft(
-    batch: Batch, state: DeviceState, config: RoundConfig
-) -> tuple[VerifyInput, DeviceState]:
+# The stages of a round. Compiled on their own, for tests and profiles, they make its batch again.
+
+
+def draft_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: jax.Array,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
+) -> tuple[DeviceState, VerifyInput]:
+    """Draft a tree for each of the slots i32 ``[B]``."""
+    batch = batch or active_batch(resident, state.future, slots, config)
     pools, rows = state.pools, resolve(state.future, batch.slots)
     tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
     # a request that wants no speculation is decoded plainly inside the batch
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
     tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
-    return tree, replace(state, pools=replace(pools, draft=draft))
+    return replace(state, pools=replace(pools, draft=draft)), tree
 
 
-def _verify(
-    batch: Batch, state: DeviceState, tree: VerifyInput, config: RoundConfig
-) -> tuple[VerifyOutput, DeviceState]:
+def verify_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: jax.Array,
+    tree: VerifyInput,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
+) -> tuple[DeviceState, VerifyOutput]:
+    """Verify the trees and record what was accepted."""
+    batch = batch or active_batch(resident, state.future, slots, config)
     verified, kv, future = verify(batch, state.pools.target, state.future, tree, config)
-    return verified, DeviceState(replace(state.pools, target=kv), future)
+    return DeviceState(replace(state.pools, target=kv), future), verified
 
 
-def _extend(
-    batch: Batch, state: DeviceState, verified: VerifyOutput, config: RoundConfig
+def extend_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: jax.Array,
+    verified: VerifyOutput,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
 ) -> tuple[DeviceState, RoundOutput]:
+    """Let the algorithm read what was accepted, and pack what the host wants to know."""
+    if batch is None:  # as it was: verification has published new lengths, and ends of requests
+        counts = verified.num_accepted_tokens
+        slots = jnp.where(counts > 0, slots, 0)
+        before = state.future.seq_lens[slots] - counts
+        batch = replace(
+            make_batch(resident, state.future, slots, config),
+            seq_lens=before,
+            bonus_tokens=state.future.tokens[slots, before],
+        )
     pools, rows = state.pools, resolve(state.future, batch.slots)
     draft, rows = config.algorithm.extend(batch, pools.draft, rows, verified, config.shape)
     state = DeviceState(replace(pools, draft=draft), stash(state.future, batch.slots, rows))
@@ -139,9 +173,9 @@ def spec_round(
 ) -> tuple[DeviceState, RoundOutput]:
     """One round of request slots i32 ``[B]``, 0 for padding: draft, verify and extend."""
     batch = active_batch(resident, state.future, slots, config)
-    tree, state = _draft(batch, state, config)
-    verified, state = _verify(batch, state, tree, config)
-    return _extend(batch, state, verified, config)
+    state, tree = draft_stage(resident, state, slots, config=config, batch=batch)
+    state, verified = verify_stage(resident, state, slots, tree, config=config, batch=batch)
+    return extend_stage(resident, state, slots, verified, config=config, batch=batch)
 
 
 def spec_rounds(
@@ -172,49 +206,3 @@ def spec_rounds(
             hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.dtypes.activations),
         )
     return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
-
-
-# the stages as functions of their own, for tests and profiles: the three in turn are a round
-
-
-def draft_stage(
-    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
-) -> tuple[DeviceState, VerifyInput]:
-    """Draft a tree for each of the slots i32 ``[B]``."""
-    tree, state = _draft(active_batch(resident, state.future, slots, config), state, config)
-    return state, tree
-
-
-def verify_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: jax.Array,
-    tree: VerifyInput,
-    *,
-    config: RoundConfig,
-) -> tuple[DeviceState, VerifyOutput]:
-    """Verify the trees and record what was accepted."""
-    batch = active_batch(resident, state.future, slots, config)
-    verified, state = _verify(batch, state, tree, config)
-    return state, verified
-
-
-def extend_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: jax.Array,
-    verified: VerifyOutput,
-    *,
-    config: RoundConfig,
-) -> tuple[DeviceState, RoundOutput]:
-    """Let the algorithm read what was accepted, and pack what the host wants to know."""
-    counts = verified.num_accepted_tokens
-    # the batch as it was: verification has published new lengths, and the end of a request
-    slots = jnp.where(counts > 0, slots, 0)
-    before = state.future.seq_lens[slots] - counts
-    batch = replace(
-        make_batch(resident, state.future, slots, config),
-        seq_lens=before,
-        bonus_tokens=state.future.tokens[slots, before],
-    )
-    return _extend(batch, state, verified, config)

@@ -1,4 +1,3 @@
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -6,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.adaptive import AdaptiveSpeculativeParams
-from specjax.adaptive.ema import EmaState, update_ema
 from specjax.types import DraftShape
 
 chain = DraftShape.chain
@@ -60,6 +58,7 @@ def test_the_first_tier_is_the_nearest_candidate_the_larger_of_two(
         (3, {"ema_alpha": 0.5, "down_hysteresis": 0.0}, [4, 0, 0, 0], [7, 3, 3, 1]),
         (1, {}, [7], [7]),
         (7, {}, [0], [1]),
+        (3, {"candidate_steps": [0]}, [0] * 5, [0] * 5),  # off for good
     ],
 )
 def test_golden_decisions(
@@ -164,10 +163,6 @@ def test_step_0_keeps_the_average_and_starts_a_probe_from_a_measured_one() -> No
     assert params.ema_accept_len == 0.0
 
 
-def test_speculation_off_for_good() -> None:
-    assert run(3, {"candidate_steps": [0]}, [0] * 50) == [0] * 50
-
-
 @st.composite
 def configs(draw: st.DrawFn, lowest: int = 1) -> dict[str, Any]:
     down = draw(st.floats(-0.49, 0.45))
@@ -219,37 +214,3 @@ def test_a_constant_input_does_not_oscillate(
     turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(tiers, tiers[1:], tiers[2:], strict=False))
     assert turns <= 1  # the assumed average of the first tier may be off on either side
     assert len(tiers) <= 2 * len(set(config["candidate_steps"]))
-
-
-@settings(deadline=None, max_examples=40)
-@given(configs(lowest=1), st.integers(1, 200))
-def test_step_0_is_probed_backs_off_and_recovers(config: dict[str, Any], limit: int) -> None:
-    config = {**config, "candidate_steps": [0, *config["candidate_steps"]]}
-    config["max_probe_interval"] = limit
-    config["ema_alpha"] = max(config["ema_alpha"], 0.3)
-    params = AdaptiveSpeculativeParams(12, config)
-    interval = config["update_interval"]
-    longest = max(limit, interval)
-    waits = []
-    wait = 0
-    for _ in range(config["warmup_batches"] + 100 * interval + 3 * longest):
-        wait = wait + 1 if params.current_steps == 0 else 0
-        if params.update([0]) and wait:
-            waits.append(wait)
-    assert waits
-    assert waits == sorted(waits)
-    assert max(waits) <= longest
-    top = max(config["candidate_steps"])
-    for _ in range(longest + interval * 100 + 100):
-        params.update([params.current_steps])
-    if (1 - 0.3) ** interval < 0.2:  # a probe long enough to lift the average off zero
-        assert params.current_steps == top
-
-
-def test_a_batch_without_a_decision_changes_average_and_count_only() -> None:
-    (slot,) = AdaptiveSpeculativeParams(3).config.slots
-    state = EmaState(tier=chain(3), ema=2.0, count=4, waited=5, probe_wait=6, is_probing=True)
-    after = update_ema(slot, state, [1])
-    kept = [field.name for field in fields(EmaState) if field.name not in ("ema", "count")]
-    assert [getattr(after, name) for name in kept] == [getattr(state, name) for name in kept]
-    assert (after.ema, after.count) == (pytest.approx(1.8), 5)

@@ -17,8 +17,7 @@ from .eagle_files import (  # noqa: E402
     reference_head,
 )
 from .eagle_reference import Draft  # noqa: E402
-from .smollm2 import find_smollm2  # noqa: E402
-from .torch_side import make_model, rope, run_model, save  # noqa: E402
+from .torch_side import find_smollm2, make_model, rope, run_model, save  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

@@ -15,8 +15,7 @@ from specjax.checkpoints import open_target  # noqa: E402
 
 from ..checkpoints.files import write_gguf  # noqa: E402
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
-from .smollm2 import find_smollm2  # noqa: E402
-from .torch_side import FAMILIES, LLAMA3_ROPE, make_model, run_model, save  # noqa: E402
+from .torch_side import FAMILIES, LLAMA3_ROPE, find_smollm2, make_model, run_model, save  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

