@@ -99,6 +99,9 @@ class PageBudget:
         writes: maximum KV write of a dispatch.
         set_pages: writes a slot's page table from an entry on: slot, pages, first entry.
         lookahead: of the prefix cache; ``None`` shares no page.
+
+    Attributes:
+        cache: pages of equal prefixes, those that holdings share included.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class PageBudget:
     ) -> None:
         self._allocator = allocator
         # if no page is shared, the cache is never given one
-        self._cache = PrefixCache(allocator, lookahead=lookahead or 0)
+        self.cache = PrefixCache(allocator, lookahead=lookahead or 0)
         self._is_sharing = lookahead is not None
         self._writes = writes
         self._set_pages = set_pages
@@ -121,11 +124,6 @@ class PageBudget:
         """Tokens in the pages of the holdings, shared ones included."""
         num_used = self._allocator.num_pages - 1 - self._available(())
         return num_used * self._allocator.page_size
-
-    @property
-    def num_cached_pages(self) -> int:
-        """Pages of the prefix cache, those that holdings share included."""
-        return self._cache.num_pages
 
     def capacity(self, running: Sequence[PageHolding]) -> Capacity:
         """Capacity for new requests, valid until the running ones are dispatched or read again."""
@@ -139,15 +137,15 @@ class PageBudget:
         Returns ``False`` and gives nothing if that would leave the running requests too few.
         ``capacity`` is theirs, and kept up to date.
         """
-        node, shared = self._cache.match(holding.prefill_ids, holding.num_cacheable)
-        self._cache.lock(node)
+        node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
+        self.cache.lock(node)
         holding.node, holding.num_shared = node, len(shared)
         holding.num_cached = holding.kv_len = len(shared) * self._allocator.page_size
         count = self._needed(holding) - len(shared)
         may_grow = self._may_grow(holding)
         reserved = capacity.reserved + may_grow if running else 0
         if count + reserved > self._available(()) + capacity.reclaimable:
-            self._cache.unlock(node)
+            self.cache.unlock(node)
             if not running:
                 raise RuntimeError(
                     f"a request needs {count} pages and only {self._available(())} are left though "
@@ -203,15 +201,15 @@ class PageBudget:
         if not self._is_sharing or holding.node is None:
             return True
         text = holding.prefill_ids
-        count = self._cache.num_matched_pages(len(text))
+        count = self.cache.num_matched_pages(len(text))
         if count == holding.num_shared:
             return True
-        if not is_dispatched and len(self._cache.match(text)[1]) > holding.num_shared:
+        if not is_dispatched and len(self.cache.match(text)[1]) > holding.num_shared:
             return False
-        duplicates = self._cache.insert(text, holding.pages[:count])
-        node, shared = self._cache.match(text)
-        self._cache.lock(node)
-        self._cache.unlock(holding.node)
+        duplicates = self.cache.insert(text, holding.pages[:count])
+        node, shared = self.cache.match(text)
+        self.cache.lock(node)
+        self.cache.unlock(holding.node)
         holding.node, holding.num_shared = node, count
         if duplicates:
             # from the next dispatch on, this request reads the pages that the other one brought
@@ -232,20 +230,16 @@ class PageBudget:
         if holding.node is not None:
             if self._is_sharing and known_ids is not None:
                 # one more token is known than is in the pool
-                full = self._cache.num_matched_pages(holding.kv_len + 1)
+                full = self.cache.num_matched_pages(holding.kv_len + 1)
                 full = max(full, holding.num_shared)
-                owned = self._cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
-            self._cache.unlock(holding.node)
+                owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
+            self.cache.unlock(holding.node)
         holding.pages, holding.num_shared, holding.node = [], 0, None
         self._allocator.free(owned)
 
     def raise_reserve(self) -> None:
         """Admit more carefully: a request had to be preempted."""
         self._reserve = min(1.0, self._reserve + RESERVE_RAISE)
-
-    def flush(self) -> None:
-        """Forget every cached prefix that no holding reads."""
-        self._cache.flush()
 
     def _needed(self, holding: PageHolding, dispatches: int = 1) -> int:
         return self._allocator.pages_for(holding.max_kv_len(self._writes, dispatches))
@@ -262,12 +256,12 @@ class PageBudget:
 
     def _available(self, running: Sequence[PageHolding]) -> int:
         """Pages to be had from the free list, the prefix cache and holdings that can spare some."""
-        free = self._allocator.num_free + self._cache.num_evictable
+        free = self._allocator.num_free + self.cache.num_evictable
         return free + sum(map(self._reclaimable, running))
 
     def _take(self, count: int, running: Sequence[PageHolding]) -> list[int]:
         short = count - self._allocator.num_free
-        short -= self._cache.evict(short)
+        short -= self.cache.evict(short)
         for holding in reversed(running):
             if short <= 0:
                 break

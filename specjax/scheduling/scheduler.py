@@ -180,7 +180,7 @@ class Scheduler:
 
     def debug_state(self) -> dict[str, int]:
         """Requests and pages, by whom they are held."""
-        free, cached = self._allocator.num_free, self._budget.num_cached_pages
+        free, cached = self._allocator.num_free, self._budget.cache.num_pages
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
@@ -214,7 +214,7 @@ class Scheduler:
         self._read_until(0)
         while self._running:
             self._preempt(self._running[-1], is_cached=False)
-        self._budget.flush()
+        self._budget.cache.flush()
 
     def fail_all(self, message: str) -> None:
         """End every request after a step raised; no result is read, and no KV is kept."""
@@ -225,7 +225,7 @@ class Scheduler:
         self._waiting.clear()
         while self._running:
             self._release(self._running[-1], is_cached=False)
-        self._budget.flush()
+        self._budget.cache.flush()
         self._report_queue()
 
     # prompts

@@ -151,7 +151,7 @@ class Serving:
             **options,
         )
         self.allocator = self.scheduler._allocator
-        self.cache = self.scheduler._budget._cache if is_cached else None
+        self.cache = self.scheduler._budget.cache if is_cached else None
 
     @property
     def rows(self) -> list[Any]:
