@@ -13,9 +13,10 @@ from typing import Any
 from specjax.checks import check_integer, check_number
 from specjax.cli.options import (
     SERVING,
+    add_command,
     add_engine_options,
     add_start_options,
-    option_of_line,
+    add_switches,
     with_preset,
 )
 from specjax.compiling.cache import open_compile_cache
@@ -38,16 +39,13 @@ NAMES = {
 
 
 def add_serve_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "serve",
-        help="serve a model over HTTP",
-        description="Serve a model over HTTP, with OpenAI's and SGLang's routes. A line with the "
-        "address goes to standard output when it is ready.",
-        argument_default=argparse.SUPPRESS,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
+        "serve a model over HTTP",
+        "Serve a model over HTTP, with OpenAI's and SGLang's routes. A line with the address goes "
+        "to standard output when it is ready.",
     )
-    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
     group = parser.add_argument_group("server")
     for flag, kind, default, text in (
         ("--host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this host"),
@@ -88,7 +86,7 @@ def add_serve_parser(commands: Any) -> None:
         help="names, besides loopback ones, in the Host header of requests to a server that "
         "listens at a loopback address without a key, such as those that a proxy sends",
     )
-    group.add_argument("--quiet", action="store_true", default=False, help="no progress")
+    add_switches(group, {"--quiet": "no progress"})
     add_engine_options(parser, SERVING)
 
 
@@ -126,24 +124,21 @@ def _or_environment(value: str | None, name: str) -> str | None:
 
 
 def add_warmup_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "warmup",
-        help="compile ahead of the first start",
-        description="Compile what an engine with these options dispatches, without loading its "
-        "weights, into the cache that a start reads. What is present is left as it is.",
-        argument_default=argparse.SUPPRESS,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
+        "compile ahead of the first start",
+        "Compile what an engine with these options dispatches, without loading its weights, into "
+        "the cache that a start reads. What is present is left as it is.",
     )
-    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
     add_engine_options(parser, SERVING)
     group = parser.add_argument_group("warm-up")
     add_start_options(group, ())
-    for flag, text in (
-        ("--stages", "also draft, verify and extend as functions of their own"),
-        ("--quiet", "no progress, no table"),
-    ):
-        group.add_argument(flag, action="store_true", default=False, help=text)
+    switches = {
+        "--stages": "also draft, verify and extend as functions of their own",
+        "--quiet": "no progress, no table",
+    }
+    add_switches(group, switches)
     for flag, kind, metavar, text in (
         ("--prune", float, "DAYS", "delete entries that nothing has read for so many days"),
         ("--json", Path, "FILE", "write the figures to a file"),

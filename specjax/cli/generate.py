@@ -14,7 +14,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from specjax.cli.options import SERVING, add_engine_options, add_options
+from specjax.cli.options import (
+    SERVING,
+    add_command,
+    add_engine_options,
+    add_options,
+    add_switches,
+)
 from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
 from specjax.engine.requests import tokenize_inputs
 from specjax.sampling.params import SamplingParams
@@ -31,29 +37,28 @@ SAMPLING_ARGUMENTS = tuple(
 
 
 def add_generate_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "generate",
-        help="generate text from one prompt",
-        description="Generate text from one prompt. The text goes to standard output; progress and "
-        "the closing line of figures go to standard error.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+        "generate text from one prompt",
+        "Generate text from one prompt. The text goes to standard output; progress and the closing "
+        "line of figures go to standard error.",
+        file_prefix=None,  # a prompt may begin with @
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from stdin")
     add_engine_options(parser, SERVING)
     group = parser.add_argument_group("prompt and sampling")
-    group.add_argument("--raw", action="store_true", default=False, help="no chat template")
+    add_switches(group, {"--raw": "no chat template"})
     group.add_argument("--system", default=None, help="system message of the chat template")
     add_options(group, SamplingParams, SAMPLING_ARGUMENTS)
-    output = parser.add_argument_group("output")
-    for flag, text in (
-        ("--compare", "also decode plainly: speed-up, and whether the texts are equal"),
-        ("--show-accepts", "colour the accepted drafts"),
-        ("--show-tree", "draw what each round drafted and accepted; slower rounds, equal text"),
-        ("--json", "print one JSON object and nothing else"),
-        ("--quiet", "no progress and no figures"),
-    ):
-        output.add_argument(flag, action="store_true", default=False, help=text)
+    switches = {
+        "--compare": "also decode plainly: speed-up, and whether the texts are equal",
+        "--show-accepts": "colour the accepted drafts",
+        "--show-tree": "draw what each round drafted and accepted; slower rounds, equal text",
+        "--json": "print one JSON object and nothing else",
+        "--quiet": "no progress and no figures",
+    }
+    add_switches(parser.add_argument_group("output"), switches)
 
 
 def run_generate(

@@ -9,7 +9,7 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
@@ -37,6 +37,28 @@ ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_pr
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
 SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # other users see flags
 SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION, SECRET))
+
+
+def add_command(
+    commands: Any, name: str, summary: str, description: str, *, file_prefix: str | None = "@"
+) -> Any:
+    """The parser of a command that makes an engine, and reads options from ``@FILE`` too."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        fromfile_prefix_chars=file_prefix,
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = _option_of_line
+    return parser
+
+
+def add_switches(group: argparse._ActionsContainer, switches: Mapping[str, str]) -> None:
+    """Add flags that are off by default, with their help."""
+    for flag, text in switches.items():
+        group.add_argument(flag, action="store_true", default=False, help=text)
 
 
 def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[str]) -> None:
@@ -145,7 +167,7 @@ def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def option_of_line(line: str) -> list[str]:
+def _option_of_line(line: str) -> list[str]:
     """The option of a line of an ``@FILE``; none for an empty line or a comment."""
     return [line] if line.strip() and not line.startswith("#") else []
 

@@ -38,6 +38,8 @@ MAX_FIELDS = 256  # of one object, known and unknown
 INPUTS = "a text, a list of token ids, or a list of either"
 _NULL = Raw(b"null")
 _INPUTS = re.compile(rb'\s*(\[?)\s*(["\[]?)')
+# a quoted value of a message, or a word
+_WORD = re.compile(r"""(?<!\w)(["'])(?:\\.|(?!\1)[^\\])*\1|\w+""", re.DOTALL)
 
 MAX_NAMES, MAX_NAME = 32, 64  # names that are logged, and characters of one
 LIKENESS = 0.8  # of a misspelt name, up to 1
@@ -304,6 +306,8 @@ def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
 def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
     """Turn a ValueError into status 400, with OpenAI's names of fields; decorates readers too.
 
+    Names inside quoted values of a message stay.
+
     Args:
         prompt: the field that the prompt comes from; ``None`` keeps the engine's names.
         **others: further names of the engine with the client's.
@@ -313,8 +317,7 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
     except ValueError as error:
         message, param, code = str(error), None, None
         names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others
-        for ours, theirs in names.items():
-            message = message.replace(ours, theirs) if ours != theirs else message
+        message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):
             param, code = names.get(error.param or ""), error.code
             if code == CONTEXT_LENGTH_EXCEEDED:

@@ -1,12 +1,14 @@
 """From the body of a request to the engine and back to its client."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from specjax.scheduling.loop import Call
+from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
 from specjax.server.fields import ApiError, Body, parse_object
+from specjax.server.native import NativeAnswer
 from specjax.server.service import Service
 
 T = TypeVar("T")
@@ -19,24 +21,7 @@ INLINE_LOGPROBS = 256
 MAX_REPORTED = 2**19
 ENTRY_BYTES = 130  # of one while its request is in hand
 
-
-class Format(Protocol):
-    """How the answer to a request is written."""
-
-    @property
-    def wants_logprobs(self) -> bool: ...
-
-    @property
-    def text_only(self) -> bool:
-        """Whether chunks before the last need nothing but the text."""
-
-    def whole(self, results: Sequence[dict[str, Any]]) -> bytes: ...
-
-    def chunk(self, result: dict[str, Any]) -> bytes: ...
-
-    def closing(self) -> bytes: ...
-
-
+Format = Answer | NativeAnswer  # how the answer to a request is written
 Read = Callable[[Service, Body], tuple[Call, Format]]
 
 

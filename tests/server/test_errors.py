@@ -75,6 +75,8 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "stream_options",
         "unknown_field",
     ),
+    # names in quoted values stay
+    (COMPLETIONS, {"prompt": "a", "stop": ["max_new_tokens", 5]}, "stop", "'max_new_tokens'"),
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "'temperature'"),
     (COMPLETIONS, {"prompt": "a", "respons_format": 1}, "respons_format", "'response_format'"),
     *((COMPLETIONS, {"prompt": "a", "max_token": v}, "max_token", "'max_tokens'") for v in FALSY),
