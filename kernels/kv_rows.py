@@ -31,14 +31,6 @@ def finite_or_zero(values: jax.Array) -> jax.Array:
     return jnp.where(is_finite, values, jnp.zeros_like(values))
 
 
-def _gather_reference(pool: jax.Array, index: jax.Array) -> jax.Array:
-    return pool[:, index]
-
-
-def _scatter_reference(pool: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-    return pool.at[:, index].set(finite_or_zero(rows), mode="drop", unique_indices=True)
-
-
 def _block(width: int) -> int:
     return min(power_of_two(width), MAX_COLUMNS)
 
@@ -95,7 +87,7 @@ def gather_rows(
     _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if implementation == "xla" or 0 in shape or not _is_addressed(pool):
-        return _gather_reference(pool, index)
+        return pool[:, index]
     width = math.prod(pool.shape[2:])
     flat = triton_call(
         specjax_gather_rows,
@@ -126,7 +118,8 @@ def scatter_rows(
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
     if implementation == "xla" or 0 in rows.shape or not _is_addressed(pool):
-        return _scatter_reference(pool, index, rows)
+        rows = finite_or_zero(rows)
+        return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
     width = math.prod(pool.shape[2:])
     flat = triton_call(
         specjax_scatter_rows,

@@ -5,14 +5,14 @@ step 0, which turns speculation off, follows its later change #24055, with a bac
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from specjax.adaptive.config import AdaptiveSlot, ConfigSource, load_adaptive_config, nearest
 from specjax.types import DraftShape
 
 
-@dataclass(frozen=True)
+@dataclass
 class EmaState:
     """What the policy remembers of one slot.
 
@@ -20,6 +20,7 @@ class EmaState:
     ``is_probing`` holds from the decision that leaves step 0 to the next one.
     """
 
+    slot: AdaptiveSlot
     tier: DraftShape
     ema: float  # accepted drafts of a row, without the bonus token
     count: int = 0  # non-empty batches
@@ -27,46 +28,46 @@ class EmaState:
     probe_wait: int = 1
     is_probing: bool = False
 
+    def update(self, num_accepted_drafts: Sequence[int]) -> None:
+        """Take in one batch with ``tier``; at step 0 counts do not matter."""
+        if not num_accepted_drafts:
+            return
+        if min(num_accepted_drafts) < 0:
+            raise ValueError(f"num_accepted_drafts={num_accepted_drafts} holds a negative count")
+        slot = self.slot
+        if self.tier.steps > 0:
+            mean = sum(num_accepted_drafts) / len(num_accepted_drafts)
+            self.ema = (1.0 - slot.ema_alpha) * self.ema + slot.ema_alpha * mean
+        self.count += 1
+        since = self.count - slot.warmup_batches
+        if since > 0 and since % slot.update_interval == 0:
+            if self.tier.steps > 0:
+                self._decide()
+            else:
+                self._wait_or_probe()
 
-def update_ema(slot: AdaptiveSlot, state: EmaState, num_accepted_drafts: Sequence[int]) -> EmaState:
-    """The state after one batch with ``state.tier``; at step 0 counts do not matter."""
-    if not num_accepted_drafts:
-        return state
-    if min(num_accepted_drafts) < 0:
-        raise ValueError(f"num_accepted_drafts={num_accepted_drafts} holds a negative count")
-    ema = state.ema
-    if state.tier.steps > 0:
-        mean = sum(num_accepted_drafts) / len(num_accepted_drafts)
-        ema = (1.0 - slot.ema_alpha) * ema + slot.ema_alpha * mean
-    state = replace(state, ema=ema, count=state.count + 1)
-    since = state.count - slot.warmup_batches
-    if since <= 0 or since % slot.update_interval:
-        return state
-    return _wait_or_probe(slot, state) if state.tier.steps == 0 else _decide(slot, state)
+    def _decide(self) -> None:
+        slot, ema = self.slot, self.ema
+        lower = [tier for tier in slot.tiers if tier < self.tier]
+        higher = slot.tiers[len(lower) :]
+        # no average is below 0, so step 0 has the threshold of step 1
+        down = [t for t in lower if ema <= max(t.depth, 1) - 0.5 + slot.down_hysteresis]
+        up = [t for t in higher if ema <= t.depth - 0.5 + slot.up_hysteresis]
+        self.tier = (*down, *up, slot.tiers[-1])[0]
+        wait = 1
+        if self.tier.steps == 0:
+            self.waited = 0
+            if self.is_probing:
+                most = max(1, slot.max_probe_interval // slot.update_interval)
+                wait = min(2 * self.probe_wait, most)
+        self.probe_wait, self.is_probing = wait, False
 
-
-def _decide(slot: AdaptiveSlot, state: EmaState) -> EmaState:
-    lower = [tier for tier in slot.tiers if tier < state.tier]
-    higher = slot.tiers[len(lower) :]
-    # no average is below 0, so step 0 has the threshold of step 1
-    down = [t for t in lower if state.ema <= max(t.depth, 1) - 0.5 + slot.down_hysteresis]
-    up = [t for t in higher if state.ema <= t.depth - 0.5 + slot.up_hysteresis]
-    tier = (*down, *up, slot.tiers[-1])[0]
-    if tier.steps > 0:
-        return replace(state, tier=tier, probe_wait=1, is_probing=False)
-    most = max(1, slot.max_probe_interval // slot.update_interval)
-    wait = min(2 * state.probe_wait, most) if state.is_probing else 1
-    return replace(state, tier=tier, waited=0, probe_wait=wait, is_probing=False)
-
-
-def _wait_or_probe(slot: AdaptiveSlot, state: EmaState) -> EmaState:
-    waited = state.waited + 1
-    if len(slot.tiers) == 1 or waited < state.probe_wait:
-        return replace(state, waited=waited)
-    tier = slot.tiers[1]
-    # an average below 0 was never measured: the slot started with speculation off
-    ema = state.ema if state.ema >= 0 else float(tier.depth - 1)
-    return replace(state, tier=tier, ema=ema, waited=0, is_probing=True)
+    def _wait_or_probe(self) -> None:
+        self.waited += 1
+        if len(self.slot.tiers) > 1 and self.waited >= self.probe_wait:
+            self.tier, self.waited, self.is_probing = self.slot.tiers[1], 0, True
+            if self.ema < 0:  # never measured: the slot started with speculation off
+                self.ema = float(self.tier.depth - 1)
 
 
 class AdaptiveSpeculativeParams:
@@ -84,8 +85,8 @@ class AdaptiveSpeculativeParams:
         self.config = load_adaptive_config(config).resolve("ema", tiers)
         self.tiers = self.config.tiers
         self.candidate_steps = self.config.candidate_steps
-        first = [nearest(slot.tiers, initial_steps) for slot in self.config.slots]
-        self._states = [EmaState(tier, ema=float(tier.depth - 1)) for tier in first]
+        first = [(slot, nearest(slot.tiers, initial_steps)) for slot in self.config.slots]
+        self._states = [EmaState(slot, tier, ema=float(tier.depth - 1)) for slot, tier in first]
         self._active = 0
 
     @property
@@ -119,10 +120,9 @@ class AdaptiveSpeculativeParams:
         """
         if batch_size is not None:
             self._active = self.config.slot_index(batch_size)
-        before = self.state
-        after = update_ema(self.config.slots[self._active], before, num_accepted_drafts)
-        self._states[self._active] = after
-        return after.tier != before.tier
+        before = self.tier
+        self.state.update(num_accepted_drafts)
+        return self.tier != before
 
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
@@ -137,11 +137,11 @@ class AdaptiveSpeculativeParams:
             "policy": "ema",
             "ema_accept_len": self.ema_accept_len,
             "slots": {
-                str(slot.min_batch_size): {
+                str(state.slot.min_batch_size): {
                     "steps": state.tier.steps,
-                    "candidate_steps": list(slot.candidate_steps),
+                    "candidate_steps": list(state.slot.candidate_steps),
                     "ema_accept_len": max(0.0, state.ema),
                 }
-                for slot, state in zip(self.config.slots, self._states, strict=True)
+                for state in self._states
             },
         }

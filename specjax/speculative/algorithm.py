@@ -135,12 +135,8 @@ class CommonAlgorithm:
 
         Stages read and write its rows alone, so an engine refuses a subclass with further leaves.
 
-        Args:
-            max_running_requests: requests decoded at once; slot 0, the padding, is one more.
-            chunked_prefill_size: prompt tokens that are computed beside a round.
-            context_len: C, tokens of a request.
-            device: that it will lie on.
-            rows: what ``abstract_rows`` gave.
+        Slot 0, the padding, is one more than ``max_running_requests``; ``rows`` are what
+        ``abstract_rows`` gave.
         """
         return FutureMap.abstract(max_running_requests + 1, context_len, rows)
 

@@ -119,8 +119,8 @@ def select_tree(
 
 def simulated_path(
     tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
-) -> tuple[jax.Array, jax.Array]:
-    """An accepted path to the first of the deepest rows, as far as ``accept_length`` on average.
+) -> jax.Array:
+    """Path i32 ``[B, S + 1]`` to the first of the deepest rows, ``accept_length`` long on average.
 
     For measurements of speed without a trained head; the text is of no meaning. Lengths are the two
     integers around ``accept_length``, spread evenly over sequence lengths.
@@ -140,7 +140,7 @@ def simulated_path(
     depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
     is_row = on_path & (depths[:, None, :] == depth[:, None])
     path = jnp.argmax(is_row, axis=2).astype(jnp.int32)
-    return jnp.where(depth <= count[:, None], path, -1), jnp.maximum(count, 0)
+    return jnp.where(depth <= count[:, None], path, -1)
 
 
 def simulated_tokens(tree: VerifyInput, path: jax.Array, end_token_ids: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def accept(
     tokens are accepted on average, right or wrong.
     """
     if simulate_accept_length is not None:
-        path, _ = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
+        path = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
         outputs = replace(outputs, tokens=simulated_tokens(tree, path, end_token_ids))
     accepted, rows = accept_tree(
         tree.draft_tokens,

@@ -1,3 +1,4 @@
+from copy import copy
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_decisions_wait_for_warmup_and_interval() -> None:
 def test_empty_batches_change_nothing() -> None:
     config = {"ema_alpha": 1.0, "warmup_batches": 1, "update_interval": 1}
     params = AdaptiveSpeculativeParams(3, config)
-    before = params.state
+    before = copy(params.state)
     assert not any(params.update([]) for _ in range(10))
     assert params.state == before
     assert not params.update([0])
@@ -105,7 +106,7 @@ def test_a_negative_count_is_refused() -> None:
 
 def test_results_of_another_tier_are_left_out() -> None:
     params = AdaptiveSpeculativeParams(3, AT_ONCE)
-    before = params.state
+    before = copy(params.state)
     assert not params.on_verify_complete([7], tier=chain(7), batch_size=1)
     assert params.state == before
     assert params.on_verify_complete([3], tier=chain(3), batch_size=1)
