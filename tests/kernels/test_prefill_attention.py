@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.kernels.prefill_attention import PrefillTiles, _tile_map, prefill_attention
+from specjax.kernels.prefill_attention import PrefillTiles, prefill_attention
 
 
 class Case(NamedTuple):
@@ -173,28 +173,6 @@ def test_kernel_reads_no_slot_behind_the_end():
         pool = pool.at[:, slots + behind % case.page_size].set(jnp.nan)
     pool = pool.at[:, : case.page_size].set(jnp.nan)
     compare(jitted(INTERPRET, case), case, "float32", (q, pool, table, starts, counts))
-
-
-@pytest.mark.parametrize("tile_tokens", [1, 5, 16, 64])
-def test_each_row_is_in_one_tile(tile_tokens):
-    rng = np.random.default_rng(0)
-    for counts in [*rng.integers(0, 12, size=(20, 5)), np.array([0, 60, 0, 0, 0]), np.zeros(5)]:
-        starts = rng.integers(0, 50, size=5)
-        ints = [jnp.asarray(x, jnp.int32) for x in (starts, counts)]
-        tile_map = np.asarray(_tile_map(*ints, 60, tile_tokens))
-        assert len(tile_map) <= min(60, 60 // tile_tokens + 6)
-        ends = np.cumsum(counts)
-        times = np.zeros(60, int)
-        for segment, row, tokens, keys in tile_map[tile_map[:, 0] >= 0]:
-            assert 1 <= tokens <= tile_tokens
-            times[row : row + tokens] += 1
-            if row >= ends[-1]:
-                assert keys == 0
-            else:
-                assert row >= ends[segment] - counts[segment]
-                assert row + tokens <= ends[segment]
-                assert keys == starts[segment] + counts[segment] - (ends[segment] - row - tokens)
-        assert (times == 1).all()
 
 
 def test_what_is_refused():

@@ -205,6 +205,11 @@ def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
         EngineArgs(**tree, simulate_accept_length=3.5)  # type: ignore[arg-type]
 
 
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": None}
+MODULES = {"speculative_algorithm": "multi_layer_eagle", "speculative_num_steps": 2}
+STANDALONE = {"speculative_algorithm": "standalone", "draft": "some"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -219,6 +224,45 @@ def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
         ({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 1}, "tokens=1 must be from"),
         ({"speculative_num_draft_tokens": 5}, r"speculative_num_draft_tokens=5 .* \+ 1 = 4"),
         ({"speculative_num_draft_tokens": 1}, "draft_tokens=1 must be from 2 to"),
+        (
+            NGRAM | {"speculative_ngram_max_match_window_size": 17},
+            "max_match_window_size=17 must be from",
+        ),
+        (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "min_match_window_size=13 to 16"),
+        (
+            NGRAM | {"speculative_ngram_max_bfs_breadth": 17},
+            "max_bfs_breadth=17 must be at most 16",
+        ),
+        (
+            NGRAM | {"speculative_ngram_match_type": "LRU"},
+            "match_type='LRU' is not 'BFS' or 'PROB'",
+        ),
+        (NGRAM | {"speculative_num_draft_tokens": 65}, "num_steps=64 must be from 1 to 63"),
+        (
+            NGRAM | {"speculative_num_draft_tokens": 3, "speculative_num_steps": 3},
+            "tokens=3 must be from 4",
+        ),
+        (
+            NGRAM | {"speculative_num_draft_tokens": 32, "speculative_num_steps": 3},
+            "from 4, .* to 31, which",
+        ),
+        (NGRAM | {"speculative_num_steps": 0}, "num_steps=0 must be from 1 to 63"),
+        (NGRAM | {"draft": "x"}, r"\['draft'\] are given, but nothing reads .*='ngram'"),
+        (NGRAM | {"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
+        (NGRAM | {"speculative_use_rejection_sampling": True}, "NGRAM has no draft probabilities"),
+        (
+            NGRAM | {"speculative_adaptive": True, "speculative_num_draft_tokens": 4},
+            "num_draft_tokens=4 with speculative_adaptive=True",
+        ),
+        (
+            MODULES | {"speculative_eagle_topk": 2},
+            "speculative_eagle_topk=2 must be 1: .* of the text itself",
+        ),
+        (MODULES | {"speculative_num_steps": 0}, "speculative_num_steps=0 must be"),
+        (MODULES | {"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens=4"),
+        ({"speculative_ngram_match_type": "PROB"}, r"\['speculative_ngram_match_type'\] are given"),
+        (STANDALONE | {"draft": None}, "draft=None, but speculative_algorithm=STANDALONE"),
+        (STANDALONE | {"draft_rope_theta": 10.0}, r"\['draft_rope_theta'\] are given, but nothing"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(changes: dict[str, Any], message: str) -> None:

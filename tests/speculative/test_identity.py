@@ -166,16 +166,3 @@ def test_compiled_stages_report_the_same_log_probabilities():
     for runner in (fused, staged):
         runner.clear_slot(1)
         runner.clear_slot(2)
-
-
-def test_log_probabilities_come_only_where_they_are_asked_for():
-    runner = make_runner(EAGLE3, 4)
-    quiet, loud = (replace(JOBS[2], top_logprobs=n) for n in (None, 0))
-    assert start(runner, 1, quiet).read_logprobs() is None
-    assert start(runner, 2, loud).read_logprobs().chosen.shape == (2,)
-    assert runner.round([1]).read_logprobs() is None
-    found = runner.round([1, 2]).read_logprobs()
-    assert found.chosen[0, 1, 0] < 0
-    assert not found.top_values.any()
-    for slot in (1, 2):
-        runner.clear_slot(slot)

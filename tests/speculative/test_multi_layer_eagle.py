@@ -170,19 +170,3 @@ def test_as_many_modules_as_the_largest_tier_has_steps():
     args = arguments(speculative_num_steps=1, **adaptive)
     assert args.algorithm.num_modules == 3
     assert [shape.steps for shape in args.shapes] == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"speculative_eagle_topk": 2},
-            "speculative_eagle_topk=2 must be 1: .* of the text itself",
-        ),
-        ({"speculative_num_steps": 0}, "speculative_num_steps=0 must be"),
-        ({"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens=4"),
-    ],
-)
-def test_what_modules_cannot_draft_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(**changes)

@@ -135,42 +135,6 @@ def test_a_corpus_of_the_answer_is_accepted():
     assert histogram[SHAPE.steps] >= len(answer) // (SHAPE.steps + 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speculative_ngram_max_match_window_size": 17}, "max_match_window_size=17 must be from"),
-        ({"speculative_ngram_min_match_window_size": 13}, "min_match_window_size=13 to 16"),
-        ({"speculative_ngram_max_bfs_breadth": 17}, "max_bfs_breadth=17 must be at most 16"),
-        ({"speculative_ngram_match_type": "LRU"}, "match_type='LRU' is not 'BFS' or 'PROB'"),
-        ({"speculative_num_draft_tokens": 65}, "num_steps=64 must be from 1 to 63"),
-        (
-            {"speculative_num_draft_tokens": 3, "speculative_num_steps": 3},
-            "tokens=3 must be from 4",
-        ),
-        (
-            {"speculative_num_draft_tokens": 32, "speculative_num_steps": 3},
-            "from 4, .* to 31, which",
-        ),
-        ({"speculative_num_steps": 0}, "num_steps=0 must be from 1 to 63"),
-        ({"draft": "x"}, r"\['draft'\] are given, but nothing reads .*='ngram'"),
-        ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
-        ({"speculative_use_rejection_sampling": True}, "NGRAM has no draft probabilities"),
-        (
-            {"speculative_adaptive": True, "speculative_num_draft_tokens": 4},
-            "num_draft_tokens=4 with speculative_adaptive=True",
-        ),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        EngineArgs(speculative_algorithm="ngram", **changes)
-
-
-def test_options_of_ngram_are_refused_elsewhere():
-    with pytest.raises(ValueError, match=r"\['speculative_ngram_match_type'\] are given"):
-        EngineArgs(speculative_algorithm="EAGLE3", speculative_ngram_match_type="PROB")
-
-
 def test_shapes():
     def shapes(**changes):
         return EngineArgs(speculative_algorithm="NGRAM", **changes).shapes

@@ -10,18 +10,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
-from specjax.speculative.algorithm import SpeculativeAlgorithm
-from specjax.speculative.standalone import STANDALONE
 from specjax.testing import TARGET, Job
 from specjax.types import DraftShape
 
@@ -222,30 +217,3 @@ def test_drafts_that_are_drawn_apart_come_with_their_probabilities(tier) -> None
     for request in requests:
         full, rounds = rounds_of(request)
         assert full >= rounds - 1
-
-
-def arguments(**changes: Any) -> EngineArgs:
-    good = {"draft": "some", "speculative_num_steps": 3}
-    return EngineArgs(speculative_algorithm="standalone", **(good | changes))
-
-
-def test_what_it_is() -> None:
-    assert SpeculativeAlgorithm.from_string("Standalone") is STANDALONE
-    assert arguments().shape == DraftShape.chain(3)
-    assert arguments(speculative_eagle_topk=2).shape == (3, 2, 7)
-    with pytest.raises(ValueError, match="draft=None, but speculative_algorithm=STANDALONE"):
-        arguments(draft=None)
-    with pytest.raises(ValueError, match=r"\['draft_rope_theta'\] are given, but nothing reads"):
-        arguments(draft_rope_theta=10.0)
-
-
-def test_nothing_but_its_kv_waits_between_rounds() -> None:
-    """Its bytes are planned by token; the rows of a request are none."""
-    networks = STANDALONE.networks(TARGET, SMALL)
-    runner = make_runner(SMALL, TREE.steps, shapes=TIERS[1:])
-    sizes = runner.config.sizes
-    state = STANDALONE.abstract_state(networks, sizes)
-    assert state.shape == (1, sizes.num_kv, 2, 1, 16)
-    assert state.dtype == jnp.float32
-    assert jax.tree.leaves(STANDALONE.abstract_rows(networks, sizes)) == []
-    assert networks.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.weights))
