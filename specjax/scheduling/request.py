@@ -26,7 +26,7 @@ class SpecCounts:
     All nodes of a tree count, since a node is not a position.
     """
 
-    width: int  # accepted drafts of a round, at most
+    histogram: list[int]  # verifies by accepted drafts
     simulated: float | None = None  # tokens a round that were accepted right or wrong
     num_plain_tokens: int = 0  # from rounds with speculation off, which are no verifies
     num_switches: int = 0
@@ -36,13 +36,9 @@ class SpecCounts:
     num_accepted_drafts: int = 0
     num_proposed_drafts: int = 0
     num_verifies: int = 0
-    histogram: list[int] = field(default_factory=list)
     # proposed drafts, and the accepted ones of each verify, that nobody has asked for
     _new_proposed: int = 0
     _new_accepted: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.histogram = [0] * (self.width + 1)
 
     def add(
         self, tier: DraftShape, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
@@ -73,8 +69,8 @@ class SpecCounts:
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         verifies, proposed = self.num_verifies, self.num_proposed_drafts
-        ema, speculated = self.ema_accept_len, completion_tokens - self.num_plain_tokens
-        return {
+        speculated = completion_tokens - self.num_plain_tokens
+        meta = {
             "spec_verify_ct": verifies,
             "spec_accept_length": speculated / verifies if verifies else 0.0,
             "spec_accept_rate": self.num_accepted_drafts / proposed if proposed else 0.0,
@@ -85,14 +81,12 @@ class SpecCounts:
             "spec_num_steps": None if self.tier is None else self.tier.steps,
             "spec_num_switches": self.num_switches,
             "spec_rounds_by_steps": {str(k): n for k, n in sorted(self.rounds_by_steps.items())},
-        } | {
-            name: value
-            for name, value in (
-                ("spec_ema_accept_len", ema),
-                ("spec_simulate_accept_length", self.simulated),
-            )
-            if value is not None
         }
+        if self.ema_accept_len is not None:
+            meta["spec_ema_accept_len"] = self.ema_accept_len
+        if self.simulated is not None:
+            meta["spec_simulate_accept_length"] = self.simulated
+        return meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +165,7 @@ class Request:
         start = arguments.logprob_start_len
         self.logprob_start_len = None if start < 0 else start
         is_speculative = spec_width > 0 and self.params.speculative
-        self.spec = SpecCounts(spec_width, spec_simulated) if is_speculative else None
+        self.spec = SpecCounts([0] * (spec_width + 1), spec_simulated) if is_speculative else None
         keeps_stop = self.params.no_stop_trim
         self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()
