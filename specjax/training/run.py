@@ -158,8 +158,9 @@ def make_corpus(
     if args.data.exists():
         logger.info("using the text in %s", args.data)
         corpus = Corpus.load(args.data)
-        if (token := corpus.tokens.max(initial=0)) >= (limit := target.config.vocab_size):
-            raise ValueError(f"{args.data} is another model's: token {token} of {limit}")
+        largest, limit = max((x.tokens.max() for x in corpus), default=0), target.config.vocab_size
+        if largest >= limit:
+            raise ValueError(f"{args.data} is another model's: token {largest} of {limit}")
         return corpus
     config, tokenizer = CollectConfig(**chosen(args, CollectConfig)), target.load_tokenizer()
     sampler = Sampler.open(

@@ -89,10 +89,10 @@ def test_collect_answers_files_greedily_and_sampled(sampler, tokenizer):
     config = CollectConfig(file_samples=2, max_answer_tokens=5)
     corpus = collect(sampler, tokenizer, config, [("math", "1+1?"), ("code", "x")])
     assert len(corpus) == 6
-    assert corpus.source_names == ("code", "math")
-    texts = {tokenizer.decode(corpus.sequence(i)[: corpus.prompt_lens[i]]) for i in range(6)}
+    assert {example.source for example in corpus} == {"code", "math"}
+    texts = {tokenizer.decode(x.tokens[: x.prompt_len]) for x in corpus}
     assert texts == {"user: 1+1?bot:", "user: xbot:"}
-    assert len({corpus.sequence(i).tobytes() for i in range(6)}) > 4
+    assert len({example.tokens.tobytes() for example in corpus}) > 4
 
 
 def test_a_target_without_a_chat_template_continues_plain_text(sampler, tokenizer):
