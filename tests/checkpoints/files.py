@@ -202,18 +202,9 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 5000.0,
     } | (keys or {})
-    for key, value in metadata.items():
-        if key in drop:
-            continue
-        name = f"{arch}.{key}"
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, list):
-            writer.add_array(name, value)
-        else:
-            writer.add_uint32(name, value)
+    for key in sorted(metadata.keys() - set(drop)):
+        value = metadata[key]
+        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
     writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
     for name, value in tensors.items():
