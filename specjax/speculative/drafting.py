@@ -7,7 +7,7 @@ What network it is stays with the algorithm, which brings a :data:`Step`. Of ``b
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm, State, St
 from specjax.speculative.tree import chain_input, select_tree
 from specjax.types import DraftShape, VerifyInput
 
-DEFAULT_STEPS = 5
 # step(level, tokens i32 [B, N], hidden [B, N, D], positions i32 [B, N], state, attend) -> (hidden
 # [B, N, D], state): a pass over drafted tokens of level 0, 1, 2 and so on, each with the recurrent
 # state that predicted it. The new states predict the tokens of the level behind it.
@@ -49,8 +48,44 @@ class DraftInput:
 class NetworkAlgorithm(SpeculativeAlgorithm):
     """Drafts with a network; its state is that network's KV pool ``[L, num_kv, 2, KV, H]``."""
 
+    default_steps: ClassVar[int] = 5
+
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        return draft_shape(args, steps)
+        topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
+        if steps is not None:  # a tier, which may have fewer candidates than the largest
+            if topk > 1 and steps > 0:
+                return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
+            # num_steps + 1 rows are the whole chain, which does not bound the other tiers
+            is_cut = nodes is not None and nodes <= args.speculative_num_steps
+            return DraftShape.chain(steps, nodes if is_cut else None)
+        steps = args.speculative_num_steps
+        if steps is None and nodes is not None:
+            raise ValueError(
+                f"speculative_num_draft_tokens={nodes}, but speculative_num_steps is None; set it "
+                "too"
+            )
+        steps = self.default_steps if steps is None else steps
+        least = 0 if args.speculative_adaptive else 1
+        if type(steps) is not int or not least <= steps <= MAX_STEPS:
+            raise ValueError(
+                f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
+                "set speculative_algorithm=None to decode without speculation"
+            )
+        if args.speculative_adaptive and topk > 1:  # any tier may be the first
+            if nodes is not None and not 2 <= nodes <= MAX_NODES:
+                raise ValueError(
+                    f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}"
+                )
+            return self.draft_shape(args, steps)
+        if topk == 1:
+            if nodes is not None and not min(2, steps + 1) <= nodes <= steps + 1:
+                raise ValueError(
+                    f"speculative_num_draft_tokens={nodes} must be from {min(2, steps + 1)} to "
+                    f"speculative_num_steps + 1 = {steps + 1} for a chain "
+                    "(speculative_eagle_topk=1)"
+                )
+            return DraftShape.chain(steps, nodes)
+        return tree_shape(steps, topk, nodes)
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
         return kv_pool(networks.draft_config, sizes.num_kv)
@@ -61,44 +96,6 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
 
 
 # sizes
-
-
-def draft_shape(args: Any, steps: int | None = None, *, default: int = DEFAULT_STEPS) -> DraftShape:
-    """The tier of so many steps; of the engine arguments' own or ``default`` ones for ``None``.
-
-    ValueError for sizes that cannot be drafted.
-    """
-    topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
-    if steps is not None:  # a tier, which may have fewer candidates than the largest
-        if topk > 1 and steps > 0:
-            return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
-        # num_steps + 1 rows are the whole chain, which does not bound the other tiers
-        is_cut = nodes is not None and nodes <= args.speculative_num_steps
-        return DraftShape.chain(steps, nodes if is_cut else None)
-    steps = args.speculative_num_steps
-    if steps is None and nodes is not None:
-        raise ValueError(
-            f"speculative_num_draft_tokens={nodes}, but speculative_num_steps is None; set it too"
-        )
-    steps = default if steps is None else steps
-    least = 0 if args.speculative_adaptive else 1
-    if type(steps) is not int or not least <= steps <= MAX_STEPS:
-        raise ValueError(
-            f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
-            "set speculative_algorithm=None to decode without speculation"
-        )
-    if args.speculative_adaptive and topk > 1:  # any tier may be the first
-        if nodes is not None and not 2 <= nodes <= MAX_NODES:
-            raise ValueError(f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}")
-        return draft_shape(args, steps)
-    if topk == 1:
-        if nodes is not None and not min(2, steps + 1) <= nodes <= steps + 1:
-            raise ValueError(
-                f"speculative_num_draft_tokens={nodes} must be from {min(2, steps + 1)} to "
-                f"speculative_num_steps + 1 = {steps + 1} for a chain (speculative_eagle_topk=1)"
-            )
-        return DraftShape.chain(steps, nodes)
-    return tree_shape(steps, topk, nodes)
 
 
 def most_nodes(steps: int, topk: int) -> int:
@@ -158,11 +155,7 @@ def draft_levels(
         hidden, state = step(level, ids[:, None], hidden, lens[:, None], state, attend)
         ids = best_tokens(batch, hidden, lens[:, None] + (2 - start), 1)[1][:, 0, 0]
         states.append(hidden)
-    chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
-    if batch.draw.acceptance.uses_rejection and shape.steps:
-        hidden = jnp.concatenate(states[: shape.nodes - 1], axis=1)
-        chain = replace(chain, draft_probs=chain_probs(batch, hidden))
-    return chain, state
+    return drafted_chain(batch, tokens, num_proposed, states, shape), state
 
 
 def draft_tree(
@@ -224,15 +217,25 @@ def best_tokens(
     return probs, draft.target_ids(best)
 
 
-def chain_probs(batch: Batch, hidden: jax.Array) -> jax.Array:
-    """What the drafts of a chain were drawn from, f32 ``[B, S, V]`` over the target's vocabulary.
+def drafted_chain(
+    batch: Batch,
+    tokens: list[jax.Array],
+    num_proposed: jax.Array,
+    states: list[jax.Array],
+    shape: DraftShape,
+) -> VerifyInput:
+    """The chain of tokens i32 ``[B]``, root first; states ``[B, 1, D]`` have predicted the drafts.
 
-    The logits are computed again from the recurrent states ``[B, S, D]``: those of the first level
-    would have to be kept from the round before, and all levels are one product.
+    The probabilities that rejection sampling needs come from logits that are computed again: those
+    of the first level would have to be kept from the round before, and all levels are one product.
     """
+    chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
+    if not (batch.draw.acceptance.uses_rejection and shape.steps):
+        return chain
     draft, size = batch.draft, batch.target.config.vocab_size
-    logits = draft.logits(hidden, batch.target)
-    return draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, size)
+    logits = draft.logits(jnp.concatenate(states[: shape.nodes - 1], axis=1), batch.target)
+    probs = draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, size)
+    return replace(chain, draft_probs=probs)
 
 
 def first_level(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, topk: int) -> DraftInput:

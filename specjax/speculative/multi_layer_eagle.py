@@ -23,7 +23,7 @@ prefix cache, the first rows of a module have no position, or one that must not 
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,8 @@ from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel, Networks
 from specjax.models.layers import pick_row
 from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
-from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, chain_probs, draft_shape
+from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, drafted_chain
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 
@@ -65,6 +64,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     """
 
     num_modules: int = 1
+    default_steps: ClassVar[int] = 1  # every checkpoint with modules has one
 
     # host side
 
@@ -77,14 +77,13 @@ class MultiLayerEagle(NetworkAlgorithm):
         return replace(self, num_modules=max(steps))
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """One drafted token by default, which every checkpoint with modules has one for."""
         topk = args.speculative_eagle_topk
         if topk != 1:
             raise ValueError(
                 f"speculative_eagle_topk={topk} must be 1: {self.name} drafts chains, since drafts "
                 "change keys and values of the text itself, which branches would have to share"
             )
-        return draft_shape(args, steps, default=1)
+        return super().draft_shape(args, steps)
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
@@ -173,12 +172,8 @@ class MultiLayerEagle(NetworkAlgorithm):
             drafts.append(best_tokens(batch, given[:, -1:], lens, 1)[1][:, 0, 0])
             hidden = jnp.concatenate([rows.hidden[:, module, None], given], axis=1)
             states.append(given[:, -1:])
-        tokens = jnp.stack([batch.bonus_tokens, *drafts], axis=1)
-        chain = chain_input(tokens, batch.seq_lens, num_proposed)
-        if batch.draw.acceptance.uses_rejection and shape.steps:
-            hidden = jnp.concatenate(states[: shape.nodes - 1], axis=1)
-            chain = replace(chain, draft_probs=chain_probs(batch, hidden))
-        return chain, state
+        tokens = [batch.bonus_tokens, *drafts]
+        return drafted_chain(batch, tokens, num_proposed, states, shape), state
 
     def extend(
         self,

@@ -96,12 +96,6 @@ class CustomSpecAlgo(CommonAlgorithm):
         return worker
 
 
-# what a class in the place of CustomSpecAlgo must have
-_METHODS = [
-    name
-    for name in dir(CustomSpecAlgo)
-    if name[0] != "_" and callable(getattr(CustomSpecAlgo, name))
-]
 Factory = TypeVar("Factory", bound=Callable[[Any], Any])
 
 
@@ -183,17 +177,11 @@ def register_algorithm(
     key = name.upper()
     if key in RESERVED:
         raise ValueError(f"name={name!r} is reserved, as are {list(RESERVED)}")
-    if missing := [
-        method for method in _METHODS if not callable(getattr(spec_class, method, None))
-    ]:
+    common, seam = _public(CustomSpecAlgo), _public(SpeculativeAlgorithm)
+    methods = [each for each in common if callable(getattr(CustomSpecAlgo, each))]
+    if missing := [each for each in methods if not callable(getattr(spec_class, each, None))]:
         raise ValueError(f"spec_class={spec_class!r} of {name!r} lacks {missing}")
-    unread = [
-        each
-        for each in dir(spec_class)
-        if each[0] != "_"
-        and hasattr(SpeculativeAlgorithm, each)
-        and not hasattr(CustomSpecAlgo, each)
-    ]
+    unread = [each for each in _public(spec_class) if each in seam and each not in common]
     if "supports_overlap" in vars(spec_class) and spec_class is not CustomSpecAlgo:
         raise ValueError(
             f"spec_class={spec_class!r} of {name!r} has supports_overlap; give it to "
@@ -224,6 +212,10 @@ def register_algorithm(
         return factory
 
     return register
+
+
+def _public(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name[0] != "_"]
 
 
 def _origin(factory: Any) -> str:
