@@ -16,10 +16,9 @@ from typing import Any
 from specjax.cli.options import add_engine_options, add_options
 from specjax.engine.args import EngineArgs
 from specjax.engine.requests import tokenize_inputs
-from specjax.json_file import read_json_lines
 from specjax.speculative.registry import DEFAULT
 from specjax.text.tokenizer import Tokenizer
-from specjax.training.collect import check_turns
+from specjax.training.collect import read_lines
 
 COPIES, COPY_REPEATS = 4, 5
 DATA = Path(__file__).parents[1] / "data"
@@ -97,27 +96,6 @@ def check_at_least(
         value = getattr(args, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < least:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
-
-
-def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line.
-
-    Each object has ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
-    and the ``required`` keys. A ``ValueError`` names a line of another form.
-    """
-    wanted = " and ".join(required) or "prompt, messages or turns"
-
-    def read(row: Any) -> dict[str, Any]:
-        keys = row.keys() if isinstance(row, dict) else set()
-        if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
-            raise ValueError(f"it lacks {wanted}")
-        check_turns(row.get("turns", [""]))
-        return row
-
-    rows = read_json_lines(path, read)
-    if not rows:
-        raise ValueError(f"{path.name} holds no prompts")
-    return rows
 
 
 def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:

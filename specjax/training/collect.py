@@ -63,24 +63,33 @@ class Prompt(NamedTuple):
     source: str
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Category and first user message of each line of a Spec-Bench style ``.jsonl`` file.
+def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Read a file with one JSON object per line.
 
-    ValueError if a line is not an object with a non-empty list ``turns`` of strings.
+    Each object has ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
+    and the ``required`` keys. A ``ValueError`` names a line of another form.
     """
+    wanted = " and ".join(required) or "prompt, messages or turns"
 
-    def read(entry: Any) -> tuple[str, str]:
-        if not isinstance(entry, dict):
-            raise ValueError("it has no turns")
-        return str(entry.get("category", path.stem)), check_turns(entry.get("turns"))[0]
+    def read(row: Any) -> dict[str, Any]:
+        keys = row.keys() if isinstance(row, dict) else set()
+        if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
+            raise ValueError(f"it lacks {wanted}")
+        turns = row.get("turns", [""])
+        if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
+            raise ValueError(f"turns={turns!r} must be a list of at least one string")
+        return row
 
-    return read_json_lines(path, read)
+    rows = read_json_lines(path, read)
+    if not rows:
+        raise ValueError(f"{path.name} holds no prompts")
+    return rows
 
 
-def check_turns(turns: Any) -> list[str]:
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise ValueError(f"turns={turns!r} must be a list of at least one string")
-    return turns
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """Category and first user message of each line of a Spec-Bench style ``.jsonl`` file."""
+    rows = read_lines(path, ["turns"])
+    return [(str(row.get("category", path.stem)), row["turns"][0]) for row in rows]
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
