@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +34,14 @@ class Tiny:
         return Trainer(config, self.draft, self.flat, self.weights, vocabulary)
 
 
+def save_random(path: Path, model: ModelConfig, **options: Any) -> Path:
+    """Save a target with random weights."""
+    flat = FlatModel.of(partial(CausalLM, model))
+    weights = dict(zip(flat.names, random_weights(flat, 0), strict=True))
+    save_orbax(path, model, weights, **options)
+    return path
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Tiny:
     model = ModelConfig(
@@ -54,8 +64,7 @@ def tiny() -> Tiny:
 @pytest.fixture(scope="session")
 def sampler(tiny, tmp_path_factory) -> Iterator[Sampler]:
     """Of the tiny target, three texts at once."""
-    path = tmp_path_factory.mktemp("target")
-    save_orbax(path, tiny.model, dict(zip(tiny.flat.names, tiny.weights, strict=True)))
+    path = save_random(tmp_path_factory.mktemp("target"), tiny.model)
     sizes = {"num_rows": 3, "prefill_rows": 2, "max_prompt_len": 8, "max_new_tokens": 24}
     sampler = Sampler.open(str(path), "float32", stop_ids=(), **sizes)
     with sampler.engine:

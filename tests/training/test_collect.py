@@ -2,17 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from specjax.checkpoints import save_orbax
 from specjax.config import ModelConfig
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
 from specjax.text.tokenizer import Tokenizer
 from specjax.training import collect as collecting
 from specjax.training.collect import (
@@ -28,6 +24,8 @@ from specjax.training.collect import (
     sample_prompts,
 )
 from specjax.training.generate import Sampler
+
+from .conftest import save_random
 
 TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
 
@@ -55,8 +53,7 @@ def sampler(tokenizer, tmp_path_factory) -> Iterator[Sampler]:
         num_kv_heads=1,
         head_dim=8,
     )
-    flat = FlatModel.of(partial(CausalLM, model))
-    save_orbax(path, model, dict(zip(flat.names, flat.random(0), strict=True)))
+    save_random(path, model)
     sizes = {"num_rows": 8, "prefill_rows": 8, "max_prompt_len": 256, "max_new_tokens": 8}
     sampler = Sampler.open(str(path), "float32", stop_ids=tokenizer.eos_token_ids, **sizes)
     with sampler.engine:

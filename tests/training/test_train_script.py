@@ -5,22 +5,20 @@ import json
 import os
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
-from specjax.checkpoints import open_target, save_orbax
+from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import open_draft
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG
 from specjax.training import run
 from specjax.training.data import Corpus
 
 from ..loading import load_script
+from .conftest import save_random
 
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
 TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-size 64"
@@ -40,12 +38,8 @@ def main():
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
     config = dataclasses.replace(CONFIG, num_layers=4, max_position_embeddings=512)
-    flat = FlatModel.of(partial(CausalLM, config))
-    weights = dict(zip(flat.names, flat.random(0), strict=True))
-    save_orbax(path, config, weights, tokenizer=letter_tokenizer())
-    return path
+    return save_random(tmp_path_factory.mktemp("model"), config, tokenizer=letter_tokenizer())
 
 
 @pytest.mark.slow
