@@ -51,7 +51,6 @@ class ParameterError(ValueError):
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is a Python integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

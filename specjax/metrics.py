@@ -168,7 +168,6 @@ class Totals:
             return replace(self, **changes)
 
     def queue_changed(self, num_running: int, num_waiting: int, num_used_tokens: int) -> None:
-        """Take the state after a step or an abort."""
         with self.lock:
             self.num_running = num_running
             self.num_waiting = num_waiting

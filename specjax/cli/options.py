@@ -56,7 +56,6 @@ def add_command(
 
 
 def add_switches(group: argparse._ActionsContainer, switches: Mapping[str, str]) -> None:
-    """Add flags that are off by default, with their help."""
     for flag, text in switches.items():
         group.add_argument(flag, action="store_true", default=False, help=text)
 
@@ -76,7 +75,6 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[
 
 
 def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] = MEMORY) -> None:
-    """Add flags for fields of ``EngineArgs``."""
     for title, names in (
         ("model", MODEL),
         ("speculation", SPECULATION),
@@ -139,7 +137,6 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
 
 
 def _option(hint: Any, default: Any) -> dict[str, Any]:
-    """How a value of a type is written on a command line."""
     kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
     if bool in kinds:
         has_no = NoneType in kinds or default is True

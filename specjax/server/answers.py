@@ -83,7 +83,6 @@ class Answer(ABC):
         """``logprobs`` of tokens that come next."""
 
     def whole(self, results: Sequence[Result]) -> bytes:
-        """The whole answer."""
         choices = []
         for i, result in enumerate(results):
             meta, more = result["meta_info"], self._prompt_ids(i)

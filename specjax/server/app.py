@@ -145,7 +145,6 @@ class Endpoint:
 
 
 def _api_error(scope: Scope, error: Exception) -> ApiError:
-    """What a client is told of an exception."""
     match error:
         case ApiError():
             return error
@@ -161,7 +160,6 @@ def _api_error(scope: Scope, error: Exception) -> ApiError:
 
 
 async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request that no route takes."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})
         return

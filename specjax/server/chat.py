@@ -139,7 +139,6 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(where: str, content: Any) -> str:
-    """The text of a message, which may come in parts."""
     if isinstance(content, str):
         return content
     if content is None:

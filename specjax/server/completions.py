@@ -25,7 +25,6 @@ MAX_LOGPROBS = 20
 
 @client_names("prompt", top_logprobs_num="logprobs", input_ids="prompt")
 def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
-    """Check and tokenise a request."""
     model = service.check_model(body)
     prompt = service.take_inputs(body, "prompt")
     if not prompt and prompt != "":

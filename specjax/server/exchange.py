@@ -153,7 +153,6 @@ class Exchange:
     async def reply(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Iterable[Header] = ()
     ) -> None:
-        """Send the whole answer."""
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [(b"content-type", kind), length, *headers])
         self._has_answered = True

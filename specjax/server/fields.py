@@ -181,7 +181,6 @@ class Body:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Names of fields that were not taken."""
         return tuple(self._left)
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -343,7 +342,6 @@ class IgnoredFields:
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether a field that is not supported asks for nothing."""
     if name in REFUSED:
         choices = REFUSED[name][1]
         return any(value == one and type(value) is type(one) for one in choices)

@@ -65,7 +65,6 @@ async def read_body(
 
 
 def max_reported(call: Call) -> int:
-    """The most log-probabilities that a call reports."""
     return sum(request.max_reported for request in call.requests)
 
 

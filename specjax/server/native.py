@@ -124,7 +124,6 @@ class NativeAnswer:
 
 
 async def answer_abort(service: Service, exchange: Exchange) -> dict[str, Any]:
-    """End a request by its id, or all of them."""
     body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     rid, abort_all = body.text("rid", ""), body.flag("abort_all")
     finish_fields(body, service.ignored_fields)

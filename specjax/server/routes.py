@@ -65,7 +65,6 @@ Json = dict[str, Any]
 
 
 async def page(service: Service, exchange: Exchange) -> None:
-    """A page to chat with the model and to watch the engine."""
     body, headers = load_page()
     await exchange.reply(body, kind=b"text/html; charset=utf-8", headers=headers)
 
@@ -154,7 +153,6 @@ async def model_info(service: Service, exchange: Exchange) -> Json:
 
 
 async def tokenizer_info(service: Service, exchange: Exchange) -> Json:
-    """The chat template and what texts are made of."""
     tokenizer = service.engine.tokenizer
     if tokenizer is None:
         raise ApiError(404, "the server has no tokenizer (skip_tokenizer_init)")
@@ -169,7 +167,6 @@ async def tokenizer_info(service: Service, exchange: Exchange) -> Json:
 
 
 async def loads(service: Service, exchange: Exchange) -> Json:
-    """Load of the engine, as gateways compare it."""
     totals = service.engine.metrics.snapshot()
     load = {
         "dp_rank": 0,
@@ -259,7 +256,6 @@ def tokenize(service: Service, body: Body) -> bytes:
 
 
 def detokenize(service: Service, body: Body) -> bytes:
-    """The text of ``tokens``, or the texts of several lists of them."""
     service.check_model(body)
     tokenizer = service.tokenizer
     try:

@@ -98,7 +98,6 @@ def _check_key(exchange: Exchange, *keys: str | None) -> None:
 
 
 def _only(exchange: Exchange, name: bytes) -> bytes | None:
-    """The value of a header that may not come twice."""
     values = [value for key, value in exchange.scope["headers"] if key == name]
     if len(values) > 1:
         raise ApiError(400, f"the header {name.decode()} comes {len(values)} times")
@@ -185,7 +184,6 @@ class Service:
         return ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
-        """Refuse new requests if the server is stopping."""
         if self._is_stopping:
             raise ApiError(503, "the server is shutting down", code="stopping")
 

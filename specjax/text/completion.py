@@ -161,7 +161,6 @@ class TokenTexts:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids)
 
     def accept_pieces(self, skips_special: bool) -> AcceptPieces:
-        """Finds the accepted drafts in a completion's text."""
         if self._tokenizer is None:
             return AcceptPieces(lambda ids: "")
         decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips_special)

@@ -85,7 +85,6 @@ class Tokenizer:
             raise ValueError(f"{config.where}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the files that :meth:`from_pretrained` reads."""
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(directory / "tokenizer.json"))
