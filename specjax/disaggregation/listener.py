@@ -1,6 +1,7 @@
 """A listener: the side of channels that others connect to."""
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -134,7 +135,8 @@ class Listener:
         ticked = time.monotonic()
         try:
             while not self._is_closing:
-                ready = dict(poller.poll(round(1000 * self._terms.pulse.interval)))
+                left = ticked + self._terms.pulse.interval - time.monotonic()
+                ready = dict(poller.poll(max(0, math.ceil(1000 * left))))
                 if self._bell.fd in ready:
                     self._bell.silence()
                 if self._router in ready:
