@@ -120,5 +120,3 @@ def test_bad_shapes():
     q, k, v, cos, sin, pool, slots = make_case(CASES[0], "float32")
     with pytest.raises(ValueError, match="do not belong together"):
         rope_store(q, k, v, cos, sin, pool, 0, slots[:, :1])
-    with pytest.raises(ValueError, match="implementation='fast'"):
-        rope_store(q, k, v, cos, sin, pool, 0, slots, implementation="fast")

@@ -173,11 +173,3 @@ SMALL: Spec = ((2, 8, 2, 1, 4), F32)
 def test_bad_shapes_are_refused(kernel: Kernel, specs: tuple[Spec, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernel(*(jnp.zeros(*spec) for spec in specs))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "specs"), [(gather_rows, (SMALL, ((3,), I32))), (compact_tree, (SMALL, PATHS))]
-)
-def test_an_unknown_implementation_is_refused(kernel: Kernel, specs: tuple[Spec, ...]) -> None:
-    with pytest.raises(ValueError, match="implementation='cuda'"):
-        kernel(*(jnp.zeros(*spec) for spec in specs), implementation="cuda")
