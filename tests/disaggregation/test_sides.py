@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -227,33 +227,23 @@ def test_the_peer_goes_in_transit(pair, texts):
         assert_same(asked.result(), texts)
 
 
-def short(message: Message) -> Message:
-    return replace(message, count=message.count - 1) if isinstance(message, Piece) else message
+# messages of a kind with other values, which do not fit
+WRONG: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
+    "short": (Piece, lambda piece: {"count": piece.count - 1}),
+    "moved": (Piece, lambda piece: {"start": piece.start + 1}),
+    "narrow": (Piece, lambda piece: {"kv": tuple(rows[:1] for rows in piece.kv)}),
+    "stale": (Prefilled, lambda _: {"weights": "0" * 16}),
+    "no token": (Prefilled, lambda _: {"token": 99_999}),
+}
 
 
-def moved(message: Message) -> Message:
-    return replace(message, start=message.start + 1) if isinstance(message, Piece) else message
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_prefilled_here(pair, texts, name, caplog):
+    kind, values = WRONG[name]
 
+    def change(message: Any) -> Message:
+        return replace(message, **values(message)) if isinstance(message, kind) else message
 
-def narrow(message: Message) -> Message:
-    kv = tuple(rows[:1] for rows in message.kv) if isinstance(message, Piece) else ()
-    return replace(message, kv=kv) if isinstance(message, Piece) else message
-
-
-def foreign(message: Message) -> Message:
-    return replace(message, id=message.id + 1000)  # type: ignore[union-attr, call-arg]
-
-
-def stale(message: Message) -> Message:
-    return replace(message, weights="0" * 16) if isinstance(message, Prefilled) else message
-
-
-def no_token(message: Message) -> Message:
-    return replace(message, token=99_999) if isinstance(message, Prefilled) else message
-
-
-@pytest.mark.parametrize("change", [short, moved, narrow, stale, no_token])
-def test_what_does_not_fit_is_prefilled_here(pair, texts, change, caplog):
     with held(pair, change) as peer:
         peer.let_go()
         assert_same(ask(pair), texts)
@@ -289,6 +279,9 @@ def test_a_pair_of_one_process_has_no_address_and_no_secret(files, name):
 
 
 def test_messages_of_nobody_are_ignored(pair, texts):
+    def foreign(message: Any) -> Message:
+        return replace(message, id=message.id + 1000)
+
     with held(pair, foreign) as peer, ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair, PROMPTS[:2])
         messages = peer.wait(Prefilled, 2)
