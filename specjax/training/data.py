@@ -13,7 +13,7 @@ from specjax.training.ttt import PackedBatch
 
 
 class Example(NamedTuple):
-    """A prompt and its answer, back to back."""
+    """Token ids of a prompt followed by its answer."""
 
     tokens: np.ndarray  # i32[N]
     prompt_len: int
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 class Corpus(list[Example]):
-    """Prompts with their answers."""
+    """A list of prompts with their answers."""
 
     @classmethod
     def of(cls, triples: Iterable[tuple[Sequence[int], Sequence[int], str]]) -> "Corpus":
@@ -44,7 +44,7 @@ class Corpus(list[Example]):
         return sum(len(example.answer) for example in self)
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Number of sequences and of answer tokens by source."""
+        """Return the number of sequences and of answer tokens by source."""
         found = {}
         for name in sorted({example.source for example in self}):
             part = Corpus(example for example in self if example.source == name)
@@ -52,7 +52,7 @@ class Corpus(list[Example]):
         return found
 
     def split(self, fraction: float, seed: int) -> tuple["Corpus", "Corpus"]:
-        """A training part and a held-out part of ``fraction`` of the prompts.
+        """Split into a training part and a held-out part with ``fraction`` of the prompts.
 
         Sequences with equal prompts go to the same part.
         """
@@ -61,7 +61,7 @@ class Corpus(list[Example]):
         num_held = max(1, round(fraction * len(prompts))) if fraction > 0 else 0
         if num_held >= len(prompts):
             raise ValueError(
-                f"holding out {fraction} of {len(prompts)} distinct prompts leaves nothing to "
+                f"--held-out={fraction} of {len(prompts)} distinct prompts leaves nothing to "
                 "train on; lower --held-out or use more prompts"
             )
         held = {prompts[i] for i in order[:num_held]}
@@ -69,7 +69,7 @@ class Corpus(list[Example]):
         return kept, Corpus(example for example in self if example.prompt in held)
 
     def save(self, path: Path) -> None:
-        """Write an ``.npz`` file under exactly this name, whole or not at all."""
+        """Write an ``.npz`` file atomically, under exactly this name."""
         names, sources = np.unique([example.source for example in self], return_inverse=True)
         arrays: dict[str, Any] = {
             "tokens": np.concatenate([np.zeros(0, np.int32), *(x.tokens for x in self)]),
@@ -89,7 +89,7 @@ class Corpus(list[Example]):
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
-        """Read what :meth:`save` wrote."""
+        """Read a file written by :meth:`save`."""
         try:
             with path.open("rb") as stream, np.load(stream) as file:
                 tokens, names = file["tokens"], file["source_names"]
@@ -102,9 +102,9 @@ class Corpus(list[Example]):
 
 
 def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
-    """Target ids i32[size] of the most frequent answer tokens, ascending.
+    """Return the target ids i32[size] of the most frequent answer tokens, ascending.
 
-    Ties, and tokens that never occur, are filled with the lowest ids.
+    Among equally frequent tokens, also unused ones, the lowest ids come first.
     """
     answers = np.concatenate([example.answer for example in corpus])
     counts = np.bincount(answers, minlength=vocab_size)
@@ -112,10 +112,10 @@ def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
 
 
 def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
-    """All sequences as packed rows ``[R, row_length]`` of numpy arrays, rows in random order.
+    """Pack all sequences into rows ``[R, row_length]`` of numpy arrays, in random order.
 
-    Sequences longer than a row are cut at its end; those without an answer after the cut are
-    dropped. Best fit, longest first.
+    Sequences longer than a row are cut. A sequence that has no answer after the cut is dropped.
+    The method is best fit, longest first.
     """
     lengths = np.asarray([min(len(example.tokens), row_length) for example in corpus], np.int64)
     usable = np.flatnonzero(lengths - [example.prompt_len for example in corpus] >= 2)
@@ -123,7 +123,7 @@ def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
     shuffled = rng.permutation(usable)
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    # open_rows[space]: rows with exactly so many free tokens
+    # open_rows[space]: rows with exactly ``space`` free tokens
     open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]
     for i in order:
         length = int(lengths[i])
@@ -140,7 +140,7 @@ def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
 
 
 def place_rows(corpus: Corpus, rows: Sequence[Sequence[int]], row_length: int) -> PackedBatch:
-    """Numpy arrays ``[len(rows), row_length]`` of the sequences in each row, cut at its end."""
+    """Place the sequences of each row in numpy arrays ``[len(rows), row_length]``; cut the rest."""
     shape = (len(rows), row_length)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     starts = np.zeros(shape, bool)
@@ -158,16 +158,16 @@ def place_rows(corpus: Corpus, rows: Sequence[Sequence[int]], row_length: int) -
 
 
 def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> Iterator[PackedBatch]:
-    """Endless batches of ``batch_rows`` rows; batch ``first`` is the first one.
+    """Yield batches of ``batch_rows`` rows without end, from batch number ``first``.
 
-    Every epoch visits all rows once, in an order that depends on ``seed`` and the epoch only, so
-    a run that resumes at a step sees the batches that it would have seen.
+    Every epoch visits all rows once. The order depends only on ``seed`` and the epoch, so a
+    resumed run sees the same batches as an uninterrupted one.
     """
     num_rows = len(rows.tokens)
     if num_rows < batch_rows:
         raise ValueError(
-            f"--batch-rows={batch_rows} is more than the {num_rows} packed rows of the training "
-            "data; lower --batch-rows or --row-length, or generate more data"
+            f"--batch-rows={batch_rows} exceeds the {num_rows} packed rows of the training data; "
+            "lower --batch-rows or --row-length, or generate more data"
         )
     for index in count(first):
         epoch, at = divmod(index, num_rows // batch_rows)

@@ -1,4 +1,4 @@
-"""Continuations of many prompts by an engine that decodes plainly."""
+"""Continue many prompts with an engine without speculation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from specjax.engine import Engine
 from specjax.engine.requests import sample_seed
 from specjax.sampling.params import SamplingParams
 
-# Rounds that one call on the device makes. On two CPU cores SmolLM2-135M (16 rows) made 45.9
-# tokens/s with 8 and 44.5 with 32.
+# Rounds per dispatch. On two CPU cores SmolLM2-135M (16 rows) generated 45.9 tokens/s with 8 and
+# 44.5 tokens/s with 32.
 ROUNDS = 8
-# prompts of one call of the engine, as a multiple of the requests that run at once
+# prompts per call of the engine, as a multiple of the requests that run at the same time
 GROUP = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sampler:
-    """Continues prompts with ``engine`` up to one of ``stop_ids`` or of the model's end tokens.
+    """Continues prompts with ``engine`` to one of ``stop_ids`` or to an end token of the model.
 
-    Prompts have at most ``max_prompt_len`` tokens.
+    Prompts must have at most ``max_prompt_len`` tokens.
     """
 
     engine: Engine
@@ -41,7 +41,7 @@ class Sampler:
         max_prompt_len: int,
         max_new_tokens: int,
     ) -> "Sampler":
-        """A sampler with an engine of its own, for ``num_rows`` texts at once."""
+        """Create a sampler with its own engine, which generates ``num_rows`` texts in parallel."""
         length = max_prompt_len + max_new_tokens
         engine = Engine(
             model,
@@ -69,8 +69,8 @@ class Sampler:
     ) -> list[list[int]]:
         """Continue every prompt to a stop token (kept) or ``max_new_tokens``.
 
-        A temperature of 0 is greedy; ``on_finished`` is called with the numbers of prompts and
-        tokens that just finished.
+        A temperature of 0 is greedy. After each group of prompts, ``on_finished`` is called with
+        the numbers of its prompts and tokens.
         """
         params = [
             SamplingParams(

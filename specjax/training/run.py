@@ -1,4 +1,4 @@
-"""A whole training run: the target's own text, a draft trained on it, and its export."""
+"""A whole training run: generate the target's text, train a draft on it, and export the draft."""
 
 import argparse
 import dataclasses
@@ -35,7 +35,7 @@ from specjax.training.ttt import PackedBatch, StepStatistics
 
 logger = logging.getLogger(__name__)
 
-# small files travel better than one large file
+# several small files are easier to transfer than one large file
 SHARD_BYTES = 15_000_000
 
 
@@ -51,7 +51,7 @@ def option(name: str) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse arguments that would fail later, before anything is loaded."""
+    """Reject invalid arguments before anything is loaded."""
     for name, value in vars(args).items():
         if is_integer(value):
             least = 0 if name in ("seed", "self_sample", "file_samples", "warmup_steps") else 1
@@ -61,11 +61,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.generate_only and args.data is None:
         raise ValueError("--generate-only needs --data")
     if not args.generate_only and args.output is None:
-        raise ValueError("--output is needed, unless --generate-only")
+        raise ValueError("--output is needed; only --generate-only can omit it")
     if not (args.self_sample or args.prompts or (args.data is not None and args.data.exists())):
         raise ValueError(
-            "nothing to train on: give prompt files (--prompts), or a number of prompts to sample "
-            "from the target itself (--self-sample), or both"
+            "nothing to train on: pass prompt files (--prompts), or the number of prompts to "
+            "sample from the target (--self-sample), or both"
         )
     for name in ("output", "checkpoint_dir", "data", "report"):
         path = getattr(args, name)
@@ -77,11 +77,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         folder = path.absolute().parent if is_file else path.absolute()
         there = next(p for p in (folder, *folder.parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(f"{option(name)} {path}: {there} is no directory to write to")
+            raise ValueError(f"{option(name)} {path}: {there} is not a writable directory")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generate, train and export what the options of ``scripts/train_draft.py`` ask for."""
+    """Generate, train and export as the options of ``scripts/train_draft.py`` say."""
     entries = [entry for path in args.prompts for entry in read_prompts(path)]
     on_gpu = jax.default_backend() == "gpu"
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     num_answers = args.self_sample + len(entries) * (1 + args.file_samples)
     if args.batch_rows > num_answers and not (args.generate_only or args.data.exists()):
         raise ValueError(
-            f"--batch-rows={args.batch_rows} is more than the {num_answers} answers to generate; "
+            f"--batch-rows={args.batch_rows} exceeds the {num_answers} answers to generate; "
             "lower it, or use more prompts (--prompts, --self-sample)"
         )
     max_new_tokens = max(args.max_answer_tokens, args.max_user_tokens)
@@ -140,7 +140,7 @@ def chosen(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, str]]) -> Path:
-    """File of ``--output`` for the text that these options, prompts and model files give."""
+    """Return the default path of ``--data``, derived from the options, prompts and model files."""
     files = [path for path in (model, *model.glob("*")) if path.is_file()]
     stamps = sorted((str(path.resolve()), path.stat().st_mtime_ns) for path in files)
     options = (args.dtype, args.max_prompt_len, chosen(args, CollectConfig))
@@ -160,7 +160,7 @@ def make_corpus(
         corpus = Corpus.load(args.data)
         largest, limit = max((x.tokens.max() for x in corpus), default=0), target.config.vocab_size
         if largest >= limit:
-            raise ValueError(f"{args.data} is another model's: token {largest} of {limit}")
+            raise ValueError(f"{args.data} is for another model: token {largest} of {limit}")
         return corpus
     config, tokenizer = CollectConfig(**chosen(args, CollectConfig)), target.load_tokenizer()
     sampler = Sampler.open(
@@ -181,7 +181,7 @@ def make_corpus(
 
 
 def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: PackedBatch) -> Any:
-    """The state after the training loop, which resumes from ``--checkpoint-dir``."""
+    """Run the training loop, which resumes from ``--checkpoint-dir``, and return its state."""
     config = trainer.config
     rows = pack(kept, config.row_length, args.seed)
     fill = float((rows.segments > 0).mean())
@@ -210,7 +210,7 @@ def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: Packed
                     save_state(manager, state, trainer.vocabulary)
                 if len(held.tokens):
                     figures = trainer.evaluate(state.params, held)
-                    tqdm.write(f"step {done} held out: {summary(figures)}", file=sys.stderr)
+                    tqdm.write(f"step {done}, held-out data: {summary(figures)}", file=sys.stderr)
     return state
 
 

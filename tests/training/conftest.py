@@ -21,7 +21,7 @@ from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
 
 @dataclass(frozen=True)
 class Tiny:
-    """A target of 4 layers and 61 tokens, with the pieces that training needs."""
+    """A target with 4 layers and a vocabulary of 61 tokens, in the parts that training needs."""
 
     model: ModelConfig
     flat: FlatModel[CausalLM]
@@ -63,7 +63,7 @@ def tiny() -> Tiny:
 
 @pytest.fixture(scope="session")
 def sampler(tiny, tmp_path_factory) -> Iterator[Sampler]:
-    """Of the tiny target, three texts at once."""
+    """A sampler of the tiny target that generates three texts in parallel."""
     path = save_random(tmp_path_factory.mktemp("target"), tiny.model)
     sizes = {"num_rows": 3, "prefill_rows": 2, "max_prompt_len": 8, "max_new_tokens": 24}
     sampler = Sampler.open(str(path), "float32", stop_ids=(), **sizes)

@@ -1,4 +1,4 @@
-"""Prompts from files and from the target itself."""
+"""Prompts from files and prompts sampled from the target."""
 
 import json
 from collections.abc import Iterator

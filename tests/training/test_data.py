@@ -25,7 +25,7 @@ def test_packing_keeps_every_sequence_whole_and_apart(corpus):
             found.append((prompt, rows.tokens[line, where].tolist()))
     expected = [(x.prompt_len, x.tokens[:24].tolist()) for x in corpus]
     assert sorted(found) == sorted(expected)
-    # best fit: no two rows could be one
+    # best fit: no two rows fit into one
     free = np.sort((rows.segments == 0).sum(axis=1))
     assert free.sum() < 24 * 2
 
@@ -88,7 +88,7 @@ def test_draft_vocabulary_is_the_most_frequent_answer_tokens_ascending():
     corpus = Corpus.of([([9] * 50, [5, 5, 5, 2, 2, 8], "a"), ([1], [2, 2, 11], "a")])
     assert draft_vocabulary(corpus, 2, 12).tolist() == [2, 5]
     assert draft_vocabulary(corpus, 4, 12).tolist() == [2, 5, 8, 11]
-    # tokens that never occur fill up from the lowest id; prompts do not count
+    # the lowest unused ids fill the rest of the vocabulary; tokens of prompts do not count
     assert draft_vocabulary(corpus, 6, 12).tolist() == [0, 1, 2, 5, 8, 11]
 
 

@@ -1,4 +1,4 @@
-"""Generated text equals one-by-one decoding, whatever else is generated with it."""
+"""Generated text equals decoding one prompt at a time, in any batch."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def test_greedy_equals_decoding_alone(tiny, sampler, prompts):
     params = SamplingParams(temperature=0.0, max_new_tokens=14)
     jobs = [Job(prompt=tuple(prompt), params=params) for prompt in prompts]
     free = [dense_decode(tiny.weights, job, tiny.model).tokens for job in jobs]
-    # a token that ends some of the texts early, and not all of them
+    # a token that ends some of the texts early, but not all of them
     stop = next(t for t in free[1][3:] if 0 < sum(t in text for text in free) < len(free))
     finished = []
     out = dataclasses.replace(sampler, stop_ids=(stop,)).generate(

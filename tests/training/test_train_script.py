@@ -1,4 +1,4 @@
-"""The training script from a model directory to a head that opens, with no data set."""
+"""The training script: from a model directory to a loadable head, without a data set."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     collecting = f"--self-sample 24 --prompts {prompts} --max-user-tokens 8 --generate-only"
     assert main(f"{common} {collecting} --report {report}") == 0
     assert json.loads(report.read_text())["data"]["math"]["sequences"] == 2
-    assert "\r" not in capsys.readouterr().err  # a bar is for terminals
+    assert "\r" not in capsys.readouterr().err  # only terminals get a progress bar
     saved = data.read_bytes()
     train = f"{common} {TRAIN} --output {head} --checkpoint-dir {tmp_path / 'run'} --held-out 0.2"
     assert main(f"{train} --stop-at 3") == 0
@@ -66,15 +66,15 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     draft = open_draft(head, open_target(model_directory))
     assert draft.config.draft_vocab_size == 64
     assert set(draft.load_weights())
-    # another draft vocabulary, of the same size or not, does not go on with this run
+    # this run cannot be resumed with another draft vocabulary, even one of the same size
     capsys.readouterr()
     assert main(f"{train} --draft-vocab-size 60") == 2
-    assert "another draft vocabulary" in capsys.readouterr().err
+    assert "its draft vocabulary differs" in capsys.readouterr().err
 
 
 @pytest.fixture
 def generated(monkeypatch) -> list[str]:
-    """The prompts of each generation: nothing is generated, 24 short sequences take its place."""
+    """List the prompts of each generation; a stub returns 24 short sequences instead."""
     calls: list[str] = []
 
     def collect(sampler, tokenizer, config, entries, progress):
@@ -88,7 +88,7 @@ def generated(monkeypatch) -> list[str]:
 def test_a_later_failure_does_not_cost_the_generated_text(
     main, model_directory, tmp_path, capsys, generated
 ):
-    """The same prompts, options and weights find it again; others do not."""
+    """Only the same prompts, options and weights find the generated text again."""
     prompts, model = tmp_path / "questions.jsonl", tmp_path / "model"
     shutil.copytree(model_directory, model)
     prompts.write_text('{"turns": ["1 + 1?"]}\n')
@@ -97,9 +97,9 @@ def test_a_later_failure_does_not_cost_the_generated_text(
     )
 
     def fails(batch_rows: int, more: str = "") -> int:
-        """Number of generations so far."""
+        """Check that the run fails, and return the number of generations so far."""
         assert main(f"{options} --row-length 64 --batch-rows {batch_rows} {more}") == 2
-        message = f"--batch-rows={batch_rows} is more than the 2 packed rows of the training data"
+        message = f"--batch-rows={batch_rows} exceeds the 2 packed rows of the training data"
         assert message in capsys.readouterr().err
         assert len(list((tmp_path / "head").glob("data-*.npz"))) == len(generated)
         return len(generated)
@@ -118,14 +118,14 @@ def test_target_and_options_are_checked_before_anything_is_generated(
     config = json.loads((model_directory / "config.json").read_text())
     for change, arguments, message in (
         ({"num_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
-        ({}, "--batch-rows 25", "--batch-rows=25 is more than the 24 answers to generate"),
+        ({}, "--batch-rows 25", "--batch-rows=25 exceeds the 24 answers to generate"),
         (
             {},
             "--max-prompt-len 501",
             "--max-prompt-len=501 plus 12 tokens (the larger of --max-answer-tokens and "
             "--max-user-tokens) exceeds the model's context of 512 tokens",
         ),
-        ({}, "--data {data}", "data.npz is another model's: token 300 of 98"),
+        ({}, "--data {data}", "data.npz is for another model: token 300 of 98"),
     ):
         model, data = tmp_path / "model", tmp_path / "data.npz"
         shutil.copytree(model_directory, model, dirs_exist_ok=True)
@@ -156,11 +156,11 @@ def test_help_states_the_default_of_every_option(main, capsys):
     [
         ("--generate-only", "--generate-only needs --data"),
         ("--self-sample 3", "--output is needed"),
-        ("--output {free}", "nothing to train on: give prompt files (--prompts)"),
-        ("--output {file}", "--output {file}: {file} is no directory to write to"),
-        ("--output {file}/head", "--output {file}/head: {file} is no directory to write to"),
-        ("--output {free} --checkpoint-dir {file}", "--checkpoint-dir {file}: {file} is no"),
-        ("--output {free} --report {file}/report", "--report {file}/report: {file} is no"),
+        ("--output {free}", "nothing to train on: pass prompt files (--prompts)"),
+        ("--output {file}", "--output {file}: {file} is not a writable directory"),
+        ("--output {file}/head", "--output {file}/head: {file} is not a writable directory"),
+        ("--output {free} --checkpoint-dir {file}", "--checkpoint-dir {file}: {file} is not a"),
+        ("--output {free} --report {file}/report", "--report {file}/report: {file} is not a"),
         ("--generate-only --data {free}", "--data {free} is a directory"),
         ("--output {free} --log-every 0", "--log-every=0 must be an integer of at least 1"),
         ("--output {free} --checkpoint-every 0", "--checkpoint-every=0"),

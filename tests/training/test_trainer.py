@@ -1,4 +1,4 @@
-"""Training reduces the loss, resumes exactly and exports what it trained."""
+"""Training reduces the loss, resumes exactly and exports the trained weights."""
 
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def greedy(sampler) -> Corpus:
 
 @pytest.fixture(scope="module")
 def trainer(tiny, greedy) -> Trainer:
-    """Shared, so that its step compiles once."""
+    """A trainer that the tests share, so that its step compiles once."""
     config = TrainConfig(
         steps=60,
         batch_rows=8,
@@ -65,10 +65,10 @@ def test_training_raises_acceptance(trainer, greedy):
     before = trainer.evaluate(start.params, rows)
     state = _run(trainer, start, rows, 60)
     figures = trainer.evaluate(state.params, rows)
-    # most of what is left is the entropy of a random target's softmax
+    # most of the remaining loss is the entropy of a random target's softmax
     assert figures.loss.sum() < 0.9 * before.loss.sum()
     assert figures.accept_length() > before.accept_length() + 0.5
-    with pytest.raises(ValueError, match="no held-out rows"):
+    with pytest.raises(ValueError, match="held-out data, but there are 0 rows"):
         trainer.evaluate(state.params, pack(Corpus(), 32, 0))
 
 

@@ -1,4 +1,4 @@
-"""Training-time test equals what a head computes when it serves."""
+"""Training-time test computes the same states as a head during serving."""
 
 import dataclasses
 
@@ -28,9 +28,9 @@ def _models(tiny, seed=5):
 
 
 def _server(head, target, size=48):
-    """Serving one row at a time over an explicit cache: ``(cache, slot, token, hidden)``.
+    """Serve one row at a time over an explicit cache: ``(cache, slot, token, hidden)``.
 
-    The slot is the rotary position, and the row sees the cache up to its own slot.
+    The slot is the rotary position. The row sees the cache up to its own slot.
     """
 
     @jax.jit
@@ -60,7 +60,7 @@ def _states(head, target, batch, features, steps=STEPS):
 
 
 def _featurizer(tiny, target, head, size=48):
-    """Features [n, F] of one text by itself from its tokens, and the fused [size, D] of those."""
+    """Function from the tokens of one text to its features [n, F] and fused features [size, D]."""
 
     @jax.jit
     def run(ids, segments):
@@ -160,7 +160,7 @@ def test_loss_equals_a_plain_computation(tiny, corpus):
 
 
 def test_accept_length_telescopes():
-    """Acceptance of 1/2 and then of 1/2 of those: 1 + 1/2 + 1/4."""
+    """Two steps with an acceptance rate of 1/2 each give 1 + 1/2 + 1/4."""
     reached, accepted = jnp.array([8.0, 4.0]), jnp.array([4.0, 2.0])
     statistics = StepStatistics(reached, reached, reached, reached, accepted)
     assert statistics.accept_length() == 1.75
