@@ -183,7 +183,7 @@ def test_serving(
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("kernels", [], "only --smoke runs"),
+        ("kernels", [], "pass --smoke to run"),
         ("round", ["--sampling", "greedy,odd"], "--sampling: ['odd'] must be among"),
         ("acceptance", ["--prompts", "/absent.jsonl"], "absent.jsonl"),
         (
@@ -203,10 +203,10 @@ def test_serving(
         ("serving", ["--load", "mix rate=0"], "rate=0 must be above 0"),
         ("serving", ["--load", "burst heat=1"], "heat"),
         ("serving", ["--load", "burst", "--url", "ftp://a"], "--url ftp://a must be http://"),
-        ("serving", ["--load", "mix", "--ways", "engine"], "--ways engine excludes --url, --split"),
+        ("serving", ["--load", "mix", "--ways", "engine"], "--ways engine does not support --url"),
         ("serving", ["--load", "burst", "--ways", "fast"], "--ways: ['fast'] must be among"),
         ("serving", ["--load", "burst", "--turns", "0"], "--turns 0 must be at least 1"),
-        ("serving", ["--load", "burst", "--model", "/nowhere"], "ended with status 2"),
+        ("serving", ["--load", "burst", "--model", "/nowhere"], "exited with status 2"),
     ],
 )
 def test_input_is_refused_by_name(
