@@ -1,4 +1,4 @@
-"""The plan of an engine: checkpoints, networks and sizes, before anything is compiled or loaded."""
+"""Plan of an engine: checkpoints, networks and sizes, decided before compiling and loading."""
 
 import logging
 import os
@@ -33,18 +33,18 @@ from specjax.speculative.registry import HINT
 
 logger = logging.getLogger(__name__)
 
-# The number of pages is part of the shapes that functions are compiled for. A device reports its
-# total memory times a fraction, whatever else is allocated. Rounding down to this granule removes
-# what still differs between drivers' reserves from one start to the next.
+# The number of pages is part of the shapes that functions are compiled for. The memory that a
+# device reports varies slightly between starts, as the driver's reserve does. Rounding it down to
+# this granule keeps the number of pages, and so the compiled functions, the same.
 MEMORY_GRANULE = 2**28
-# Prompt tokens of a step if nothing decodes or many requests start: 42,500 tokens/s of that shape
-# against 39,400 in chunks of 2,048.
+# Prompt tokens per step if nothing decodes or a burst starts: 42,500 tokens/s (Llama-3.1-8B shape)
+# instead of 39,400 in chunks of 2,048.
 IDLE_CHUNK = 8192
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Everything that is decided before an engine compiles and loads; it holds no weights."""
+    """All decisions made before an engine compiles and loads; it holds no weights."""
 
     args: EngineArgs
     target: TargetCheckpoint
@@ -61,7 +61,7 @@ class EnginePlan:
 
     @property
     def cache_facts(self) -> tuple[Any, ...]:
-        """What compiled functions depend on, except their arguments and this package."""
+        """Facts that compiled functions depend on, except arguments and this package's sources."""
         nets = self.networks
         kinds = [layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds
@@ -69,24 +69,24 @@ class EnginePlan:
         return (*models, self.config, nets.placement.describe(), *own)
 
     def describe(self) -> list[str]:
-        """Lines of text about drafts, sizes and memory, for the log and the terminal."""
+        """Describe drafts, sizes and memory in lines for the log and the terminal."""
         config, largest, target = self.config, self.config.largest, self.target
         speculation = f"plain decoding; {HINT}"
         if largest.steps > 0:
             speculation = (
                 f"{config.algorithm.name}: {_describe_tiers(self.args)}, topk {largest.topk}, "
-                f"{largest.nodes} rows a verify"
+                f"{largest.nodes} tokens verified per round"
             )
         kind = self.networks.placement.device.device_kind
         return [
             *(f"draft: {draft.describe()}" for draft in self.drafts),
             speculation,
-            f"context of {self.context_length} tokens, {config.num_slots - 1} requests at once in "
-            f"batches of {list(config.batch_buckets)}",
+            f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
+            f"requests, batch buckets {list(config.batch_buckets)}",
             f"{target.name} ({target.config.dtype}) on {kind}: weights "
             f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
-            f"tokens; up to {self.needs.temporary_bytes / 1e9:.2f} GB while a function runs",
+            f"tokens; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
         ]
 
 
@@ -95,13 +95,13 @@ def _describe_tiers(args: EngineArgs) -> str:
     steps = f"{', '.join(others)} or {deepest}" if others else deepest
     how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
     what = "drafted tokens" if args.shapes[-1].topk == 1 else "steps"
-    return f"{steps} {what} a round{how}"
+    return f"{steps} {what} per round{how}"
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
-    """Open the checkpoints and decide all sizes; equal arguments give an equal plan on a device.
+    """Open the checkpoints and decide all sizes. On a device, equal arguments give an equal plan.
 
-    ValueError if there is no device, or if sizes do not fit the model or the device.
+    Raises ValueError if there is no device, or if sizes do not fit the model or the device.
     """
     placement = Placement.on(args.base_gpu_id)
     on_cpu = placement.on_cpu
@@ -136,7 +136,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         num_pages=0,
         pages_per_request=-(-longest // args.page_size),
         num_slots=slots + 1,
-        # a prefill worker runs no rounds
+        # a prefill engine runs no rounds
         batch_buckets=() if args.disaggregation_mode == "prefill" else buckets,
         prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
         mixed_prefill_tokens=min(chunk, most),
@@ -164,7 +164,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     return plan
 
 
-# where SGLang's server info has another name than its Prometheus metrics
+# metrics whose name in SGLang's server info differs from that in Prometheus
 NAMES = {
     "spec_accept_length": "avg_spec_accept_length",
     "spec_verify_calls": "spec_verify_ct",
@@ -178,7 +178,7 @@ NAMES = {
 def server_info(
     plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
 ) -> dict[str, Any]:
-    """Arguments with the planned sizes, and metrics under ``internal_states``, as SGLang's."""
+    """Arguments with the planned sizes, and ``internal_states`` with metrics, as in SGLang."""
     args = plan.args
     tier = {
         "speculative_num_steps": totals.tier.steps,

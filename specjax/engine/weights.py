@@ -1,4 +1,4 @@
-"""Weights of an engine: those of its start, and others for a running one."""
+"""Weights of an engine: loading them at the start and replacing them later."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -17,7 +17,7 @@ from specjax.models.family import Recipe
 from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
 
-# weights of target and draft by flat name, which fit the running ones; those not named stay
+# weights of target and draft by flat name, shaped as the running ones; unnamed weights stay
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
@@ -29,9 +29,9 @@ def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
 def load_weights(
     plan: EnginePlan, shared: tuple[EnginePlan, ModelRunner] | None = None
 ) -> tuple[Weights, Weights]:
-    """Flat weights of target and draft on the device; random ones for dummies.
+    """Load flat weights of target and draft to the device; random ones with ``"dummy"``.
 
-    Those of ``shared``, over the same target, are used again; the draft's if that is the same too.
+    The target weights of ``shared`` are reused, and its draft weights if the draft is the same.
     """
     nets, place = plan.networks, plan.networks.placement
     if plan.args.load_format == "dummy":
@@ -52,10 +52,10 @@ def load_weights(
 def weights_from_disk(
     plan: EnginePlan, model_path: str | PathLike[str] | None, draft_path: str | PathLike[str] | None
 ) -> tuple[EnginePlan, NewWeights]:
-    """The plan with the checkpoints to go on with, and weights of those that have a path."""
+    """Return the plan with the new checkpoints, and the weights of those that have a path."""
     given = [path for path in (model_path, draft_path) if path is not None]
     if not given or not all(isinstance(path, str | PathLike) for path in given):
-        raise ValueError(f"{model_path=}, {draft_path=}: give one or both of them")
+        raise ValueError(f"give model_path, draft_path or both; got {model_path=}, {draft_path=}")
     target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
         target = open_target(model_path, dtype=target.config.dtype)
@@ -83,11 +83,11 @@ def weights_from_tensors(
     *,
     draft: bool,
 ) -> NewWeights:
-    """Weights by flat name from tensors of target or ``draft`` under flat or Hugging Face names.
+    """Convert tensors of the target or, with ``draft``, of the draft to weights by flat name.
 
-    Flat names are those of ``FlatModel.names``, with matrices as ``[in, out]``; Hugging Face names
-    those of the checkpoint, with matrices as ``[out, in]``. Of a weight that is made of several
-    checkpoint tensors all have to be given. Floats of any kind are cast to the model's dtype.
+    Flat names are those of ``FlatModel.names`` and have matrices ``[in, out]``. Hugging Face names
+    are those of the checkpoint and have matrices ``[out, in]``. If a weight is made of several
+    checkpoint tensors, all are required. Floats are cast to the model's dtype.
     """
     if draft and not plan.drafts:
         raise ValueError("draft=True, but the engine has no draft network")
@@ -96,21 +96,21 @@ def weights_from_tensors(
     try:
         given = dict(named_tensors)
     except TypeError as error:
-        raise ValueError(f"named_tensors={named_tensors!r} are no arrays by name") from error
+        raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
     dtype = owner.config.dtypes.activations
     tensors = {str(name): _copied(name, value, dtype) for name, value in given.items()}
     if not tensors:
-        raise ValueError("named_tensors are empty; give the weights to replace")
+        raise ValueError("named_tensors is empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     for name, recipe in owner.recipes().items():
         if any(part.name in tensors for part in recipe.parts):
             if name in weights:
-                raise ValueError(f"named_tensors give {name!r} twice, under two kinds of names")
+                raise ValueError(f"named_tensors has {name!r} twice: flat and as checkpoint parts")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
     if tensors:
-        raise ValueError(f"named_tensors {sorted(tensors)[:5]} are not weights of the model")
+        raise ValueError(f"named_tensors: {sorted(tensors)[:5]} are not weights of the model")
     for name, weight in weights.items():
         _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
     integers = {name: x for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.integer)}
@@ -122,16 +122,16 @@ def check_finite(new: NewWeights) -> None:
     for name, weight in (pair for weights in new for pair in weights.items()):
         if jnp.issubdtype(weight.dtype, jnp.floating) and not _is_finite(weight):
             raise ValueError(
-                f"weight {name!r} has values that are not finite; mend it, or set "
-                "allow_nonfinite=True to take it as it is"
+                f"weight {name!r} has values that are not finite; fix the weight or set "
+                "allow_nonfinite=True"
             )
 
 
 def _is_finite(weight: Any) -> bool:
     if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
         return bool(jnp.isfinite(weight).all())
-    # As integers, what is not finite is at least infinity of either sign: five times as fast as
-    # isfinite on bfloat16.
+    # As an integer, a value that is not finite is at least the infinity of its sign. This is five
+    # times as fast as isfinite on bfloat16.
     array = np.asarray(weight)
     size = array.dtype.itemsize
     infinity = int(np.array(np.inf, array.dtype).view(f"u{size}"))
@@ -143,10 +143,7 @@ def _is_finite(weight: Any) -> bool:
 
 
 def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
-    """Put weights in the place of a runner's own.
-
-    Each old one goes before the next new one comes: the device needs no room for two models.
-    """
+    """Replace weights of a runner one by one, so that the device never holds two models."""
     nets = runner.networks
     for flat, weights in zip((nets.target, nets.draft), new, strict=True):
         for i, name in enumerate(flat.names):
@@ -161,20 +158,19 @@ def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:
     differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]
     if differing:
         raise ValueError(
-            f"{new.path} does not fit the engine: {', '.join(differing)}; make a new one"
+            f"{new.path} does not fit the engine: {', '.join(differing)}; make a new engine"
         )
 
 
 def _check_fits(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
     if value.shape != shape or value.dtype != dtype:
         raise ValueError(
-            f"{what} is {value.dtype} {tuple(value.shape)}, but the engine runs with "
-            f"{dtype} {shape}"
+            f"{what} is {value.dtype} {tuple(value.shape)}, but the engine needs {dtype} {shape}"
         )
 
 
 def _copied(name: str, value: Any, dtype: Any) -> Any:
-    """A copy that the caller can neither write to nor donate; floats are cast to ``dtype``."""
+    """Copy an array, so that the caller cannot change or donate it; cast floats to ``dtype``."""
     if isinstance(value, jax.Array):
         try:
             if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
@@ -189,13 +185,13 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
-    """One weight made of its checkpoint tensors, which are taken out of ``tensors``."""
+    """Make one weight of its checkpoint tensors and remove them from ``tensors``."""
     names = [part.name for part in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
         given = next(name for name in names if name in tensors)
         raise ValueError(
-            f"named_tensors have {given!r} without {missing}, which are parts of the same weight; "
-            "give all of them"
+            f"named_tensors has {given!r} without {missing}, which are parts of the same weight; "
+            "give all parts"
         )
     parts = {part.name: tensors.pop(part.name) for part in recipe.parts}
     for part in recipe.parts:

@@ -221,9 +221,7 @@ def test_the_decode_process_is_killed(files, alone, decode, side):
 
 def test_a_prefill_side_answers_no_callers(decode, side):
     said = side.process.ask("generate", input_ids=[1, 2])
-    assert (
-        "disaggregation_mode='prefill' computes prompts for engines with 'decode'" in said["error"]
-    )
+    assert "disaggregation_mode='prefill' serves decode engines only" in said["error"]
 
 
 @pytest.fixture

@@ -274,7 +274,7 @@ def test_a_pair_without_references_goes(files, alone):
 
 @pytest.mark.parametrize("name", ["disaggregation_address", "disaggregation_secret"])
 def test_a_pair_of_one_process_has_no_address_and_no_secret(files, name):
-    with pytest.raises(ValueError, match=f"{name} is given, but both sides are in this process"):
+    with pytest.raises(ValueError, match=f"{name} is for two processes; leave it out"):
         files.engine(kind=DisaggregatedEngine, **{name: "127.0.0.1:0"})
 
 
@@ -419,7 +419,7 @@ def test_an_engine_without_another_side_has_no_peer(alone):
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_a_side_without_an_address_is_refused(files, mode):
-    with pytest.raises(ValueError, match=f"'{mode}', but disaggregation_address is None; set it"):
+    with pytest.raises(ValueError, match=f"'{mode}' needs disaggregation_address; for two devices"):
         files.engine(disaggregation_mode=mode)
 
 

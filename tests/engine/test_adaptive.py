@@ -1,4 +1,4 @@
-"""Engines that choose the drafted tokens themselves: texts, figures, start-up, and a live climb."""
+"""Engines with adaptive drafting: texts, metrics, start-up, and a live climb."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def adaptive(files: Any, config: Any, **changes: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def plain_ids(files):
-    """What plain decoding gives, by parameters and prompt."""
+    """Completions of plain decoding, by parameters and prompt."""
     with files.small(speculative=False) as engine:
         return {
             is_seeded: [engine.generate(prompt, params)["output_ids"] for prompt in PROMPTS_TINY]
@@ -53,9 +53,9 @@ def samples(engine: Engine) -> dict[str, float]:
     return {name.split("{")[0].removeprefix("specjax:"): float(value) for name, value in pairs}
 
 
-def test_texts_are_plain_and_figures_agree(files, plain_ids, monkeypatch):
+def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
     """The other policy is in the table of tests/differential."""
-    # times that make drafts dear, since those of a busy machine decide nothing for sure
+    # fixed times that make drafts costly, since measured ones depend on the machine's load
     seconds = dict(zip(product(chains(0, 1, 3), [1]), (1.0, 1.3, 1.9), strict=True))
     monkeypatch.setattr(build, "round_seconds", lambda runner: seconds)
     metas = []
@@ -70,7 +70,7 @@ def test_texts_are_plain_and_figures_agree(files, plain_ids, monkeypatch):
     (state,) = info["internal_states"]
     figures = state["adaptive"]
 
-    # several tiers ran, and each round counts where it ran
+    # several tiers ran, and each round counts for its tier
     rounds: dict[str, int] = {}
     for meta in metas:
         for steps, count in meta["spec_rounds_by_steps"].items():
@@ -91,7 +91,7 @@ def test_texts_are_plain_and_figures_agree(files, plain_ids, monkeypatch):
             assert meta["spec_accept_length"] == pytest.approx(speculated / verifies)
     assert metas[-1]["spec_ema_accept_len"] == figures["ema_accept_len"]
 
-    # the engine's figures are the sums, in server info and in metrics
+    # server info and metrics have the sums
     assert figures["policy"] == "cost"
     assert figures["candidate_steps"] == [0, 1, 3]
     assert figures["speculative_num_steps"] in (0, 1, 3)
@@ -139,7 +139,7 @@ def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch
         config=SimpleNamespace(shapes=chains(1, 3), batch_buckets=(2,)),
     )
     assert build.round_seconds(runner) == seconds
-    assert ("measured again" in caplog.text) == (value is not None)
+    assert ("measuring round times again" in caplog.text) == (value is not None)
     monkeypatch.delattr(build, "measure_round_seconds")
     assert build.round_seconds(runner) == seconds
 
@@ -153,7 +153,7 @@ def test_the_start_tier_is_the_nearest_candidate(files):
 
 @pytest.mark.slow
 def test_round_times_are_measured_once(files, tmp_path, caplog):
-    # what earlier tests compiled, without what they may have measured
+    # functions of earlier tests, without their measurements
     others = shutil.ignore_patterns("round_seconds*", ".tmp-*")
     (files.cache / FOLDER).mkdir(mode=0o700, exist_ok=True)
     shutil.copytree(files.cache / FOLDER, tmp_path / "cache" / FOLDER, ignore=others)
@@ -170,7 +170,7 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
             tables.append(policy.seconds)
         measured = [r for r in caplog.records if r.getMessage().startswith(ROUND_TIMES)]
         assert len(measured) == (len(tables[0]) if is_measured else 0)
-        # a table without one of the pairs is of no use
+        # a table that lacks a pair is measured again
         (path,) = (tmp_path / "cache").glob("*/round_seconds*.json")
         kept = json.loads(path.read_text())
         if len(tables) == 2:

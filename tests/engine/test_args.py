@@ -1,4 +1,4 @@
-"""Arguments of an engine that are refused before a model is opened."""
+"""Engine arguments that are refused before a model is opened."""
 
 import dataclasses
 import inspect
@@ -33,7 +33,7 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         ({"mem_fraction_static": 0.0}, "mem_fraction_static=0.0 must be above 0"),
         ({"mem_fraction_static": 1.5}, "mem_fraction_static=1.5 must be .* at most 1"),
         ({"draft_rope_theta": "x"}, "draft_rope_theta='x' must be a finite number"),
-        ({"disaggregation_secret": "x"}, "disaggregation_secret is given, but .*_mode is None"),
+        ({"disaggregation_secret": "x"}, "disaggregation_secret needs .*_mode='prefill'"),
         ({"max_total_tokens": 0}, "max_total_tokens=0 must be an integer of at least 1"),
         ({"context_length": 0}, "context_length=0"),
         ({"max_running_requests": 0}, "max_running_requests=0"),
@@ -49,7 +49,7 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
         ({"draft_rope_theta": 1e4}, r"\['draft_rope_theta'\] are given"),
         ({"speculative_adaptive": True}, "speculative_algorithm"),
-        (SPECULATIVE | {"speculative_adaptive_config": {}}, "speculative_adaptive is False"),
+        (SPECULATIVE | {"speculative_adaptive_config": {}}, "needs speculative_adaptive=True"),
         (ADAPTIVE | {"speculative_adaptive_config": {"alpha": 1}}, "'alpha'=1"),
         (ADAPTIVE | {"speculative_num_steps": -1}, "num_steps=-1 must be an integer from 0"),
         (SPECULATIVE | {"speculative_num_steps": 0}, "speculative_num_steps=0"),
@@ -64,7 +64,7 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         (SPECULATIVE | {"simulate_accept_length": float("nan")}, "simulate_accept_length=nan"),
         (
             SPECULATIVE | {"speculative_num_steps": 2, "simulate_accept_length": 4},
-            "simulate_accept_length=4 must be a number from 1 to 3, the lower one of",
+            "simulate_accept_length=4 must be from 1 to 3, the lower of",
         ),
         ({"simulate_accept_length": 2.0}, r"\['simulate_accept_length'\] are given"),
         ({REJECTION: True}, rf"\['{REJECTION}'\] are given, but nothing reads them with .*=None"),
@@ -77,15 +77,15 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         (SPECULATIVE | {ACC: -0.5}, f"{ACC}=-0.5 must be at least 0"),
         (
             SPECULATIVE | {REJECTION: True, SINGLE: 0.9},
-            f"{REJECTION}=True excludes {SINGLE}=0.9 and {ACC}=1.0 below 1",
+            f"{REJECTION}=True needs both thresholds at 1, but {SINGLE}=0.9 and {ACC}=1.0",
         ),
         (
             SPECULATIVE | {REJECTION: True, ACC: 0.7},
-            f"{REJECTION}=True excludes {SINGLE}=1.0 and {ACC}=0.7 below 1",
+            f"{REJECTION}=True needs both thresholds at 1, but {SINGLE}=1.0 and {ACC}=0.7",
         ),
         (
             SPECULATIVE | {REJECTION: True, "speculative_eagle_topk": 4},
-            f"{REJECTION}=True is for chains: speculative_eagle_topk=4 must be at most 1",
+            f"{REJECTION}=True works for chains only: speculative_eagle_topk=4 must be 1",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_accepted(arguments: dict[str, Any]) -> None:
 def test_rejection_sampling_needs_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = EngineArgs(**SPECULATIVE).algorithm  # type: ignore[arg-type]
     monkeypatch.setattr(type(algorithm), "supports_rejection_sampling", False)
-    with pytest.raises(ValueError, match=f"{REJECTION}=True, but .*=EAGLE3 has no draft prob"):
+    with pytest.raises(ValueError, match=f"{REJECTION}=True needs draft prob.*=EAGLE3 has none"):
         EngineArgs(**SPECULATIVE, **{REJECTION: True})  # type: ignore[arg-type]
 
 

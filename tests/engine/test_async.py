@@ -113,7 +113,7 @@ def test_an_abandoned_stream_aborts_its_requests(engine, way) -> None:
         if way == "left":
             async for _ in stream:
                 break
-            return  # asyncio closes what is left behind
+            return  # asyncio closes the open stream
         await anext(stream)
         if way == "closed":
             await stream.aclose()
@@ -128,7 +128,7 @@ def test_an_abandoned_stream_aborts_its_requests(engine, way) -> None:
 
 
 def test_an_event_loop_that_closes_early_aborts_its_requests(engine) -> None:
-    """Without asyncio.run nobody closes the stream; the engine notices when it delivers."""
+    """Without asyncio.run nothing closes the stream; the engine notices when it delivers."""
     event_loop = asyncio.new_event_loop()
     stream = event_loop.run_until_complete(engine.async_generate(["x"] * 20, LONG, stream=True))
     event_loop.run_until_complete(anext(stream))

@@ -92,7 +92,7 @@ def test_sampling_params_in_every_form(engine) -> None:
     assert short["output_ids"] == long["output_ids"][:3]
     assert len(long["output_ids"]) == 20
     defaults = engine.generate("hi", {"ignore_eos": True})["meta_info"]
-    # 128 tokens by default, and room for 126 behind the prompt
+    # 128 tokens by default, and at most 126 after the prompt
     assert defaults["completion_tokens"] == 126
     assert defaults["finish_reason"] == {"type": "length", "length": 126}
 
@@ -139,13 +139,13 @@ def test_context_limit_ends_a_request(files, engine) -> None:
         assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
         full = [*prompt, *result["output_ids"]][:23]
         assert len(small.generate(input_ids=full, sampling_params=GREEDY)["output_ids"]) == 1
-        with pytest.raises(ParameterError, match="24 tokens leaves no room in context_") as caught:
+        with pytest.raises(ParameterError, match="24 tokens must be shorter") as caught:
             small.generate(input_ids=[*full, 1])
         assert (caught.value.limit, caught.value.code) == (24, "context_length_exceeded")
 
 
-def test_every_kind_of_request_beside_every_other(engine, plain) -> None:
-    """Greedy, sampled, filtered, charged and plainly decoded ones in one batch, as if alone."""
+def test_every_kind_of_request_next_to_every_other(engine, plain) -> None:
+    """Greedy, sampled, filtered, penalised and plain requests in one batch, as if alone."""
     kinds = [
         GREEDY,
         SEEDED,
@@ -258,7 +258,7 @@ def test_weights_are_shared_without_reading_them_again(files, engine, monkeypatc
         for ours, theirs in zip(other.runner.weights, engine.runner.weights, strict=True):
             assert all(a is b for a, b in zip(ours, theirs, strict=True))
         text = other.generate("hello", GREEDY)["text"]
-    # closing the borrower leaves the lender's weights alone
+    # closing the borrower keeps the lender's weights
     assert engine.generate("hello", GREEDY)["text"] == text
 
 
@@ -270,16 +270,16 @@ def test_another_head_of_the_same_shape_is_not_shared(files, engine, tmp_path) -
 
 
 def test_sharing_needs_the_same_model(files, engine, tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"share_weights_with .* in float32, not over .* bfloat16"):
+    with pytest.raises(ValueError, match=r"share_weights_with .* bfloat16; got .* float32"):
         files.engine(dtype="bfloat16", share_weights_with=engine)
     write_target(tmp_path / "target")
-    with pytest.raises(ValueError, match="share_weights_with is an engine over"):
+    with pytest.raises(ValueError, match="share_weights_with must be an engine over"):
         Engine(tmp_path / "target", share_weights_with=engine, compile_cache_dir=None)
 
 
 @pytest.mark.slow
 def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> None:
-    """No tensor is read, and texts are of no meaning."""
+    """No tensor is read, and texts mean nothing."""
     target = write_target(tmp_path / "target")
     (target / "model.safetensors").unlink()
     simulated = {"load_format": "dummy", "simulate_accept_length": 2.5, "rounds_per_dispatch": 2}
@@ -297,7 +297,7 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         )
         check_result(result, 5)
         assert result["meta_info"]["spec_accept_length"] == pytest.approx(2.5, abs=0.2)
-        # it says so wherever its figures are
+        # it says so with all of its metrics
         assert result["meta_info"]["spec_simulate_accept_length"] == 2.5
         assert made.get_server_info()["simulate_accept_length"] == 2.5
         assert (
@@ -310,7 +310,7 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
 
 @pytest.mark.slow
 def test_an_engine_lives_on_the_second_of_two_devices(files, engine) -> None:
-    """Weights, pools, rows and tables; nothing of it comes to the first one, and texts stay."""
+    """Weights, pools, rows and tables are only on the second device; texts stay the same."""
     expected = [engine.generate(TEXTS[0], params)["output_ids"] for params in (GREEDY, SEEDED)]
     first, second = jax.devices()
     with files.small(base_gpu_id=1) as made:
@@ -377,8 +377,8 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         "eagle-3 head",
         "rope_theta",
         "80 of 98",
-        "3 drafted tokens a round",
-        "context of 128 tokens, 1 requests at once",
+        "3 drafted tokens per round",
+        "context length 128 tokens, up to 1 running requests",
         "on cpu",
     )
     for part in parts:
@@ -402,14 +402,14 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "exactly one of prompt, input_ids and messages, not \\[\\]"),
+        ({}, "exactly one of prompt, input_ids and messages; got \\[\\]"),
         ({"prompt": "a", "input_ids": [1]}, "exactly one"),
         ({"prompt": "a", "messages": []}, "exactly one"),
         ({"prompt": ""}, "no tokens"),
         ({"input_ids": []}, "no tokens"),
         ({"input_ids": [[1], []]}, "no tokens"),
-        ({"input_ids": [1, -1]}, r"\[-1\] are outside the vocabulary of 98"),
-        ({"input_ids": [CONFIG.vocab_size]}, r"\[98\] are outside"),
+        ({"input_ids": [1, -1]}, r"must be in \[0, 98\); got \[-1\]"),
+        ({"input_ids": [CONFIG.vocab_size]}, r"got \[98\]"),
         ({"input_ids": [1.5]}, "input_ids"),
         ({"input_ids": "abc"}, "input_ids"),
         ({"input_ids": 5}, "input_ids"),
@@ -417,23 +417,23 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"prompt": ["a", 5]}, "prompt"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"input_ids": [1] * 128}, "128 tokens leaves no room in context_length=128"),
+        ({"input_ids": [1] * 128}, "128 tokens must be shorter than context_length=128"),
         ({"prompt": "a", "sampling_params": {"top_pp": 2}}, r"\['top_pp'\] are not supported"),
         ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' is not supported"),
         ({"prompt": "a", "return_logprob": 1}, "return_logprob=1 must be a bool"),
         ({"prompt": "a", "return_hidden_states": 1}, "return_hidden_states=1 must be a bool"),
         ({"prompt": "a", "top_logprobs_num": 2}, "needs return_logprob=True"),
         ({"prompt": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num=-1"),
-        ({"prompt": "a", "return_logprob": [True, True]}, "2 return_logprob for 1 inputs"),
+        ({"prompt": "a", "return_logprob": [True, True]}, "_logprob has 2 values for 1 inputs"),
         ({"prompt": "a", "logprob_start_len": 0}, "logprob_start_len=0 needs return_logprob"),
         ({"prompt": "abc", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len=3"),
-        ({"prompt": "a", "rid": ["x"]}, r"rid=\['x'\] must be a text"),
-        ({"prompt": ["a"], "rid": ["x", "y"]}, "a list of 1 texts"),
-        ({"prompt": ["a", "b"], "rid": "x"}, "a list of 2 texts"),
-        ({"prompt": ["a", "b"], "rid": ["x", "x"]}, "names an id twice"),
-        ({"prompt": "a", "rid": ""}, "none empty"),
+        ({"prompt": "a", "rid": ["x"]}, r"rid=\['x'\] must be a non-empty"),
+        ({"prompt": ["a"], "rid": ["x", "y"]}, "a list of 1 non-empty strings"),
+        ({"prompt": ["a", "b"], "rid": "x"}, "a list of 2 non-empty strings"),
+        ({"prompt": ["a", "b"], "rid": ["x", "x"]}, "must not repeat an id"),
+        ({"prompt": "a", "rid": ""}, "a non-empty string"),
         ({"prompt": "a", "rid": 5}, "rid=5"),
-        ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, r"n=\[1, 2\]"),
+        ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, r"got \[1, 2\]"),
         ({"prompt": "a", "sampling_params": {"n": 129}}, "n=129 must be an integer from 1 to 128"),
         ({"prompt": "a", "timeout": 0}, "timeout=0"),
         ({"prompt": "a", "timeout": float("nan")}, "timeout=nan"),
@@ -441,14 +441,14 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"prompt": "a", "sampling_params": {"temperature": -1}}, "temperature=-1"),
         (
             {"prompt": "a", "sampling_params": {"stop_token_ids": [2**40]}},
-            "stop_token_ids .* of 98",
+            r"stop_token_ids must be in \[0, 98\)",
         ),
-        ({"prompt": "a", "sampling_params": {"stop_token_ids": [-1]}}, r"stop_token_ids \[-1\]"),
+        ({"prompt": "a", "sampling_params": {"stop_token_ids": [-1]}}, r"stop_token_ids .*\[-1\]"),
         ({"messages": []}, "without turns"),
         ({"prompt": "a\udcff"}, "surrogates"),
         ({"prompt": "a", "sampling_params": "greedy"}, "sampling_params='greedy'"),
-        ({"prompt": "a", "sampling_params": [{}, {}]}, "2 sampling_params for 1 inputs"),
-        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 sampling_params for 2 inputs"),
+        ({"prompt": "a", "sampling_params": [{}, {}]}, "sampling_params has 2 values for 1 inputs"),
+        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "_params has 1 values for 2 inputs"),
     ],
 )
 def test_bad_requests(engine, arguments, message) -> None:

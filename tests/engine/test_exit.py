@@ -1,4 +1,4 @@
-"""Scripts that end without closing their engine keep their own exit status.
+"""Scripts that end without closing their engine keep their exit status.
 
 ``EXITS=20 pytest -m slow tests/engine/test_exit.py`` runs each way of ending 20 times.
 """

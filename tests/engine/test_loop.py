@@ -1,4 +1,4 @@
-"""Several callers of one engine, and every way in which a call can end early."""
+"""Several callers of one engine, and all ways in which a call can end early."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
 
 
 class Hold:
-    """Rounds of an engine from the ``at``-th on wait in its thread until ``go`` is set."""
+    """Makes rounds from the ``at``-th on wait in the engine's thread until ``go`` is set."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int = 3) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -47,7 +47,7 @@ class Hold:
 
 @contextmanager
 def in_thread(function: Callable[[], Any]) -> Iterator[Any]:
-    """Run a function beside the block, and give what it returns or raises as a future."""
+    """Run a function in parallel with the block; yields its result as a future."""
     with ThreadPoolExecutor(1) as executor:
         yield executor.submit(function)
 
@@ -77,7 +77,7 @@ def test_eight_threads_get_what_one_gets(engine) -> None:
         together.wait(SECONDS)
         outputs = []
         for k, (ids, params) in enumerate(jobs[part::8]):
-            if k % 3 == 2:  # leaves a stream behind, now and then
+            if k % 3 == 2:  # sometimes leaves a stream open
                 next(engine.generate(input_ids=ids, sampling_params=LONG, stream=True))
             if (part + k) % 2:
                 *_, output = engine.generate(input_ids=ids, sampling_params=params, stream=True)
@@ -126,13 +126,13 @@ def test_a_fault_reaches_every_kind_of_call(files, engine, monkeypatch) -> None:
 def test_an_abort_names_a_request_or_all(engine) -> None:
     engine.abort("unknown")
     for arguments in ({}, {"rid": "a", "abort_all": True}, {"rid": 5}):
-        with pytest.raises(ValueError, match="give one of them"):
+        with pytest.raises(ValueError, match="give either rid or abort_all"):
             engine.abort_request(**arguments)
 
 
 @pytest.mark.parametrize("where", ["set_slot", "add", "streamed"])
-def test_what_concerns_one_request_ends_that_one(engine, monkeypatch, caplog, where) -> None:
-    """An exception while it is admitted, when it gets a token, and when its text is shown."""
+def test_an_error_of_one_request_ends_that_one(engine, monkeypatch, caplog, where) -> None:
+    """An exception at its admission, when it gets a token, and when its text is shown."""
     marked = SamplingParams(max_new_tokens=20, ignore_eos=True, sampling_seed=13, stop="never")
     expected = engine.generate(["a", "c"], GREEDY)
     patched = engine.runner if where == "set_slot" else CompletionText
@@ -187,7 +187,7 @@ def test_ctrl_c_ends_the_callers_requests_only(engine, monkeypatch) -> None:
 @pytest.mark.parametrize("is_inside", [False, True], ids=["between", "inside"])
 @pytest.mark.parametrize("way", ["closed", "deleted", "collected"])
 def test_abandoned_streams(engine, monkeypatch, way, is_inside) -> None:
-    """Also while the loop is inside a step, and by a collection in the loop's own thread."""
+    """Also during a step, and by a garbage collection in the loop's thread."""
     expected = engine.generate("hello", GREEDY)["output_ids"]
     stream: Any = engine.generate(["hello", "x"], LONG, stream=True)
     next(stream)

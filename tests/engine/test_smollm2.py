@@ -1,4 +1,4 @@
-"""The embedded model with its shipped head: identity, acceptance and figures on real text."""
+"""The embedded model with its shipped head: identity, acceptance and metrics on real text."""
 
 import json
 from collections.abc import Iterator

@@ -86,7 +86,7 @@ def test_texts_are_those_of_plain_decoding(standalone, plain) -> None:
 
 
 def test_other_weights_of_the_draft(standalone, plain, draft, tmp_path) -> None:
-    """From a directory and by published names; what is drafted changes, no text does."""
+    """From a directory and by published names; drafts change, texts do not."""
     expected = answers(plain)
     names = standalone.runner.networks.draft.names
 
@@ -124,7 +124,7 @@ def test_the_plan_counts_both_models(files, draft) -> None:
 
 
 def other_letters() -> Tokenizer:
-    """Two letters changed places."""
+    """A tokenizer with two letters swapped."""
     given = json.loads(letter_tokenizer().backend.to_str())
     vocab = given["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]

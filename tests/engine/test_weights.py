@@ -1,4 +1,4 @@
-"""Other weights for a running engine."""
+"""Replacing the weights of a running engine."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def perturbed(directory: Path, new: Path, names: str) -> Path:
-    """A copy of a checkpoint whose tensors with ``names`` in their name are others."""
+    """Copy a checkpoint and change the tensors with ``names`` in their name."""
     shutil.copytree(directory, new)
     rng = np.random.default_rng(3)
     tensors = load_file(new / "model.safetensors")
@@ -48,7 +48,7 @@ def perturbed(directory: Path, new: Path, names: str) -> Path:
 
 @pytest.fixture(scope="module")
 def others(files: Files) -> tuple[Path, Path]:
-    """Another target and another head of the same shapes."""
+    """Another target and another head with the same shapes."""
     return (
         perturbed(files.target, files.target.with_name("other_target"), "weight"),
         perturbed(files.head, files.head.with_name("other_head"), "weight"),
@@ -68,13 +68,13 @@ def new_engine(files: Files, others: tuple[Path, Path]) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(files: Files, old_engine: Engine) -> Iterator[Engine]:
-    """An engine that borrows its weights until it gets others."""
+    """An engine that shares the weights of another one until it gets new ones."""
     with files.engine(share_weights_with=old_engine) as made:
         yield made
 
 
 def answers(engine: Engine) -> list[tuple[Any, ...]]:
-    """Texts and figures, which depend on target and head."""
+    """Texts and metrics, which depend on target and head."""
     results = engine.generate(TEXTS * 2, [GREEDY] * len(TEXTS) + [SEEDED] * len(TEXTS))
     return [(r["output_ids"], r["meta_info"]["spec_correct_drafts_histogram"]) for r in results]
 
@@ -114,7 +114,7 @@ def test_an_engine_can_borrow_updated_weights(files, engine, new_engine, others)
     with files.engine(target=others[0], draft=others[1], share_weights_with=engine) as borrower:
         assert borrower.runner.weights[1][0] is engine.runner.weights[1][0]
         assert answers(borrower) == answers(new_engine)
-    with pytest.raises(ValueError, match="share_weights_with is an engine over"):
+    with pytest.raises(ValueError, match="share_weights_with must be an engine over"):
         files.engine(share_weights_with=engine)
 
 
@@ -135,7 +135,7 @@ def test_weights_under_checkpoint_names(engine, new_engine, others) -> None:
 
 
 def test_float32_is_cast_for_a_bfloat16_engine(files: Files, others) -> None:
-    """As reading the same checkpoint in bfloat16 does, without an engine."""
+    """As when the same checkpoint is read in bfloat16; needs no engine."""
     half, expected = (open_target(path, dtype="bfloat16") for path in (files.target, others[0]))
     nets = SimpleNamespace(target=FlatModel.of(partial(CausalLM, half.config)))
     plan: Any = SimpleNamespace(networks=nets, target=half, drafts=())
@@ -147,7 +147,7 @@ def test_float32_is_cast_for_a_bfloat16_engine(files: Files, others) -> None:
             assert weights[name].dtype == jnp.bfloat16
             np.testing.assert_array_equal(weights[name], weight)
     norm = {"norm.scale": np.ones(32, np.int32)}
-    with pytest.raises(ValueError, match=r"weight 'norm.scale' is int32 .* runs with bfloat16"):
+    with pytest.raises(ValueError, match=r"weight 'norm.scale' is int32 .* needs bfloat16"):
         weights_from_tensors(plan, norm, draft=False)
 
 
@@ -167,7 +167,7 @@ def test_arrays_are_copied(engine, new_engine) -> None:
 
 
 def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_engine) -> None:
-    """What is there stays; what follows is what the new weights say after it."""
+    """The text so far stays; the new weights continue it."""
     prompt = letter_tokenizer().encode("The sky")
     stream = engine.generate(input_ids=prompt, sampling_params=LONG, stream=True)
     next(stream)
@@ -183,7 +183,7 @@ def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_eng
     old = old_engine.generate(input_ids=prompt, sampling_params=LONG)["output_ids"]
     same = next(i for i, (ours, theirs) in enumerate(zip(ids, old, strict=True)) if ours != theirs)
     assert same >= lengths[0] > 0
-    # no KV of the old weights is used again: behind the kept text it is as if the prompt had it
+    # no KV of the old weights is reused: the kept text continues as if it were the prompt
     assert any(
         ids[k:]
         == new_engine.generate(
@@ -196,7 +196,7 @@ def test_running_requests_go_on_with_the_new_weights(engine, old_engine, new_eng
 
 @pytest.mark.parametrize("disable_radix_cache", [False, True])
 def test_flush_cache(files, old_engine, disable_radix_cache) -> None:
-    """A prompt is found in the cache until it is flushed, or never without one."""
+    """A prompt is found in the cache until a flush, and never with the cache disabled."""
     prompt = list(range(1, 14))
     options = {"input_ids": prompt, "sampling_params": GREEDY}
     with files.small(
@@ -263,7 +263,7 @@ def test_tensors_that_no_weight_can_be_made_of(old_engine) -> None:
 
 
 def test_weights_that_are_not_finite(engine, old_engine, files, others) -> None:
-    """They are refused by name; told to take them, the engine forgets them with the next ones."""
+    """They are refused by name. If they are allowed, the next weights remove all traces of them."""
     names, weights = engine.runner.networks.target.names, old_engine.runner.weights[0]
     for value in (np.nan, np.inf, -np.inf):
         bad = np.asarray(weights[names.index("norm.scale")]).copy()
@@ -295,7 +295,7 @@ def test_checkpoints_that_do_not_fit(engine, old_engine, files, tmp_path) -> Non
     with pytest.raises(ValueError, match="no/such"):
         engine.update_weights_from_disk("./no/such/model.gguf")
     for paths in ((5, None), (None, 5), (None, None)):
-        with pytest.raises(ValueError, match="give one or both"):
+        with pytest.raises(ValueError, match="give model_path, draft_path or both"):
             engine.update_weights_from_disk(*paths)
     broken = tmp_path / "head"
     shutil.copytree(files.head, broken)
@@ -320,7 +320,7 @@ def test_a_plain_engine_has_no_draft(files, old_engine) -> None:
 
 
 def test_a_flush_that_fails_is_a_fault_of_all(files, old_engine, monkeypatch) -> None:
-    """Results that were lost half-way must leave nobody waiting."""
+    """No caller may wait for results that were lost in a partial flush."""
     with files.small(share_weights_with=old_engine) as engine:
 
         def fail() -> None:
@@ -336,7 +336,7 @@ def test_a_flush_that_fails_is_a_fault_of_all(files, old_engine, monkeypatch) ->
 
 
 def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatch) -> None:
-    """The weights are a mixture then, which nobody should be served from."""
+    """The weights are mixed then, so no request may be served from them."""
     names, weights = engine.runner.networks.target.names, new_engine.runner.weights[0]
     replace_weight, count = engine.runner.replace_weight, 0
 
