@@ -60,14 +60,14 @@ def test_the_policy_hears_nothing_of_requests_that_ended() -> None:
     """A round is in flight when one of its requests is aborted."""
     serving, policy = serving_with(random_steps(6), run_ahead=2)
     requests = serving.add(PROMPTS[:3], GREEDY)
-    while len(policy.heard) < 8 and serving.scheduler.has_work:
+    while len(policy.reported) < 8 and serving.scheduler.has_work:
         serving.step()
     serving.scheduler.abort(requests[1])
-    heard = len(policy.heard)
+    heard = len(policy.reported)
     serving.step()
     serving.step()
-    assert len(policy.heard) > heard
-    for counts, _, batch_size in policy.heard[heard:]:
+    assert len(policy.reported) > heard
+    for counts, _, batch_size in policy.reported[heard:]:
         assert len(counts) == 2
         assert batch_size == 4  # padded
     serving.finish()
@@ -107,14 +107,14 @@ def test_switches_beside_all_that_a_scheduler_does(rounds, run_ahead) -> None:
     assert num_aborted < 8
     assert sum(r.num_retractions for r in requests) >= 3
     assert sum(r.cached_tokens for r in requests) > 50
-    assert {steps for _, steps, _ in policy.heard} == set(TIERS)
+    assert {steps for _, steps, _ in policy.reported} == set(TIERS)
 
 
 def test_hundreds_of_switches_compile_nothing() -> None:
     serving, policy = serving_with(random_steps(7), run_ahead=1)
     rng = random.Random(1)
     with counted_compilations() as compiled, jax.transfer_guard("disallow"):
-        while len(policy.heard) < 500:
+        while len(policy.reported) < 500:
             if serving.num_waiting < 2:
                 serving.add([rng.choice(PROMPTS)], rng.choice((GREEDY, SEEDED)))
             serving.step()
@@ -128,13 +128,13 @@ def test_rounds_without_proposals_say_nothing_where_no_tier_is_plain(caplog) -> 
     """The first round behind plain ones has nothing to draft from."""
     serving, policy = serving_with(iter([0, 0, *[4] * 100]))
     (request,) = serving.add(PROMPTS[:1], GREEDY)
-    while len(policy.heard) < 2:
+    while len(policy.reported) < 2:
         serving.step()
     controller = serving.scheduler._controller
     controller.tiers = {tier: controller.tiers[tier] for tier in chains(1, 4)}
     serving.finish()
     assert [request.output_ids] == plain_outputs(PROMPTS[:1], GREEDY, range(1))
-    assert [steps for _, steps, _ in policy.heard[:3]] == [0, 0, 4]
+    assert [steps for _, steps, _ in policy.reported[:3]] == [0, 0, 4]
     assert "left out" not in caplog.text
 
 
@@ -148,7 +148,7 @@ def test_a_policy_that_refuses_a_round_ends_no_request(caplog) -> None:
     requests = serving.add(PROMPTS[:2], GREEDY)
     serving.finish()
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS[:2], GREEDY, range(2))
-    assert "left out of the choice of drafted tokens: num_accepted_drafts=[9]" in caplog.text
+    assert "the adaptive policy ignores a round: num_accepted_drafts=[9]" in caplog.text
 
 
 def dispatched(runner: ModelRunner, steps: int) -> tuple[list[int], list[int]]:

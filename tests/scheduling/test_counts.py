@@ -1,4 +1,4 @@
-"""Speculative figures and where a request ends, over random rounds."""
+"""Speculative metrics and the ends of requests, over random rounds."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Round:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, int, int, list[Round]]:
-    """Drafts a round, ``max_new_tokens``, the first token, and rounds."""
+    """Drafts per round, ``max_new_tokens``, the first token, and rounds."""
     num_steps = draw(st.integers(1, 6))
     token = st.integers(0, 12)
     rounds = []
@@ -52,7 +52,7 @@ def test_figures_follow_from_the_kept_positions(history) -> None:
     request = play(*history)
     meta = request.result()["meta_info"]
 
-    # what should be kept: everything up to the first end token or the limit
+    # expected: everything up to the first end token or the limit
     origin = [(first, None)]
     for number, one in enumerate(rounds):
         origin += [(token, (number, i)) for i, token in enumerate(one.tokens)]
@@ -82,7 +82,7 @@ def test_figures_follow_from_the_kept_positions(history) -> None:
 
 
 def check_identities(request: Request) -> None:
-    """Identities that the figures of any request obey."""
+    """Check identities that hold for the metrics of any request."""
     meta = request.result()["meta_info"]
     histogram, verifies = meta["spec_correct_drafts_histogram"], meta["spec_verify_ct"]
     correct, proposed = meta["spec_num_correct_drafts"], meta["spec_num_proposed_drafts"]
@@ -121,7 +121,7 @@ def test_finish_reason(params, reason) -> None:
 
 @pytest.mark.parametrize(("topk", "proposed"), [(1, 2 + 1), (2, 2 + 2)])
 def test_all_nodes_of_a_tree_were_proposed(topk: int, proposed: int) -> None:
-    """In the last round too, where only the drafts of a chain have positions; here T - 1 < S."""
+    """Also in the last round, since only drafts of a chain have positions; here T - 1 < S."""
     request = make_request([7], SamplingParams(max_new_tokens=4), width=3)
     request.append_first(8)
     for tokens, accepted in (([9, 10], 1), ([11], 0)):
