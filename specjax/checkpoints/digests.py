@@ -1,4 +1,4 @@
-"""Digests of saved files: a flipped bit is an error that names the file, before orbax reads it."""
+"""Digests of saved files, which detect damage and name the file before orbax reads it."""
 
 import json
 from collections.abc import Collection
@@ -8,26 +8,26 @@ from pathlib import Path
 
 from specjax.json_file import read_json
 
-WEIGHTS = "weights"  # in a directory of saved weights
+WEIGHTS = "weights"  # subdirectory of a saved checkpoint
 _DIGESTS = "sha256.json"
 
 
 def write_digests(folder: Path) -> None:
-    """Store the digests of all files of a saved ``folder`` in it."""
+    """Write the digests of all files of ``folder`` to a file in it."""
     names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
     (folder / _DIGESTS).write_text(json.dumps(_digests(folder, names)), encoding="utf-8")
 
 
 def check_digests(folder: Path) -> None:
-    """ValueError naming a file of ``folder`` that has changed since :func:`write_digests`."""
+    """Raise ValueError if a file of ``folder`` has changed since :func:`write_digests`."""
     expected = read_json(folder / _DIGESTS)
     for name, digest in _digests(folder, expected).items():
         if digest != expected[name]:
-            raise ValueError(f"{folder / name} is damaged: it is not as it was saved")
+            raise ValueError(f"{folder / name} is damaged: it has changed since it was saved")
 
 
 def _digests(folder: Path, names: Collection[str]) -> dict[str, str | None]:
-    """SHA-256 by name, ``None`` for a file that is missing."""
+    """SHA-256 by name; ``None`` if the file is missing."""
 
     def digest(name: str) -> str | None:
         if not (folder / name).is_file():
@@ -40,6 +40,6 @@ def _digests(folder: Path, names: Collection[str]) -> dict[str, str | None]:
 
 
 def check_saved_weights(path: Path) -> None:
-    """Check the digests of the weights in ``path``, if any: older versions saved none."""
+    """Check the digests of the weights in ``path``; weights without digests are accepted."""
     if (path / WEIGHTS / _DIGESTS).is_file():
         check_digests(path / WEIGHTS)

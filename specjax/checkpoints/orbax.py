@@ -1,7 +1,7 @@
-"""Saving and restoring converted weights with orbax.
+"""Save and restore converted weights with orbax.
 
-A saved directory holds ``config.json`` (one of our configurations), ``weights/`` (an orbax
-checkpoint of a plain dict of arrays by flat name) and, for a target, its tokenizer.
+A saved directory contains ``config.json`` (our own format), ``weights/`` (an orbax checkpoint of a
+dict of arrays by flat name) and, for a target, its tokenizer.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def save_orbax(
 ) -> None:
     """Write converted weights to a directory, from which they load without conversion.
 
-    ``weights`` are arrays by flat name; a target's tokenizer is saved beside them.
+    ``weights`` are arrays by flat name. The tokenizer of a target is saved next to them.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -64,12 +64,12 @@ def orbax_config(path: Path, kind: type[C]) -> C:
     if kind is ModelConfig and family is not None:
         kind = family.config  # type: ignore[assignment]
     if found != kind.__name__:
-        raise ValueError(f"{file} holds a {found}, expected a {kind.__name__}")
+        raise ValueError(f"{file} contains a {found}; expected a {kind.__name__}")
     return _build(kind, Fields(body, file))
 
 
 def _build(kind: type[Any], body: Fields) -> Any:
-    """A configuration of values that have the types of its fields."""
+    """Build a configuration after checking the types of its fields."""
     known = {field.name: field.type for field in dataclasses.fields(kind)}
     if unknown := sorted(set(body.values) - set(known)):
         raise ValueError(f"{body.where} has unknown keys {unknown}; known: {sorted(known)}")
@@ -82,7 +82,7 @@ def _build(kind: type[Any], body: Fields) -> Any:
 
 
 def orbax_source(path: Path) -> TensorSource:
-    """The weights of a saved directory, by flat name; the first read loads all of them."""
+    """Return the weights of a saved directory by flat name; the first read loads all of them."""
     from orbax.checkpoint import v1 as ocp
 
     directory = (path / WEIGHTS).absolute()
@@ -100,7 +100,7 @@ def orbax_source(path: Path) -> TensorSource:
     def read(name: str) -> np.ndarray:
         with lock:
             if not weights:
-                # numpy placeholders make orbax return numpy arrays, off any device
+                # numpy placeholders make orbax return numpy arrays in host memory
                 like = {name: np.empty(info.shape, info.dtype) for name, info in infos.items()}
                 weights.update(ocp.load(directory, like))
             return weights[name]

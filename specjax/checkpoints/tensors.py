@@ -1,4 +1,4 @@
-"""Tensors of checkpoints (safetensors, PyTorch) and the weights that are made of them."""
+"""Read tensors of checkpoints (safetensors, PyTorch) and make weights of them."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _PYTORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 class TensorInfo(NamedTuple):
-    """Shape and numpy's dtype name of what ``read`` gives, and the file that holds it."""
+    """Shape and numpy dtype name of a tensor as ``read`` returns it, and the file that has it."""
 
     shape: tuple[int, ...]
     path: Path
@@ -33,10 +33,10 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Named tensors of a checkpoint, in Hugging Face names and layout (``[out, in]``).
+    """Named tensors of a checkpoint, with Hugging Face names and layout (``[out, in]``).
 
-    ``infos`` is known without reading, ``read`` gives a tensor in the dtype it says. Tensors of a
-    flat source are weights already, by the flat names of the model.
+    ``infos`` is available without reading tensors. ``read`` returns a tensor with the dtype of its
+    info. A flat source already has the model's weights, by their flat names.
     """
 
     path: Path
@@ -46,14 +46,14 @@ class TensorSource:
 
 
 def _shards(directory: Path, index: str) -> list[Path]:
-    """Files that an index names, in order, checked to exist."""
+    """List the files that an index names, in order; all must exist."""
     weight_map = Fields.read(directory / index).fields("weight_map")
     if not weight_map.values:
         raise ValueError(f"{directory / index} has no weight_map")
     names = dict.fromkeys(weight_map.get(tensor, str) for tensor in weight_map.values)
     paths = [directory / name for name in names]
     if absent := [path.name for path in paths if not os.path.isfile(path)]:
-        raise ValueError(f"{directory / index} names shards that are missing: {absent}")
+        raise ValueError(f"{directory / index} names missing shards: {absent}")
     return paths
 
 
@@ -63,7 +63,7 @@ _KINDS = {"BOOL": "bool", "BF": "bfloat", "F": "float", "I": "int", "U": "uint",
 def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     handles: dict[str, Any] = {}
     infos: dict[str, TensorInfo] = {}
-    # a handle is not documented as safe to share, and its reads copy while holding the GIL
+    # handles are not documented as thread-safe, and their reads copy while holding the GIL
     lock = threading.Lock()
     for file in files:
         try:
@@ -95,8 +95,8 @@ def _torch(path: Path, files: list[Path]) -> TensorSource:
         import torch
     except ImportError:
         raise ValueError(
-            f"{files[0]} is a PyTorch checkpoint and torch is not installed. Install torch, or "
-            "convert it to safetensors where torch is: "
+            f"{files[0]} is a PyTorch checkpoint, but torch is not installed. Install torch, or "
+            "convert the file to safetensors on a machine with torch: "
             "safetensors.torch.save_file({k: v.contiguous() for k, v in "
             "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')"
         ) from None
@@ -120,18 +120,18 @@ def _torch(path: Path, files: list[Path]) -> TensorSource:
 
 def _torch_state(torch: Any, file: Path) -> Mapping[str, Any]:
     try:
-        # files of torch before 1.6 are not zip archives, which alone can be mapped
+        # only zip archives can be mapped; torch before 1.6 wrote other files
         is_zip = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch.load documents no exception types
         raise ValueError(f"{file} cannot be read as a PyTorch state dict: {error}") from error
     if not isinstance(state, Mapping) or not all(map(torch.is_tensor, state.values())):
-        raise ValueError(f"{file} holds a {type(state).__name__}, not a state dict of tensors")
+        raise ValueError(f"{file} contains a {type(state).__name__}, not a state dict of tensors")
     return state
 
 
 def open_directory(directory: Path) -> TensorSource:
-    """The tensors of a Hugging Face directory: safetensors if there are any, else PyTorch files."""
+    """Open the tensors of a Hugging Face directory: safetensors if present, else PyTorch files."""
     for index, standard, pattern, source in (
         (SAFETENSORS_INDEX, "model.safetensors", "*.safetensors", _safetensors),
         (_PYTORCH_INDEX, "pytorch_model.bin", "pytorch_model*.bin", _torch),
@@ -143,12 +143,12 @@ def open_directory(directory: Path) -> TensorSource:
         if files := sorted(directory.glob(pattern)):
             return source(directory, files)
     raise ValueError(
-        f"{directory} holds no weights: expected *.safetensors (with {SAFETENSORS_INDEX} if "
+        f"{directory} contains no weights: expected *.safetensors (with {SAFETENSORS_INDEX} if "
         "sharded) or pytorch_model.bin"
     )
 
 
-# Transposing 4096 x 4096 float32: 0.027 s in blocks of 128, 0.13 s in one assignment (one core).
+# Time to transpose 4096 x 4096 float32 on one core: 0.027 s in blocks of 128, 0.13 s in one step.
 _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -158,9 +158,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Checkpoint(Generic[C]):
-    """A model on disk, of which only the configuration has been read.
+    """A model on disk (a file or directory), of which only the configuration has been read.
 
-    ``config`` has the dtype that the weights will have, ``path`` is the file or directory.
+    ``config.dtype`` is the dtype of the loaded weights.
     """
 
     config: C
@@ -168,22 +168,21 @@ class Checkpoint(Generic[C]):
     _open_source: Callable[[], TensorSource]
 
     def describe(self) -> str:
-        """One line with what was resolved."""
+        """Summarize the resolved settings in one line."""
         raise NotImplementedError
 
     def check_weights(self) -> None:
-        """Compare names, shapes and dtypes on disk with the configuration; reads no weight.
+        """Compare names, shapes and dtypes on disk with the configuration, without reading weights.
 
-        ValueError naming tensors, shapes and file if they do not fit.
+        On a mismatch, the ValueError names tensors, shapes and file.
         """
         self._checked_recipes(self._open_source())
 
     def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
-        """All weights by the flat names of the model, in ``config.dtype``, ``d2t`` in int32.
+        """Load all weights by flat name, in ``config.dtype`` (``d2t`` in int32).
 
-        After each weight ``progress(done, total)`` is called from this thread.
-
-        ValueError as :meth:`check_weights`, or if a tensor cannot be read.
+        ``progress(done, total)`` is called from this thread after each weight. Raises the
+        ValueErrors of :meth:`check_weights`, and ValueError if a tensor cannot be read.
         """
         check_saved_weights(self.path)
         source = self._open_source()
@@ -201,21 +200,21 @@ class Checkpoint(Generic[C]):
         return weights
 
     def recipes(self) -> Recipes:
-        """How each weight is made, by flat name; tensors have canonical names."""
+        """Recipe of each weight by flat name; tensors have canonical names."""
         raise NotImplementedError
 
     def canonical_name(self, name: str) -> str:
-        """The name in :meth:`recipes` of a tensor as it is published."""
+        """Map the published name of a tensor to its name in :meth:`recipes`."""
         return name
 
     def check_values(self, source: TensorSource) -> None:
-        """Check tensors of a source whose values have to fit: ValueError naming them."""
+        """Check the values of a source's tensors; the ValueError names the tensor."""
 
     def _is_ignored(self, name: str) -> bool:
         raise NotImplementedError
 
     def _checked_recipes(self, source: TensorSource) -> Recipes:
-        """How each weight is made of the tensors of ``source``, which have to fit."""
+        """Return the recipe of each weight after checking the tensors of ``source``."""
         infos, recipes = source.infos, self.recipes()
         if source.is_flat:
             recipes = {
@@ -226,7 +225,7 @@ class Checkpoint(Generic[C]):
         if missing := [part for part, _ in parts.values() if part.name not in infos]:
             shown = [f"{part.name!r} {part.shape}" for part in missing]
             raise ValueError(
-                f"{source.path} lacks {len(missing)} tensor(s) that its configuration asks for: "
+                f"{source.path} lacks {len(missing)} tensor(s) that its configuration requires: "
                 f"{_listed(shown)}"
             )
         for name, (part, recipe) in parts.items():
@@ -234,7 +233,7 @@ class Checkpoint(Generic[C]):
             if info.shape != part.shape:
                 raise ValueError(
                     f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
-                    f"asks for {part.shape}"
+                    f"requires {part.shape}"
                 )
             if info.dtype not in _FLOATS and recipe.dtype not in ("int32", info.dtype):
                 raise ValueError(
@@ -244,7 +243,7 @@ class Checkpoint(Generic[C]):
         unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
         if unknown := {n for n in unknown if not self._is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
-            raise ValueError(f"the model has no place for {len(unknown)} tensors: {_listed(shown)}")
+            raise ValueError(f"the model does not use {len(unknown)} tensors: {_listed(shown)}")
         if not source.is_flat:
             self.check_values(source)
         return recipes
@@ -255,23 +254,23 @@ def _listed(shown: list[str]) -> str:
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """``array`` in ``dtype``; bfloat16 to float32 by shifting bits, which is exact."""
+    """Convert ``array`` to ``dtype``; bfloat16 to float32 is an exact bit shift."""
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "iubc" and np.dtype(dtype).kind not in "iu":
-        raise ValueError(f"a tensor {array.shape} is {array.dtype}, which is no form of {dtype}")
+        raise ValueError(f"tensor {array.shape} of {array.dtype} cannot be converted to {dtype}")
     if array.dtype == bfloat16 and dtype == np.float32:
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(dtype)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """The array as unsigned integers: numpy copies strided extension dtypes element by element."""
+    """View an array as unsigned integers, as numpy copies strided extension dtypes slowly."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
-    """``out [in, n] = tensor [n, in].T``, in cache-sized blocks."""
+    """Compute ``out [in, n] = tensor [n, in].T`` in cache-sized blocks."""
     rows, columns = tensor.shape
     out, tensor = _bits(out), _bits(tensor)
     for i in range(0, rows, _BLOCK):
@@ -283,7 +282,7 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
     if not recipe.transpose:
         arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-        # owned and writable: a view would keep a memory map, and its file, alive
+        # return an owned, writable array: a view would keep the memory map of its file alive
         is_own = array.flags.owndata or source.is_flat
         return array if is_own and array.flags.c_contiguous else array.copy()
     out = np.empty(recipe.shape, dtype)

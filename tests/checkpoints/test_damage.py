@@ -1,4 +1,4 @@
-"""Damaged checkpoints: whatever is wrong in a file, the error is a ValueError that names it."""
+"""Damaged checkpoints: any damage in a file raises a ValueError that names the file."""
 
 import json
 import random
@@ -51,7 +51,7 @@ WRONG: list[Any] = [
 
 
 def damaged(value: Any, rng: random.Random) -> Any:
-    """The value with one thing in it of another type, gone, or in the place of another."""
+    """Copy a value and change the type of one part, drop it, or put it in another's position."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         if rng.random() < 0.1:
@@ -92,9 +92,9 @@ def fuzz(
     act: Callable[[str], Any],
     count: int,
 ) -> int:
-    """Damage one file after the other: ``act(name)`` works, or its refusal names the place.
+    """Damage one file at a time: ``act(name)`` succeeds, or its error names the location.
 
-    Returns how often it works.
+    Returns the number of successes.
     """
     whole = {name: (folder / name).read_bytes() for name in names}
     num_opened = 0
@@ -169,7 +169,7 @@ def test_damaged_gguf(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [0, 8, 9])
 def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
-    """Of bytes, of strings and of arrays, which the file's size bounds before anything is read."""
+    """Lengths of bytes, strings and arrays are checked against the file's size before reading."""
     path = tmp_path / "model.gguf"
     head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k"
     path.write_bytes(head + struct.pack("<IIQ", 9, kind, 2**40))
@@ -193,9 +193,9 @@ def test_damaged_safetensors(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
     tmp_path: Path, count: int | None
 ) -> None:
-    """One in each file of an orbax directory, or ``count`` evenly over all bytes."""
+    """Flip one bit in each file of an orbax directory, or ``count`` evenly over all bytes."""
     weights = save_target(tmp_path)
-    # config.json is for people to edit
+    # users may edit config.json
     for _ in Saved(tmp_path / "saved" / "weights").flips(count):
         with pytest.raises(ValueError, match=f"{tmp_path / 'saved' / 'weights'}"):
             open_target(tmp_path / "saved").load_weights()
@@ -204,7 +204,7 @@ def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
 
 
 def test_saved_weights_without_a_digest_load(tmp_path: Path) -> None:
-    """What older versions saved."""
+    """Older versions saved no digests."""
     weights = save_target(tmp_path)
     ocp.save(tmp_path / "saved" / "weights", weights, overwrite=True)
     found = open_target(tmp_path / "saved").load_weights()
@@ -212,7 +212,7 @@ def test_saved_weights_without_a_digest_load(tmp_path: Path) -> None:
 
 
 def save_target(path: Path) -> dict[str, np.ndarray]:
-    """Save a target under ``saved``, and give its weights."""
+    """Save a target under ``saved`` and return its weights."""
     original = open_target(write_directory(path / "hf", CONFIG, target_tensors()))
     weights = original.load_weights()
     save_orbax(path / "saved", original.config, weights)
@@ -235,7 +235,7 @@ def test_weights_that_are_no_floats_are_refused_by_name(tmp_path: Path, dtype: s
     write_directory(tmp_path, CONFIG, tensors)
     try:
         save_file(tensors | {name: tensors[name].astype(dtype)}, tmp_path / "model.safetensors")
-    except Exception:  # a version of safetensors without the dtype
+    except Exception:  # this version of safetensors lacks the dtype
         pytest.skip(f"safetensors stores no {dtype}")
     with pytest.raises(ValueError, match=rf"{name}' in .*\.safetensors is {dtype}; .* bfloat16"):
         open_target(tmp_path).load_weights()

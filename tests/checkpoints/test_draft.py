@@ -1,4 +1,4 @@
-"""Draft heads: what is resolved, where tensors end up, refusals, export, orbax."""
+"""Draft heads: resolved configurations, tensor layout, errors, export, orbax."""
 
 import dataclasses
 import json
@@ -120,7 +120,7 @@ def test_eagle3_name_styles(tmp_path: Path, layer: str, prefix: str) -> None:
 
 def test_eagle3_resolution(tmp_path: Path) -> None:
     config = open_head(tmp_path, HEAD_CONFIG, head_tensors()).config
-    # no rotary base configured, as in the published Llama 3.1 heads; a context of 64 raised to the
+    # like the published Llama 3.1 heads: no rotary base, and a context of 64 that is raised to the
     # target's
     assert config == dataclasses.replace(
         HEAD, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=128, dtype="float32"
@@ -153,7 +153,7 @@ def test_rope_override_and_longer_context(tmp_path: Path) -> None:
     [
         ({}, 3, (0, 1, 2)),
         (of_layers([1, 3, 9]), 12, (1, 3, 9)),
-        # at the top level the ids count hidden states, of which 0 is the embedding
+        # at the top level the ids count hidden states, and 0 is the embedding
         ({"eagle_config": ..., "eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, 12, (1, 5, 8)),
         ({"eagle_config": ...}, 12, (1, 5, 8)),
         ({"eagle_config": {"use_aux_hidden_state": True}}, 36, (1, 17, 32)),
@@ -176,7 +176,7 @@ def test_feature_layers(
     [
         ({}, {}, (True, False, False, 20)),
         ({"embedding": True}, {}, (True, False, True, 20)),
-        # called tied although the tensor is there: the tensor decides
+        # the configuration says tied, but the tensor exists and decides
         ({}, TIED, (True, False, False, 20)),
         ({}, {"draft_vocab_size": ...}, (True, False, False, 20)),
         ({"draft_vocab": VOCAB}, FULL, (True, False, False, VOCAB)),
@@ -240,7 +240,7 @@ def test_eagle31_norms(tmp_path: Path) -> None:
     [
         ({"norm_before_fc": True}, True),
         (of_layers([0, 1, 2], norm_before_fc=True), True),
-        ({}, True),  # the tensor is there
+        ({}, True),  # the tensor exists
         ({"norm_before_fc": False}, False),
     ],
 )
@@ -254,7 +254,7 @@ def test_norm_before_fc(tmp_path: Path, changes: dict[str, Any], expected: bool)
 
 
 def test_norm_before_fc_spans_all_features(tmp_path: Path) -> None:
-    """The features of all layers are divided by one root mean square, then scaled and projected."""
+    """One root mean square divides the features of all layers; they are scaled and projected."""
     tensors = head_tensors()
     scale = np.linspace(0.5, 2, 3 * HIDDEN, dtype=np.float32)
     config = HEAD_CONFIG | {"norm_before_fc": True, "rms_norm_eps": 0.25}
@@ -262,7 +262,7 @@ def test_norm_before_fc_spans_all_features(tmp_path: Path) -> None:
     flat = FlatModel.of(partial(build_head, head.config))
     weights = head.load_weights()
     model = flat.rebuild(tuple(jnp.asarray(weights[name]) for name in flat.names))
-    # layers of unlike size: a norm for each would treat them alike
+    # layers of different magnitude: separate norms would treat them equally
     features = np.random.default_rng(0).normal(size=(1, 2, 3 * HIDDEN)).astype(np.float32)
     features *= np.repeat([0.1, 1, 10], HIDDEN).astype(np.float32)
     normed = features / np.sqrt((features**2).mean(-1, keepdims=True) + 0.25) * scale
@@ -308,7 +308,7 @@ ONES = np.ones(HIDDEN, np.float32)
 
 
 def put(name: str, value: Any) -> Change:
-    """A change that replaces or adds a tensor, or makes it from the stored one."""
+    """Change that replaces or adds a tensor, or derives it from the stored one."""
     return lambda t: t.update({name: value(t[name]) if callable(value) else value})
 
 
@@ -323,7 +323,7 @@ def drop(name: str) -> Change:
         ({"target_hidden_size": 64}, {}, "target_hidden_size=64 of the head, .* has 32"),
         ({}, {"hidden_size": 64}, r"'fc\.weight'.*\(32, 96\).*make 192 inputs"),
         (of_layers([0, 1]), {}, r"'fc\.weight'.*\(32, 96\).*make 64 inputs"),
-        (of_layers([0, 1, 3]), {}, r"\[0, 1, 3\] are no layers of the target, which has 3"),
+        (of_layers([0, 1, 3]), {}, r"\[0, 1, 3\] must be layers of the target, which has 3"),
         ({"eagle_config": ...}, {}, r"the default for 3 layers, \(1, 0, -1\)"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {"num_hidden_layers": 9}, "use_aux"),
         ({"draft_vocab_size": 70}, {}, r"draft_vocab_size=70 must be.*61"),
@@ -370,13 +370,13 @@ def test_refused_configurations(
         (
             put("midlayer.self_attn.q_norm.weight", np.ones(DIM, np.float32)),
             {},
-            r"no place for 1 .*'midlayer\.self_attn\.q_norm\.weight'",
+            r"does not use 1 .*'midlayer\.self_attn\.q_norm\.weight'",
         ),
         (put("model.norm.weight", ONES), {}, r"'model\.norm\.weight' and 'norm\.weight'"),
         (
             put("input_norm.weight", np.ones(96, np.float32)),
             {"norm_before_fc": False},
-            r"no place for 1 .*'input_norm\.weight' \(96,\)",
+            r"does not use 1 .*'input_norm\.weight' \(96,\)",
         ),
         (
             put("input_norm.weight", ONES),
@@ -409,7 +409,7 @@ def test_a_head_of_another_width_needs_embeddings(tmp_path: Path) -> None:
 
 
 def test_refused_eagle1(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lacks 1 .*'fc\.bias' \(32,\)"):  # unless it is denied
+    with pytest.raises(ValueError, match=r"lacks 1 .*'fc\.bias' \(32,\)"):  # required by default
         open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(bias=False)).load_weights()
     with pytest.raises(ValueError, match=r"is an eagle-1 head.*_algorithm drafts with eagle-3"):
         open_head(tmp_path, EAGLE_CONFIG, eagle_tensors(), checkpoint_format="eagle-3")
@@ -489,7 +489,7 @@ HEADS_OF_ALL_KINDS = st.builds(
 def test_export_round_trip(
     tmp_path_factory: pytest.TempPathFactory, config: DraftConfig, max_shard_bytes: int
 ) -> None:
-    """Whatever a head is, what was exported is what is loaded again."""
+    """Exported heads of all kinds load with the same weights."""
     path = tmp_path_factory.mktemp("export")
     weights = random_weights(config, 0)
     export_draft(path / "head", config, weights, max_shard_bytes=max_shard_bytes)
@@ -511,7 +511,7 @@ def test_export_is_the_published_format(tmp_path: Path) -> None:
     assert "model.safetensors.index.json" in first
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {f for f in first if f.endswith(".safetensors")}
-    # a second export leaves nothing of the first behind
+    # a second export leaves no files of the first
     export_draft(tmp_path, HEAD, random_weights(HEAD, 2))
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     body = json.loads((tmp_path / "config.json").read_text())
@@ -546,7 +546,7 @@ def test_export_refusals(tmp_path: Path) -> None:
     others = {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
     short = weights | {"fc.kernel": weights["fc.kernel"][1:]}
     for config, arrays, size, message in (
-        (EAGLE1_HEAD, {}, 1, r"only eagle-3"),
+        (EAGLE1_HEAD, {}, 1, r"must be .eagle-3. to be exported"),
         (HEAD, others, 1, r"missing \['norm\.scale'\], unknown \['x'\]"),
         (HEAD, short, 1, r"'fc\.kernel' has shape \(95, 32\)"),
         (HEAD, weights, 0, "max_shard_bytes=0"),
@@ -587,5 +587,5 @@ def test_orbax_pairs(tmp_path: Path) -> None:
             open_draft(tmp_path / "saved", target(tmp_path, **changes))
     with pytest.raises(ValueError, match="but speculative_algorithm drafts with eagle-1"):
         open_draft(tmp_path / "saved", target(tmp_path), checkpoint_format="eagle-1")
-    with pytest.raises(ValueError, match="holds a DraftConfig, expected a ModelConfig"):
+    with pytest.raises(ValueError, match="contains a DraftConfig; expected a ModelConfig"):
         open_target(tmp_path / "saved")

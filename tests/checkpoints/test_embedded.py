@@ -1,4 +1,4 @@
-"""The embedded model: found without importing its package, read, described, and its tokenizer."""
+"""The embedded model: lookup without importing its package, weights, description, tokenizer."""
 
 import importlib.metadata
 import sys

@@ -1,4 +1,4 @@
-"""GGUF files: the reader, and weights against the tensors they were made from."""
+"""GGUF files: the reader, and weights compared with their original tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ LLAMA3 = RopeScaling(
 
 
 def llama3_divisors(theta: float, scaling: RopeScaling, dim: int) -> np.ndarray:
-    """What llama.cpp's converter writes for Llama 3.1 scaling, frequency by frequency."""
+    """Divisors that llama.cpp's converter writes for Llama 3.1 scaling, one per frequency."""
     divisors = []
     original = scaling.original_max_position_embeddings
     for i in range(0, dim, 2):
@@ -72,10 +72,10 @@ def test_equals_a_directory_of_the_same_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0", "BF16", "F16"])
 def test_stored_types(tmp_path: Path, kind: str) -> None:
-    """Quantised and half-precision matrices load as the gguf library decodes them."""
+    """Quantised and half-precision matrices load with the values that the gguf library decodes."""
     number = gguf.GGMLQuantizationType[kind]
     tensors = target_tensors()
-    # rows of down_proj, 48 wide, make no whole blocks of 32
+    # the 48 columns of down_proj are not a multiple of 32, the block size
     path = write_gguf(
         tmp_path / "model.gguf",
         {n: t for n, t in tensors.items() if not n.endswith("down_proj.weight")},
@@ -205,7 +205,7 @@ def test_big_endian_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening is slow for large vocabularies: weights read what the configuration was read from."""
+    """Weights reuse the open file of the configuration: opening a large vocabulary is slow."""
     path = write_gguf(tmp_path / "model.gguf", target_tensors())
     opened = []
 

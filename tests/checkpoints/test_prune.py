@@ -1,4 +1,4 @@
-"""Models with fewer layers than the one that they come from."""
+"""Models that keep only some layers of another model."""
 
 import runpy
 

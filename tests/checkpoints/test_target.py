@@ -1,4 +1,4 @@
-"""Weights of targets: layout, shards, dtypes, damage, orbax, where models are looked for."""
+"""Weights of targets: layout, shards, dtypes, damage, orbax, lookup of models."""
 
 import dataclasses
 import sys
@@ -35,7 +35,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -> None:
-    """Every weight is where the model multiplies it, by the definition of each projection."""
+    """Check the position of every weight by the definition of its projection."""
     weights = checkpoint.load_weights()
     flat = FlatModel.of(partial(CausalLM, checkpoint.config))
     assert set(weights) == set(flat.names)
@@ -119,11 +119,11 @@ def test_progress_counts_every_weight(tmp_path: Path) -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": np.ones(31, np.float32)}),
-            r"'model\.norm\.weight' in .*model\.safetensors has shape \(31,\).*asks for \(32,\)",
+            r"'model\.norm\.weight' in .*model\.safetensors has shape \(31,\).*requires \(32,\)",
         ),
         (
             lambda t: t.update({"model.layers.0.mystery.weight": np.ones((2, 3), np.float32)}),
-            r"no place for 1 .*'model\.layers\.0\.mystery\.weight' \(2, 3\) in .*\.safetensors",
+            r"does not use 1 .*'model\.layers\.0\.mystery\.weight' \(2, 3\) in .*\.safetensors",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}),
@@ -158,7 +158,7 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_no_weights(tmp_path: Path) -> None:
     write_directory(tmp_path, CONFIG, target_tensors())
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no weights"):
+    with pytest.raises(ValueError, match="contains no weights"):
         open_target(tmp_path).load_weights()
 
 
@@ -180,7 +180,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     check_layout(restored, tensors)
     assert all(isinstance(x, np.ndarray) for x in restored.load_weights().values())
     check_layout(open_target(tmp_path / "saved", dtype="bfloat16"), tensors)
-    # saving again replaces
+    # saving again replaces the weights
     half = dataclasses.replace(original.config, dtype="bfloat16")
     weights = {k: v.astype(half.dtypes.activations) for k, v in original.load_weights().items()}
     save_orbax(tmp_path / "saved", half, weights)
@@ -193,7 +193,7 @@ def test_orbax_that_does_not_fit(tmp_path: Path) -> None:
     config, weights = checkpoint.config, checkpoint.load_weights()
     wider = dataclasses.replace(config, intermediate_size=INNER + 16)
     save_orbax(tmp_path / "wide", wider, weights)
-    message = r"'layers\.0\.mlp\.gate_up\.kernel'.*\(32, 96\).*asks for \(32, 128\)"
+    message = r"'layers\.0\.mlp\.gate_up\.kernel'.*\(32, 96\).*requires \(32, 128\)"
     with pytest.raises(ValueError, match=message):
         open_target(tmp_path / "wide").load_weights()
     fewer = {name: value for name, value in weights.items() if name != "norm.scale"}
@@ -237,7 +237,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]),
 )
 def test_blocked_transposition(widths: list[int], in_size: int, dtype: np.dtype) -> None:
-    """Fusing and transposing in blocks equals numpy's own, at and around the block size."""
+    """Blocked fusing and transposing equals numpy's, at and around the block size."""
     rng = np.random.default_rng(0)
     parts = {str(i): rng.random((n, in_size), np.float32) for i, n in enumerate(widths)}
     recipe = Recipe(tuple(Part(name, x.shape) for name, x in parts.items()), transpose=True)

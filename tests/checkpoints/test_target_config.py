@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face directories: both spellings, families, refusals."""
+"""Configurations of Hugging Face directories: both formats, families, errors."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def read(path: Path, changes: dict[str, Any], dtype: str = "auto") -> ModelConfi
         ({"rope_scaling": LLAMA3}, 5000.0, ("llama3", 8.0)),
         ({"rope_theta": ..., "rope_parameters": DEFAULT | THETA}, 7e5, None),
         ({"rope_theta": ..., "rope_parameters": LLAMA3 | THETA}, 7e5, ("llama3", 8.0)),
-        # an empty set of parameters must not hide the base beside it
+        # an empty set of parameters must not hide the top-level base
         ({"rope_parameters": {}}, 5000.0, None),
         ({"rope_parameters": DEFAULT}, 5000.0, None),
     ],
@@ -65,7 +65,7 @@ def test_rope_spellings(
         ({"torch_dtype": "float16"}, "auto", "bfloat16"),
         ({"torch_dtype": "float16"}, "float32", "float32"),
         ({}, "bfloat16", "bfloat16"),
-        ({"torch_dtype": ...}, "auto", "float32"),  # that of the weights
+        ({"torch_dtype": ...}, "auto", "float32"),  # the dtype of the weights
     ],
 )
 def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str, expected: str) -> None:

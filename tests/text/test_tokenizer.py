@@ -447,7 +447,7 @@ def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> 
         ({"ggml.model": None}, r"tokenizer\.ggml\.model=None"),
         ({"ggml.pre": "new"}, r"tokenizer\.ggml\.pre='new'.*'llama-bpe'"),
         ({"ggml.merges": None}, r"has no tokenizer\.ggml\.merges"),
-        ({"ggml.merges": ["a ÿÿ"]}, "broken BPE vocabulary"),
+        ({"ggml.merges": ["a ÿÿ"]}, "invalid BPE vocabulary"),
         ({"ggml.eos_token_id": 100_000}, r"eos_token_id=100000 is outside"),
     ],
 )
