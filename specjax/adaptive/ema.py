@@ -1,7 +1,7 @@
-"""The EMA policy: one step deeper than what batches accept on average.
+"""The EMA policy: draft one step more than batches accept on average.
 
-The rule and its defaults are those of SGLang's adaptive ``speculative_num_steps`` (change #21599);
-step 0, which turns speculation off, follows its later change #24055, with a back-off of probes.
+The rule and its defaults follow SGLang's adaptive ``speculative_num_steps`` (change #21599). Step
+0, which turns speculation off, follows its change #24055 and adds a back-off between probes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,26 +14,26 @@ from specjax.types import DraftShape
 
 @dataclass
 class EmaState:
-    """What the policy remembers of one slot.
+    """State of the policy for one slot.
 
-    ``waited`` and ``probe_wait`` count decisions (every ``update_interval`` batches) at step 0;
-    ``is_probing`` holds from the decision that leaves step 0 to the next one.
+    ``waited`` and ``probe_wait`` count decisions (every ``update_interval`` batches) at step 0.
+    ``is_probing`` is true from the decision that leaves step 0 until the next decision.
     """
 
     slot: AdaptiveSlot
     tier: DraftShape
-    ema: float  # accepted drafts of a row, without the bonus token
+    ema: float  # accepted drafts per row, without the bonus token
     count: int = 0  # non-empty batches
     waited: int = 0
     probe_wait: int = 1
     is_probing: bool = False
 
     def update(self, num_accepted_drafts: Sequence[int]) -> None:
-        """Take in one batch with ``tier``; at step 0 counts do not matter."""
+        """Record one batch that ran with ``tier``; at step 0 the counts are ignored."""
         if not num_accepted_drafts:
             return
         if min(num_accepted_drafts) < 0:
-            raise ValueError(f"num_accepted_drafts={num_accepted_drafts} holds a negative count")
+            raise ValueError(f"num_accepted_drafts={num_accepted_drafts} must not be negative")
         slot = self.slot
         if self.tier.steps > 0:
             mean = sum(num_accepted_drafts) / len(num_accepted_drafts)
@@ -50,7 +50,7 @@ class EmaState:
         slot, ema = self.slot, self.ema
         lower = [tier for tier in slot.tiers if tier < self.tier]
         higher = slot.tiers[len(lower) :]
-        # no average is below 0, so step 0 has the threshold of step 1
+        # the average is never below 0, so step 0 uses the threshold of step 1
         down = [t for t in lower if ema <= max(t.depth, 1) - 0.5 + slot.down_hysteresis]
         up = [t for t in higher if ema <= t.depth - 0.5 + slot.up_hysteresis]
         self.tier = (*down, *up, slot.tiers[-1])[0]
@@ -66,17 +66,17 @@ class EmaState:
         self.waited += 1
         if len(self.slot.tiers) > 1 and self.waited >= self.probe_wait:
             self.tier, self.waited, self.is_probing = self.slot.tiers[1], 0, True
-            if self.ema < 0:  # never measured: the slot started with speculation off
+            if self.ema < 0:  # not measured yet, because the slot started without speculation
                 self.ema = float(self.tier.depth - 1)
 
 
 class AdaptiveSpeculativeParams:
-    """Owner of the EMA policy's state, one :class:`EmaState` for each batch-size slot.
+    """The EMA policy, with one :class:`EmaState` per batch-size slot.
 
-    After ``warmup_batches`` non-empty batches, and every ``update_interval`` from there on, the
-    tier moves towards ``round(ema) + 1``; docs/adaptive_decoding.md has the rule of step 0.
-    ``initial_steps`` is the tier to start with, moved to the nearest candidate of each slot;
-    ``config`` goes to :func:`specjax.adaptive.load_adaptive_config`. Tiers are chains by default.
+    After ``warmup_batches`` non-empty batches, and then every ``update_interval`` batches, the tier
+    moves towards ``round(ema) + 1``; docs/adaptive_decoding.md has the rule of step 0.
+    ``initial_steps`` selects the nearest candidate of each slot as its initial tier. ``config`` is
+    passed to :func:`specjax.adaptive.load_adaptive_config`. Tiers are chains by default.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AdaptiveSpeculativeParams:
 
     @property
     def state(self) -> EmaState:
-        """The state of the slot that reported last; of the smallest slot before any report."""
+        """State of the slot that reported last; before any report, of the smallest slot."""
         return self._states[self._active]
 
     @property
@@ -106,17 +106,17 @@ class AdaptiveSpeculativeParams:
 
     @property
     def ema_accept_len(self) -> float:
-        """Average accepted drafts of a row, without the bonus token, in that slot."""
-        return max(0.0, self.state.ema)  # below 0 before a slot at step 0 has measured any
+        """Average accepted drafts per row, without the bonus token, in that slot."""
+        return max(0.0, self.state.ema)  # negative until a slot that began at step 0 has measured
 
     def tier_for_batch(self, batch_size: int) -> DraftShape:
         return self._states[self.config.slot_index(batch_size)].tier
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:
-        """Take in one batch that ran with the current tier; whether the tier changed.
+        """Record one batch that ran with the current tier; return whether the tier changed.
 
-        Without ``batch_size`` it counts for the slot that reported last. An empty one changes
-        nothing, a negative count is refused.
+        Without ``batch_size`` it counts for the slot that reported last. An empty batch changes
+        nothing. Negative counts are rejected.
         """
         if batch_size is not None:
             self._active = self.config.slot_index(batch_size)
@@ -127,7 +127,7 @@ class AdaptiveSpeculativeParams:
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
-        """As :meth:`update`; results of a round that ran with another tier are left out."""
+        """Like :meth:`update`, but ignores rounds that ran with another tier."""
         if tier != self.tier_for_batch(batch_size):
             return False
         return self.update(num_accepted_drafts, batch_size)

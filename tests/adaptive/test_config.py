@@ -87,7 +87,7 @@ def test_thresholds_are_ordered_within_a_slot() -> None:
 
 
 def test_other_sources_are_refused() -> None:
-    with pytest.raises(ValueError, match="neither a path nor a mapping"):
+    with pytest.raises(ValueError, match="must be a path or a mapping"):
         load_adaptive_config(5)  # type: ignore[arg-type]
 
 

@@ -98,7 +98,7 @@ def test_a_configuration_is_not_a_policy(policy: Any) -> None:
 
 
 def test_a_policy_has_its_configuration_already() -> None:
-    with pytest.raises(ValueError, match=r"excludes config_path='tiers.json'; pass one"):
+    with pytest.raises(ValueError, match=r"config_path='tiers.json' exclude each other; pass"):
         AdaptiveController(FakeWorker(3), AdaptiveSpeculativeParams(3), config_path="tiers.json")
 
 
@@ -202,14 +202,14 @@ def test_wrong_states_are_refused() -> None:
     with pytest.raises(ValueError, match="init_states"):
         controller.activate_for_batch(1)
     controller.register(worker.state)
-    with pytest.raises(ValueError, match="speculative_num_steps=3 is registered twice"):
+    with pytest.raises(ValueError, match="speculative_num_steps=3 is already registered"):
         controller.register(worker.state)
     with pytest.raises(ValueError, match=r"speculative_num_steps=5 .* is not one of"):
         controller.register(FakeWorker(5).state)
     worker.build_adaptive_runtime_state = (  # type: ignore[method-assign]
         lambda **tier: worker.state
     )
-    with pytest.raises(ValueError, match="built speculative_num_steps=3 where 1"):
+    with pytest.raises(ValueError, match="built speculative_num_steps=3, but 1"):
         controller.init_states()
 
 
@@ -231,7 +231,7 @@ def test_counts_alone_decide_and_apply_at_once() -> None:
 def test_keywords_go_together() -> None:
     _, controller = controller_at(3)
     for keywords in ({"tier": chain(3)}, {"batch_size": 1}):
-        with pytest.raises(ValueError, match="give both or none"):
+        with pytest.raises(ValueError, match="must be given together"):
             controller.on_verify_complete([1], **keywords)
 
 
