@@ -59,7 +59,7 @@ def test_of_names_what_is_unknown_and_what_is_supported() -> None:
         ("ebnf", None, "constrained decoding"),
         ("structural_tag", "x", "constrained decoding"),
         ("stop_regex", "a+", "patterns"),
-        ("spaces_between_special_tokens", True, "as the tokenizer does"),
+        ("spaces_between_special_tokens", True, "the tokenizer decides"),
         ("custom_params", {}, "logit processors"),
         ("stream_interval", 4, "as soon as"),
     ],
@@ -75,7 +75,7 @@ def test_parameters_of_sglang_are_refused_with_the_reason(name, value, reason) -
     [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")],
 )
 def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
-    with pytest.raises(ValueError, match=f"'{theirs}' is called '{ours}'"):
+    with pytest.raises(ValueError, match=f"'{theirs}' is not supported; use '{ours}'"):
         SamplingParams.of({theirs: 1})
 
 
@@ -117,7 +117,7 @@ def test_a_bias_is_refused_with_its_token(value) -> None:
 
 def test_stop_strings_are_limited() -> None:
     assert len(SamplingParams(stop=["a" * 256] * 128).stop_strings) == 128
-    with pytest.raises(ValueError, match="stop has 20000 strings; 128 are supported"):
+    with pytest.raises(ValueError, match="stop has 20000 strings; at most 128 are supported"):
         SamplingParams(stop=["a"] * 20_000)
 
 

@@ -178,8 +178,8 @@ def test_pages_are_written_from_an_entry_on():
 @pytest.mark.parametrize(
     ("params", "ends", "top_logprobs", "message"),
     [
-        ({"logit_bias": {V: 1.0, 3: 1.0}}, (), None, rf"logit_bias .*\[{V}\].* ends at {V - 1}"),
-        ({"min_new_tokens": 2}, range(9), None, "min_new_tokens=2 with 9 end tokens: at most 8"),
+        ({"logit_bias": {V: 1.0, 3: 1.0}}, (), None, rf"logit_bias .*{V}\] must be .* {V - 1}"),
+        ({"min_new_tokens": 2}, range(9), None, "min_new_tokens=2 .* at most 8 .* has 9"),
         ({}, (), 21, "top_logprobs_num=21 must be from 0 to 20"),
         ({}, (), -1, "top_logprobs_num=-1"),
     ],
@@ -200,7 +200,7 @@ def test_limits_themselves_are_accepted():
     # without a least length, end tokens beyond the device's only cost rounds
     runner.check(SamplingParams(), range(30))
     too_many = SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.5))
-    with pytest.raises(ValueError, match=rf"{MAX_LOGIT_BIAS + 1} tokens; {MAX_LOGIT_BIAS}"):
+    with pytest.raises(ValueError, match=rf"{MAX_LOGIT_BIAS + 1} tokens; .* {MAX_LOGIT_BIAS}"):
         check_slot_limits(too_many, (), 1000)
 
 
