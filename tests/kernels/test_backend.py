@@ -78,7 +78,7 @@ def test_choice_of_implementation(monkeypatch, platform, options, expected) -> N
 
 
 def test_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'mosaic' is not one of .*'pallas', 'interpret'"):
+    with pytest.raises(ValueError, match=r"'mosaic' must be one of .*'pallas', 'interpret'"):
         backend.resolve("mosaic")
 
 

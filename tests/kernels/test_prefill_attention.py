@@ -177,9 +177,9 @@ def test_kernel_reads_no_slot_behind_the_end():
 
 def test_what_is_refused():
     q, pool, *ints = make_case(CASES[0], "float32")
-    with pytest.raises(NotImplementedError, match="head dim 12 "):
+    with pytest.raises(NotImplementedError, match=r"got 12\)"):
         PALLAS(q[..., :12], pool[..., :12], 0, *ints, page_size=4)
-    with pytest.raises(NotImplementedError, match=r"80 query heads a KV head \(at most 64\)"):
+    with pytest.raises(NotImplementedError, match=r"most 64 query heads .* \(got 80\)"):
         PALLAS(jnp.tile(q, (1, 20, 1)), pool, 0, *ints, page_size=4)
     with pytest.raises(ValueError, match="must be"):
         REFERENCE(q, pool[..., :8], 0, *ints, page_size=4)

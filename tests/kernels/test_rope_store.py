@@ -118,5 +118,5 @@ def test_the_pool_is_updated_in_place():
 
 def test_bad_shapes():
     q, k, v, cos, sin, pool, slots = make_case(CASES[0], "float32")
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="do not match"):
         rope_store(q, k, v, cos, sin, pool, 0, slots[:, :1])

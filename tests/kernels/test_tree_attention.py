@@ -152,10 +152,10 @@ def test_causal_rows_beyond_a_mask_word():
 
 def test_what_the_kernel_refuses():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
-    with pytest.raises(NotImplementedError, match="power of two"):
+    with pytest.raises(NotImplementedError, match="powers of two"):
         PALLAS(q[..., :12], pool[..., :12], 0, table, lens, None, page_size=page_size)
     mask = jnp.ones((2, 1, 129), bool)
-    with pytest.raises(NotImplementedError, match="129 new keys"):
+    with pytest.raises(NotImplementedError, match=r"new keys .* \(got 129\)"):
         PALLAS(q, pool, 0, table, lens, mask, page_size=page_size)
-    with pytest.raises(ValueError, match="no multiple of"):
+    with pytest.raises(ValueError, match="must be a multiple of"):
         tree_attention(q[:, :, :3], pool, 0, table, lens, None, page_size=1, implementation="xla")
