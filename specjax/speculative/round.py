@@ -1,8 +1,8 @@
-"""The round over request slots: draft, verify, extend; and several rounds in one call.
+"""The round over request slots (draft, verify, extend), and several rounds in one call.
 
-All functions here take what is only read first, then the state on the device, which they return
-first, so that it can be donated. A row whose request has nothing left to produce is treated as
-padding.
+All functions here take read-only arguments first, then the device state. They return the device
+state first, so that it can be donated. A row whose request may not produce more tokens is treated
+as padding.
 """
 
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, Ver
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig:
-    """What is static about a round."""
+    """Static configuration of a round."""
 
     algorithm: SpeculativeAlgorithm
     shape: DraftShape
     sampling: SamplingConfig
-    feature_layers: tuple[int, ...] = ()  # of the target, that the algorithm reads
-    num_rounds: int = 1  # in one call
-    simulate_accept_length: float | None = None  # tokens accepted on average, to measure speed
+    feature_layers: tuple[int, ...] = ()  # target layers that the algorithm reads
+    num_rounds: int = 1  # rounds per call
+    simulate_accept_length: float | None = None  # mean accepted tokens, for speed measurements
 
 
 @dataclass(frozen=True)
 class Resident:
-    """What every call reads and none writes; pages and parameters are by request slot."""
+    """Read-only inputs of every call; pages and sampling parameters are by request slot."""
 
     target: CausalLM
     draft: object
@@ -63,17 +63,17 @@ def make_batch(
 def active_batch(
     resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
 ) -> Batch:
-    """The batch of those slots that may still produce tokens."""
+    """The batch of request slots, with slots that may not produce more tokens as padding."""
     return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0), config)
 
 
 def verify(
     batch: Batch, kv: jax.Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
 ) -> tuple[VerifyOutput, jax.Array, FutureMap]:
-    """One target pass over a drafted tree: draw the target's token at every row, accept, record.
+    """Run the target once over a drafted tree: draw a token at every row, accept, record.
 
-    The mask of a chain is causal, so the attention needs none. The accepted path of a tree is moved
-    to where a chain would have stored it.
+    A chain needs no attention mask, because its mask is causal. The accepted path of a tree is
+    moved to where a chain would have stored it.
     """
     target, layers, is_chain = batch.target, config.feature_layers, config.shape.topk == 1
     mask = None if is_chain else tree.tree_mask
@@ -96,7 +96,7 @@ def verify(
         implementation=batch.draw.implementation,
         simulate_accept_length=config.simulate_accept_length,
     )
-    if not batch.draw.greedy:  # nothing in a greedy batch needs a processor
+    if not batch.draw.greedy:  # a greedy batch has no active logit processors
         new = NewTokens(
             verified.accept_tokens, verified.num_accepted_tokens, batch.seq_lens + 1, batch.sampling
         )
@@ -106,7 +106,7 @@ def verify(
     return verified, kv, future
 
 
-# The stages of a round. Compiled on their own, for tests and profiles, they make its batch again.
+# Stages of a round. If one is compiled separately, for tests and profiles, it builds the batch.
 
 
 def draft_stage(
@@ -121,7 +121,7 @@ def draft_stage(
     batch = batch or active_batch(resident, state.future, slots, config)
     pools, rows = state.pools, resolve(state.future, batch.slots)
     tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
-    # a request that wants no speculation is decoded plainly inside the batch
+    # a request without speculation is decoded plainly inside the batch
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
     tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
     return replace(state, pools=replace(pools, draft=draft)), tree
@@ -136,7 +136,7 @@ def verify_stage(
     config: RoundConfig,
     batch: Batch | None = None,
 ) -> tuple[DeviceState, VerifyOutput]:
-    """Verify the trees and record what was accepted."""
+    """Verify the trees and record the accepted tokens."""
     batch = batch or active_batch(resident, state.future, slots, config)
     verified, kv, future = verify(batch, state.pools.target, state.future, tree, config)
     return DeviceState(replace(state.pools, target=kv), future), verified
@@ -151,8 +151,8 @@ def extend_stage(
     config: RoundConfig,
     batch: Batch | None = None,
 ) -> tuple[DeviceState, RoundOutput]:
-    """Let the algorithm read what was accepted, and pack what the host wants to know."""
-    if batch is None:  # as it was: verification has published new lengths, and ends of requests
+    """Let the algorithm process the accepted tokens, and pack the outputs for the host."""
+    if batch is None:  # rebuild it as before verification, which updated lengths and ended requests
         counts = verified.num_accepted_tokens
         slots = jnp.where(counts > 0, slots, 0)
         before = state.future.seq_lens[slots] - counts
@@ -171,7 +171,7 @@ def extend_stage(
 def spec_round(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
-    """One round of request slots i32 ``[B]``, 0 for padding: draft, verify and extend."""
+    """Run one round for request slots i32 ``[B]`` (0 for padding): draft, verify and extend."""
     batch = active_batch(resident, state.future, slots, config)
     state, tree = draft_stage(resident, state, slots, config=config, batch=batch)
     state, verified = verify_stage(resident, state, slots, tree, config=config, batch=batch)
@@ -181,9 +181,9 @@ def spec_round(
 def spec_rounds(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
-    """``config.num_rounds`` rounds in one call, for models whose round is short.
+    """Run ``config.num_rounds`` rounds in one call, for models whose rounds are short.
 
-    What the host reads has a leading axis of ``num_rounds``.
+    The outputs for the host have a leading axis of ``num_rounds``.
     """
     if config.num_rounds == 1:
         state, out = spec_round(resident, state, slots, config=config)

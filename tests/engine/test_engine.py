@@ -341,7 +341,7 @@ def test_missing_tensors_are_named_before_anything_compiles(files, tmp_path, mon
 
 def test_running_ahead_needs_an_algorithm_that_can(files, monkeypatch) -> None:
     monkeypatch.setattr(SpeculativeAlgorithm, "supports_overlap", False)
-    with pytest.raises(ValueError, match="overlap=True, which EAGLE3 does not support"):
+    with pytest.raises(ValueError, match="overlap=True is not supported by EAGLE3"):
         files.small(overlap=True)
 
 
@@ -479,7 +479,7 @@ def test_a_prompt_has_to_fit_the_pool_and_its_completion_is_cut(plain) -> None:
             {"speculative_algorithm": "EAGLE"},
             "is an eagle-3 head, but .* drafts with eagle-1 heads; set",
         ),
-        ({"speculative_algorithm": None, "speculative_num_steps": None}, r"\['draft'\] are given"),
+        ({"speculative_algorithm": None, "speculative_num_steps": None}, r"\['draft'\] have no"),
         ({"draft": None}, "draft=None"),
         ({"context_length": 129}, "129 exceeds the model's limit of 128"),
         ({"mem_fraction_static": 1e-9}, "raise mem_fraction_static"),
