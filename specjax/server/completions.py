@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: texts that go on where a prompt ends."""
+"""``POST /v1/completions``: continues prompts in OpenAI's format."""
 
 import uuid
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
 
 
 def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
-    """Whether to stream, and what else is shown: usage and drafts of a stream, token ids."""
+    """Take ``stream`` and the flags of optional output: usage, drafts and token ids."""
     is_stream = body.flag("stream")
     has_options = "stream_options" in body
     options = body.fields("stream_options")
@@ -80,18 +80,18 @@ def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
 
 
 def take_params(body: Body, max_tokens: int) -> SamplingParams:
-    """Sampling parameters; ``best_of`` may only repeat ``n``."""
+    """Read sampling parameters; ``best_of`` must equal ``n``."""
     params = take_sampling(body, max_tokens)
     best_of = body.take("best_of", params.n)
     if best_of != params.n or isinstance(best_of, bool):
-        message = f"best_of={short(best_of)} must be n={params.n}: samples are not ranked"
+        message = f"best_of={short(best_of)} must equal n={params.n}; samples are not ranked"
         raise ApiError(400, message, param="best_of", code="unsupported_field")
     return params
 
 
 @dataclass(eq=False, kw_only=True)
 class CompletionAnswer(Answer):
-    """Choices with ``text``; ``echoed`` are the prompts that come before it."""
+    """Choices with ``text``; ``echoed`` are the prompts to put before it."""
 
     echoed: Sequence[str] | None = None
 

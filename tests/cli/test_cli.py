@@ -272,8 +272,8 @@ def test_compare_names_the_first_difference(
     out = capsys.readouterr().out
     a, b = TOKENIZER.encode("ab")
     assert f"token 2 is {a} 'a' with speculation and {b} 'b' without" in out
-    assert "0.03125 apart" in out
-    assert ("defect" in out) == (dtype == "float32")
+    assert "differ by 0.03125" in out
+    assert ("this is a bug" in out) == (dtype == "float32")
     assert engine.gap_inputs == [TOKENIZER.encode("<user>Hi<assistant>xy")]
 
 
@@ -284,7 +284,7 @@ def test_compare_expects_another_text_where_acceptance_is_not_coupled(
     engine = FakeEngine(answer="xyaz", plain_answer="xybz", acceptance=Acceptance(True))
     options = ["--temperature", str(temperature), "--sampling-seed", "3"]
     assert run("Hi", "--compare", *options, engine=engine) == status
-    assert ("defect" in capsys.readouterr().out) == bool(status)
+    assert ("this is a bug" in capsys.readouterr().out) == bool(status)
 
 
 def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +337,7 @@ def test_closed_standard_streams(
     assert run(prompt, engine=engine) == (0 if name == "stderr" else 2)
     out, err = capsys.readouterr()
     if name == "stderr":
-        assert out == "ok\n"  # and no figures
+        assert out == "ok\n"  # and no metrics
     else:
         assert err.startswith("specjax: error: ")
         assert "closed" in err
@@ -464,10 +464,10 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) ->
         ("--tp-size 2", "an engine runs on one GPU"),
         ("--tensor-parallel-size 8", "an engine runs on one GPU"),
         ("--dtype float64", "invalid choice: 'float64'"),
-        ("--disaggregation-secret hunter2", "other users can see it"),
+        ("--disaggregation-secret hunter2", "other users can read a command line"),
         ("--disaggregation-secret=hunter2", "SPECJAX_DISAGGREGATION_SECRET"),
         ("--disaggregation-secret-file /nowhere", "/nowhere"),
-        (f"--disaggregation-secret-file {os.devnull}", "no secret in its first line"),
+        (f"--disaggregation-secret-file {os.devnull}", "must have the secret in its first line"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate Hi", "serve", "warmup"])
@@ -515,7 +515,7 @@ def test_show_accepts_marks_drafts_and_explains(
     out, err = capsys.readouterr()
     first, last = ("[", "]") if variable == "NO_COLOR" else (ACCEPTED, RESET)
     assert out == f"a{first}b{last}c{first}d{last}\n"
-    assert f"{first}like this{last}: accepted drafts" in err
+    assert f"{first}like this{last}: accepted draft tokens" in err
 
 
 @pytest.mark.parametrize(

@@ -444,7 +444,7 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
             r"stop_token_ids must be in \[0, 98\)",
         ),
         ({"prompt": "a", "sampling_params": {"stop_token_ids": [-1]}}, r"stop_token_ids .*\[-1\]"),
-        ({"messages": []}, "without turns"),
+        ({"messages": []}, "messages=.* is empty"),
         ({"prompt": "a\udcff"}, "surrogates"),
         ({"prompt": "a", "sampling_params": "greedy"}, "sampling_params='greedy'"),
         ({"prompt": "a", "sampling_params": [{}, {}]}, "sampling_params has 2 values for 1 inputs"),

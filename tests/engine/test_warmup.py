@@ -209,7 +209,7 @@ def test_a_quiet_command_says_nothing(files, warmed, capsys) -> None:
 
 def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
     assert main(command(files, "--prune=30")) == 0
-    assert "0 old entries deleted" in capsys.readouterr().err
+    assert "deleted 0 old cache entries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

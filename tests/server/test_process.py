@@ -60,11 +60,11 @@ def test_bad_options_end_with_a_reason(files, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         for options, reason in (
-            (["--port", port], f"cannot listen at 127.0.0.1:{port}"),
+            (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["--port", "70000"], "--port=70000"),
             (["--port", "0", "--max-requests", "0"], "max_requests=0"),
             (["--port", "0", "--shutdown-timeout", "-1"], "--shutdown-timeout=-1"),
-            (["--port", "0", "--host", "256.256.256.256"], "cannot listen at 256"),
+            (["--port", "0", "--host", "256.256.256.256"], "cannot listen on 256"),
             (["--port", "0", "--page-size", "0"], "page_size=0"),
             (["--port", "0", "--model", "/nowhere"], "/nowhere"),
         ):
