@@ -45,7 +45,7 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     service.check_count(count)
     given = sampling if isinstance(sampling, list) else [sampling]
     if given is sampling and len(given) != count:
-        message = f"got {len(given)} sampling_params for {count} inputs; pass one per input"
+        message = f"sampling_params has {len(given)} values for {count} inputs; give one per input"
         raise ApiError(400, message, param="sampling_params")
     made = [_sampling(one) for one in given]
     service.check_count(count * max((params.n for params in made), default=1))
