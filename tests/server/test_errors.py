@@ -111,7 +111,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (GENERATE, {"text": "a", "input_ids": [1]}, "text", "exactly one"),
     (GENERATE, {"text": []}, None, "at least one"),
     (GENERATE, {"text": "a", "sampling_params": 5}, None, "sampling_params=5"),
-    (GENERATE, {"text": "a", "sampling_params": {"max_tokens": 5}}, None, "'max_new_tokens' here"),
+    (GENERATE, {"text": "a", "sampling_params": {"max_tokens": 5}}, None, "use 'max_new_tokens'"),
     (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -5}}, None, "max_new_tokens=-5"),
     (GENERATE, {"text": "a", "sampling_params": {"nonsense": 5}}, None, "['nonsense'] are not"),
     (GENERATE, {"text": "a", "sampling_params": {"regex": "a"}}, None, "regex='a'"),
