@@ -1,4 +1,4 @@
-"""The examples: the whole path in one file, and the plugin, built and installed in a process."""
+"""The examples: the one-file program, and the plugin, installed and run in a new process."""
 
 import json
 import os
@@ -48,9 +48,9 @@ print(json.dumps([[out["output_ids"] for out in outs], drafts]))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as pip installs it."""
+    """Folder with the package as pip installs it."""
     folder = tmp_path_factory.mktemp("example")
-    # a copy, since setuptools leaves files beside the sources
+    # a copy, as setuptools writes files next to the sources
     source = shutil.copytree(EXAMPLE, folder / "source")
     pip = [sys.executable, "-m", "pip"]
     build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source]
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Tokens, and accepted and proposed drafts, of one engine that starts anew."""
+    """Start an engine in a new process; return tokens, and accepted and proposed drafts."""
     arguments = SIZES | ADAPTIVE | {"model": str(files.target), "compile_cache_dir": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", SERVE],
@@ -101,7 +101,7 @@ def test_it_is_installed_named_and_read_anew_after_an_edit(
     cache = tmp_path / "cache"
     tokens, drafts = serve(site, files, cache)
     assert tokens == expected
-    for again in (2, 5):  # the first prompt, served again
+    for again in (2, 5):  # repeat the first prompt
         accepted, proposed = drafts[again]
         assert 0 < accepted <= proposed
         assert accepted >= 8

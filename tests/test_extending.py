@@ -1,4 +1,4 @@
-"""The algorithm that docs/extending.md writes, taken from the page and run."""
+"""Run the algorithm of docs/extending.md as extracted from the page."""
 
 import re
 import sys
@@ -32,7 +32,7 @@ def test_stable_names_are_there(module: str, names: str) -> None:
 
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed as its entry point says, and checked by its own test."""
+    """The plugin is installed under its entry point and passes its own test."""
     module, test = blocks("python")
     (points,) = blocks("toml")
     section, line = points.splitlines()

@@ -1,4 +1,4 @@
-"""LiteLLM through ``openai/``: texts and usage are the engine's."""
+"""LiteLLM through ``openai/`` returns the engine's texts and usage."""
 
 from typing import Any
 

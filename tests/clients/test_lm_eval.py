@@ -1,4 +1,4 @@
-"""lm-eval with ``local-completions``: its log-likelihoods are the engine's."""
+"""lm-eval with ``local-completions`` gets the engine's log-likelihoods."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def found(run_program, given, engine, tmp_path_factory) -> Any:
 
 
 def write_tokenizer(engine: Engine, folder: Path) -> Path:
-    """The engine's tokenizer as a Hugging Face directory."""
+    """Write the engine's tokenizer as a Hugging Face directory."""
     tokenizer = engine.tokenizer
     (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
@@ -25,7 +25,7 @@ def write_tokenizer(engine: Engine, folder: Path) -> Path:
 
 
 def log_likelihood(engine: Engine, context: str, continuation: str) -> tuple[float, bool]:
-    """That of a continuation, and whether it is the likeliest."""
+    """Log-likelihood of a continuation, and whether it is the most likely one."""
     ids = engine.tokenizer.encode(context + continuation)
     begin = len(engine.tokenizer.encode(context))
     asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}

@@ -1,4 +1,4 @@
-"""openai-python: it gets what the engine says, and raises its own exceptions."""
+"""openai-python returns the engine's answers and raises its own exceptions."""
 
 import time
 from typing import Any
