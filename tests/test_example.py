@@ -78,9 +78,7 @@ def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_whole_path_in_one_file_writes_what_the_engine_writes(
-    files: Files, temperature: float
-) -> None:
+def test_the_one_file_program_equals_the_engine(files: Files, temperature: float) -> None:
     generate = runpy.run_path(str(EXAMPLES / "minimal.py"))["generate"]
     prompts = ["abcabcab", "the quick brown fox jumps over the lazy dog"]
     given = {"temperature": temperature, "max_new_tokens": 24, "ignore_eos": True}
@@ -93,7 +91,7 @@ def test_the_whole_path_in_one_file_writes_what_the_engine_writes(
 
 
 @pytest.mark.slow
-def test_it_is_installed_named_and_read_anew_after_an_edit(
+def test_plugin_is_installed_named_and_recompiled_after_an_edit(
     files: Files, site: Path, tmp_path: Path
 ) -> None:
     with files.small(speculative=False, chunked_prefill_size=16) as plain:

@@ -17,7 +17,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_it_is_as_short_as_the_page_says() -> None:
+def test_line_count_matches_the_page() -> None:
     module = blocks("python")[0]
     assert len(module.splitlines()) <= 60
 
@@ -25,7 +25,7 @@ def test_it_is_as_short_as_the_page_says() -> None:
 @pytest.mark.parametrize(
     ("module", "names"), re.findall(r"^\| `(specjax[\w.]*)` \| (.*) \|$", PAGE, re.MULTILINE)
 )
-def test_stable_names_are_there(module: str, names: str) -> None:
+def test_stable_names_exist(module: str, names: str) -> None:
     found = import_module(module)
     assert [name for name in re.findall(r"`(\w+)`", names) if not hasattr(found, name)] == []
 

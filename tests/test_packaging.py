@@ -69,7 +69,7 @@ def test_public_names_are_exported() -> None:
     assert [name for name in specjax.__all__ if not hasattr(specjax, name)] == []
 
 
-def test_import_leaves_the_process_alone() -> None:
+def test_import_has_no_side_effects() -> None:
     code = (
         "import os, sys, logging; before = dict(os.environ); import specjax.testing; import jax;"
         "assert dict(os.environ) == before;"

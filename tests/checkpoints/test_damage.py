@@ -220,7 +220,7 @@ def save_target(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])
-def test_layer_count_is_compared_before_anything_is_built(tmp_path: Path, layers: int) -> None:
+def test_layer_count_is_checked_before_building(tmp_path: Path, layers: int) -> None:
     write_directory(tmp_path, CONFIG | {"num_hidden_layers": layers}, target_tensors())
     with pytest.raises(
         ValueError, match=r"_layers=214748364\d .* (1024|2147483647)|lacks \d+ tensor"
@@ -229,7 +229,7 @@ def test_layer_count_is_compared_before_anything_is_built(tmp_path: Path, layers
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64"])
-def test_weights_that_are_no_floats_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
+def test_weights_must_be_floats(tmp_path: Path, dtype: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = target_tensors()
     write_directory(tmp_path, CONFIG, tensors)

@@ -127,7 +127,7 @@ def test_eagle3_resolution(tmp_path: Path) -> None:
     )
 
 
-def test_description_names_what_was_resolved(tmp_path: Path) -> None:
+def test_description(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 2.0}
     config = HEAD_CONFIG | {"rope_theta": 5e5, "rope_scaling": scaling}
     text = open_head(tmp_path, config, head_tensors()).describe()
@@ -530,7 +530,7 @@ def test_export_is_the_published_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 2**30])
-def test_what_is_written_follows_the_umask(tmp_path: Path, max_shard_bytes: int) -> None:
+def test_export_respects_the_umask(tmp_path: Path, max_shard_bytes: int) -> None:
     weights, before = random_weights(HEAD, 1), os.umask(0o027)
     try:
         export_draft(tmp_path / "head", HEAD, weights, max_shard_bytes=max_shard_bytes)

@@ -40,9 +40,7 @@ def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
         open_target("smollm2-135m")
 
 
-def test_missing_head_is_explained(
-    checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_head(checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "_HEADS", tmp_path)
     with pytest.raises(ValueError, match=r"no draft head for 'smollm2-135m'.*train_draft\.py"):
         open_draft(None, checkpoint)

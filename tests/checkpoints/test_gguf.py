@@ -50,7 +50,7 @@ def llama3_divisors(theta: float, scaling: RopeScaling, dim: int) -> np.ndarray:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_equals_the_tensors_it_was_made_from(tmp_path: Path, arch: str, tied: bool) -> None:
+def test_weights_equal_the_original_tensors(tmp_path: Path, arch: str, tied: bool) -> None:
     tensors = add_biases(target_tensors(tied=tied), QKV)
     name = "model.layers.0.self_attn.k_proj.weight"
     assert not np.array_equal(to_gguf_rows(tensors[name], 2), tensors[name])
@@ -61,7 +61,7 @@ def test_equals_the_tensors_it_was_made_from(tmp_path: Path, arch: str, tied: bo
     check_layout(checkpoint, tensors)
 
 
-def test_equals_a_directory_of_the_same_weights(tmp_path: Path) -> None:
+def test_weights_equal_a_directory_of_the_same_tensors(tmp_path: Path) -> None:
     tensors = target_tensors()
     directory = open_target(write_directory(tmp_path / "hf", CONFIG, tensors))
     file = open_target(write_gguf(tmp_path / "model.gguf", tensors))

@@ -188,7 +188,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     check_layout(open_target(tmp_path / "saved"), tensors)
 
 
-def test_orbax_that_does_not_fit(tmp_path: Path) -> None:
+def test_orbax_shape_mismatch(tmp_path: Path) -> None:
     checkpoint = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
     config, weights = checkpoint.config, checkpoint.load_weights()
     wider = dataclasses.replace(config, intermediate_size=INNER + 16)
@@ -267,7 +267,7 @@ def test_another_tokenizer_and_template(tmp_path) -> None:
         opened.with_tokenizer("nowhere", None).load_tokenizer()
 
 
-def test_a_revision_reaches_the_hub_and_its_error_reads_well(monkeypatch) -> None:
+def test_a_revision_is_passed_to_the_hub(monkeypatch) -> None:
     seen = []
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
@@ -281,7 +281,7 @@ def test_a_revision_reaches_the_hub_and_its_error_reads_well(monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no plugin")])
-def test_a_platform_without_a_plugin_says_what_to_install(monkeypatch, error) -> None:
+def test_a_platform_without_a_plugin_names_the_extra(monkeypatch, error) -> None:
     def devices() -> None:
         raise error
 

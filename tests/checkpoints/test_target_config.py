@@ -45,7 +45,7 @@ def read(path: Path, changes: dict[str, Any], dtype: str = "auto") -> ModelConfi
         ({"rope_parameters": DEFAULT}, 5000.0, None),
     ],
 )
-def test_rope_spellings(
+def test_rope_formats(
     tmp_path: Path, changes: dict[str, Any], theta: float, scaling: tuple[str, float] | None
 ) -> None:
     config = read(tmp_path, changes)

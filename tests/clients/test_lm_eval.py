@@ -37,7 +37,7 @@ def log_likelihood(engine: Engine, context: str, continuation: str) -> tuple[flo
 
 
 @pytest.mark.parametrize("form", ["ids", "texts"])
-def test_log_likelihoods_are_the_engines(engine, found, form) -> None:
+def test_log_likelihoods_equal_the_engine(engine, found, form) -> None:
     samples = found[form]["choices"]
     assert [len(sample) for sample in samples] == [3] * 6
     for sample in samples:
@@ -48,7 +48,7 @@ def test_log_likelihoods_are_the_engines(engine, found, form) -> None:
 
 
 @pytest.mark.parametrize("form", ["ids", "texts"])
-def test_generations_are_the_engines(engine, found, form) -> None:
+def test_generations_equal_the_engine(engine, found, form) -> None:
     params = {"temperature": 0, "max_new_tokens": 8, "stop": ["\n"]}
     for context, text in found[form]["texts"]:
         assert text == engine.generate(context, params)["text"]

@@ -59,7 +59,7 @@ def servers(files: Files, tmp_path_factory) -> Iterator[tuple[Client, Client]]:
             nginx.wait(20)
 
 
-def test_answers_pass_whole_and_streamed(servers) -> None:
+def test_answers_through_the_proxy(servers) -> None:
     direct, proxied = servers
     text = direct.post("/v1/completions", ASKED).json()["choices"][0]["text"]
     for _ in range(4):  # one of the two servers is down
@@ -69,7 +69,7 @@ def test_answers_pass_whole_and_streamed(servers) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
-def test_what_is_not_for_strangers_is_denied(servers) -> None:
+def test_private_paths_are_denied(servers) -> None:
     direct, proxied = servers
     for path in ("/metrics", "/flush_cache"):
         assert proxied.get(path).status == 403

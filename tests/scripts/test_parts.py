@@ -57,7 +57,7 @@ def test_a_summary_has_the_mean_over_requests_and_the_pooled_length() -> None:
     assert acceptance.summarize(answers[2:])["accept_length"] == 0.0
 
 
-def test_a_comparison_counts_the_median_repeat_and_leaves_plain_rounds_out_of_the_length() -> None:
+def test_a_comparison_uses_the_median_repeat_and_excludes_plain_rounds_from_the_length() -> None:
     def run(seconds: float, *metas: dict[str, Any]) -> Any:
         outputs = [{"meta_info": one, "output_ids": [1]} for one in metas]
         return compare.PhaseRun(seconds, outputs)
@@ -76,7 +76,7 @@ def test_a_comparison_counts_the_median_repeat_and_leaves_plain_rounds_out_of_th
     assert row["equal_share"] == pytest.approx(2 / 3)
 
 
-def test_ratios_are_of_throughput() -> None:
+def test_throughput_ratios() -> None:
     speeds = {"plain": 50, "steps=3": 100, "steps=7": 40, "policy=cost": 120}
     rows: dict[str, Any] = {case: {"output_throughput": x} for case, x in speeds.items()}
     compare.add_ratios(rows, ["policy=cost"])
@@ -86,7 +86,7 @@ def test_ratios_are_of_throughput() -> None:
     assert "over_best" not in rows["steps=3"]
 
 
-def test_a_case_takes_what_it_names() -> None:
+def test_options_of_a_case() -> None:
     given = {"speculative_algorithm": "A", "speculative_num_steps": 4, "draft": "d", "dtype": "x"}
     assert compare.options_of("plain", given) == {"dtype": "x", "speculative_algorithm": None}
     own = {"dtype": "x", "speculative_algorithm": "B", "speculative_eagle_topk": 2}
@@ -122,7 +122,7 @@ def test_metrics_of_a_load() -> None:
 # loads and prompts
 
 
-def test_a_mix_is_as_stated() -> None:
+def test_clients_of_a_mix() -> None:
     clients = [one for (one,) in serving.clients_of("mix requests=200 rate=4")]
     lengths = [len(one.prompt) for one in clients]
     assert lengths.count(4096) == 10
@@ -148,7 +148,7 @@ def test_every_steady_client_sends_every_prompt() -> None:
     assert prompts == [[first[(i + k) % 3] for k in range(4)] for i in range(3)]
 
 
-def test_a_category_goes_on_with_its_next_prompts(
+def test_a_repeated_category_continues_with_its_next_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "p.jsonl"
@@ -199,7 +199,7 @@ def test_a_bad_line_is_named(text: str | None, message: str, tmp_path: Path) -> 
         common.read_lines(path, common.SPEC_BENCH)
 
 
-def test_own_prompts_cover_the_categories() -> None:
+def test_shipped_prompts_cover_the_categories() -> None:
     prompts = common.read_lines(common.PROMPTS, common.SPEC_BENCH)
     assert len({prompt["category"] for prompt in prompts}) == 8
     assert len({prompt["question_id"] for prompt in prompts}) == len(prompts) >= 36
@@ -317,7 +317,7 @@ def test_answers_are_counted_and_failures_are_named() -> None:
         assert (left.error, len(left.chunks)) == (None, 1)
 
 
-def test_nobody_listens() -> None:
+def test_no_server() -> None:
     with serving_answers(ANSWERS.__getitem__) as address:
         pass
     with pytest.raises(OSError, match=r"refused|Connect"):
@@ -332,7 +332,7 @@ def test_dispatches_cover_prefill_and_the_timed_rounds() -> None:
     assert rounds.dispatches_needed([600, 512], 20) == 3 + rounds.SETTLING_ROUNDS + 20 + 1
 
 
-def test_launches_are_those_of_one_round() -> None:
+def test_launches_per_round() -> None:
     def line(name: str, *names_and_ns: tuple[str, float]) -> SimpleNamespace:
         events = [SimpleNamespace(name=name, duration_ns=ns) for name, ns in names_and_ns]
         return SimpleNamespace(name=name, events=events)

@@ -228,7 +228,7 @@ def test_a_benchmark_describes_its_options(name: str, capsys: pytest.CaptureFixt
     assert f"usage: specjax bench {name} " in capsys.readouterr().out
 
 
-def test_names_are_listed_and_an_installed_wheel_says_what_is_missing(
+def test_benchmarks_are_listed_and_a_wheel_names_the_missing_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit):
@@ -239,7 +239,7 @@ def test_names_are_listed_and_an_installed_wheel_says_what_is_missing(
     assert "clone the repository and run 'pip install -e .' there" in capsys.readouterr().err
 
 
-def test_upstreams_script_is_a_benchmark() -> None:
+def test_script_runs_the_adaptive_benchmark() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_adaptive_speculative.py"), "--model", "/nowhere"],
         capture_output=True,

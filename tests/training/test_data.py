@@ -8,7 +8,7 @@ import pytest
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 
 
-def test_packing_keeps_every_sequence_whole_and_apart(corpus):
+def test_packing_keeps_sequences_whole_and_separate(corpus):
     rows = pack(corpus, 24, 0)
     found = []
     for line in range(len(rows.tokens)):
@@ -30,7 +30,7 @@ def test_packing_keeps_every_sequence_whole_and_apart(corpus):
     assert free.sum() < 24 * 2
 
 
-def test_packing_cuts_long_sequences_and_drops_those_without_an_answer_left():
+def test_packing_cuts_long_sequences_and_drops_those_without_an_answer():
     corpus = Corpus.of([([1] * 4, [2] * 20, "a"), ([3] * 9, [4] * 20, "a")])
     rows = pack(corpus, 10, 0)
     assert rows.tokens.tolist() == [[1] * 4 + [2] * 6]
@@ -47,7 +47,7 @@ def test_held_out_prompts_are_not_trained_on(corpus):
         doubled.split(1.0, 0)
 
 
-def test_corpus_survives_its_file(corpus, tmp_path):
+def test_corpus_round_trip(corpus, tmp_path):
     path = tmp_path / "new" / "corpus"  # no suffix is added
     corpus.save(path)
     again = Corpus.load(path)
@@ -68,7 +68,7 @@ def test_corpus_survives_its_file(corpus, tmp_path):
     assert sum(row["answer_tokens"] for row in figures.values()) == corpus.answer_tokens
 
 
-def test_a_corpus_file_is_whole_or_as_it_was(corpus, tmp_path, monkeypatch):
+def test_saving_a_corpus_is_atomic(corpus, tmp_path, monkeypatch):
     path = tmp_path / "corpus.npz"
     corpus.save(path)
     before = path.read_bytes()
@@ -92,7 +92,7 @@ def test_draft_vocabulary_is_the_most_frequent_answer_tokens_ascending():
     assert draft_vocabulary(corpus, 6, 12).tolist() == [0, 1, 2, 5, 8, 11]
 
 
-def test_batches_resume_where_they_stopped(corpus):
+def test_batches_resume(corpus):
     rows = pack(corpus, 24, 0)
     size, per_epoch = 3, len(rows.tokens) // 3
     whole = list(islice(batches(rows, size, 5), 3 * per_epoch))

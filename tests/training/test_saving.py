@@ -73,7 +73,7 @@ def test_a_flipped_bit_loads_no_other_values(saved, caplog, steps, count) -> Non
     assert set(outcomes) == {6, 3 if 3 in steps else None}
 
 
-def test_a_run_goes_on_after_a_damaged_checkpoint(saved) -> None:
+def test_a_run_continues_after_a_damaged_checkpoint(saved) -> None:
     """The run saves the same steps again and keeps the damaged files, also on repeated damage."""
     saved.restore()
     for kept in (3, 5):
@@ -89,7 +89,7 @@ def test_a_run_goes_on_after_a_damaged_checkpoint(saved) -> None:
     assert {path.name for path in saved.folder.glob("[0-9]*")} == {"5", "6"}
 
 
-def test_another_run_is_refused_and_stays(saved) -> None:
+def test_checkpoints_of_another_run_are_rejected_and_kept(saved) -> None:
     saved.restore()
     manager = checkpoint_manager(saved.folder)
     other = {"layers.0": jnp.zeros((3, 3))}

@@ -43,7 +43,7 @@ def model_directory(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
+def test_training_without_data(main, model_directory, tmp_path, capsys):
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text('{"category": "math", "turns": ["1 + 1?"]}\n')
     data, head, report = tmp_path / "data.npz", tmp_path / "head", tmp_path / "report.json"
@@ -85,7 +85,7 @@ def generated(monkeypatch) -> list[str]:
     return calls
 
 
-def test_a_later_failure_does_not_cost_the_generated_text(
+def test_generated_text_survives_a_later_failure(
     main, model_directory, tmp_path, capsys, generated
 ):
     """Only the same prompts, options and weights find the generated text again."""
@@ -112,7 +112,7 @@ def test_a_later_failure_does_not_cost_the_generated_text(
     assert [fails(20), fails(20)] == [4, 4]
 
 
-def test_target_and_options_are_checked_before_anything_is_generated(
+def test_target_and_options_are_checked_before_generation(
     main, model_directory, tmp_path, capsys, generated
 ):
     config = json.loads((model_directory / "config.json").read_text())
@@ -170,9 +170,7 @@ def test_help_states_the_default_of_every_option(main, capsys):
         ("--output {free} --prompts {file}", "file, line 1: "),
     ],
 )
-def test_bad_arguments_are_named_before_anything_is_loaded(
-    main, tmp_path, capsys, arguments, message
-):
+def test_bad_arguments_are_named_before_loading(main, tmp_path, capsys, arguments, message):
     file = tmp_path / "file"
     file.write_text("text")
     names = {"free": tmp_path, "file": file}

@@ -92,7 +92,7 @@ def test_resumed_training_continues_exactly(trainer, greedy, tmp_path):
 
 
 @pytest.mark.slow
-def test_tables_are_not_trained_and_the_output_head_starts_as_the_targets(tiny, trainer, greedy):
+def test_tables_are_not_trained_and_the_output_head_starts_with_the_targets(tiny, trainer, greedy):
     rows = pack(greedy, 32, 0)
     state = trainer.init()
     target = dict(zip(tiny.flat.names, tiny.weights, strict=True))
@@ -105,7 +105,7 @@ def test_tables_are_not_trained_and_the_output_head_starts_as_the_targets(tiny, 
     np.testing.assert_array_equal(ids, trainer.vocabulary)
 
 
-def test_rate_warms_up_and_falls_to_the_final_fraction():
+def test_rate_warms_up_and_decays():
     config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
     rates = [config.rate(i) for i in range(100)]
     assert rates[0] == pytest.approx(0.1)
