@@ -159,7 +159,7 @@ def accept_tree(
     """Follow the target's tokens down the trees to depth S, and record the accepted path.
 
     From the root, the walk enters the first proposed child whose token equals the target's token at
-    the current row. It ends if there is no such child.
+    the current row. It ends if no child matches.
 
     Args:
         draft_tokens: i32 ``[B, T]``, root first.

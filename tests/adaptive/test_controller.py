@@ -24,14 +24,14 @@ AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
 
 class FakeState:
-    """A state of a worker's own making."""
+    """A state defined by the worker."""
 
     def __init__(self, steps: int) -> None:
         self.speculative_num_steps = steps
 
 
 class FakeWorker:
-    """Counts what it is asked for."""
+    """Counts built and applied states."""
 
     def __init__(self, steps: int) -> None:
         self.state = FakeState(steps)
@@ -84,7 +84,7 @@ def test_a_configuration_makes_the_policy(config_path: Path) -> None:
     assert isinstance(controller.params, AdaptiveSpeculativeParams)
     assert controller.params is controller.policy
     assert controller.params.candidate_steps == (1, 4)
-    assert controller.params.current_steps == 4  # the nearest to the worker's
+    assert controller.params.current_steps == 4  # the candidate nearest to the worker's
     assert AdaptiveController(FakeWorker(3)).params.candidate_steps == (1, 3, 7)
     policy = AdaptiveSpeculativeParams(3)
     assert AdaptiveController(FakeWorker(3), policy).params is policy
@@ -109,7 +109,7 @@ def test_states_are_built_once_and_for_all_candidates() -> None:
     controller.init_states()
     controller.init_states()
     assert worker.built == [(1, 2), (7, 8)]
-    # applied though the worker is at 3 already: it may run other functions than the registered ones
+    # applied although the worker is already at 3: its functions may differ from the registered ones
     assert worker.applied == [registered] * 2
 
 
@@ -139,7 +139,7 @@ def test_a_switch_waits_for_activation_and_swaps_the_prepared_state() -> None:
     assert worker.speculative_num_steps == 3
     assert controller.activate_for_batch(1) == chain(7)
     assert worker.state.speculative_num_steps == 7
-    # results of rounds in flight change nothing
+    # results of rounds in flight do not change the tier
     assert not controller.on_verify_complete([0], tier=chain(3), batch_size=1)
     assert controller.activate_for_batch(1) == chain(7)
     assert controller.on_verify_complete([0], tier=chain(7), batch_size=1)
@@ -153,7 +153,7 @@ def test_a_switch_waits_for_activation_and_swaps_the_prepared_state() -> None:
 
 
 def test_the_worker_begins_with_the_first_tier_and_without_a_switch() -> None:
-    worker, controller = controller_at(6)  # no candidate
+    worker, controller = controller_at(6)  # not a candidate
     controller.init_states()
     assert worker.speculative_num_steps == controller.tier.steps == 7
     controller.activate_for_batch(1)
@@ -235,7 +235,7 @@ def test_keywords_go_together() -> None:
             controller.on_verify_complete([1], **keywords)
 
 
-def test_a_round_of_a_tier_that_is_no_candidate_is_refused() -> None:
+def test_a_round_of_a_tier_that_is_not_a_candidate_is_refused() -> None:
     _, controller = controller_at(3)
     with pytest.raises(ValueError, match=r"steps=5.* is not one of"):
         controller.on_verify_complete([1], tier=chain(5), batch_size=1)
@@ -289,7 +289,7 @@ def test_the_worker_of_the_docs_switches() -> None:
 
 
 class EAGLEWorker:
-    """SGLang's worker by its own names; ``correct`` of its drafts would be right in each round."""
+    """SGLang's worker with its method names; in each round, ``correct`` drafts would be right."""
 
     def __init__(self, server_args: EngineArgs) -> None:
         steps = server_args.speculative_num_steps

@@ -10,12 +10,12 @@ from specjax.types import DraftShape
 
 chain = DraftShape.chain
 
-# a decision after every batch, and the newest batch is the average
+# decide after every batch, with the last batch as the average
 AT_ONCE: dict[str, Any] = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
 
 def run(initial_steps: int, config: dict[str, Any], means: list[int]) -> list[int]:
-    """Tiers after each batch; the average is the exponential one of the means."""
+    """Tiers after each batch, whose average is the exponential average of the means."""
     params = AdaptiveSpeculativeParams(initial_steps, {**AT_ONCE, **config})
     tiers = []
     average, weight = params.ema_accept_len, params.config.slots[0].ema_alpha
@@ -59,7 +59,7 @@ def test_the_first_tier_is_the_nearest_candidate_the_larger_of_two(
         (3, {"ema_alpha": 0.5, "down_hysteresis": 0.0}, [4, 0, 0, 0], [7, 3, 3, 1]),
         (1, {}, [7], [7]),
         (7, {}, [0], [1]),
-        (3, {"candidate_steps": [0]}, [0] * 5, [0] * 5),  # off for good
+        (3, {"candidate_steps": [0]}, [0] * 5, [0] * 5),  # permanently off
     ],
 )
 def test_golden_decisions(
@@ -83,7 +83,7 @@ def test_decisions_wait_for_warmup_and_interval() -> None:
     )
     changes = [params.update([7]) for _ in range(4)]
     assert changes == [False] * 4
-    assert params.ema_accept_len == 7.0  # measured during warm-up, too
+    assert params.ema_accept_len == 7.0  # also measured during warm-up
     assert params.update([7])
     assert params.current_steps == 7
     assert [params.update([0]), params.update([0])] == [False, True]
@@ -139,7 +139,7 @@ def test_step_0_probes_at_doubling_intervals_and_recovers() -> None:
         elif wait:
             waits.append(wait)
             wait = 0
-    # every probe is five rounds; waits of 5, 10, 20, 40, 80, 80, ... come between
+    # every probe lasts five rounds; between them are waits of 5, 10, 20, 40, 80, 80, ...
     assert waits[:6] == [5, 10, 20, 40, 80, 80]
     rounds = 0
     while params.current_steps != 3:
@@ -147,7 +147,7 @@ def test_step_0_probes_at_doubling_intervals_and_recovers() -> None:
         params.on_verify_complete([steps], tier=chain(steps), batch_size=1)
         rounds += 1
         assert rounds < 80 + 3 * 5
-    # success has reset the wait
+    # success resets the wait
     while params.current_steps != 0:
         params.on_verify_complete([0], tier=params.tier, batch_size=1)
     assert params.state.probe_wait == 1
@@ -156,7 +156,7 @@ def test_step_0_probes_at_doubling_intervals_and_recovers() -> None:
 def test_step_0_keeps_the_average_and_starts_a_probe_from_a_measured_one() -> None:
     params = AdaptiveSpeculativeParams(0, {**AT_ONCE, "candidate_steps": [0, 3]})
     assert params.ema_accept_len == 0.0
-    assert params.update([0])  # the first decision at 0 is a probe
+    assert params.update([0])  # the first decision at step 0 is a probe
     assert (params.current_steps, params.ema_accept_len) == (3, 2.0)
     assert params.update([0])
     assert (params.current_steps, params.ema_accept_len) == (0, 0.0)
@@ -192,7 +192,7 @@ def test_the_tier_is_always_a_candidate(
 @settings(deadline=None, max_examples=60)
 @given(configs(), st.integers(0, 20))
 def test_constant_acceptance_reaches_the_ends(config: dict[str, Any], initial: int) -> None:
-    # the average comes within 0.01 of its limit, once for each tier on the way
+    # the average comes within 0.01 of its limit, once for each tier in between
     rounds = int(8 / config["ema_alpha"]) + config["warmup_batches"] + config["update_interval"]
     for accepts_all, end in ((True, max), (False, min)):
         params = AdaptiveSpeculativeParams(initial, config)
@@ -213,5 +213,5 @@ def test_a_constant_input_does_not_oscillate(
         if params.current_steps != tiers[-1]:
             tiers.append(params.current_steps)
     turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(tiers, tiers[1:], tiers[2:], strict=False))
-    assert turns <= 1  # the assumed average of the first tier may be off on either side
+    assert turns <= 1  # the first tier's assumed average may be off on either side
     assert len(tiers) <= 2 * len(set(config["candidate_steps"]))

@@ -1,4 +1,4 @@
-"""Acceptance and its write-back, against a walk in Python."""
+"""Acceptance and its updates, compared with a walk in Python."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ SLOTS, CONTEXT = 9, 24
 
 
 def random_case(rng: np.random.Generator, batch: int, rows: int, vocab: int) -> list[np.ndarray]:
-    """Trees, or chains where there is one token, of requests in random slots and of padding."""
+    """Trees (chains if there is one token) of requests in random slots, and padding."""
     parents = np.array([[-1, *(rng.integers(0, i) for i in range(1, rows))] for _ in range(batch)])
     if vocab == 1:
         parents[:] = np.arange(rows) - 1
@@ -94,7 +94,7 @@ def test_random_trees(batch: int, rows: int, steps: int, vocab: int, run: dict) 
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_tokens_behind_the_context_are_dropped(run: dict) -> None:
+def test_tokens_after_the_context_are_dropped(run: dict) -> None:
     case = random_case(np.random.default_rng(3), 2, 8, 1)
     case[2][:], case[5][:] = 7, [1, 2]
     for first in (CONTEXT - 9, CONTEXT - 4, CONTEXT - 1):

@@ -1,4 +1,4 @@
-"""Prefill attention: every implementation against a dense computation in numpy float64."""
+"""Prefill attention: every implementation, compared with dense numpy in float64."""
 
 from functools import partial
 from typing import NamedTuple
@@ -21,14 +21,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    # segments of none and of one, at the start, between and at the end; padding behind them
+    # segments of 0 and 1 tokens at the start, in the middle and at the end; then padding
     Case(40, (0, 1, 17, 0, 9, 0), (5, 30, 0, 7, 70, 0), 4, 1, 16, 4),
-    # one segment that is the whole row
+    # one segment that fills the row
     Case(48, (48,), (0,), 2, 2, 32, 1),
     Case(48, (48,), (100,), 9, 3, 64, 16),
-    # no padding, several tiles a segment
+    # no padding, several tiles per segment
     Case(150, (90, 60), (33, 0), 6, 2, 16, 16),
-    # nothing at all
+    # only padding
     Case(8, (0, 0), (3, 0), 4, 4, 16, 4),
 ]
 GPU_CASES = [
@@ -49,14 +49,14 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def make_case(case, dtype, seed=0, pages=None):
-    """Arguments; all that no row may see is NaN: pages of no segment and queries of padding."""
+    """Arguments with NaN in all inputs that must not be read: unused pages and padding queries."""
     rng = np.random.default_rng(seed)
     counts, starts = np.array(case.counts), np.array(case.starts)
     used = np.where(counts > 0, -(-(starts + counts) // case.page_size), 0)
     pages = pages or max(used.max(), 1) + 1
     num_pages = len(counts) * pages + 1
     free = rng.permutation(np.arange(1, num_pages))
-    # the table of a segment of count 0 names pages too: nobody's
+    # the table of an empty segment also lists pages, which no segment uses
     held = np.where(counts > 0, used, 1)
     table = np.zeros((len(counts), pages), np.int32)
     pool = np.full((2, num_pages, case.page_size, 2, case.kv_heads, case.dim), np.nan, np.float32)
@@ -73,7 +73,7 @@ def make_case(case, dtype, seed=0, pages=None):
 
 
 def brute_force(q, pool, table, starts, counts, page_size, layer=1):
-    """Segment by segment in float64 over an explicit list of slots."""
+    """Each segment in float64 over an explicit list of slots."""
     q, pool, table, starts, counts = (np.asarray(x) for x in (q, pool, table, starts, counts))
     q, pool = q.astype(np.float64), pool[layer].astype(np.float64)
     out = np.zeros_like(q)
@@ -163,8 +163,8 @@ def test_tiles_do_not_change_the_result(block_rows, block_keys):
     check(partial(INTERPRET, tiles=tiles), CASES[3], "float32")
 
 
-def test_kernel_reads_no_slot_behind_the_end():
-    """Keys past the end are the last one again: NaN there, and in page 0, goes nowhere."""
+def test_kernel_reads_no_slot_after_the_end():
+    """Keys past the end repeat the last one: NaN there and in page 0 has no effect."""
     case = CASES[0]
     q, pool, table, starts, counts = make_case(case, "float32")
     for g, end in enumerate(np.add(case.starts, case.counts)):
@@ -175,7 +175,7 @@ def test_kernel_reads_no_slot_behind_the_end():
     compare(jitted(INTERPRET, case), case, "float32", (q, pool, table, starts, counts))
 
 
-def test_what_is_refused():
+def test_unsupported_inputs_are_refused():
     q, pool, *ints = make_case(CASES[0], "float32")
     with pytest.raises(NotImplementedError, match=r"got 12\)"):
         PALLAS(q[..., :12], pool[..., :12], 0, *ints, page_size=4)

@@ -1,4 +1,4 @@
-"""Rotation and KV store, against numpy."""
+"""Rotation and KV store, compared with numpy."""
 
 from itertools import cycle
 
@@ -35,7 +35,7 @@ def make_case(case, dtype):
 
 
 def turned(x, cos, sin):
-    """Each pair as a complex number times the table's."""
+    """Each pair as a complex number, multiplied by the table's."""
     x, half = np.asarray(x, np.float64), x.shape[-1] // 2
     z = (x[..., :half] + 1j * x[..., half:]) * (np.asarray(cos) + 1j * np.asarray(sin))
     return np.concatenate([z.real, z.imag], axis=-1)
@@ -67,7 +67,7 @@ def check(case, dtype, run):
     keys = turned(k, cos, sin)
     np.testing.assert_allclose(stored[at[live], 0], keys[live], atol=bound)
     np.testing.assert_array_equal(np.asarray(after)[1, at[live], 1], np.asarray(v)[live])
-    # whatever the padding slot holds was one of the tokens sent there
+    # the padding slot holds any one of the tokens stored there
     assert np.isfinite(stored[0]).all()
     others = np.setdiff1d(np.arange(1, pool.shape[1]), at)
     before = np.asarray(pool)
@@ -77,7 +77,7 @@ def check(case, dtype, run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_partial_sums(run):
-    """Four partial sums give what their sum gives."""
+    """Four partial sums give the same as their sum."""
     *qkv, cos, sin, pool, slots = make_case((2, 3, 4, 2, 16), "bfloat16")
     rng = np.random.default_rng(1)
     shares = [jnp.asarray(rng.standard_normal((3, *x.shape)), jnp.float32) for x in qkv]

@@ -1,4 +1,4 @@
-"""What all kernels have in common, one table each: lowering for CUDA, donated pools, refusals."""
+"""Checks for all kernels, in one table each: lowering for CUDA, donated pools, rejected inputs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -93,7 +93,7 @@ def test_lowers_for_cuda_in_one_launch(
         assert "operand_index = 0" in text  # of output_operand_aliases
 
 
-# query rows, heads, KV heads, head dim, requests, pages of each, dtype, new keys of a mask
+# query rows, heads, KV heads, head dim, requests, pages per request, dtype, new keys of a mask
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "batch", "pages", "dtype", "num_masked"),
     [
@@ -111,7 +111,7 @@ def test_lowers_for_cuda_in_one_launch(
 def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
     rows, heads, kv_heads, dim, batch, pages, dtype, num_masked
 ) -> None:
-    """The layer is an operand."""
+    """The layer index is an operand."""
     pool: Spec = ((2, (batch * pages + 1) * 16, 2, kv_heads, dim), dtype)
     lens: Spec = ((batch,), I32)
     if num_masked == "prefill":

@@ -1,4 +1,4 @@
-"""Tree attention: every implementation against a dense computation in numpy float64."""
+"""Tree attention: every implementation, compared with dense numpy in float64."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from specjax.kernels.tree_attention import AttentionTiles, tree_attention
 
-# batch, tokens, query heads, KV heads, head dim, page size, pages a request
+# batch, tokens, query heads, KV heads, head dim, page size, pages per request
 CASES = [
     (2, 1, 4, 2, 16, 1, 40),
     (3, 5, 4, 2, 32, 4, 20),
@@ -43,7 +43,7 @@ def make_case(case, dtype, tree, seed=0):
     lens = rng.integers(0, pages * page_size - rows + 1, size=batch)
     lens[0] = 0
     if batch > 2:
-        # a padding row: no pages at all
+        # a padding row without pages
         table[1], lens[1] = 0, 0
     mask = np.broadcast_to(np.tri(rows, dtype=bool), (batch, rows, rows)).copy()
     if tree:
@@ -56,7 +56,7 @@ def make_case(case, dtype, tree, seed=0):
 
 
 def brute_force(q, pool, table, lens, mask, page_size, layer=1):
-    """Row by row in float64 over an explicit list of visible slots."""
+    """Each row in float64 over an explicit list of visible slots."""
     q, pool, table, lens, mask = (np.asarray(x) for x in (q, pool, table, lens, mask))
     q, pool = q.astype(np.float64), pool.astype(np.float64)
     out = np.zeros_like(q)
@@ -76,7 +76,7 @@ def relative_error(out, expected):
 
 
 def check(function, case, dtype, tree, level=None):
-    """``level``: so many rows, the last ones, attend over all."""
+    """With ``level``, only the last ``level`` rows are queries; they attend over all new keys."""
     q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
     if level is not None:
         q, mask = q[:, -level:], mask[:, -level:]
@@ -120,7 +120,7 @@ def test_splits_do_not_change_the_result(num_splits):
     check(partial(INTERPRET, tiles=tiles), CASES[1], "float32", True)
 
 
-# rows of a level behind those of the levels above, in two and in four words of the mask
+# rows of a level after those of the levels above, in two and in four words of the mask
 LEVELS = [((3, 12, 4, 2, 32, 4, 20), 4), ((2, 80, 4, 1, 16, 16, 9), 16)]
 
 
@@ -150,7 +150,7 @@ def test_causal_rows_beyond_a_mask_word():
     check(INTERPRET, (1, 100, 4, 2, 16, 16, 9), "float32", False)
 
 
-def test_what_the_kernel_refuses():
+def test_unsupported_inputs_are_refused():
     q, pool, table, lens, _mask, page_size = make_case(CASES[0], "float32", False)
     with pytest.raises(NotImplementedError, match="powers of two"):
         PALLAS(q[..., :12], pool[..., :12], 0, table, lens, None, page_size=page_size)

@@ -1,4 +1,4 @@
-"""Structures of models without their weights."""
+"""Structures of models without weights."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from specjax.testing import TARGET
 
 
 class Quantised(nnx.Module):
-    """A scale that is no norm."""
+    """A scale that is not that of a norm."""
 
     def __init__(self) -> None:
         self.kernel = nnx.Param(jnp.zeros((64, 64), jnp.float32), stddev=0.125)

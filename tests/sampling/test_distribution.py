@@ -1,7 +1,7 @@
-"""Tokens that real rounds produce, whatever drafts: pairs of them are distributed as the target's.
+"""Pairs of tokens from real rounds follow the target's distribution, whatever is drafted.
 
-Every slot decodes the same text with a seed of its own. The text's KV lies in pages that all slots
-share; what they produce goes to pages of their own. Drafts are the head's own.
+Every slot decodes the same text with a different seed. All slots share the pages with the text's
+KV, and write produced tokens to their own pages. The head drafts.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ PARAMS = SamplingParams(temperature=1.1, top_k=7)
 
 @cache
 def shaped_runner(shape: DraftShape, acceptance: Acceptance = COUPLED) -> ModelRunner:
-    """A runner of ``ROWS`` slots over a vocabulary of nine tokens."""
+    """A runner with ``ROWS`` slots and a vocabulary of nine tokens."""
     num_steps, pages = shape.steps, 2 if shape.topk == 1 else 3
     algorithm = algorithm_of(HEAD if num_steps else None)
     networks = algorithm.networks(SMALL, HEAD if num_steps else None)
@@ -64,7 +64,7 @@ def shaped_runner(shape: DraftShape, acceptance: Acceptance = COUPLED) -> ModelR
 
 
 def probabilities(runner: ModelRunner, text, params: SamplingParams) -> np.ndarray:
-    """The filtered softmax behind a text, f64 ``[V]``."""
+    """The filtered softmax after a text, f64 ``[V]``."""
     logits = dense_logits(runner.weights[0], text, SMALL)[-1] / params.temperature
     top_k = V if params.top_k == -1 else params.top_k
     kept, gap = kept_by_sorting(logits, top_k, params.top_p, params.min_p)
@@ -78,7 +78,7 @@ def assert_follows(tokens: np.ndarray, probs: np.ndarray) -> None:
     counts = np.bincount(tokens, minlength=len(probs))
     assert not counts[probs == 0].any()
     expected = probs * len(tokens)
-    # the test is good where it expects some of each kind
+    # the test is valid if it expects enough tokens of each kind
     rare = (expected < 5) & (expected > 0)
     observed = [*counts[expected >= 5], *([counts[rare].sum()] if rare.any() else [])]
     expected = [*expected[expected >= 5], *([expected[rare].sum()] if rare.any() else [])]
@@ -90,10 +90,10 @@ def assert_follows(tokens: np.ndarray, probs: np.ndarray) -> None:
 def pairs(
     shape: DraftShape, acceptance: Acceptance, params: SamplingParams, times: int
 ) -> tuple[np.ndarray, int, float]:
-    """The two tokens behind the text and a greedy one, for ``times * ROWS`` seeds.
+    """Draw the two tokens after the text and a greedy one, for ``times * ROWS`` seeds.
 
     Returns:
-        Tokens i32 ``[times * ROWS, 2]``, the greedy token, and drafts accepted in a first round.
+        Tokens i32 ``[times * ROWS, 2]``, the greedy token, and accepted drafts of a first round.
     """
     runner = shaped_runner(shape, acceptance)
     runner.set_slot(1, SamplingParams(temperature=0.0), seed=0)
@@ -120,7 +120,7 @@ def pairs(
 
 
 def own_drafts(runner: ModelRunner, rows, params: SamplingParams, base: jax.Array):
-    """The first level again, with the noise of each slot's own seed; slot 0 is padding."""
+    """Draft the first level again, with the noise of each slot's seed; slot 0 is padding."""
     table = equal_rows(1 + ROWS, params, V)
     seeds = table.seeds.at[:, 1].add(base)
     return _drafted(runner)(runner.weights, rows, replace(table, seeds=seeds))
@@ -170,7 +170,7 @@ def test_filters_follow_the_softmax(shape, case):
     [
         (CHAIN, REJECTION),
         pytest.param(TREE, COUPLED, marks=pytest.mark.slow),
-        # as good as 1, for every coin
+        # close enough to 1 for every coin
         pytest.param(TREE, Acceptance(threshold_acc=1 - 1e-7), marks=pytest.mark.slow),
         pytest.param(CHAIN, Acceptance(threshold_single=1 - 1e-7), marks=pytest.mark.slow),
     ],
@@ -197,7 +197,7 @@ UNTOUCHED = [
 
 @pytest.mark.parametrize(("shape", "acceptance"), UNTOUCHED, ids=str)
 def test_greedy_requests_and_those_without_speculation_stay_as_they_are(shape, acceptance):
-    """The others do not: with a seed their text is another one."""
+    """Other requests do change: with the same seed their text differs."""
     for params, is_equal in (
         (SamplingParams(temperature=0.0), True),
         (replace(PARAMS, speculative=False), True),

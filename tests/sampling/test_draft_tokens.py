@@ -1,4 +1,4 @@
-"""Drafts that are drawn with the target's own noise."""
+"""Drafts drawn with the target's noise."""
 
 import re
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_a_perfect_draft_draws_what_the_target_draws():
 
 @pytest.mark.parametrize("topk", [1, 4])
 def test_columns_follow_noise_and_filters(topk):
-    """Of a smaller vocabulary, a column takes the noise of its token."""
+    """Columns of a smaller vocabulary use the noise of their tokens."""
     logits = LOGITS[..., :40]
     config = SamplingConfig()
     probs, drafts = jit_drafts(logits, IDS, POSITIONS, table(), config=config, topk=topk)
@@ -84,7 +84,7 @@ def test_a_greedy_batch_needs_no_noise(topk):
 
 @pytest.mark.parametrize("topk", [1, 4])
 def test_drafts_on_a_gpu_do_not_wait_for_the_host(topk):
-    """The K best are a composite, of which a sort is what a backend without it would run."""
+    """The K best are one composite; a backend without it would run a sort."""
     config = SamplingConfig(implementation="pallas")
     text = lower_for_cuda(
         lambda *arguments: draft_tokens(*arguments, config, topk),
@@ -109,7 +109,7 @@ def test_drafts_on_a_gpu_do_not_wait_for_the_host(topk):
     ids=str,
 )
 def test_draws_on_a_gpu_do_not_wait_for_the_host(options):
-    """A conditional or a loop of XLA's is a read-back in the middle of a round."""
+    """An XLA conditional or loop makes the host read back a value within the round."""
     config = SamplingConfig(max_top_logprobs=4, implementation="pallas", **options)
 
     def tokens(logits, probs, sampling):
@@ -123,8 +123,8 @@ def test_draws_on_a_gpu_do_not_wait_for_the_host(options):
     assert not re.search(r"stablehlo\.(case|if|while|sort)|chlo\.top_k", text)
 
 
-def test_nan_is_no_proposal():
-    """A score of 0 says so; columns are in range."""
+def test_nan_is_not_proposed():
+    """Its score is 0; columns are in range."""
     broken = jnp.full((4, 2, VOCAB), jnp.nan)
     probs, drafts = jit_drafts(broken, None, POSITIONS, table(), config=SamplingConfig(), topk=3)
     assert not np.asarray(probs).any()

@@ -1,4 +1,4 @@
-"""Sampling: noise keyed by seed and position only, greedy rows, extreme logits."""
+"""Sampling: noise depends only on seed and position; greedy rows; extreme logits."""
 
 from dataclasses import replace
 
@@ -61,8 +61,8 @@ def test_noise_depends_on_seed_and_position_only():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.01, 1e-6, 1e30])
-def test_extreme_logits_are_drawn_alike_alone_and_beside_filtered_rows(temperature):
-    """They overflow; a NaN in the filters, which other rows turn on, would draw other tokens."""
+def test_extreme_logits_are_drawn_equally_alone_and_with_filtered_rows(temperature):
+    """They overflow; a NaN in the filters, which other rows enable, would change the tokens."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(6, 2, 40)).astype(np.float32)
     logits[0] *= 1e38
@@ -83,7 +83,7 @@ def test_extreme_logits_are_drawn_alike_alone_and_beside_filtered_rows(temperatu
     assert (np.asarray(rows)[:5] >= 5).all()
 
 
-def test_greedy_rows_stay_greedy_beside_sampled_ones():
+def test_greedy_rows_stay_greedy_next_to_sampled_ones():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(64, 1, 30)), jnp.float32)
     hot = SamplingParams(temperature=5.0)
     drawn = jit_sample(logits, jnp.zeros((64, 1), jnp.int32), sampling_rows([GREEDY, hot] * 32, 30))
@@ -93,7 +93,7 @@ def test_greedy_rows_stay_greedy_beside_sampled_ones():
 
 
 def test_filters_of_greedy_rows_are_off():
-    """They would change nothing, and cost a pass over the logits for the whole batch."""
+    """They would have no effect, and cost a pass over the logits for the whole batch."""
     table = sampling_rows([SamplingParams(temperature=0.7, top_k=1, top_p=0.5, min_p=0.1)], 30)
     assert float(table.temperatures[0]) == 0
     assert (int(table.top_ks[0]), float(table.top_ps[0]), float(table.min_ps[0])) == (30, 1, 0)

@@ -1,4 +1,4 @@
-"""Log-probabilities that sampling reports: of the raw logits, or of what is drawn from."""
+"""Reported log-probabilities: of the raw logits, or of the sampling distribution."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Algorithms by name, and the shapes that they draft."""
+"""Algorithms by name, and their draft shapes."""
 
 import dataclasses
 import subprocess
@@ -43,7 +43,7 @@ def test_unknown_names_are_refused(given) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_what_it_is(name) -> None:
+def test_identity_of_algorithms(name) -> None:
     found = SpeculativeAlgorithm.from_string(name)
     assert found.is_speculative() == found.is_some() != found.is_none()
     assert getattr(SpeculativeAlgorithm, name) is found
@@ -55,7 +55,7 @@ def test_what_it_is(name) -> None:
     assert not found.is_dflash()
     assert not found.supports_target_verify_for_draft()
     assert found.lookahead == found.is_eagle() + 2 * found.is_standalone()
-    assert eval(repr(found), {type(found).__name__: type(found)}) == found  # a key of the cache
+    assert eval(repr(found), {type(found).__name__: type(found)}) == found  # used as a cache key
 
 
 def test_built_in_ones_are_imported_when_they_are_read() -> None:
@@ -71,7 +71,7 @@ def test_built_in_ones_are_imported_when_they_are_read() -> None:
 
 
 class Recorded(Eagle):
-    """Keeps the arguments that its map is made with."""
+    """Records the arguments of its future map."""
 
     def create_future_map(self, *sizes: Any, rows: Any = ()) -> Any:
         made = super().create_future_map(*sizes, rows=rows)
@@ -97,7 +97,7 @@ def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.Monke
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LargerMap(FutureMap):
-    """With a leaf that stages do not get."""
+    """A future map with a leaf that stages do not receive."""
 
     own: Any = None
 
@@ -108,7 +108,7 @@ class Larger(Eagle):
         return LargerMap(**vars(made), own=made.seq_lens)
 
 
-def test_leaves_beside_those_of_a_map_are_refused() -> None:
+def test_additional_leaves_of_a_map_are_refused() -> None:
     runner = runner_of(Larger("LARGER", "eagle-3"))
     message = "create_future_map of LARGER gave a LargerMap, .* pass further leaves as rows"
     with pytest.raises(ValueError, match=message):
@@ -152,7 +152,7 @@ def test_trees_of_arguments(options: dict[str, Any], shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_rows_of_a_verify_need_a_depth(name: str, topk: int, *, is_adaptive: bool) -> None:
-    """Also those that the default depth would have."""
+    """A number of rows needs explicit steps, even if the default steps would fit."""
     for nodes in (6, 16):
         with pytest.raises(
             ValueError, match=f"draft_tokens={nodes} needs speculative_num_steps, which is None"
@@ -265,7 +265,7 @@ STANDALONE = {"speculative_algorithm": "standalone", "draft": "some"}
         (STANDALONE | {"draft_rope_theta": 10.0}, r"\['draft_rope_theta'\] have no effect"),
     ],
 )
-def test_what_cannot_be_drafted_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_drafting_options_are_refused(changes: dict[str, Any], message: str) -> None:
     good = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     assert EngineArgs(**good).shape == DraftShape.chain(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):

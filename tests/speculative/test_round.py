@@ -1,4 +1,4 @@
-"""The round as a whole: the same tokens as dense decoding, whatever is drafted."""
+"""Complete rounds produce the tokens of dense decoding, whatever is drafted."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_speculation_changes_no_token(head, params):
 @pytest.mark.parametrize(("head", "steps"), [(None, 0), (EAGLE3, 4)])
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
-    """Tokens, figures and ends are those of one round per dispatch; end tokens are in play."""
+    """Tokens, metrics and ends equal those with one round per dispatch, including end tokens."""
     params = SamplingParams(temperature=0.9, max_new_tokens=23, logit_bias={5: 5.0})
     results = []
     for rounds in (1, 4):
@@ -71,7 +71,7 @@ def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
 
 
 def test_a_row_stops_on_the_device():
-    """At its last token and at an end token a row stops advancing inside a dispatch."""
+    """A row stops advancing inside a dispatch at its last token and at an end token."""
     runner = make_runner(rounds=4)
     truth = dense_greedy(PROMPTS[3], 12)
     for budget, ends, produced in ((7, (), 7), (12, (truth[4],), truth.index(truth[4]) + 1)):
@@ -88,7 +88,7 @@ def test_a_row_stops_on_the_device():
 
 
 def start(runner, prompt):
-    """Prefill one prompt into slot 1; returns the first token."""
+    """Prefill one prompt into slot 1; return the first token."""
     runner.set_slot(1, SamplingParams(temperature=0.0), seed=0)
     runner.set_pages(1, range(1, 21))
     width = runner.config.prefill_buckets[-1]
@@ -99,7 +99,7 @@ def start(runner, prompt):
 
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 def test_any_number_of_drafts_can_be_accepted(head):
-    """Chains made from the known continuation and broken at every depth."""
+    """Chains from the known continuation, with an error at every depth."""
     steps, prompt = 4, PROMPTS[3]
     runner = make_runner(head, steps)
     truth = dense_greedy(prompt, 40)
@@ -142,7 +142,7 @@ def test_any_number_of_drafts_can_be_accepted(head):
         lens = lens + out.num_accepted_tokens
         done += good + 1
         assert lens.tolist() == [len(prompt) + done - 1, 0]
-        # what the head knows now must equal what prefilling the same text teaches it
+        # the head's state must equal that after prefilling the same text
         fresh_first = start(runner, prompt + truth[: done - 1])
         assert fresh_first == truth[done - 1]
         rows = runner.on_device.future.rows

@@ -1,4 +1,4 @@
-"""Which candidates become nodes of a tree, against a selection written out in Python."""
+"""Selection of tree nodes from candidates, compared with a Python implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from specjax.speculative.tree import chain_input, select_tree
 
 BATCH = 2
-# steps, topk, nodes; some with all candidates
+# steps, topk, nodes; some trees use all candidates
 SHAPES = ((1, 4, 4), (2, 3, 13), (3, 2, 6), (4, 2, 15), (3, 4, 12), (3, 1, 3))
 jit_select = jax.jit(select_tree, static_argnames=("topk", "num_draft_tokens"))
 
 
 def expand(rng, steps, topk, values):
-    """Scores, tokens and parents of the candidates as drafting brings them, level by level."""
+    """Scores, tokens and parents of candidates, level by level as in drafting."""
     scores = [sorted(rng.choice(values, topk).tolist(), reverse=True)]
     parents, above = [-1, *range(topk)], list(range(topk))
     pool = list(scores[0])
@@ -35,7 +35,7 @@ def expand(rng, steps, topk, values):
 
 
 def reference(root, pool, tokens, parent_list, topk, nodes):
-    """Tokens, parents, depths and visible rows of the chosen nodes."""
+    """Tokens, parents, depths and visible rows of the selected nodes."""
     chosen = sorted(sorted(range(len(pool)), key=lambda c: (-pool[c], c))[: nodes - 1])
     parents, depths, seen = [-1], [0], [{0}]
     for c in chosen:
@@ -55,7 +55,7 @@ def reference(root, pool, tokens, parent_list, topk, nodes):
     seed=st.integers(0, 2**16),
 )
 def test_equals_a_selection_in_python(shape, values, seed):
-    """Equal scores and zeros too: parents come before their children, and with them."""
+    """Also with ties and zeros: parents precede their children, and are selected with them."""
     check(shape, values, seed)
 
 
@@ -63,7 +63,7 @@ def test_equals_a_selection_in_python(shape, values, seed):
 @pytest.mark.parametrize("values", [(0.9, 0.5), (0.5,), (0.0, 1.0), (0.0,)], ids=str)
 @pytest.mark.parametrize("shape", [(6, 16, 17), (6, 16, 64), (3, 4, 16)], ids=str)
 def test_selection_on_gpu(shape, values):
-    """Over a thousand candidates, most of them equal."""
+    """More than a thousand candidates, most of them equal."""
     check(shape, values, 1)
 
 

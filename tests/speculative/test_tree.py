@@ -1,4 +1,4 @@
-"""Verified trees around the walk, which tests/kernels/test_accept_tree.py has."""
+"""Verified trees, except for the walk, which tests/kernels/test_accept_tree.py covers."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from specjax.speculative.future_map import FutureMap
 from specjax.speculative.tree import accept, chain_input, simulated_path, simulated_tokens, truncate
 from specjax.types import DraftShape, NodeOutputs, VerifyInput
 
-# of a tree with two paths, what each row sees
+# rows visible to each row of a tree with two paths
 SEES = [
     [1, 0, 0, 0, 0, 0],
     [1, 1, 0, 0, 0, 0],
@@ -22,7 +22,7 @@ SEES = [
 
 
 def accepted(tree, outputs, is_request, shape):
-    """Without end tokens, of slots 1 on."""
+    """Accept without end tokens, in slots from 1 on."""
     batch = len(is_request)
     slots = jnp.where(is_request, jnp.arange(1, batch + 1, dtype=jnp.int32), 0)
     zeros = jnp.zeros(batch + 1, jnp.int32)
@@ -48,8 +48,8 @@ def test_chain_layout():
     assert tree.tree_mask[0].tolist() == np.tri(3, dtype=bool).tolist()
 
 
-def test_whatever_is_reported_by_row_is_compacted():
-    """A further output of the target's rows needs no line in acceptance."""
+def test_all_outputs_of_rows_are_compacted():
+    """An additional output of the target's rows needs no change in acceptance."""
 
     @jax.tree_util.register_dataclass
     @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def test_whatever_is_reported_by_row_is_compacted():
 
 
 def test_simulated_acceptance_follows_the_deepest_path():
-    """As many drafts on average as asked for, and no more than there are."""
+    """The mean number of drafts is as requested, limited to those that exist."""
     lens = jnp.arange(200, dtype=jnp.int32)
     rows = jnp.array([0, 1, 2, 3, 4, 5], jnp.int32)
     tree = VerifyInput(
@@ -97,7 +97,7 @@ def test_simulated_acceptance_follows_the_deepest_path():
     assert set((path > 0).sum(1).tolist()) == {3}
     ends = jnp.full((200, 2), 6, jnp.int32)
     tokens = simulated_tokens(tree, path, ends)
-    assert set(tokens[:, 5].tolist()) == {7}  # neither drafted nor an end
+    assert set(tokens[:, 5].tolist()) == {7}  # neither drafted nor an end token
     outputs = NodeOutputs(tokens, jnp.zeros((200, 6, 1)))
     walked = accepted(tree, outputs, lens >= 0, DraftShape(4, 2, 6))
     assert walked.accept_index.tolist() == path.tolist()
