@@ -2,8 +2,7 @@
 
 XLA makes two kernels of them (a reduction, then a product), 64 times per pass of the Llama-3.1-8B
 shape. The summand may be the partial sums of a matrix product that was split along its inner axis;
-their separate reduction would need another launch. Axes: R rows, D hidden, P
-partial sums.
+their separate reduction would need another launch. Axes: R rows, D hidden, P partial sums.
 """
 
 from functools import partial
@@ -16,7 +15,7 @@ from specjax.kernels.backend import power_of_two, resolve, triton_call
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation of ``x [..., D]``, computed in float32, in its own dtype."""
+    """Root-mean-square normalisation of ``x [..., D]``, computed in float32; keeps the dtype."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale

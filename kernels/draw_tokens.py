@@ -1,8 +1,7 @@
 """The best token of each row, or one sampled with noise that is generated inside the kernel.
 
 A token's Gumbel noise depends only on the request's seed, the position drawn for, and the token, as
-``jax.random`` defines it: batch and launch shape do not change it. Axes: N rows, V
-vocabulary.
+``jax.random`` defines it: batch and launch shape do not change it. Axes: N rows, V vocabulary.
 """
 
 from functools import partial

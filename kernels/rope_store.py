@@ -1,9 +1,9 @@
 """Rotary positions for queries and keys, and the store of keys and values, in one launch.
 
-XLA makes three to four kernels of this; the scatter into the pool alone takes 4 to 6 us (32
-rows of 8 KV heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix
-product that was split along its inner axis. Axes: B requests, T new tokens per request, N
-query and KV key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
+XLA makes three to four kernels of this; the scatter into the pool alone takes 4 to 6 us (32 rows of
+8 KV heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix product
+that was split along its inner axis. Axes: B requests, T new tokens per request, N query and KV
+key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
 """
 
 from functools import partial

@@ -140,7 +140,7 @@ def token_logprobs(
         tokens: i32 ``[N]``.
         temperatures: f32 ``[N]``; 0 counts as 1.
         thresholds: f32 ``[N]``, the lowest logit that is not filtered out.
-        num_best: i32 ``[N]``, best tokens to report in addition to the chosen one; -1 for nothing.
+        num_best: i32 ``[N]``, best tokens to report in addition to the chosen one; -1: none.
         limit: M; with 0 the reference runs.
     """
     implementation = resolve(implementation)

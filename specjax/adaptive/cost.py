@@ -21,8 +21,8 @@ FIRST_GUESS = 0.7  # initial acceptance of the first draft; weighs as much as on
 HYSTERESIS = 0.02  # minimum relative gain in tokens per second to change the tier
 # Maximum share of time lost by probes to the chosen tier, and by all rounds to plain decoding.
 LOSS_BUDGET = 0.02
-# Every 8th failed probe may skip the next tier: deep drafts may be accepted although shallow ones
-# do not show it, for example if some rows of a batch accept everything.
+# One in this many failed probes may skip the next tier: deep drafts may be accepted although
+# shallow ones do not show it, for example if some rows of a batch accept everything.
 PROBES_A_TURN = 8
 # In plain rounds: loss to plain decoding at which speculation stops; remaining loss at which it may
 # resume (a lower value prolongs an unlucky start); and maximum gain kept to offset later losses.

@@ -1,8 +1,7 @@
 """The round over request slots (draft, verify, extend), and several rounds in one call.
 
-All functions here take read-only arguments first, then the device state. They return the device
-state first, so that it can be donated. A row whose request may not produce more tokens is treated
-as padding.
+All functions take read-only arguments first, then the device state, which they return first so that
+it can be donated. A row whose request may not produce more tokens is treated as padding.
 """
 
 from dataclasses import dataclass, replace

@@ -190,7 +190,7 @@ def accept(
         num_steps=shape.depth,
         implementation=implementation,
     )
-    # rows of a chain are already in place; the reader of the rows after them clears these in XLA
+    # rows of a chain are already in place: XLA only clears later rows, fused into their reader
     moves = "xla" if shape.topk == 1 else implementation
     compacted = jax.tree.map(
         lambda leaf: compact_tree(leaf, accepted.accept_index, implementation=moves), outputs

@@ -175,7 +175,7 @@ def test_a_tier_that_cannot_win_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("initial", [0, 7])
-def test_a_cut_chain_is_judged_by_what_it_verifies(initial: int) -> None:
+def test_a_cut_chain_is_rated_by_its_verified_rows(initial: int) -> None:
     """Four tokens in 1.2 s are a higher rate than eight in 3 s."""
     times = {(chain(0), 1): 1.0, (chain(7, 4), 1): 1.2, (chain(7), 1): 3.0}
     policy = CostAwarePolicy(times, initial, {"candidate_steps": [0, 7]})

@@ -80,7 +80,7 @@ def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: fl
     assert adaptive >= 0.97 * fixed[0]
 
 
-def test_the_ema_policy_does_not_know_what_a_round_costs() -> None:
+def test_the_ema_policy_ignores_round_times() -> None:
     times = round_seconds(SMOLLM2)
     phases = [Phase(TOKENS, acceptance(0.1))]
     plain = rate(0, phases, times, 1)

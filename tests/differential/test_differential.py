@@ -43,7 +43,7 @@ LEAST = {
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_random_engines_write_what_plain_decoding_writes(files, drafts, device) -> None:
+def test_random_engines_equal_plain_decoding(files, drafts, device) -> None:
     counts: Counter[str] = Counter()
     plain = Reference.of(files)
     index, end = FIRST, time.monotonic() + SECONDS

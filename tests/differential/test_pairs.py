@@ -149,7 +149,7 @@ def plain(files) -> Iterator[Reference]:
     [pytest.param(row, marks=[] if row is FAST else pytest.mark.slow) for row in ROWS],
     ids=lambda row: "-".join(map(str, row)),
 )
-def test_engines_write_what_plain_decoding_writes(files, drafts, plain, row, device) -> None:
+def test_engines_equal_plain_decoding(files, drafts, plain, row, device) -> None:
     rng = np.random.default_rng(ROWS.index(row))
     counts = Trial(files, plain, rng, drafting(row, drafts) | serving(row)).run(BATCHES)
     print(row, dict(counts))

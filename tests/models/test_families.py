@@ -177,7 +177,7 @@ def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
     check_close(logits_of(path, implementation=implementation), reference(TENSORS, TOKENS))
 
 
-def test_a_configuration_of_its_own_survives_saving(tmp_path: Path) -> None:
+def test_a_custom_configuration_survives_saving(tmp_path: Path) -> None:
     checkpoint = open_target(write_directory(tmp_path / "post", SETTINGS, TENSORS))
     save_orbax(tmp_path / "saved", checkpoint.config, checkpoint.load_weights())
     assert open_target(tmp_path / "saved").config == checkpoint.config

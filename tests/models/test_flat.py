@@ -20,7 +20,7 @@ class Quantised(nnx.Module):
         self.scale = nnx.Param(jnp.zeros((8,), jnp.float32))
 
 
-def test_random_weights_are_what_the_variables_say_and_not_their_names() -> None:
+def test_random_weights_follow_the_variables_not_their_names() -> None:
     flat = FlatModel.of(Quantised)
     named = dict(zip(flat.names, flat.random(0), strict=True))
     np.testing.assert_allclose(named["kernel"].std(), 0.125, rtol=0.05)
