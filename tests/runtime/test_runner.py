@@ -1,4 +1,4 @@
-"""What the compiled functions cost: no compilation while serving, no copies, no transfers."""
+"""Compiled functions: no compilation while serving, no copies, no transfers."""
 
 import re
 
@@ -28,7 +28,7 @@ def hlo_shape(array: jax.ShapeDtypeStruct) -> str:
 
 
 def pool_copies(runner: ModelRunner, text: str) -> list[str]:
-    """Copies of a whole KV pool in the text of a compiled function."""
+    """Copies of a complete KV pool in the text of a compiled function."""
     pools = runner.abstract_state.pools
     copies = []
     for pool in (pools.target, pools.draft):
@@ -52,7 +52,7 @@ def test_everything_that_serving_dispatches_is_compiled(runner) -> None:
 
 
 def test_compilations_are_counted() -> None:
-    """The counter that the next test relies on does count."""
+    """The next test relies on this counter."""
     with counted_compilations() as events:
         jax.jit(lambda x: x * 3 + 2)(np.float32(1))
     assert any("backend_compile" in event for event in events)
@@ -118,7 +118,7 @@ def test_dispatches_transfer_nothing_implicitly(runner) -> None:
     runner.set_slot(1, SamplingParams(temperature=0.7), seed=3)
     runner.set_pages(1, pages)
     with jax.transfer_guard("disallow"):
-        # the guard itself works: a jitted function refuses an array of the host
+        # check the guard: a jitted function refuses a host array
         with pytest.raises(Exception, match=r"(?i)disallowed host-to-device"):
             jax.jit(jnp.negative)(np.ones(3, np.float32))
         runner.prefill([Chunk(1, list(range(6, 22)), 0, 30)])

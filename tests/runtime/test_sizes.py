@@ -75,8 +75,8 @@ def test_never_more_than_all_requests_can_use() -> None:
         ({"weight_bytes": 8_450}, "mem_fraction_static=0.85"),
         ({"weight_bytes": 10_000}, "lower max_running_requests"),
         ({"max_total_tokens": 10**6}, "lower max_total_tokens"),
-        ({"temporary_bytes": 9_000}, "functions take; lower max_running_requests"),
-        ({"temporary_bytes": 9_000, "max_total_tokens": 1}, "functions take; lower max_running"),
+        ({"temporary_bytes": 9_000}, "temporary memory; lower max_running_requests"),
+        ({"temporary_bytes": 9_000, "max_total_tokens": 1}, "temporary memory; lower max_running"),
     ],
 )
 def test_refusals_name_the_knob(changes, message) -> None:
@@ -90,7 +90,7 @@ def test_a_plan_fits_or_is_refused(memory, weight_bytes, page_size, fraction) ->
     try:
         num_pages = plan(**changes, mem_fraction_static=fraction)
     except ValueError:
-        # not even the padding page and one more
+        # less than the padding page and one more
         most = min(int(memory * fraction), memory - NEEDS.temporary_bytes)
         assert most - weight_bytes < 2 * 10 * page_size
     else:
@@ -143,7 +143,7 @@ def test_prefill_buckets(largest, on_cpu, sizes) -> None:
 
 @given(st.integers(1, 5_000), st.integers(1, 20_000))
 def test_prompts_fill_three_quarters_of_what_is_computed(largest, num_tokens) -> None:
-    """But for the last tokens, which are fewer than the smallest bucket holds."""
+    """Except for the last tokens, which do not fill the smallest bucket."""
     config = replace(BASE, prefill_buckets=prefill_buckets(largest))
     widths = []
     left = num_tokens
@@ -178,7 +178,7 @@ def test_logits_of_all_nodes_count() -> None:
     tree, wide = DraftShape(3, 4, 64), DraftShape(6, 16, 17)
     logits = 64 * LLAMA31_8B.vocab_size * 4
     assert temporary_bytes(LLAMA31_8B, config_of(64, tree), 3) > 2 * 64 * logits
-    # of the drafted levels, which are wider than the verified tree
+    # the drafted levels are wider than the verified tree
     assert temporary_bytes(LLAMA31_8B, config_of(64, wide), 3) > 3 * 16 * logits
 
 
@@ -206,7 +206,7 @@ def test_probabilities_that_drafts_are_judged_by_count() -> None:
     ids=["long", "chain", "wide"],
 )
 def test_the_plan_holds_rounds_with_ngrams(context, shape, breadth) -> None:
-    """What XLA takes on this CPU for 64 requests, of which attention is next to nothing."""
+    """Temporary memory of XLA on this CPU for 64 requests; attention takes very little of it."""
     algorithm = replace(NGRAM, breadth=breadth)
     config = replace(
         BASE,

@@ -51,12 +51,12 @@ def random_steps(seed: int) -> Any:
 
 
 def stretches(rng: random.Random) -> Any:
-    """Tiers that stay for some rounds, often without drafts."""
+    """Random tiers, each for some rounds, often without drafts."""
     while True:
         yield from [rng.choice((*TIERS, 0))] * rng.randint(1, 6)
 
 
-def test_the_policy_hears_nothing_of_requests_that_ended() -> None:
+def test_ended_requests_are_not_reported_to_the_policy() -> None:
     """A round is in flight when one of its requests is aborted."""
     serving, policy = serving_with(random_steps(6), run_ahead=2)
     requests = serving.add(PROMPTS[:3], GREEDY)
@@ -74,8 +74,8 @@ def test_the_policy_hears_nothing_of_requests_that_ended() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "run_ahead"), [(1, 0), (1, 2), (3, 1)])
-def test_switches_beside_all_that_a_scheduler_does(rounds, run_ahead) -> None:
-    """Retractions, prefixes out of the cache, flushes and aborts, with tiers that go up and down.
+def test_switches_during_all_that_a_scheduler_does(rounds, run_ahead) -> None:
+    """Preemptions, cached prefixes, flushes and aborts, while tiers go up and down.
 
     A request that resumes, or reads another's draft KV, may do so between any two tiers.
     """
@@ -125,7 +125,7 @@ def test_hundreds_of_switches_compile_nothing() -> None:
 
 
 def test_rounds_without_proposals_say_nothing_where_no_tier_is_plain(caplog) -> None:
-    """The first round behind plain ones has nothing to draft from."""
+    """The first round after plain ones has nothing to draft from."""
     serving, policy = serving_with(iter([0, 0, *[4] * 100]))
     (request,) = serving.add(PROMPTS[:1], GREEDY)
     while len(policy.reported) < 2:
@@ -135,7 +135,7 @@ def test_rounds_without_proposals_say_nothing_where_no_tier_is_plain(caplog) -> 
     serving.finish()
     assert [request.output_ids] == plain_outputs(PROMPTS[:1], GREEDY, range(1))
     assert [steps for _, steps, _ in policy.reported[:3]] == [0, 0, 4]
-    assert "left out" not in caplog.text
+    assert "ignores a round" not in caplog.text
 
 
 def test_a_policy_that_refuses_a_round_ends_no_request(caplog) -> None:
@@ -170,13 +170,13 @@ def start(runner: ModelRunner, text: list[int]) -> int:
 
 
 def known(runner: ModelRunner, length: int) -> tuple[Any, np.ndarray]:
-    """What slot 1 drafts from, and the draft's KV of its text."""
+    """The state that slot 1 drafts from, and the draft's KV of its text."""
     rows = jax.tree.map(lambda leaf: np.asarray(leaf[1]), runner.on_device.future.rows)
     return rows, np.asarray(runner.on_device.pools.draft)[:, 4 : 4 + length]
 
 
-def test_drafting_begins_again_behind_rounds_without_drafts() -> None:
-    """The first round has nothing to propose; then the draft knows what a prefill teaches it."""
+def test_drafting_resumes_after_rounds_without_drafts() -> None:
+    """The first round has nothing to propose; then the draft's state is as after a prefill."""
     runner, prompt = tier_runner(), PROMPTS[0]
     tokens = [start(runner, prompt)]
     for _ in range(6):
@@ -245,5 +245,5 @@ def test_tiers_ascend(tiers) -> None:
 
 def test_a_tier_that_is_not_compiled_is_refused() -> None:
     for tier in (DraftShape.chain(2), DraftShape.chain(4, 4)):
-        with pytest.raises(ValueError, match=r"tier=.* is not one of the compiled"):
+        with pytest.raises(ValueError, match=r"tier=.* is not compiled"):
             tier_runner().round([1], tier)
