@@ -1,4 +1,4 @@
-"""Pages come when they are needed, few uploads at a time, and go where they are missing."""
+"""Pages grow on demand with few uploads, and move to the requests that lack them."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_rows_hold_what_they_may_write_soon_and_no_more(num_steps, rounds, run_a
         for row in serving.rows:
             known = len(row.request.input_ids) + len(row.request.output_ids)
             tokens = len(row.pages) * 4
-            # the watched runner has seen that they suffice
+            # the watched runner has checked that they suffice
             assert tokens <= known + (run_ahead + GROW_DISPATCHES) * advance + 3
             assert tokens <= row.request.max_kv_tokens + 3
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, LONG, SEEDS)
@@ -49,7 +49,7 @@ def test_page_tables_are_seldom_uploaded(num_steps, rounds, monkeypatch) -> None
         serving.runner, "_view_of", lambda tables: uploads.append(1) or view_of(tables)
     )
     requests = serving.add(PROMPTS, LONG)
-    while len(serving.rows) < len(PROMPTS):  # one prefill a step
+    while len(serving.rows) < len(PROMPTS):  # one prefill per step
         serving.step()
     at_start = len(uploads)
     while not any(r.is_finished for r in requests):
@@ -61,7 +61,7 @@ def test_page_tables_are_seldom_uploaded(num_steps, rounds, monkeypatch) -> None
 
 
 def test_slack_goes_to_who_needs_it() -> None:
-    """Three rows hold more than they need; the pool has no free page when the fourth comes."""
+    """Three rows hold more than they need; the pool has no free page for the fourth."""
     serving = Serving(num_pages=1 + 90)
     params = replace(LONG, max_new_tokens=60)
     old = serving.add(PROMPTS[:3], params)
