@@ -16,22 +16,22 @@ from specjax.compiling.cache import CompileCache, bypassed
 
 logger = logging.getLogger(__name__)
 
-# each compilation has threads of its own, and autotuning shares the device
+# limited, since each compilation starts its own threads and autotuning shares the device
 MAX_THREADS = 8
 CompilerOptions = dict[str, str | bool] | None
 
 
 @dataclass(frozen=True)
 class CompiledFunction:
-    """How one function came to be."""
+    """How one function was obtained, and its memory."""
 
     key: str  # in the pool, as words
-    is_hit: bool  # it was read from the cache, neither traced nor compiled
+    is_hit: bool  # read from the cache, neither traced nor compiled
     seconds: float  # of reading, or of tracing, lowering and compiling
-    num_bytes: int | None  # of its entry on disk; ``None`` where it is not kept
+    num_bytes: int | None  # of its entry on disk; ``None`` if it is not stored
     argument_bytes: int  # device memory of its arguments
-    temp_bytes: int  # device memory that it takes while it runs
-    alias_bytes: int  # of its arguments, what its results are written into
+    temp_bytes: int  # temporary device memory while it runs
+    alias_bytes: int  # argument memory that is reused for its results
 
 
 class _Job(NamedTuple):
@@ -43,11 +43,11 @@ class _Job(NamedTuple):
 
 
 class CompilePool(dict[Hashable, Compiled]):
-    """Compiled functions by key; everything registered is compiled at once, in threads.
+    """Compiled functions by key; all registered functions are compiled together, in threads.
 
     Calling a compiled function with other shapes or dtypes raises instead of compiling again.
-    ``cache`` has executables of earlier processes and is bound to all that the functions close
-    over; ``report`` says what became of each function so far, in the order of adding.
+    ``cache`` has executables of earlier processes; its key must cover all that the functions close
+    over. ``report`` describes each compiled function in the order of adding.
     """
 
     def __init__(self, cache: CompileCache | None = None) -> None:
@@ -65,19 +65,19 @@ class CompilePool(dict[Hashable, Compiled]):
     ) -> None:
         """Register a jitted function with abstract arguments under ``key``.
 
-        The function must not be shared: JAX hands out the executable of an equal one that is in
-        memory already, and where that came out of JAX's own cache, it cannot be kept here. A
-        function of a module is given as ``jax.jit(partial(function))``; otherwise ``ValueError``.
+        The function must not be shared: JAX reuses an equal executable in memory, and one that came
+        from JAX's own cache cannot be serialized. Pass a module-level function as
+        ``jax.jit(partial(function))``; otherwise ``ValueError``.
         """
         if "." not in getattr(function.__wrapped__, "__qualname__", "."):
-            raise ValueError(f"function={function} is a module's, which others may compile too")
+            raise ValueError(f"function={function} is module-level; pass jax.jit(partial(...))")
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
 
     def compile(self, *, show_progress: bool) -> None:
-        """Compile what was added, or read it from the cache.
+        """Compile the added functions or read them from the cache.
 
-        Tracing happens in this thread, reading and compiling in others.
+        This thread traces; other threads read and compile.
         """
         jobs, self._jobs = self._jobs, []
         cache, started = self.cache, time.perf_counter()
@@ -90,7 +90,7 @@ class CompilePool(dict[Hashable, Compiled]):
             }
         )
         done: dict[Hashable, CompiledFunction] = {}
-        # without a terminal the lines of the log are enough
+        # tqdm: None shows the bar on a terminal only; elsewhere log lines suffice
         is_off = None if show_progress else True
         bar = tqdm(total=len(jobs), desc="compiling", unit="fn", disable=is_off)
 
@@ -124,12 +124,12 @@ class CompilePool(dict[Hashable, Compiled]):
                 for job in missing:
                     began = time.perf_counter()
                     lowered = job.function.lower(*job.arguments)
-                    spent = time.perf_counter() - began  # time in the queue is no work
+                    spent = time.perf_counter() - began  # excludes time in the queue
                     pending.append(executor.submit(build, job, lowered, spent, extra))
                 for future in pending:
                     future.result()
             except BaseException:
-                # an interrupt must not wait for what has not begun
+                # an interrupt must not wait for jobs that have not started
                 executor.shutdown(wait=False, cancel_futures=True)
                 raise
         logger.info(

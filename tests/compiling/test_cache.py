@@ -1,4 +1,4 @@
-"""Compiled functions on disk: hits without tracing, and nothing bad from bad entries."""
+"""Compiled functions on disk: hits without tracing, and no harm from bad entries."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def compiled_in(folder: Path) -> CompiledFunction:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory) -> Path:
-    """A folder with the one entry that most tests read; they get copies."""
+    """A folder with the one entry that most tests read; each test gets a copy."""
     with kept_cache_settings():
         folder = tmp_path_factory.mktemp("filled") / "cache"
         assert not compiled_in(folder).is_hit
@@ -170,11 +170,11 @@ def test_a_damaged_entry_counts_as_missing_with_a_warning(warm, caplog, how) -> 
     (path,) = entries(warm)
     path.write_bytes(DAMAGE[how](path.name, path.read_bytes()))
     assert opened(warm).load(path.name, ()) is None
-    assert f"{path} is built anew" in caplog.text
+    assert f"{path} is rebuilt" in caplog.text
 
 
 def test_an_entry_for_other_arguments_is_not_taken(warm, caplog) -> None:
-    """Keys cover the arguments; an entry that lies about them is found out all the same."""
+    """Keys cover the arguments; an entry with a false key is detected too."""
     (path,) = entries(warm)
     cache = opened(warm)
     slots = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -186,7 +186,7 @@ def test_an_entry_for_other_arguments_is_not_taken(warm, caplog) -> None:
     assert load(2 * SIZE) is None
     assert load(SIZE, dtype=jnp.bfloat16) is None
     assert load(SIZE, draft=slots) is None
-    assert caplog.text.count("is built anew: ValueError: it takes other arguments") == 3
+    assert caplog.text.count("is rebuilt: ValueError: it takes other arguments") == 3
 
 
 def test_an_entry_that_others_can_write_is_not_read_but_replaced(warm, caplog, monkeypatch) -> None:
@@ -195,7 +195,7 @@ def test_an_entry_that_others_can_write_is_not_read_but_replaced(warm, caplog, m
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache.pickle, "loads", lambda data: pytest.fail("unpickled"))
         assert not compiled_in(warm).is_hit
-    assert f"{path} is built anew: ValueError: {path} is shared" in caplog.text
+    assert f"{path} is rebuilt: ValueError: {path} is shared" in caplog.text
     assert path.stat().st_mode & 0o777 == 0o600
     assert compiled_in(warm).is_hit
 
@@ -207,11 +207,11 @@ def test_a_full_disk_costs_the_entry_only(folder, caplog, monkeypatch) -> None:
     monkeypatch.setattr(compile_cache, "write_private", fail)
     pool = pool_of(opened(folder))
     assert compiled(pool).num_bytes is None
-    assert "is not kept: OSError: no space left" in caplog.text
+    assert "is not stored: OSError: no space left" in caplog.text
     run(pool)
 
 
-def test_what_jax_has_cached_is_compiled_past_its_cache(folder) -> None:
+def test_functions_in_jaxs_cache_are_compiled_past_it(folder) -> None:
     """JAX's cache gives executables that cannot be serialized."""
     cache = opened(folder)
     plain = pool_of(None)
@@ -249,7 +249,7 @@ def test_bypasses_nest_and_put_the_setting_back(enabled) -> None:
 
 
 def test_one_thread_bypasses_at_a_time() -> None:
-    """Or the first to end would turn JAX's cache on again under the other."""
+    """Else the first thread to end would turn JAX's cache on again for the other."""
     order: list[str] = []
 
     def other() -> None:
@@ -270,8 +270,8 @@ def shared(x: jax.Array) -> jax.Array:
     return jnp.sort(jnp.concatenate([x, jnp.roll(x, 3) * 2]))
 
 
-def test_what_jax_has_read_from_its_own_cache_is_not_kept(folder) -> None:
-    """Such an executable can be serialized and loaded, and then does not run."""
+def test_executables_from_jaxs_cache_are_not_stored(folder) -> None:
+    """Such an executable can be serialized and loaded, but then does not run."""
     abstract = jax.ShapeDtypeStruct((64,), jnp.float32)
     wanted = shared(jnp.arange(64.0)).tolist()
     cache = opened(folder)
@@ -285,7 +285,7 @@ def test_what_jax_has_read_from_its_own_cache_is_not_kept(folder) -> None:
         assert pool.report[0].is_hit is is_hit
         assert pool["shared"](jnp.arange(64.0)).tolist() == wanted
     assert held(jnp.arange(64.0)).tolist() == wanted
-    with pytest.raises(ValueError, match=r"function=.* is a module's"):
+    with pytest.raises(ValueError, match=r"function=.* is module-level"):
         pool.add("shared", jax.jit(shared), (abstract,))
 
 
@@ -314,7 +314,7 @@ def test_json_values_are_kept_by_configuration(folder, caplog) -> None:
     assert cache.load_json("round times") is None
     path.write_text(json.dumps(content | {"value": [1]}))
     assert cache.load_json("round times") is None
-    assert caplog.text.count("is built anew") == 2
+    assert caplog.text.count("is rebuilt") == 2
     cache.store_json("round times", {"3 1": 0.25})
     assert cache.load_json("round times") == {"3 1": 0.25}
 
@@ -331,7 +331,7 @@ def test_pruning_deletes_what_nothing_has_read(folder) -> None:
     (cache.path / "folder").mkdir()
     os.utime(cache.path / "folder", (0, 0))
     assert cache.prune(200) == 0
-    assert cache.load_json("new") == {}  # reading makes it young
+    assert cache.load_json("new") == {}  # reading renews it
     assert cache.prune(50) == 2
     assert [path.name[:4] for path in cache.path.iterdir() if path.is_file()] == ["new-"]
 
@@ -340,7 +340,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def outcome(folder: Path) -> list[str]:
-    """Whether entries were there, and results of the functions, exactly."""
+    """Whether entries were found, and exact results of the functions."""
     pools = [pool_of(opened(folder), size=size) for size in (64, 128)]
     hits = [compiled(pool).is_hit for pool in pools]
     results = [run(pool, size) for pool, size in zip(pools, (64, 128), strict=True)]
@@ -373,7 +373,7 @@ def finished(process: subprocess.Popen) -> list[str]:
 @pytest.mark.slow
 def test_processes_share_entries_and_may_warm_up_at_once(folder) -> None:
     cold = [finished(process) for process in [started(folder), started(folder)]]
-    warm = outcome(folder)  # in this process, which has compiled none of it
+    warm = outcome(folder)  # in this process, which has compiled none of them
     assert warm[0] == "[True, True]"
     assert warm[1:] == cold[0][1:] == cold[1][1:]
     assert len(entries(folder)) == 2

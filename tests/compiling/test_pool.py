@@ -1,4 +1,4 @@
-"""The pool of compiled functions, and where the persistent cache lies."""
+"""The pool of compiled functions, and the folder of the persistent cache."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..settings import kept_cache_settings
 
 @pytest.fixture
 def no_cache():
-    """JAX without a compile cache; what a test configures ends with it."""
+    """JAX without a compile cache; settings of a test end with it."""
     with kept_cache_settings():
         jax.config.update("jax_compilation_cache_dir", None)
         yield
@@ -50,7 +50,7 @@ def test_none_leaves_jax_alone(no_cache) -> None:
 
 def test_another_folder_takes_over(no_cache, tmp_path) -> None:
     folder_of(tmp_path / "one")
-    assert (tmp_path / "one").stat().st_mode & 0o077 == 0  # what lies there is executed
+    assert (tmp_path / "one").stat().st_mode & 0o077 == 0  # its contents are executed
     compile_something(1.5)
     assert num_files(tmp_path / "one") > 0
     count = num_files(tmp_path / "one")
@@ -85,7 +85,7 @@ def unknown_home(path: Path) -> Path:
 
 @pytest.mark.parametrize("what", ["file", "shared", "inner", "home", "url"])
 def test_a_folder_that_cannot_be_used(no_cache, tmp_path, monkeypatch, caplog, what) -> None:
-    """``auto`` does without it, a named one is refused; JAX executes nothing that lies there."""
+    """``auto`` works without it, a named one is refused; JAX executes nothing from it."""
     named = tmp_path / "specjax"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if what == "file":
