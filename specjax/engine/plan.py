@@ -101,7 +101,7 @@ def _describe_tiers(args: EngineArgs) -> str:
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Open the checkpoints and decide all sizes. On a device, equal arguments give an equal plan.
 
-    Raises ValueError if there is no device, or if sizes do not fit the model or the device.
+    Raises ValueError without a device, or if sizes do not fit the model or the device.
     """
     placement = Placement.on(args.base_gpu_id)
     on_cpu = placement.on_cpu
