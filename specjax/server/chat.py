@@ -1,6 +1,5 @@
 """``POST /v1/chat/completions``: the next message of a conversation in OpenAI's format."""
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import msgspec
 
 from specjax.checks import short
-from specjax.engine.requests import encode_conversation
+from specjax.engine.requests import encode_conversation, new_id
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob
 from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs
@@ -49,7 +48,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         most = MAX_REPORTED // (params.n * (1 + num_top))
         params = replace(params, max_new_tokens=min(length, most))
     ids = encode_conversation(service.tokenizer, length, messages, **variables)
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    request_id = f"chatcmpl-{new_id()}"
     call = service.engine.make_call(
         stream=is_stream,
         sampling_params=params,

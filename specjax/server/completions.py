@@ -1,10 +1,10 @@
 """``POST /v1/completions``: continues prompts in OpenAI's format."""
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specjax.checks import is_integer, short
+from specjax.engine.requests import new_id
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob
@@ -36,7 +36,7 @@ def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
     params = take_params(body, DEFAULT_TOKENS)
     finish_fields(body, service.ignored_fields)
     service.check_count(len(prompts) * params.n)
-    request_id = f"cmpl-{uuid.uuid4().hex}"
+    request_id = f"cmpl-{new_id()}"
     is_batch = len(prompts) > 1
     call = service.engine.make_call(
         stream=is_stream,
