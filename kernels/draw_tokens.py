@@ -1,8 +1,7 @@
-"""The best token of each row, or one drawn with noise that is made where it is used.
+"""The best token of each row, or one sampled with noise that is generated inside the kernel.
 
-The Gumbel noise of a token is keyed by the request's seed, the position that is drawn for and the
-token alone, as ``jax.random`` makes it: neither batch nor launch shape change it. Axes: N rows, V
-vocabulary.
+A token's Gumbel noise depends only on the request's seed, the position drawn for, and the token, as
+``jax.random`` defines it: batch and launch shape do not change it. Axes: N rows, V vocabulary.
 """
 
 from functools import partial
@@ -14,7 +13,7 @@ from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
 
-BLOCK = 4096  # tokens of one program
+BLOCK = 4096  # tokens per program
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
@@ -31,7 +30,7 @@ def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> j
 def _threefry(
     key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 of 20 rounds (Salmon et al. 2011), as :mod:`jax.random` has it; all u32."""
+    """Threefry-2x32 of 20 rounds (Salmon et al. 2011), as in :mod:`jax.random`; all u32."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = high + keys[0], low + keys[1]
     for i in range(5):
@@ -45,7 +44,7 @@ def _threefry(
 
 
 def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The noise f32 of tokens i32, bit for bit that of :func:`position_noise` up to logarithms."""
+    """Noise f32 of tokens i32, bitwise equal to :func:`position_noise` except for logarithms."""
     zero = jnp.uint32(0)
     key = _threefry(seed, zero, position.astype(jnp.uint32))
     high, low = _threefry(key, zero, tokens.astype(jnp.uint32))
@@ -81,7 +80,7 @@ def _reference(
             noise = token_noise(seeds, positions, ids)
         return jnp.where(temperatures > 0, _argmax(kept + noise), best)
 
-    # noise costs several passes over the logits: a greedy batch skips them
+    # noise costs several passes over the logits, so a greedy batch skips it
     return jax.lax.cond(jnp.any(temperatures > 0), draw, lambda: best)
 
 
@@ -94,7 +93,7 @@ def specjax_draw_tokens(
     *refs: Any,
     block: int,
 ) -> None:
-    """Kernel body: one program a (row, part of the vocabulary) finds the best of its part."""
+    """Kernel body: one program per (row, part of the vocabulary) finds the best token in it."""
     ids_ref, (value_ref, index_ref) = refs[:-2], refs[-2:]
     row, part, vocab_size = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]
     tokens = part * block + jnp.arange(block, dtype=jnp.int32)
@@ -112,7 +111,7 @@ def specjax_draw_tokens(
     values = jnp.where(inside, values, -jnp.inf)
     best = jnp.max(values)
     value_ref[row, part] = best
-    # NaN is equal to nothing
+    # NaN does not equal any value
     found = jnp.min(jnp.where(inside & (values == best), tokens, vocab_size))
     index_ref[row, part] = jnp.minimum(found, vocab_size - 1)
 
@@ -127,16 +126,16 @@ def draw_tokens(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """A column i32 ``[N]`` a row: with temperature 0 the best, the lowest one among equals.
+    """Draw a column i32 ``[N]`` per row; with temperature 0 the best, the lowest among equals.
 
     Args:
         logits: f32 ``[N, V]``, before the temperature.
         temperatures: f32 ``[N]``.
-        thresholds: f32 ``[N]``, the least logit that may be drawn.
+        thresholds: f32 ``[N]``, the lowest logit that may be drawn.
         seeds: u32 ``[N, 2]``, of the requests.
-        positions: i32 ``[N]``, absolute, of the drawn tokens.
-        ids: i32 ``[V]``, the tokens that the columns stand for, whose noise they take; ``None``
-            where a column is its token.
+        positions: i32 ``[N]``, absolute positions of the drawn tokens.
+        ids: i32 ``[V]``, the token id of each column, which selects its noise; ``None`` if columns
+            are token ids.
     """
     implementation = resolve(implementation)
     arguments = (logits, temperatures, thresholds, seeds, positions)

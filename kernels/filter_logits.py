@@ -1,9 +1,9 @@
-"""Top-k, top-p and min-p as one threshold a row, found without sorting the vocabulary.
+"""Top-k, top-p and min-p as one threshold per row, found without sorting the vocabulary.
 
-Every filter keeps the tokens from some logit on upwards, so it is enough to find that logit. Floats
-are ordered as their bits are, once the sign is folded in: counts and sums over the vocabulary
-narrow an interval of these places down. Ties need no care, since equal logits share their bits.
-Axes: N rows, V vocabulary.
+Every filter keeps the tokens from some logit upwards, so it is enough to find that logit. The bits
+of floats, with the sign folded in, form integer keys in the same order. Counts and sums over the
+vocabulary narrow an interval of keys. Ties need no extra handling, because equal logits have equal
+keys. Axes: N rows, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,25 +15,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 
-# where -inf and inf lie among all 32-bit floats in ascending order
+# keys of -inf and inf among all 32-bit floats in ascending order
 LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000
 SMALLEST_NORMAL = 0x00800000
 TOP_BIT = 1 << 31
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
-# logits of one load: 32 a thread, so that few loads are waited for
+# logits per load: 32 per thread, so that there are few loads to wait for
 BLOCK, NUM_WARPS = 8192, 8
-# A search first looks so many temperatures below the best logit, where most thresholds are, then
-# further down by GROWTH, and then between two logits by value: close to zero that would take a pass
-# for every two exponents, so that the last ones go by place.
+# A search first probes OFFSETS temperatures below the best logit, where most thresholds are, then
+# lower by GROWTH, then between two logits by value, and last between two keys: close to zero,
+# bisection by value would take a pass for every two exponents.
 OFFSETS, GROWTH, PASSES_DOWN, PASSES_BY_VALUE = (8.0, 4.0, 2.0), 8.0, 3, 8
 
 
 def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """Logits over temperatures, where these are not 0; -inf below :func:`logit_thresholds`.
+    """Logits over temperatures, if these are not 0; -inf below :func:`logit_thresholds`.
 
-    What is kept is finite: an infinite difference of two logits would be NaN in what follows. NaN
-    counts as forbidden, as -inf does.
+    Kept logits are made finite, because an infinite difference of two logits would give NaN later.
+    NaN counts as forbidden, like -inf.
     """
     scaled = logits / jnp.where(temperatures > 0, temperatures, 1.0)
     scaled = jnp.maximum(jnp.minimum(scaled, FLOAT32_MAX), -FLOAT32_MAX)
@@ -41,21 +41,21 @@ def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Arra
 
 
 def _weights(logits: jax.Array, best: jax.Array, temperatures: jax.Array) -> jax.Array:
-    """Probabilities over that of the best logit; everything is finite, so that its own is 1."""
+    """Probabilities relative to the best logit's; all values are finite, so the best has 1."""
     rate = jnp.maximum(jnp.minimum(1.0 / temperatures, FLOAT32_MAX), FLOAT32_TINY)
     best = jnp.maximum(jnp.minimum(best, FLOAT32_MAX), -FLOAT32_MAX)
     return jnp.exp((jnp.minimum(logits, FLOAT32_MAX) - best) * rate)
 
 
 def _share(best: jax.Array, temperatures: jax.Array, min_ps: jax.Array) -> jax.Array:
-    """The logit of a token that is ``min_ps`` times as likely as the best; -inf where that is 0."""
+    """Logit of a token that is ``min_ps`` times as likely as the best; -inf if that is 0."""
     return jnp.where(min_ps > 0, best + temperatures * jnp.log(min_ps), -jnp.inf)
 
 
 def _value(keys: jax.Array) -> jax.Array:
-    """The float of each place u32 in the ascending order of floats; NaN outside the infinities.
+    """The float of each key u32 in the ascending order of floats; NaN outside the infinities.
 
-    Subnormal floats are zero: a CPU compares them so, but would hand them on.
+    Subnormal floats become zero: a CPU compares them as zero, but would return them unchanged.
     """
     top = jnp.uint32(TOP_BIT)
     bits = jnp.where(keys >= top, keys ^ top, ~keys)
@@ -64,13 +64,13 @@ def _value(keys: jax.Array) -> jax.Array:
 
 
 def _key(values: jax.Array) -> jax.Array:
-    """The place u32 of each float."""
+    """The key u32 of each float."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >= jnp.uint32(TOP_BIT), ~bits, bits | jnp.uint32(TOP_BIT))
 
 
 def _largest(reaches: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest float f32 ``[rows]`` for which ``reaches`` is true, -inf where there is none.
+    """The largest float f32 ``[rows]`` for which ``reaches`` is true, -inf if there is none.
 
     ``reaches`` maps f32 ``[rows]`` to bool ``[rows]``; it is false for NaN, and true below any
     value for which it is true.
@@ -107,7 +107,7 @@ def _reference(
         def last() -> jax.Array:
             weights = _weights(logits, best[:, None], temperatures[:, None])
             weights = jnp.where(logits >= kth[:, None], weights, 0.0)
-            # a product that underflows would be reached by no tokens at all
+            # without the minimum, a product that underflows would be reached by an empty set
             goals = jnp.maximum(top_ps * jnp.sum(weights, axis=-1), FLOAT32_TINY)
 
             def reached(values: jax.Array) -> jax.Array:
@@ -138,17 +138,17 @@ def specjax_logit_thresholds(
     *,
     block: int,
 ) -> None:
-    """Kernel body: one program a row, which reads the row again for each narrowing.
+    """Kernel body: one program per row, which reads the row again for each narrowing.
 
-    Each pass compares with three values, so that an interval shrinks to about a quarter. It is left
-    as soon as it holds one logit.
+    Each pass compares with three values, so the interval shrinks to about a quarter. The search
+    ends as soon as the interval holds one logit.
     """
     row, vocab_size = pl.program_id(0), logits_ref.shape[1]
     temperature, top_k = temperatures_ref[row], top_ks_ref[row]
     top_p, min_p = top_ps_ref[row], min_ps_ref[row]
     lanes, num_blocks = jnp.arange(block, dtype=jnp.int32), pl.cdiv(vocab_size, block)
     filters = _is_filtering(temperature, top_k, top_p, min_p, vocab_size)
-    # 0 is written over; the literal -inf alone does not lower
+    # 0 is overwritten later; the literal -inf alone does not lower
     out_ref[row] = jnp.where(filters, jnp.minimum(temperature, 0.0), -jnp.inf)
 
     @pl.when(filters)
@@ -177,7 +177,7 @@ def specjax_logit_thresholds(
         def measure(
             values: list[jax.Array], *, weighted: bool, num_blocks: jax.Array | int = num_blocks
         ) -> tuple[list[jax.Array], list[jax.Array]]:
-            """Tokens from each value on, exact below 2**24, and their weights; f32 both."""
+            """Number of tokens from each value on, exact below 2**24, and their weights; f32."""
 
             def add(logits: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 reached = [logits >= value for value in values]
@@ -194,9 +194,9 @@ def specjax_logit_thresholds(
         def search(
             lowest: jax.Array, num_lowest: jax.Array, goal: jax.Array, weighted: bool
         ) -> tuple[jax.Array, jax.Array]:
-            """The highest place from which on the goal is reached, and tokens from there on.
+            """The highest key from which on the goal is reached, and the number of tokens there.
 
-            It lies from ``lowest`` on, from where ``num_lowest`` tokens are.
+            The key is at least ``lowest``, from which on there are ``num_lowest`` tokens.
             """
 
             def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
@@ -215,7 +215,7 @@ def specjax_logit_thresholds(
                 for j, offset in enumerate(OFFSETS, 1):
                     value = jnp.where(is_down, best - offset * reach, below + 0.25 * j * span)
                     key = jnp.where(by_value, _key(value), low + jnp.uint32(j) * step)
-                    # strictly inside: whatever is compared, an end moves
+                    # strictly inside, so that every comparison moves one end
                     keys.append(jnp.clip(key, low + jnp.uint32(1), high - jnp.uint32(1)))
                 counts, weights = measure([_value(key) for key in keys], weighted=weighted)
                 probes = list(zip(keys, counts, weights if weighted else counts, strict=True))
@@ -252,13 +252,13 @@ def logit_thresholds(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The logit f32 ``[N]`` from which on top-k, top-p and min-p keep tokens, in this order.
+    """The lowest logit f32 ``[N]`` that top-k, top-p and min-p keep, applied in this order.
 
-    It compares with logits as they are, so that no division decides what stays: one token of a row
-    at least. Top-k keeps ties with the k-th logit. Top-p keeps the smallest set of tokens whose
-    probability, on what top-k left (as in SGLang's verification, vLLM and Hugging Face
-    transformers), reaches ``top_ps``, and ties with its last. Min-p keeps tokens at least
-    ``min_ps`` times as likely as the best. The two implementations may give different values
+    Compare it with raw logits, so that no division decides what is kept: at least one token per
+    row. Top-k keeps ties with the k-th logit. Top-p keeps the smallest set of tokens whose
+    probability, relative to what top-k kept (as in SGLang's verification, vLLM and Hugging Face
+    transformers), reaches ``top_ps``, and ties with its last token. Min-p keeps tokens that are at
+    least ``min_ps`` times as likely as the best. The two implementations may give different values
     between the same two logits.
 
     Args:

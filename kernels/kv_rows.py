@@ -1,8 +1,8 @@
-"""KV of single tokens: out of a pool, into one, and from place to place inside one.
+"""KV of single tokens: read from a pool, written into one, and moved between slots of one.
 
-A pool's tokens are scattered over pages; what is sent elsewhere is dense. XLA gathers and scatters
-them at 0.3 TB/s, a twelfth of what an H200 copies. A verified tree leaves its accepted tokens
-scattered over the T slots of a request; the next round expects them at the slots after ``seq_len``
+A pool's tokens are scattered over pages; KV to be sent elsewhere is dense. XLA gathers and scatters
+at 0.3 TB/s, a twelfth of the copy rate of an H200. A verified tree leaves its accepted tokens
+scattered over the T slots of a request; the next round expects them in the slots after ``seq_len``
 (SGLang changes #26866 and #26997, whose size is B * A, never B * ``num_draft_tokens``). A chain
 needs no move.
 
@@ -18,25 +18,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
 
-# entries of one program: 4 warps move 16 elements a thread
+# entries per program: 4 warps move 16 elements per thread
 MAX_COLUMNS = 2048
 
 
 def finite_or_zero(values: jax.Array) -> jax.Array:
-    """``values`` with 0 for what is not finite: a masked NaN is still NaN."""
+    """``values`` with 0 in place of non-finite ones, because a masked NaN is still NaN."""
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         return values
-    # the test is exact in float32, which holds every 16-bit value, and lowers everywhere
+    # the test in float32 is exact for all 16-bit values, and lowers on every backend
     is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
     return jnp.where(is_finite, values, jnp.zeros_like(values))
-
-
-def _gather_reference(pool: jax.Array, index: jax.Array) -> jax.Array:
-    return pool[:, index]
-
-
-def _scatter_reference(pool: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-    return pool.at[:, index].set(finite_or_zero(rows), mode="drop", unique_indices=True)
 
 
 def _block(width: int) -> int:
@@ -44,7 +36,7 @@ def _block(width: int) -> int:
 
 
 def _place(width: int) -> tuple[jax.Array, Any, Any, jax.Array]:
-    """Mask and slice of this program's columns, its row and its layer."""
+    """Mask and slice of this program's columns, its row, and its layer."""
     block = _block(width)
     start = pl.program_id(0) * block
     inside = start + jnp.arange(block, dtype=jnp.int32) < width
@@ -52,7 +44,7 @@ def _place(width: int) -> tuple[jax.Array, Any, Any, jax.Array]:
 
 
 def specjax_gather_rows(pool_ref: Any, index_ref: Any, out_ref: Any) -> None:
-    """Kernel body: one program a (column block, row, layer)."""
+    """Kernel body: one program per (column block, row, layer)."""
     inside, columns, row, layer = _place(pool_ref.shape[2])
     source = jnp.clip(index_ref[row], 0, pool_ref.shape[1] - 1)
     values = load(
@@ -62,7 +54,7 @@ def specjax_gather_rows(pool_ref: Any, index_ref: Any, out_ref: Any) -> None:
 
 
 def specjax_scatter_rows(pool_in: Any, index_ref: Any, rows_ref: Any, pool_ref: Any) -> None:
-    """Kernel body: one program a (column block, row, layer); no two share an element."""
+    """Kernel body: one program per (column block, row, layer); programs write distinct elements."""
     del pool_in
     inside, columns, row, layer = _place(pool_ref.shape[2])
     target = index_ref[row]
@@ -75,9 +67,9 @@ def specjax_scatter_rows(pool_in: Any, index_ref: Any, rows_ref: Any, pool_ref: 
 
 
 def _is_addressed(pool: jax.Array) -> bool:
-    """Whether a kernel's offsets reach all of a pool.
+    """Whether a kernel's offsets can address the whole pool.
 
-    The lowering takes 32-bit offsets up to 4 GiB, and they count elements, with a sign.
+    The lowering uses signed 32-bit offsets for pools of up to 4 GiB, counted in elements.
     """
     return pool.dtype.itemsize > 1 or pool.size < 2**31
 
@@ -95,7 +87,7 @@ def gather_rows(
     _check(pool, index)
     shape = (pool.shape[0], index.shape[0], *pool.shape[2:])
     if implementation == "xla" or 0 in shape or not _is_addressed(pool):
-        return _gather_reference(pool, index)
+        return pool[:, index]
     width = math.prod(pool.shape[2:])
     flat = triton_call(
         specjax_gather_rows,
@@ -111,13 +103,13 @@ def gather_rows(
 def scatter_rows(
     pool: jax.Array, index: jax.Array, rows: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Write KV rows to a pool; what is not finite becomes 0.
+    """Write KV rows to a pool; non-finite values become 0.
 
-    In place where the caller donates ``pool``; otherwise XLA copies it first.
+    Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
         pool: ``[L, N, ...]``.
-        index: i32 ``[W]``, none negative and none below N twice; rows of the others are dropped.
+        index: i32 ``[W]``, not negative, distinct below N; rows with other indices are dropped.
         rows: ``[L, W, ...]`` of the pool's dtype.
     """
     implementation = resolve(implementation)
@@ -126,7 +118,8 @@ def scatter_rows(
     if rows.shape != wanted or rows.dtype != pool.dtype:
         raise ValueError(f"rows {rows.dtype}{rows.shape} must be {pool.dtype}{wanted}")
     if implementation == "xla" or 0 in rows.shape or not _is_addressed(pool):
-        return _scatter_reference(pool, index, rows)
+        rows = finite_or_zero(rows)
+        return pool.at[:, index].set(rows, mode="drop", unique_indices=True)
     width = math.prod(pool.shape[2:])
     flat = triton_call(
         specjax_scatter_rows,
@@ -140,38 +133,38 @@ def scatter_rows(
     return flat.reshape(pool.shape)
 
 
-# A thread reads 16 bytes a row, the widest load there is, and holds all A rows in registers between
-# load and store: 128 of its 255.
+# A thread reads 16 bytes per row, the widest possible load, and holds all A rows in registers
+# between load and store: 128 of its 255.
 BYTES_A_ROW, BYTES_A_PROGRAM = 16 * 32, 128 * 4 * 32
 
 
 def _move_reference(pool: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
     num_slots = pool.shape[1]
     live = _live(source, destination, num_slots).reshape(-1)
-    # -1 wraps around even with mode="drop", so what is skipped goes out of range upwards
+    # -1 wraps around even with mode="drop", so skipped entries get an index past the end
     target = jnp.where(live, destination.reshape(-1), num_slots)
     rows = pool[:, jnp.where(live, source.reshape(-1), 0)]
     return pool.at[:, target].set(rows, mode="drop")
 
 
 def _live(source: jax.Array, destination: jax.Array, num_slots: int) -> jax.Array:
-    """Which entries move: both slots exist and differ."""
+    """Whether each entry moves: both slots exist and differ."""
     known = (source >= 0) & (source < num_slots) & (destination >= 0) & (destination < num_slots)
     return known & (source != destination)
 
 
 def _move_block(width: int, num_rows: int, itemsize: int) -> int:
-    """Columns of one program, a power of two."""
+    """Columns per program, a power of two."""
     fits = min(BYTES_A_ROW, BYTES_A_PROGRAM // power_of_two(num_rows)) // itemsize
     return min(power_of_two(width), max(fits, 32))
 
 
 def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_ref: Any) -> None:
-    """Kernel body: one program a (column block, layer, request).
+    """Kernel body: one program per (column block, layer, request).
 
-    It loads its columns of all A rows before it stores any, so rows of one request may overlap. One
-    warp: a column is loaded and stored by the same thread, in program order, without a barrier.
-    Programs share no element. Reads go through the output, the same memory as ``pool_in``.
+    It loads its columns of all A rows before it stores any, so rows of one request may overlap. It
+    has one warp: the same thread loads and stores a column, in program order, without a barrier.
+    Programs share no elements. Reads go through the output, which aliases ``pool_in``.
     """
     del pool_in
     num_slots, width = pool_ref.shape[1:]
@@ -195,14 +188,14 @@ def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_re
 def move_kv(
     pool: jax.Array, source: jax.Array, destination: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Copy KV rows of all layers from slot to slot, as if all were read before any is written.
+    """Copy KV rows of all layers between slots, as if all were read before any is written.
 
-    In place where the caller donates ``pool``; otherwise XLA copies it first.
+    Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
         pool: ``[L, slots, 2, KV, H]``.
         source: i32 ``[B, A]``, slots to read; -1 skips the entry.
-        destination: i32 ``[B, A]``, slots to write. Those of the entries that move are distinct,
+        destination: i32 ``[B, A]``, slots to write. Destinations of moved entries are distinct,
             and none is a source of another request.
 
     Returns:

@@ -1,9 +1,9 @@
 """Causal attention of packed prompt chunks over a paged KV pool.
 
-Axes: W packed tokens, G segments (one a request), N query heads, KV key/value heads, H head dim,
-P pages a request. Segment g owns the ``counts[g]`` rows behind those of the segments before it;
-its tokens stand at positions ``starts[g]`` and on of its request. A row sees the keys of its own
-request up to its own position. Rows behind the last segment are padding. The pool is
+Axes: W packed tokens, G segments (one per request), N query heads, KV key/value heads, H head dim,
+P pages per request. Segment g has ``counts[g]`` rows, directly after those of earlier segments. Its
+tokens are at positions ``starts[g]`` and on of its request. A row sees the keys of its own request
+up to its own position. Rows after the last segment are padding. The pool is
 ``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
 """
 
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
-from specjax.kernels.tree_attention import LOG2E, NEGATIVE, row_dot, tree_attention
+from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot, tree_attention
 
 
 def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """First rows and ends of the segments, i32 ``[G]`` each; never behind ``rows``."""
+    """First rows and ends of the segments, i32 ``[G]`` each; at most ``rows``."""
     ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), rows)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
@@ -28,12 +28,12 @@ def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 def _by_segment(
     q: jax.Array, counts: jax.Array, attention: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """One segment after the other: all rows over its pages, of which it keeps its own."""
+    """Run all rows over each segment's pages in turn, and keep the segment's own rows."""
     firsts, ends = _bounds(counts, q.shape[0])
     row = jnp.arange(q.shape[0])
 
     def segment(g: jax.Array, out: jax.Array) -> jax.Array:
-        # with its first row at row 0 every other row stands behind it and sees key 0: no NaN
+        # with the segment's first row at row 0, all other rows come later and see key 0: no NaN
         mixed = attention(jnp.roll(q, -firsts[g], axis=0), g)
         own = (row >= firsts[g]) & (row < ends[g])
         return jnp.where(own[:, None, None], jnp.roll(mixed, firsts[g], axis=0), out)
@@ -44,12 +44,12 @@ def _by_segment(
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Launch shape of the Pallas kernel; ``ValueError`` for blocks of no power of two from 16."""
+    """Launch shape of the Pallas kernel; blocks must be powers of two of at least 16."""
 
-    block_rows: int  # query rows (tokens x heads of a group) of one program
-    block_keys: int  # keys of one loop step
-    num_warps: int  # of 32 threads, per program
-    num_stages: int  # loads in flight of the software pipeline
+    block_rows: int  # query rows (tokens x heads of a group) per program
+    block_keys: int  # keys per loop step
+    num_warps: int  # warps (of 32 threads) per program
+    num_stages: int  # loads in flight in the software pipeline
 
     def __post_init__(self) -> None:
         for name in ("block_rows", "block_keys"):
@@ -59,33 +59,33 @@ class PrefillTiles:
 
     @classmethod
     def choose(cls, *, tokens: int, group: int, head_dim: int, dtype: jnp.dtype) -> "PrefillTiles":
-        """A launch shape for ``tokens`` packed tokens with ``group`` query heads a KV head."""
+        """A launch shape for ``tokens`` packed tokens with ``group`` query heads per KV head."""
         if dtype != jnp.bfloat16:
             return cls(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
-        # 512 tokens behind 4,096 of the Llama-3.1-8B shape: 128 us with 64 rows and 173 with 128;
+        # 512 tokens after 4,096 of the Llama-3.1-8B shape: 128 us with 64 rows and 173 with 128;
         # two prompts of 1,024: 87 and 77, and 87 with twice the warps (H200, jax 0.11.2)
         block_rows = 64 if tokens * group <= 2048 else 128
-        # keys and values of three stages and the queries lie in 228 KiB of shared memory
+        # the queries, and keys and values of three stages, must fit 228 KiB of shared memory
         block_keys = min(128, max(16, 8192 // head_dim))
         return cls(block_rows, block_keys, num_warps=4, num_stages=3)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int) -> jax.Array:
-    """What each program does, i32 ``[tiles, 4]``: segment, first row, tokens, keys of the last.
+    """Work of each program, i32 ``[tiles, 4]``: segment, first row, tokens, keys of the last token.
 
-    The segment is -1 where there is no such tile. Padding rows are tiles of segment 0 with no keys.
-    Later tiles of a segment have more keys: the order is reversed, so that the last programs to
-    start are short. Jitted, so that a model that calls it in each layer traces it once.
+    The segment is -1 for unused programs. Padding rows are tiles of segment 0 without keys. Later
+    tiles of a segment have more keys, so the order is reversed: the last programs to start are
+    short. Jitted, so that a model that calls it in every layer traces it once.
     """
     firsts, ends = _bounds(counts, rows)
     segments = counts.shape[0]
-    # one more segment: the padding
+    # padding is one more segment
     firsts = jnp.concatenate([firsts, ends[-1:]])
     ends = jnp.concatenate([ends, jnp.full((1,), rows, jnp.int32)])
     tile_ends = jnp.cumsum((ends - firsts + tile_tokens - 1) // tile_tokens, dtype=jnp.int32)
     tile_firsts = jnp.concatenate([jnp.zeros((1,), jnp.int32), tile_ends[:-1]])
-    # each segment and the padding have at most one tile that is not full
+    # each segment, and the padding, has at most one partial tile
     tiles = min(rows, rows // tile_tokens + segments + 1)
     tile = jnp.arange(tiles - 1, -1, -1, dtype=jnp.int32)
     segment = jnp.sum(tile[:, None] >= tile_ends, axis=1, dtype=jnp.int32)
@@ -110,8 +110,8 @@ def specjax_prefill_attention(
 
     @pl.when(segment >= 0)
     def _() -> None:
-        # Rows behind the last member of a group repeat the first ones, tokens behind the last one
-        # repeat it: they store the same values to the same places.
+        # Rows after the last complete group repeat the first rows, and tokens after the last token
+        # repeat it: they store the same values to the same positions.
         row = jnp.arange(tiles.block_rows) % (tiles.block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
@@ -123,7 +123,7 @@ def specjax_prefill_attention(
         ) -> tuple[jax.Array, ...]:
             best, weight, mixed = carry
             position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
-            # past the end the last key is read again and masked: no masked load, no wild address
+            # past the end, read the last key again and mask it: no masked load, no invalid address
             key = jnp.minimum(position, total - 1) if is_masked else position
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
@@ -134,7 +134,7 @@ def specjax_prefill_attention(
                 visible = (position - first_position)[None, :] <= token[:, None]
                 scores = jnp.where(visible, scores, NEGATIVE)
             new_best = jnp.maximum(best, jnp.max(scores, axis=1))
-            # every row sees key 0, so new_best is a score, and a masked key weighs exactly 0
+            # every row sees key 0, so new_best is finite, and masked keys have weight exactly 0
             weights = jnp.exp2(scores - new_best[:, None])
             decay = jnp.exp2(best - new_best)
             mixed = mixed * decay[:, None] + row_dot(weights.astype(v.dtype), v, transpose=False)
@@ -151,7 +151,7 @@ def specjax_prefill_attention(
         carry = jax.lax.fori_loop(0, unmasked, partial(step, is_masked=False), carry)
         masked = partial(step, is_masked=True)
         _, weight, mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)
-        # the best key weighs 1, so this changes the weight of padding alone: 0 / 1 there
+        # the best key has weight 1, so this changes only padding: 0 / 1
         out = mixed / jnp.maximum(weight, 1.0)[:, None]
         out_ref[first_row + token, member, :] = out.astype(out_ref.dtype)
 
@@ -175,28 +175,23 @@ def prefill_attention(
             and so on, then padding.
         pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
         layer: index into L.
-        page_table: i32 ``[G, P]``; entries behind a request's pages are 0.
+        page_table: i32 ``[G, P]``; entries after a request's pages are 0.
         starts: i32 ``[G]``, position of each segment's first token.
-        counts: i32 ``[G]``, tokens of each segment; 0 is none. Their sum is at most W.
-        page_size: tokens a page.
-        implementation: ``"pallas"``, whose work follows the tokens and keys that are there, or
-            that of ``tree_attention``, over all W rows for every segment up to the last.
+        counts: i32 ``[G]``, tokens of each segment, possibly 0. Their sum is at most W.
+        page_size: tokens per page.
+        implementation: ``"pallas"`` does work in proportion to the actual tokens and keys; those
+            of ``tree_attention`` process all W rows for every segment up to the last.
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
 
     Returns:
         ``[W, N, H]`` in the dtype of ``q``; zeros in padding rows.
 
     Raises:
-        ValueError: for shapes that do not belong together or an unknown implementation.
-        NotImplementedError: by the Pallas kernel, for a head dim that is no power of two from 16
-            to 256 or more query heads a KV head than a tile has rows.
+        ValueError: for mismatched shapes or an unknown implementation.
+        NotImplementedError: by the Pallas kernel, if the head dim is not a power of two from 16 to
+            256, or there are more query heads per KV head than rows in a tile.
     """
-    if q.ndim != 3 or pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[2]:
-        raise ValueError(
-            f"q {q.shape} and pool {pool.shape} must be [W, N, H] and [L, _, 2, KV, H]"
-        )
-    if q.shape[1] % pool.shape[3]:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {pool.shape[3]} KV heads")
+    check_heads(q, pool)
     if not page_table.shape[:1] == starts.shape == counts.shape:
         raise ValueError(
             f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "
@@ -217,8 +212,8 @@ def prefill_attention(
         tiles = PrefillTiles.choose(tokens=rows, group=group, head_dim=dim, dtype=pool.dtype)
     if not takes_head_dim(dim) or group > tiles.block_rows:
         raise NotImplementedError(
-            f"head dim {dim} (a power of two, 16 to 256) and {group} query heads a KV head (at "
-            f"most {tiles.block_rows}) are not supported by the Pallas kernel; use "
+            f"the Pallas kernel supports head dims of powers of two from 16 to 256 (got {dim}) "
+            f"and at most {tiles.block_rows} query heads per KV head (got {group}); use "
             "implementation='xla'"
         )
     tile_map = _tile_map(starts, counts, rows, tiles.block_rows // group)

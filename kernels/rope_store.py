@@ -1,9 +1,9 @@
 """Rotary positions for queries and keys, and the store of keys and values, in one launch.
 
-XLA makes three to four kernels of it, of which the scatter into the pool alone takes 4 to 6 us (32
-rows of 8 KV heads of 128, one H200). Queries, keys and values may come as the partial sums of a
-matrix product that was split along its inner axis. Axes: B requests, T new tokens a request, N
-query and KV key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
+XLA makes three to four kernels of this; the scatter into the pool alone takes 4 to 6 us (32 rows of
+8 KV heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix product
+that was split along its inner axis. Axes: B requests, T new tokens per request, N query and KV
+key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import whole
 from specjax.kernels.backend import power_of_two, resolve, triton_call
 
-# programs that keep 132 multiprocessors busy with a few each
+# enough to keep 132 multiprocessors busy with several programs each
 ENOUGH_PROGRAMS = 1024
 MAX_TOKENS = 16
 
@@ -47,12 +47,12 @@ def specjax_rope_store(
     *,
     block: int,
 ) -> None:
-    """Kernel body: one program a (block of tokens, head of q, k or v)."""
+    """Kernel body: one program per (block of tokens, head of q, k or v)."""
     del pool_in
     tokens, half = cos_ref.shape
     heads, kv_heads = q_ref.shape[1], pool_ref.shape[3]
     head = pl.program_id(1)
-    # lanes behind the last token repeat the first ones and store the same values to the same places
+    # lanes after the last token repeat the first ones and store the same values to the same slots
     token = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)) % tokens
     low, high = pl.ds(0, half), pl.ds(half, half)
     first, second = qkv_ref[0, token, head, low], qkv_ref[0, token, head, high]
@@ -97,10 +97,10 @@ def rope_store(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate queries and keys, and store keys and values in a layer of the KV pool.
 
-    In place where the caller donates ``pool``; otherwise XLA copies it first.
+    Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
-        q: ``[B, T, N, H]``, not yet rotated; like k and v of the pool's dtype, or all three
+        q: ``[B, T, N, H]``, not yet rotated. q, k and v all have the pool's dtype, or all are
             float32 partial sums with a leading axis P.
         k: ``[B, T, KV, H]``, not yet rotated.
         v: ``[B, T, KV, H]``.
@@ -108,7 +108,7 @@ def rope_store(
         sin: f32 ``[B, T, 1, H / 2]``.
         pool: ``[L, slots, 2, KV, H]``.
         layer: index into L.
-        slots: i32 ``[B, T]``; equal ones (the padding page) keep any one of their tokens.
+        slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
 
     Returns:
         The rotated queries and the pool.
@@ -123,13 +123,13 @@ def rope_store(
         or sin.shape != tables
     ):
         raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape}, tables {cos.shape} and {sin.shape}, slots "
-            f"{slots.shape} and pool {pool.shape} do not belong together"
+            f"shapes of q {q.shape}, k {k.shape}, v {v.shape}, tables {cos.shape} and {sin.shape}, "
+            f"slots {slots.shape} and pool {pool.shape} do not match"
         )
     if implementation == "xla" or q.size == 0:
         return _reference(q, k, v, cos, sin, pool, layer, slots)
     *lead, heads, dim = q.shape[-4:]
-    # parts of one matrix product: XLA turns split and concatenation into nothing
+    # parts of one matrix product: XLA removes the split and the concatenation
     qkv = jnp.concatenate([q, k, v], axis=-2)
     tokens, columns = slots.size, qkv.shape[-2]
     qkv = qkv.reshape(-1, tokens, columns, dim)

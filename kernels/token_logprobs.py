@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens and of the best ones, without sorting the vocabulary.
+"""Log-probabilities of chosen tokens and of the most likely ones, without sorting the vocabulary.
 
-Axes: N rows, V vocabulary, M best tokens at most.
+Axes: N rows, V vocabulary, M maximum number of best tokens.
 """
 
 from functools import partial
@@ -63,7 +63,7 @@ def specjax_token_logprobs(
     block: int,
     limit: int,
 ) -> None:
-    """Kernel body: one program a row, which reads the row again for each of the best tokens."""
+    """Kernel body: one program per row, which reads the row again for each of the best tokens."""
     row, vocab_size = pl.program_id(0), logits_ref.shape[1]
     num_best = num_best_ref[row]
     num_blocks = (num_best >= 0).astype(jnp.int32) * pl.cdiv(vocab_size, block)
@@ -80,7 +80,7 @@ def specjax_token_logprobs(
         highest, total = carry
         values, _ = kept(i)
         higher = jnp.maximum(highest, values)
-        # lanes that have seen nothing but -inf
+        # higher is -inf in lanes that have seen only -inf
         shift = jnp.where(higher == -jnp.inf, 0.0, higher)
         return higher, total * jnp.exp(highest - shift) + jnp.exp(values - shift)
 
@@ -93,7 +93,7 @@ def specjax_token_logprobs(
     chosen_ref[row] = jnp.where(num_best >= 0, chosen, 0.0)
 
     def find(j: jax.Array, previous: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Store the best of what comes behind the one before: lower, or equal and further on."""
+        """Store the best token that follows the previous one: lower, or equal with a higher id."""
         last, last_id = previous
 
         def look(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -132,15 +132,15 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities f32 ``[N]`` of tokens; ids and log-probabilities of the best ``[N, M]``.
 
-    Everything of a row that asks for nothing is 0, and so is what lies behind the best tokens that
-    it asks for. These descend, the lower id first among equals.
+    All outputs of a row with ``num_best`` -1 are 0, as are entries after its ``num_best``. The best
+    tokens are in descending order, with the lower id first among equals.
 
     Args:
         logits: f32 ``[N, V]``, before the temperature.
         tokens: i32 ``[N]``.
-        temperatures: f32 ``[N]``; 0 is taken as 1.
-        thresholds: f32 ``[N]``, the least logit that is not filtered away.
-        num_best: i32 ``[N]``, best tokens to report beside the chosen one; -1 for nothing at all.
+        temperatures: f32 ``[N]``; 0 counts as 1.
+        thresholds: f32 ``[N]``, the lowest logit that is not filtered out.
+        num_best: i32 ``[N]``, best tokens to report in addition to the chosen one; -1: none.
         limit: M; with 0 the reference runs.
     """
     implementation = resolve(implementation)

@@ -1,12 +1,11 @@
 """Attention of a block of new tokens over a paged KV pool, with a tree mask inside the block.
 
-Axes: B requests, T query tokens (tree rows) a request, U new keys a request, N query heads, KV
-key/value heads, H head dim, P pages a request. The U new keys of a request lie in the slots of
-positions ``seq_len .. seq_len + U - 1``; a row sees every key before ``seq_len`` and, of the new
-ones, those that the mask names. All T rows of a verified tree are new keys; a level of a tree that
-is being drafted sees those of the levels above it as well. The pool is ``[L, slots, 2, KV, H]``:
-keys and values of one token side by side, so that one store writes both. Page 0 is the padding
-page.
+Axes: B requests, T query tokens (tree rows) per request, U new keys per request, N query heads, KV
+key/value heads, H head dim, P pages per request. The U new keys of a request are in the slots of
+positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len``, and the new keys
+that the mask selects. In a verified tree, all T rows are new keys. A tree level that is being
+drafted also sees the new keys of the levels above it. The pool is ``[L, slots, 2, KV, H]``: keys
+and values of one token are adjacent, so one store writes both. Page 0 is the padding page.
 """
 
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ import numpy as np
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 
-# keys a step of the chunked form; at 256 a short context needs one step and the loop costs nothing
+# keys per step of the chunked form; with 256 a short context needs one step and no loop overhead
 CHUNK = 256
 
 
 def _visible(
     keys: jax.Array, seq_lens: jax.Array, tree_mask: jax.Array | None, rows: int
 ) -> jax.Array:
-    """Bool ``[B, T, C]``: which key positions ``keys [C]`` each row sees."""
+    """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``."""
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
@@ -44,7 +43,7 @@ def _gather(
     num_slots = pool.shape[1]
     pages = page_table.at[:, keys // page_size].get(mode="fill", fill_value=0)
     slots = pages * page_size + keys % page_size
-    # one flat index: slicing the layer out first would copy it
+    # one flat index: slicing out the layer first would copy it
     rows = pool.reshape(-1, *pool.shape[2:])[layer * num_slots + slots]
     return rows[:, :, 0], rows[:, :, 1]
 
@@ -58,7 +57,7 @@ def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
 
 
 def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 ``[B, T, KV, G, H]`` of weights ``[B, T, KV, G, C]`` over values."""
+    """Float32 ``[B, T, KV, G, H]``: values weighted by ``[B, T, KV, G, C]``."""
     precision = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
     return jnp.einsum(
         "btkgc,bckh->btkgh",
@@ -79,7 +78,7 @@ def _dense_or_chunked(
     page_size: int,
     is_chunked: bool,
 ) -> jax.Array:
-    """All keys of the page table at once, or an online softmax whose work follows the longest."""
+    """Process all keys of the page table at once, or chunks up to the longest text."""
     batch, rows, _, dim = q.shape
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
 
@@ -95,8 +94,8 @@ def _dense_or_chunked(
         best, total, mixed = carry
         scores, v = scores_of(i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
         new_best = jnp.maximum(best, scores.max(axis=-1))
-        # the first chunk holds key 0, which every row sees behind a text, and all new keys of a
-        # row without one (MAX_MASKED is below CHUNK), so new_best is finite
+        # new_best is finite: the first chunk holds key 0, which every row sees after a text, and
+        # without a text all new keys of a row (MAX_MASKED is below CHUNK)
         weights = jnp.exp(scores - new_best[..., None])
         scale = jnp.exp(best - new_best)
         total = total * scale + weights.sum(axis=-1)
@@ -114,9 +113,9 @@ def _dense_or_chunked(
     return (mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
-# new keys that a mask may name: four words of a row
+# maximum number of new keys with a mask: four words per row
 MAX_MASKED = 128
-# rows of one dot: the tensor cores' smallest tile, and the most that one pass over the keys serves
+# rows per dot: the smallest tile of the tensor cores, and the maximum per pass over the keys
 MIN_ROWS, MAX_ROWS = 16, 64
 # finite, so that the difference of two of them is 0 and not NaN
 NEGATIVE = -1e30
@@ -127,11 +126,11 @@ LOG2E = 1.4426950408889634
 class AttentionTiles:
     """Launch shape of the Pallas kernel; powers of two."""
 
-    block_rows: int  # query rows (tokens x heads of a group) of one program
-    block_keys: int  # keys of one loop step
+    block_rows: int  # query rows (tokens x heads of a group) per program
+    block_keys: int  # keys per loop step
     num_splits: int  # programs that share a request's context (split-K)
-    num_warps: int  # of 32 threads, per program
-    num_stages: int  # loads in flight of the software pipeline
+    num_warps: int  # warps (of 32 threads) per program
+    num_stages: int  # loads in flight in the software pipeline
 
     @classmethod
     def choose(
@@ -142,7 +141,7 @@ class AttentionTiles:
         programs = batch * kv_heads * -(-rows // block_rows)
         bfloat16 = dtype == jnp.bfloat16
         if programs >= 256:
-            # two programs a multiprocessor: one split each, no merge; B=32, T=4, context 4096 on
+            # two programs per multiprocessor: one split each, no merge; B=32, T=4, context 4096 on
             # one H200: 154 us against 181 for two splits of 64-key blocks and three stages
             block_keys, num_splits, num_stages = 128 if bfloat16 else 64, 1, 2
         else:
@@ -154,7 +153,7 @@ class AttentionTiles:
 
 
 def _mask_words(tree_mask: jax.Array) -> jax.Array:
-    """A mask ``[B, T, U]`` as words i32 ``[B, T, W]``, two or four a row: bit i is new key i."""
+    """A mask ``[B, T, U]`` as i32 words ``[B, T, W]``, two or four per row: bit i is new key i."""
     batch, rows, num_new = tree_mask.shape
     num_words = 2 if num_new <= 64 else MAX_MASKED // 32
     padding = (0, 0), (0, 0), (0, 32 * num_words - num_new)
@@ -188,11 +187,11 @@ def specjax_tree_attention(
     seq_len = lens_ref[request]
 
     row = tile * tiles.block_rows + jnp.arange(tiles.block_rows)
-    # rows behind the last one repeat the first ones: they store the same values to the same places
+    # rows after the last one repeat the first ones: they store the same values to the same slots
     token, member = row % (rows * group) // group, head * group + row % group
     q = q_ref[request, token, member, :]
     words = [ref[request, token, i] for ref in words_ref for i in range(ref.shape[2])]
-    # a causal tile needs no key behind its own last token
+    # a causal tile needs no keys after its own last token
     last_token = jnp.minimum(((tile + 1) * tiles.block_rows - 1) // group, rows - 1)
     total = seq_len + (num_new if words else last_token + 1)
 
@@ -204,7 +203,7 @@ def specjax_tree_attention(
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, weight, mixed = carry
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
-        # past the end the last key is read again and masked: no masked load, no wild address
+        # past the end, read the last key again and mask it: no masked load, no invalid address
         key = jnp.minimum(position, total - 1)
         page = table_ref[request, jnp.minimum(key // page_size, pages - 1)]
         page = jnp.where(key // page_size < pages, page, 0)
@@ -245,7 +244,7 @@ def specjax_tree_attention(
 
 
 def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: Any) -> None:
-    """One program a (token, query head, request): the splits of one row into its output."""
+    """One program per (token, query head, request): merge the splits of one row."""
     heads, kv_heads = out_ref.shape[2], mixed_ref.shape[1]
     group = heads // kv_heads
     token, member, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -266,6 +265,15 @@ def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     )
 
 
+def check_heads(q: jax.Array, pool: jax.Array) -> None:
+    """Reject queries ``[..., N, H]`` that do not fit a pool ``[L, slots, 2, KV, H]``."""
+    heads, dim = q.shape[-2:]
+    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != dim:
+        raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {dim}]")
+    if heads % pool.shape[3]:
+        raise ValueError(f"{heads} query heads must be a multiple of {pool.shape[3]} KV heads")
+
+
 def tree_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -278,17 +286,17 @@ def tree_attention(
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
 ) -> jax.Array:
-    """Attention of T tokens a request over its pages.
+    """Attention of T tokens per request over its pages.
 
     Args:
         q: ``[B, T, N, H]``, rotated queries.
         pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
         layer: index into L.
-        page_table: i32 ``[B, P]``; entries behind a request's pages are 0.
+        page_table: i32 ``[B, P]``; entries after a request's pages are 0.
         seq_lens: i32 ``[B]``, tokens before the new ones.
-        tree_mask: bool ``[B, T, U]``, true where a row sees a new key; ``None`` is causal, over the
+        tree_mask: bool ``[B, T, U]``, true if a row sees a new key; ``None`` means causal over the
             T new tokens. A row must see itself.
-        page_size: tokens a page.
+        page_size: tokens per page.
         implementation: ``"chunked"`` (a loop over the context), ``"pallas"`` (reads each page once
             for up to 64 query rows of a KV head) or ``"xla"`` (all keys at once).
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
@@ -297,14 +305,11 @@ def tree_attention(
         ``[B, T, N, H]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: for shapes that do not belong together or an unknown implementation.
+        ValueError: for mismatched shapes or an unknown implementation.
         NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
-            keys, or a head dim that is no power of two from 16 to 256.
+            keys, or if the head dim is not a power of two from 16 to 256.
     """
-    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != q.shape[3]:
-        raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {q.shape[3]}]")
-    if q.shape[2] % pool.shape[3]:
-        raise ValueError(f"{q.shape[2]} query heads are no multiple of {pool.shape[3]} KV heads")
+    check_heads(q, pool)
     implementation = resolve(implementation, head_dim=q.shape[3], is_attention=True)
     if implementation in ("xla", "chunked"):
         is_chunked = implementation == "chunked"
@@ -317,8 +322,8 @@ def tree_attention(
     num_new = rows if tree_mask is None else tree_mask.shape[2]
     if (num_new > MAX_MASKED and tree_mask is not None) or not takes_head_dim(dim):
         raise NotImplementedError(
-            f"{num_new} new keys (at most {MAX_MASKED} with a tree mask) and head dim {dim} (a "
-            "power of two, 16 to 256) are not supported by the Pallas kernel; use "
+            f"the Pallas kernel supports at most {MAX_MASKED} new keys with a tree mask (got "
+            f"{num_new}), and head dims of powers of two from 16 to 256 (got {dim}); use "
             "implementation='xla'"
         )
     if tiles is None:

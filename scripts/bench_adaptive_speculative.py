@@ -1,4 +1,4 @@
-"""Adaptive speculation and fixed numbers of drafts; the same as ``specjax bench adaptive``."""
+"""Compare adaptive speculation with fixed numbers of drafts; same as ``specjax bench adaptive``."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a model with some of another one's layers, as a draft model to begin with.
+"""Write a model that keeps only some layers of another model, as the start of a draft model.
 
 python scripts/prune_layers.py --model smollm2-135m --keep 0-5 24-29 --output my-draft
 """
@@ -14,20 +14,20 @@ from specjax.cli.main import report_error
 
 
 def layer_range(text: str) -> range:
-    """``"3"`` or ``"0-5"``."""
+    """Parse ``"3"`` or ``"0-5"``."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 for bad input."""
+    """Return the exit status: 0, or 2 if the input is invalid."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="name, directory, .gguf file or repo id")
     add("--dtype", default="auto", help="float32, bfloat16 or auto: the checkpoint's own")
-    add("--keep", nargs="+", type=layer_range, required=True, help="layers, such as 0-5 24 29")
+    add("--keep", nargs="+", type=layer_range, required=True, help="layers, as in 0-5 24 29")
     add("--output", type=Path, required=True, help="directory to write")
     args = parser.parse_args(argv)
     try:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train an EAGLE-3 draft for a target model on the target's own text.
 
-Three stages, each of which can be run by itself: prompts (from files, or sampled from the target
-itself), the target's answers to them, and training with an export in the published format.
+The three stages are prompts (from files, or sampled from the target), the target's answers to
+them, and training with an export in the published format. Each stage can run on its own.
 
     python scripts/train_draft.py --model smollm2-135m --self-sample 2000 --output my-head
     python scripts/train_draft.py --model DIR --prompts questions.jsonl --output my-head
@@ -30,28 +30,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     dtypes = ("auto", "bfloat16", "float32")
     add("--dtype", default="auto", choices=dtypes, help="auto is bfloat16 on a GPU, else float32")
     add("--output", type=Path, help="directory of the exported draft; no default")
-    add("--seed", type=int, help="of prompts, answers, the held-out part and training")
+    add("--seed", type=int, help="seed of prompts, answers, held-out data and training")
     data = parser.add_argument_group("data")
     add = data.add_argument
-    prompts = "file of prompts, repeatable; none by default"
+    prompts = "file of prompts, repeatable; no default"
     add("--prompts", type=Path, action="append", default=[], metavar="FILE.jsonl", help=prompts)
-    text = "corpus .npz: read if it exists, else written (default: data-*.npz in --output)"
+    text = "corpus .npz to read if it exists, else to write (default: data-*.npz in --output)"
     add("--data", type=Path, help=text)
-    add("--generate-only", action="store_true", help="stop once --data is written")
-    add("--max-prompt-len", type=int, default=224, help="tokens; longer prompts are left out")
-    add("--generator-rows", type=int, default=64, help="sequences generated at the same time")
-    add("--prefill-rows", type=int, default=16, help="prompts prefilled at the same time")
+    add("--generate-only", action="store_true", help="stop after writing --data")
+    add("--max-prompt-len", type=int, default=224, help="skip prompts of more tokens")
+    add("--generator-rows", type=int, default=64, help="sequences generated in parallel")
+    add("--prefill-rows", type=int, default=16, help="prompts prefilled in parallel")
     add = parser.add_argument_group("draft").add_argument
-    add("--draft-vocab-size", type=int, default=8192, help="most frequent tokens of the answers")
-    add("--intermediate-size", type=int, help="default: the target's")
-    switch = argparse.BooleanOptionalAction
-    add("--fc-norm", action=switch, default=True, help="norm each feature (EAGLE 3.1)")
-    add("--norm-output", action=switch, default=True, help="feed back the normed output (3.1)")
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    add("--stop-at", type=int, help="end this run early (default: at --steps)")
-    add("--held-out", type=float, default=0.01, help="share of the prompts")
-    checkpoints = "orbax checkpoints; resumes from the newest; no default"
+    size = "number of tokens that the draft can predict, the most frequent ones of the answers"
+    add("--draft-vocab-size", type=int, default=8192, help=size)
+    add("--intermediate-size", type=int, help="size of the feed-forward layer (default: target's)")
+    switch, fed_back = argparse.BooleanOptionalAction, "feed back normalized output (EAGLE 3.1)"
+    add("--fc-norm", action=switch, default=True, help="normalize each feature (EAGLE 3.1)")
+    add("--norm-output", action=switch, default=True, help=fed_back)
+    add = (training := parser.add_argument_group("training")).add_argument
+    add("--stop-at", type=int, help="step at which this run ends (default: --steps)")
+    add("--held-out", type=float, default=0.01, help="share of the prompts held out of training")
+    checkpoints = "orbax checkpoints; the run resumes from the latest; no default"
     add("--checkpoint-dir", type=Path, help=checkpoints)
     add("--checkpoint-every", type=int, default=1000, help="steps between checkpoints")
     add("--log-every", type=int, default=50, help="steps between updates of the progress bar")

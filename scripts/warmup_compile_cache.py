@@ -1,4 +1,4 @@
-"""Compile what serving dispatches ahead of the first start; the same as ``specjax warmup``."""
+"""Compile all functions that serving needs before its first start; same as ``specjax warmup``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Checks of values that users write; a bool is neither an integer nor a number."""
+"""Checks of user input; a bool is neither an integer nor a number."""
 
 import math
 from operator import ge, gt, le, lt
@@ -23,19 +23,19 @@ _META = {"ge": "at_least", "gt": "above", "le": "at_most", "lt": "below"}
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 500
-short = _SHORT.repr  # of a value in an error message, which may be as long as a request
+short = _SHORT.repr  # shortens a value for an error message
 
 
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, by which clients know it
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, which clients check
 
 
 class ParameterError(ValueError):
-    """A value that an option does not take.
+    """An invalid value of an option.
 
     Attributes:
         param: the option as the user typed it; ``None`` if no single option is wrong.
-        limit: the bound that the value misses, if a bound is what it misses.
-        code: how a client recognises the error, for example ``"context_length_exceeded"``.
+        limit: the violated bound, if there is one.
+        code: identifies the error to clients, for example ``"context_length_exceeded"``.
     """
 
     def __init__(
@@ -51,12 +51,11 @@ class ParameterError(ValueError):
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is a Python integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number that a float can hold, and finite."""
+    """Whether ``value`` is a finite number that fits a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:
@@ -66,14 +65,14 @@ def is_number(value: Any) -> bool:
 
 
 def refused(name: str, value: Any, demand: str, limit: float | None = None) -> ParameterError:
-    """The error for a value of the option ``name`` that is not as demanded."""
-    # logit_bias[5] is a value of the option logit_bias
+    """Make the error for an invalid value of the option ``name``."""
+    # logit_bias[5] belongs to the option logit_bias
     param = name.partition("[")[0]
     return ParameterError(f"{name}={short(value)} {demand}", param=param, limit=limit)
 
 
 def check_integer(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
-    """``value`` if it is an integer within its limits; refuses it by name and limits if not."""
+    """Return ``value`` if it is an integer within the limits; else raise ParameterError."""
     words = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     demand = f"must be an integer {words}"
     if not is_integer(value):
@@ -86,7 +85,7 @@ def check_integer(name: str, value: Any, at_least: int, at_most: int | None = No
 
 
 def check_number(name: str, value: Any, **limits: float) -> float:
-    """``value`` as a float if it is a finite number within its limits; refuses it if not.
+    """Return ``value`` as a float if it is finite and within the limits; else raise ParameterError.
 
     The limits are any of ``at_least``, ``above``, ``at_most`` and ``below``.
     """
@@ -101,16 +100,16 @@ def check_number(name: str, value: Any, **limits: float) -> float:
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as an annotation ``kind`` says, or the error that names it, its value and limits.
+    """Convert ``value`` to the annotation ``kind``; ParameterError has name, value and limits.
 
-    ``kind`` is a type that msgspec knows, such as ``Annotated[int, Meta(ge=1)] | None`` or
-    ``dict[str, Any]``. The description of its ``Meta``, if there is one, says what is demanded of
-    other values than numbers. A float must be finite.
+    ``kind`` is a type that msgspec supports, such as ``Annotated[int, Meta(ge=1)] | None`` or
+    ``dict[str, Any]``. If its ``Meta`` has a description, the error uses it for values that are
+    not numbers. Floats must be finite.
     """
     if kind is Any:
         return value
     try:
-        # numpy's float64 is a float, but not to msgspec
+        # msgspec does not accept numpy's float64 as a float
         made = msgspec.convert(float(value) if isinstance(value, float) else value, kind)
         if not isinstance(made, float) or is_number(value):
             return made

@@ -1,4 +1,4 @@
-"""Frozen, validated configuration of models, speculation and the engine."""
+"""Frozen and validated configuration of models."""
 
 import logging
 from dataclasses import dataclass, fields, replace
@@ -27,7 +27,7 @@ class RopeScaling:
         if self.rope_type not in ("linear", "llama3"):
             raise ValueError(
                 f"rope_type={self.rope_type!r} is not supported; supported: 'linear', 'llama3' "
-                "(and 'default', which is no scaling)"
+                "(and 'default', without scaling)"
             )
         if not self.factor >= 1.0:
             raise ValueError(f"rope factor={self.factor} must be at least 1.0")
@@ -39,7 +39,7 @@ class RopeScaling:
 
 
 class Rope(NamedTuple):
-    """Rotary positions of the layers of one kind."""
+    """Rotary embedding of the layers of one kind."""
 
     head_dim: int
     theta: float
@@ -47,10 +47,10 @@ class Rope(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """What a network is stored and computed in."""
+    """Data types of a network."""
 
-    weights: jnp.dtype  # of matrices; one of 8 bits quantises them
-    activations: jnp.dtype  # of embeddings, norms and biases too
+    weights: jnp.dtype  # of matrices; 8 bits mean quantised
+    activations: jnp.dtype  # also of embeddings, norms and biases
     kv: jnp.dtype  # of the KV pool
 
 
@@ -89,7 +89,7 @@ class TransformerConfig:
 
     @property
     def dtypes(self) -> Dtypes:
-        """``dtype`` for all."""
+        """``dtype`` for everything."""
         return Dtypes(*[jnp.dtype(DTYPES[self.dtype])] * 3)
 
     @property
@@ -99,9 +99,9 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(TransformerConfig):
-    """A target language model, or the modules of multi-token prediction of one.
+    """A target language model, or its multi-token prediction modules.
 
-    ``model_type`` is the family, of which ``specjax/models/registry.py`` says the rest.
+    ``model_type`` is the family in ``specjax/models/registry.py``.
     """
 
     model_type: str
@@ -116,13 +116,13 @@ class ModelConfig(TransformerConfig):
 
     @property
     def context_limit(self) -> int:
-        """Most tokens of a text: beyond its sliding window attention is not supported."""
+        """Maximum tokens of a text; longer than the sliding window is not supported."""
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
 
     def context_length(self, asked: int | None) -> int:
-        """The context length asked for, or the model's own limit."""
+        """The requested context length, or the model's limit."""
         limit, longest = self.context_limit, self.max_position_embeddings
         what = f"limit of {limit} (max_position_embeddings)"
         if limit < longest:
@@ -136,25 +136,25 @@ class ModelConfig(TransformerConfig):
         return asked or limit
 
     def within(self, length: int) -> "ModelConfig":
-        """The same for texts of at most ``length`` tokens: a window as wide never applies."""
+        """The same model for texts of at most ``length`` tokens, without an unreachable window."""
         if self.sliding_window is None or length > self.sliding_window:
             return self
         return replace(self, sliding_window=None)
 
     @property
     def default_feature_layers(self) -> tuple[int, int, int]:
-        """Layers whose outputs EAGLE-3 reads when the draft config names none.
+        """Layers whose outputs EAGLE-3 reads if the draft config names none.
 
-        Upstream captures the inputs of layers 2, n // 2 and n - 3.
+        The reference implementation captures the inputs of layers 2, n // 2 and n - 3.
         """
         return (1, self.num_layers // 2 - 1, self.num_layers - 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(TransformerConfig):
-    """A draft head, stored as EAGLE-3 (``"eagle-3"``) or EAGLE-1/2 (``"eagle-1"``) checkpoints are.
+    """A draft head in the format of EAGLE-3 (``"eagle-3"``) or EAGLE-1/2 (``"eagle-1"``).
 
-    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's own output.
+    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's output.
     ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only).
     """
 
@@ -176,7 +176,7 @@ class DraftConfig(TransformerConfig):
         super().__post_init__()
         if self.checkpoint_format not in ("eagle-3", "eagle-1"):
             raise ValueError(
-                f"checkpoint_format={self.checkpoint_format!r} is not 'eagle-3' or 'eagle-1'"
+                f"checkpoint_format={self.checkpoint_format!r} must be 'eagle-3' or 'eagle-1'"
             )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
@@ -195,7 +195,7 @@ class DraftConfig(TransformerConfig):
 
     @property
     def fuses_features(self) -> bool:
-        """Whether the head joins outputs of ``feature_layers``, rather than read the last one."""
+        """Whether the head reads outputs of ``feature_layers`` instead of the last layer's."""
         return self.checkpoint_format == "eagle-3"
 
     @property
@@ -206,7 +206,7 @@ class DraftConfig(TransformerConfig):
         return len(self.feature_layers) * self.target_hidden_size
 
 
-# rows of a verify that attention tiles at once, less the root
+# maximum rows per verify in one attention tile, without the root
 MAX_STEPS = 63
-# rows of a verified tree, the root included
+# maximum rows of a verified tree, including the root
 MAX_NODES = 64

@@ -1,4 +1,4 @@
-"""Reading of JSON from files, and of typed values from it, with errors that name file and key."""
+"""Read JSON files and typed values from them; errors name the file and the key."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 def read_text(path: Path) -> str:
-    """Text of a UTF-8 file; a ValueError names one that is missing or cannot be read."""
+    """Read a UTF-8 file; raises ValueError if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:  # no UTF-8, a directory, a null byte in the name
-        raise ValueError(f"{str(path)!r} is no file of text: {error}") from error
+    except (OSError, ValueError) as error:  # not UTF-8, a directory, a null byte in the name
+        raise ValueError(f"{str(path)!r} cannot be read as UTF-8 text: {error}") from error
 
 
 def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
-    """What ``read`` makes of the value of each line; ValueError names the line that is wrong."""
+    """Apply ``read`` to the JSON value of each line; ValueError names the line with an error."""
     values = []
-    # JSON strings may hold U+2028 and others at which splitlines() splits
+    # splitlines() would also split at U+2028 and others, which JSON strings may contain
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
@@ -37,9 +37,9 @@ def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
 
 
 def read_json(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
-    """A JSON object from a file; ``is_strict`` refuses a key that is given twice.
+    """Read a JSON object from a file; ``is_strict`` refuses duplicate keys.
 
-    ValueError if the file is missing, is not JSON or is not an object.
+    Raises ValueError if the file is missing, is not JSON or does not hold an object.
     """
     text = read_text(path)
     try:
@@ -59,7 +59,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-# What files say: sizes are at most what an int32 holds.
+# types of values in files; sizes fit an int32
 Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveSize = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Flag = Annotated[bool, Meta(description="true or false")]
@@ -68,7 +68,7 @@ Flag = Annotated[bool, Meta(description="true or false")]
 class Fields:
     """Typed values of a JSON object or of other metadata; null counts as absent.
 
-    ``where`` is the file and the place in it, which every error names.
+    ``where`` is the file and the position in it; every error names it.
     """
 
     def __init__(self, values: Mapping[str, Any], where: object) -> None:
@@ -80,16 +80,16 @@ class Fields:
 
     @classmethod
     def read_if_there(cls, path: Path) -> "Fields":
-        """The values of a JSON file, none if there is no such file."""
+        """Read a JSON file; no values if the file does not exist."""
         return cls.read(path) if path.is_file() else cls({}, path)
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
-        """The value as :func:`convert` gives it, or the default of an absent one.
+        """Return the value converted by :func:`convert`, or the default if it is absent.
 
-        ValueError for a value of another type, and for an absent one without a default.
+        Raises ValueError if the type is wrong, or if the value is absent without a default.
         """
         value = self.values.get(key)
         if value is None and default is ...:
@@ -102,7 +102,7 @@ class Fields:
             raise ValueError(f"{self.where}: {error}") from None
 
     def ids(self, key: str) -> list[int]:
-        """Token ids: one, a list of them or none."""
+        """Token ids from a single id, a list of ids or an absent value."""
         value = self.get(key, Any, [])
         ids = value if isinstance(value, list) else [value]
         return [Fields({key: i}, self.where).get(key, Size) for i in ids]
@@ -112,12 +112,12 @@ class Fields:
         return Fields(self.get(key, dict[str, Any], {}), f"{self.where}: {key}")
 
     def build(self, kind: Callable[..., T], values: Mapping[str, Any]) -> T:
-        """``kind(**values)``, whose complaints then name this place."""
+        """Return ``kind(**values)``; its errors then name the file."""
         try:
             return kind(**values)
         except (TypeError, ValueError) as error:  # a TypeError: a required value is absent
             raise ValueError(f"{self.where}: {error}") from None
 
     def wrong(self, key: str, demand: str) -> ValueError:
-        """The error for a value that is not as demanded."""
+        """Make the error for an invalid value."""
         return ValueError(f"{self.where}: {key}={short(self.values.get(key))} {demand}")

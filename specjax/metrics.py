@@ -1,7 +1,4 @@
-"""Metrics of an engine since its start: plain numbers, and Prometheus families of them.
-
-The families have SGLang's names with the prefix ``specjax:``.
-"""
+"""Metrics of an engine since its start; Prometheus names are SGLang's after ``specjax:``."""
 
 import threading
 import time
@@ -25,10 +22,7 @@ MARKS_A_WINDOW = 50
 
 
 class Throughput:
-    """Units per second over the last ``window`` seconds with work to do; other time does not count.
-
-    So requests that come one by one show the speed that they are served at.
-    """
+    """Units per second over the last ``window`` seconds with work; idle time does not lower it."""
 
     def __init__(self, window: float = WINDOW_SECONDS) -> None:
         self._window = window
@@ -36,17 +30,17 @@ class Throughput:
         self._now = 0.0
         self._total = 0
         self._has_work = False
-        # (busy seconds, total) of old, the first one a window or more ago
+        # earlier (busy seconds, total); the first one is at least a window old
         self._marks: deque[tuple[float, int]] = deque([(0.0, 0)])
 
     def resume(self, now: float) -> None:
-        """There is work from now on, if there was none."""
+        """Record that there is work from ``now`` on."""
         if not self._has_work:
             self._has_work = True
             self._now = now
 
     def advance(self, now: float, total: int, has_work: bool) -> None:
-        """Take the total of units so far, and whether there is more to do."""
+        """Record the total of units so far, and whether there is more work."""
         if self._has_work:
             self._busy += now - self._now
         if self._has_work or has_work:
@@ -59,7 +53,7 @@ class Throughput:
                 marks.popleft()
 
     def rate(self, now: float, total: int) -> float:
-        """Units per second, up to now if there is work, otherwise up to its end."""
+        """Units per second until ``now`` or, without work, until the end of the last work."""
         busy = self._busy + (now - self._now if self._has_work else 0.0)
         start = self._marks[0]
         for mark in (*self._marks, (self._busy, self._total)):
@@ -73,7 +67,7 @@ class Throughput:
         return not self._has_work and now - self._now >= self._window
 
 
-# of SGLang's, with finer steps below: a small model makes a token in a third of a millisecond
+# SGLang's bounds in seconds, and finer ones below: a small model takes 1/3 ms per token
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400),
@@ -89,7 +83,7 @@ LENGTH_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))  # 
 
 @dataclass
 class Histogram:
-    """How often values fell up to each bound; the last count is of those beyond all bounds."""
+    """Counts of values up to each bound; the last count is for values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -110,19 +104,19 @@ class Histogram:
 class Totals:
     """Metrics of an engine since its start.
 
-    One thread writes, that of the scheduler: single metrics directly, those that belong together by
-    the methods. Any thread may take a :meth:`snapshot`. ``docs/metrics.md`` and :data:`METRICS`
-    say what each one counts.
+    Only the scheduler's thread writes: single metrics directly, and related metrics by the methods.
+    Any thread may take a :meth:`snapshot`. ``docs/metrics.md`` and :data:`METRICS` describe the
+    metrics.
     """
 
     clock: Callable[[], float] = time.perf_counter
     max_total_tokens: int = 1
-    drafts: bool = False  # rounds may draft, so that there is a tier
-    adapts: bool = False  # the tier follows what is being accepted
-    # tokens per round that are accepted regardless of the target, to measure speed alone
+    drafts: bool = False  # rounds may draft, so there is a tier
+    adapts: bool = False  # the tier adapts to the acceptance
+    # tokens per round accepted regardless of the target, to measure speed alone
     simulate_accept_length: float | None = None
 
-    tier: DraftShape = NO_DRAFTS  # of the rounds to come
+    tier: DraftShape = NO_DRAFTS  # of the next rounds
     ema_accept_len: float = 0.0
     num_switches: int = 0
     wasted_drafts: int = 0
@@ -138,20 +132,20 @@ class Totals:
     num_finished: int = 0
     num_aborted: int = 0
     num_stopped: int = 0  # ended by an end token or a stop string
-    num_cut: int = 0  # ended by their length
+    num_cut: int = 0  # ended at their length limit
     num_retracted: int = 0
     num_verifies: int = 0
     num_proposed_drafts: int = 0
     num_accepted_drafts: int = 0
-    verifies_by_accepted: list[int] = field(default_factory=list)  # by their accepted drafts
+    verifies_by_accepted: list[int] = field(default_factory=list)  # by number of accepted drafts
     queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
     completion_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
-    gen_throughput: float = 0.0  # tokens/s over the last window with work, 0 after an idle one
-    last_gen_throughput: float = 0.0  # the same, and what it was last where there is no work
+    gen_throughput: float = 0.0  # tokens/s over the last window with work; 0 after an idle window
+    last_gen_throughput: float = 0.0  # the same, but keeps its last value while idle
     throughput: Throughput = field(default_factory=Throughput)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -168,7 +162,6 @@ class Totals:
             return replace(self, **changes)
 
     def queue_changed(self, num_running: int, num_waiting: int, num_used_tokens: int) -> None:
-        """Take the state after a step or an abort."""
         with self.lock:
             self.num_running = num_running
             self.num_waiting = num_waiting
@@ -179,7 +172,7 @@ class Totals:
     def request_admitted(
         self, num_prompt_tokens: int, num_cached_tokens: int, queue_seconds: float | None
     ) -> None:
-        """Count a prefill that begins; ``queue_seconds`` is ``None`` for a request that resumes."""
+        """Count the start of a prefill; ``queue_seconds`` is ``None`` for a resumed request."""
         with self.lock:
             self.throughput.resume(self.clock())
             self.reused_tokens += num_cached_tokens
@@ -189,14 +182,14 @@ class Totals:
                 self.queue_time.observe(queue_seconds)
 
     def tokens_generated(self, num_tokens: int, seconds: float | None) -> None:
-        """Count tokens that a request got at once, ``seconds`` after those before, if any."""
+        """Count tokens that a request got at once, ``seconds`` after its previous ones, if any."""
         with self.lock:
             self.generated_tokens += num_tokens
             if seconds is not None:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
     def drafts_verified(self, num_proposed: int, accepted: Sequence[int]) -> None:
-        """Count verifies of one request with their drafts; ``accepted`` has those of each."""
+        """Count verifies of one request; ``accepted`` has the accepted drafts of each verify."""
         with self.lock:
             self.num_verifies += len(accepted)
             self.num_proposed_drafts += num_proposed
@@ -209,7 +202,7 @@ class Totals:
     def request_finished(
         self, reason: str, seconds: float, num_prompt_tokens: int, num_completion_tokens: int
     ) -> None:
-        """Count an end, ``seconds`` after the request was made."""
+        """Count the end of a request, ``seconds`` after its submission."""
         with self.lock:
             self.num_finished += 1
             self.num_aborted += reason == "abort"
@@ -226,22 +219,22 @@ class Totals:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that the prefix cache had."""
+        """Share of prompt tokens served from the prefix cache."""
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
     @property
     def accept_length(self) -> float:
-        """Tokens per verify pass, the bonus token included; 0 before the first verify."""
+        """Tokens per verify pass, including the bonus token; 0 before the first verify."""
         return (self.num_verifies + self.num_accepted_drafts) / max(self.num_verifies, 1)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How often the first drafted token of a round was accepted, the second, and so on."""
+        """How often the first draft of a round was accepted, the second, and so on."""
         return list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
 
     @property
     def accept_rate(self) -> float:
-        """Share of the proposed drafts that was accepted."""
+        """Accepted share of the proposed drafts."""
         return self.num_accepted_drafts / max(self.num_proposed_drafts, 1)
 
 
@@ -251,7 +244,7 @@ _EMA = (
     "spec_accept_length includes."
 )
 _SIMULATED = "Tokens per verify pass accepted regardless of the target, to measure speed alone."
-_COMPUTED = "Tokens computed or found in the cache, those of resumed requests included."
+_COMPUTED = "Tokens computed or found in the prefix cache, including those of resumed requests."
 _KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -262,11 +255,11 @@ _KINDS: dict[str, Any] = {
 class Metric(NamedTuple):
     """One metric of an engine."""
 
-    name: str  # in Prometheus, without the prefix and a counter's ``_total``
+    name: str  # in Prometheus, without the prefix and the ``_total`` of counters
     kind: str
     field: str  # of Totals
     help: str
-    needs: str = ""  # the field of Totals without which an engine does not have it
+    needs: str = ""  # omit the metric if this field of Totals is false
     label: tuple[str, str] | None = None  # of one member of a family
 
     def of(self, totals: Totals) -> Any:
@@ -275,20 +268,20 @@ class Metric(NamedTuple):
 
 METRICS = (
     Metric("num_running_reqs", "gauge", "num_running", "Running requests."),
-    Metric("num_queue_reqs", "gauge", "num_waiting", "Waiting requests, retracted ones too."),
+    Metric("num_queue_reqs", "gauge", "num_waiting", "Waiting requests, including preempted."),
     Metric("num_used_tokens", "gauge", "num_used_tokens", "Tokens in pages of running requests."),
-    Metric("max_total_num_tokens", "gauge", "max_total_tokens", "Tokens that the KV pool holds."),
+    Metric("max_total_num_tokens", "gauge", "max_total_tokens", "KV pool capacity in tokens."),
     Metric("token_usage", "gauge", "token_usage", "Used share of the KV pool."),
     Metric("gen_throughput", "gauge", "gen_throughput", "Tokens/s in the last 5 s with work."),
-    Metric("cache_hit_rate", "gauge", "cache_hit_rate", "Share of prompt tokens in the cache."),
+    Metric("cache_hit_rate", "gauge", "cache_hit_rate", "Cached share of prompt tokens."),
     Metric(
-        "spec_accept_length", "gauge", "accept_length", "Tokens per verify, bonus token included."
+        "spec_accept_length", "gauge", "accept_length", "Tokens per verify, with the bonus token."
     ),
     Metric("spec_accept_rate", "gauge", "accept_rate", "Accepted share of the proposed drafts."),
     Metric("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of admitted requests."),
     Metric("cached_tokens", "counter", "cached_tokens", "Prompt tokens from the prefix cache."),
     Metric("generation_tokens", "counter", "generated_tokens", "Completion tokens."),
-    Metric("num_requests", "counter", "num_finished", "Ended requests, aborted ones included."),
+    Metric("num_requests", "counter", "num_finished", "Ended requests, including aborted."),
     Metric("num_aborted_requests", "counter", "num_aborted", "Requests ended by abort or timeout."),
     Metric("num_retracted_requests", "counter", "num_retracted", "Number of preemptions."),
     Metric("spec_verify_calls", "counter", "num_verifies", "Verify passes, counted per request."),
@@ -297,7 +290,7 @@ METRICS = (
     Metric("spec_num_steps", "gauge", "tier.steps", "Drafted levels per round.", "drafts"),
     Metric("spec_num_draft_tokens", "gauge", "tier.nodes", "Tokens verified per round.", "drafts"),
     Metric("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
-    Metric("spec_num_switches", "counter", "num_switches", "Changes of the tier.", "adapts"),
+    Metric("spec_num_switches", "counter", "num_switches", "Tier switches.", "adapts"),
     Metric(
         "spec_simulate_accept_length",
         "gauge",
@@ -317,19 +310,23 @@ METRICS = (
         "realtime_tokens", "counter", "reused_tokens", _COMPUTED, label=("mode", "prefill_cache")
     ),
     Metric("realtime_tokens", "counter", "generated_tokens", _COMPUTED, label=("mode", "decode")),
-    Metric("queue_time_seconds", "histogram", "queue_time", "In seconds, until prefill."),
-    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "In seconds."),
-    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "In seconds."),
-    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "In seconds."),
+    Metric("queue_time_seconds", "histogram", "queue_time", "Seconds from arrival until prefill."),
+    Metric(
+        "time_to_first_token_seconds", "histogram", "time_to_first_token", "Seconds to first token."
+    ),
+    Metric(
+        "inter_token_latency_seconds", "histogram", "inter_token_latency", "Seconds between tokens."
+    ),
+    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds per request."),
 )
 
 
 class EngineMetrics(Collector):
-    """The metrics of one engine, for Prometheus and for code; ``model_name`` labels them all.
+    """Metrics of one engine, for Prometheus and for code; ``model_name`` labels all of them.
 
     Attributes:
-        registry: all metrics, for ``prometheus_client``. Each engine has its own.
-        snapshot: the metrics of one moment, as :class:`Totals`; any thread may call it.
+        registry: all metrics, for ``prometheus_client``; one per engine.
+        snapshot: returns consistent current metrics as :class:`Totals`; any thread may call it.
     """
 
     def __init__(self, model_name: str, totals: Totals) -> None:
@@ -339,14 +336,14 @@ class EngineMetrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterable[Any]:
-        """All families; called by the registry at a scrape."""
+        """All families; the registry calls this at a scrape."""
         return families(self.snapshot(), METRICS, PREFIX, self._model_name)
 
 
 def families(
     totals: Totals, metrics: Iterable[Metric], prefix: str, model_name: str
 ) -> Iterable[Any]:
-    """Metrics as Prometheus families, each sample with the label ``model_name``."""
+    """Convert metrics to Prometheus families; each sample has the label ``model_name``."""
     found: dict[str, Any] = {}
     for metric in metrics:
         if metric.needs and not getattr(totals, metric.needs):

@@ -1,10 +1,10 @@
-"""The vocabulary: arrays that pass between the stages of a round.
+"""Shared types: arrays that pass between the stages of a round.
 
-Axes: B batch rows (padded to a bucket), T rows of one verify (``num_draft_tokens``), S
-``num_steps``, K ``topk``, A accept width, R request slots (row 0 is padding), D hidden,
-F feature width, E end tokens, M biased tokens.
+Axes: B batch rows (padded to a bucket), T rows per verify (``num_draft_tokens``), S ``num_steps``,
+K ``topk``, A accept width, R request slots (row 0 is padding), D hidden size, F feature width, E
+end tokens, M biased tokens.
 
-``num_accepted_drafts`` counts drafted tokens that passed verification; ``num_accepted_tokens`` also
+``num_accepted_drafts`` counts drafted tokens that passed verification. ``num_accepted_tokens`` also
 counts the bonus token. They are separate arrays everywhere (SGLang change #23962).
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# E: end tokens of a request that the device knows; models have one to four
+# E: maximum end tokens per request on the device; models have one to four
 MAX_END_TOKENS = 8
 # M
 MAX_LOGIT_BIAS = 64
@@ -24,39 +24,39 @@ I32 = Annotated[jax.Array, np.int32]
 
 
 class DraftShape(NamedTuple):
-    """A tier: everything static about the tree that a round drafts and verifies."""
+    """A tier: the static shape of the tree that a round drafts and verifies."""
 
     steps: int  # S, drafted levels; 0 drafts nothing
-    topk: int  # K, branches of a level; 1 is a chain
-    nodes: int  # T, rows of a verify, the root included; a chain may draft more
+    topk: int  # K, branches per level; 1 is a chain
+    nodes: int  # T, rows per verify, including the root; a chain may draft more
 
     @classmethod
     def chain(cls, steps: int, nodes: int | None = None) -> "DraftShape":
-        """The root and ``steps`` drafts in one branch; at most ``nodes`` rows are verified."""
+        """A chain of the root and ``steps`` drafts; at most ``nodes`` rows are verified."""
         return cls(steps, 1, steps + 1 if nodes is None else min(nodes, steps + 1))
 
     def __str__(self) -> str:
-        """The steps of a chain that is verified whole; else steps, branches and rows."""
+        """The steps of a completely verified chain; else steps, branches and rows."""
         return str(self.steps) if self == self.chain(self.steps) else "-".join(map(str, self))
 
     @property
     def depth(self) -> int:
-        """Drafts that a round can accept."""
+        """Maximum drafts that a round can accept."""
         return min(self.steps, self.nodes - 1)
 
     @property
     def accept_width(self) -> int:
-        """A: tokens that a round can bring, the bonus token included."""
+        """A: maximum tokens per round, including the bonus token."""
         return self.depth + 1
 
     @property
     def num_candidates(self) -> int:
-        """Drafts that the nodes behind the root are chosen from: K, then K of K a level."""
+        """Number of drafts to choose the nodes after the root from: K, then K * K per level."""
         return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
 
     @property
     def draft_rows(self) -> int:
-        """KV indices behind the root that drafting writes: the last level is not drafted from."""
+        """KV indices after the root that drafting writes; the last level needs no KV."""
         return max(0, self.steps - 1) * self.topk
 
     @property
@@ -68,8 +68,8 @@ class DraftShape(NamedTuple):
     def tail(self) -> int:
         """KV indices that a round needs after the last token of a request.
 
-        In a chain a row after that token is never accepted. In a tree rows are not depths: the
-        last row may hold the first draft.
+        A chain never accepts a row after that token. In a tree rows are not in the order of depth:
+        the last row may hold the first draft.
         """
         return 0 if self.topk == 1 else self.rows - 1
 
@@ -80,10 +80,10 @@ NO_DRAFTS = DraftShape.chain(0)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VerifyInput:
-    """A drafted tree; column 0 is the root, the bonus token of the round before.
+    """A drafted tree; column 0 is the root, the bonus token of the previous round.
 
-    Real proposals come first: nodes behind ``num_proposed`` of them are padding. It counts neither
-    as proposed nor as a sibling, and is never accepted.
+    Nodes after the first ``num_proposed`` drafts are padding. Padding counts neither as proposed
+    nor as a sibling, and is never accepted.
     """
 
     draft_tokens: jax.Array  # i32 [B, T]
@@ -91,15 +91,15 @@ class VerifyInput:
     parents: jax.Array  # i32 [B, T]; -1 for the root, parents come before children
     positions: jax.Array  # i32 [B, T] = seq_lens + depth
     tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
-    # f32 [B, T - 1, V] of a chain, what each draft was drawn from; where sampling asks for them.
+    # f32 [B, T - 1, V], distribution that each draft was drawn from (chains, if sampling needs it).
     # A row that is not finite, or has 0 for its draft, counts as no draft
     draft_probs: jax.Array | None = None
-    # i32 [B, T] of a tree, where behind seq_lens drafting has left a row's KV; -1 for nowhere
+    # i32 [B, T], KV offset of each node after seq_lens from drafting; -1 if not stored (trees)
     draft_rows: jax.Array | None = None
 
     @property
     def is_child(self) -> jax.Array:
-        """Whether a row (last axis) is a real child of another, bool ``[B, T, T]``."""
+        """Whether a node (last axis) is a real child of another one, bool ``[B, T, T]``."""
         index = jnp.arange(self.parents.shape[1], dtype=jnp.int32)
         is_real = (index <= self.num_proposed[:, None])[:, None, :]
         return (self.parents[:, None, :] == index[:, None]) & is_real
@@ -108,9 +108,9 @@ class VerifyInput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities that the target's raw logits give to tokens, and the best tokens there.
+    """Log-probabilities of tokens from the target's raw logits, and the most likely tokens.
 
-    Arrays of the device, or of the host once they are read.
+    The arrays are on the device, or on the host after they are read.
     """
 
     chosen: jax.Array | np.ndarray  # f32 [...]
@@ -121,23 +121,23 @@ class Logprobs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NodeOutputs:
-    """What the target gave at every row of a tree; every array is ``[B, T, ...]``.
+    """Outputs of the target at every row of a tree; every array is ``[B, T, ...]``.
 
-    Acceptance compacts all of it at once, to ``[B, A, ...]`` of the accepted path with zeros behind
-    it: what is reported by row belongs here.
+    Acceptance compacts all arrays to ``[B, A, ...]``: the accepted path, then zeros. Per-row
+    results belong here.
     """
 
-    tokens: jax.Array  # i32 [B, T], the target's own token behind each row
-    features: jax.Array  # [B, T, F], what the algorithm reads of the target
-    logprobs: Logprobs | None = None  # [B, T] of tokens; zeros where no row asks for them
-    hidden_states: jax.Array | None = None  # [B, T, D], that the logits of tokens come from
+    tokens: jax.Array  # i32 [B, T], the target's token after each row
+    features: jax.Array  # [B, T, F], target features that the algorithm reads
+    logprobs: Logprobs | None = None  # [B, T] of tokens; zeros if no row requests them
+    hidden_states: jax.Array | None = None  # [B, T, D], states from which tokens were sampled
     draft_rows: jax.Array | None = None  # i32 [B, T], those of the verified tree
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VerifyOutput:
-    """What the target accepted. Padding rows have zero counts and bonus token 0."""
+    """Result of verification. Padding rows have zero counts and bonus token 0."""
 
     accept_index: jax.Array  # i32 [B, A], rows 0..T-1 of the accepted path, root first, then -1
     outputs: NodeOutputs  # [B, A, ...] of the accepted path
@@ -156,40 +156,40 @@ class VerifyOutput:
 
     @property
     def num_accepted_tokens(self) -> jax.Array:
-        """i32 ``[B]``, the bonus token included."""
+        """i32 ``[B]``, including the bonus token."""
         return self.packed[:, -1]
 
     @property
     def accept_tokens(self) -> jax.Array:
-        """The target's token i32 ``[B, A]`` at each row of the accepted path, then 0."""
+        """The target's tokens i32 ``[B, A]`` after each row of the accepted path, then 0."""
         return self.outputs.tokens
 
     @property
     def features(self) -> jax.Array:
-        """Target features ``[B, A, F]`` of the accepted path; zeros behind it."""
+        """Target features ``[B, A, F]`` of the accepted path, then zeros."""
         return self.outputs.features
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundOutput:
-    """What the host reads of a round."""
+    """Outputs of a round that the host reads."""
 
     # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens
     packed: jax.Array
     logprobs: Logprobs | None  # [B, A]
-    hidden_states: jax.Array | None  # [B, A, D], beside the tokens
-    prompt_logprobs: Logprobs | None = None  # [P], of prefill where they are asked for
+    hidden_states: jax.Array | None  # [B, A, D], one per token
+    prompt_logprobs: Logprobs | None = None  # [P], of prefill if requested
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingTable:
-    """Sampling parameters of rows or request slots; greedy where ``temperatures`` is 0.
+    """Sampling parameters of rows or request slots; greedy if ``temperatures`` is 0.
 
-    End tokens let a row stop on the device; the host checks all of a request's end conditions
-    again, so those beyond E only cost rounds. The annotations are the layout of the packed table:
-    a dtype of 32 bits, and the words of a request if they are several.
+    End tokens stop a row on the device. The host checks all end conditions again, so end tokens
+    beyond E only cost extra rounds. The annotations are the layout of the packed table: a 32-bit
+    dtype, and the number of words per request if it is not 1.
     """
 
     temperatures: F32  # [R]
@@ -199,15 +199,15 @@ class SamplingTable:
     seeds: Annotated[jax.Array, np.uint32, 2]  # [R, 2], the request seed as two words
     # [R, E], tokens that end the request, then -1
     end_token_ids: Annotated[jax.Array, np.int32, MAX_END_TOKENS]
-    wants_logprobs: I32  # [R], 1 where log-probabilities are reported
+    wants_logprobs: I32  # [R], 1 if log-probabilities are reported
     top_logprobs: I32  # [R], best tokens to report in addition to the chosen one
     is_adjusted: I32  # [R], 1 if a logit processor is used
     repetition_penalties: F32  # [R]; 1 turns it off
     frequency_penalties: F32  # [R]; 0 turns it off
     presence_penalties: F32  # [R]; 0 turns it off
-    min_new_tokens: I32  # [R], produced tokens before an end token may come
-    prompt_lens: I32  # [R], tokens of the history that the request has not produced
-    speculates: I32  # [R], 0 where drafts are not proposals
+    min_new_tokens: I32  # [R], minimum tokens before an end token
+    prompt_lens: I32  # [R], leading tokens of the history that are the prompt
+    speculates: I32  # [R], 0 if drafts are not proposed
     bias_ids: Annotated[jax.Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], then -1
     bias_values: Annotated[jax.Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 
@@ -215,7 +215,7 @@ class SamplingTable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPools:
-    """Keys and values of the target, and what an algorithm keeps beside them."""
+    """Keys and values of the target, and the algorithm's state."""
 
     target: jax.Array  # [L, KV indices, 2, KV, H]
     draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing

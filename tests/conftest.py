@@ -1,7 +1,7 @@
-"""Test-wide settings: everything runs on the CPU unless a GPU is asked for.
+"""Settings of all tests: everything runs on the CPU unless a GPU is requested.
 
-Nearly all time goes into XLA compiling toys. It compiles them without optimisation, and every
-compiled function is kept in one folder, for the processes of a run and for later runs.
+Nearly all time goes into compiling tiny models. XLA compiles them without optimisation. One folder
+keeps every compiled function for the processes of a run and for later runs.
 """
 
 import gc
@@ -21,15 +21,15 @@ from hypothesis import settings
 from specjax.compiling.cache import CompileCache
 from specjax.testing import Files, write_files
 
-# the same examples in every run; seconds say nothing beside another process
+# the same examples in every run, without deadlines: other processes affect the timing
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
-# four runners compile in 33 CPU-seconds with the first flag alone and in 12 with all
+# four runners compile in 33 CPU-seconds with only the first flag, and in 12 with all flags
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):  # later ones do not know it
+if jax.__version_info__ < (0, 11):  # later versions reject the flag
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-# for what has to hold on any device
+# for tests of properties that must hold on any device
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 CACHE = {
@@ -39,20 +39,20 @@ CACHE = {
     "jax_traceback_in_locations_limit": 0,
 }
 READ: dict[str, Any] = {}  # executables that engines share, by key
-# folders whose tests share compiled runners and engines: each is the work of one process
+# groups of folders that share compiled runners and engines; one process runs each group
 SHARING = (
     ("speculative", "runtime", "scheduling", "kv"),
     ("engine", "cli", "scripts", "metrics", "disaggregation"),
     ("server",),
 )
-# of the 65,530 that Linux grants a process
+# limit of memory mappings; Linux allows 65,530 per process
 MANY_MAPPINGS = 30_000
-# bytes of compiled functions, from which on they are thrown away
+# size of the compile cache in bytes above which it is deleted
 FULL = 2 * 2**30
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings of XLA and of JAX's cache, for this process and for those that tests start."""
+    """Configure XLA and JAX's cache for this process and for processes that tests start."""
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ.setdefault("XLA_FLAGS", f"{QUICK} {TWO_DEVICES}")
     for name, value in CACHE.items():
@@ -65,12 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if sum(sizes) > FULL:
         shutil.rmtree(COMPILED)
     COMPILED.mkdir(parents=True, exist_ok=True)
-    COMPILED.chmod(0o700)  # what lies there is executed
+    COMPILED.chmod(0o700)  # its files are executed
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Modules go to processes as a whole, and folders that share what they compile together."""
+    """Assign whole modules to processes, and folders with shared compiled functions to one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.split("::")[0]
             parts = Path(module).parts
             if re.search(r"(?<!not )\bslow\b", config.option.markexpr):
-                return module  # few that share anything, of minutes each
+                return module  # slow tests take minutes each and share little
             found = [group[0] for group in SHARING if len(parts) > 1 and parts[1] in group]
             return found[0] if found else module
 
@@ -86,7 +86,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where the default backend is no GPU."""
+    """Skip tests marked `gpu` if the default backend is not a GPU."""
     if not any("gpu" in item.keywords for item in items) or jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
@@ -96,14 +96,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: a collection of garbage need not look at it again and again."""
+    """Exclude imported objects from garbage collection, so that collections are fast."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _kept_logging() -> Iterator[None]:
-    """A script's main function may set up logging for the whole process."""
+    """Restore logging, as a script's main function may configure it for the whole process."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
@@ -119,7 +119,7 @@ def _strict_dtypes():
 
 @pytest.fixture(autouse=True, scope="session")
 def _read_once() -> Iterator[None]:
-    """Executables that engines share come from disk once a process: an engine reads for 0.4 s."""
+    """Read shared executables from disk once per process: each engine would need 0.4 s."""
     read = CompileCache.load
 
     def load(cache: CompileCache, key: str, arguments: Any) -> Any:
@@ -142,14 +142,14 @@ def _few_executables() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Tiny checkpoints, and the compile cache that engines share."""
+    """Tiny checkpoints and the compile cache that engines share."""
     return write_files(tmp_path_factory.mktemp("engine"), COMPILED)
 
 
 def drop_executables() -> None:
-    """Executables go if there are many: each takes several memory mappings on a CPU.
+    """Drop executables if there are many: each takes several memory mappings on a CPU.
 
-    A process that has used up those that it may have crashes inside the compiler.
+    A process without free mappings crashes inside the compiler.
     """
     if num_mappings() < MANY_MAPPINGS:
         return
@@ -165,7 +165,7 @@ def drop_executables() -> None:
 
 
 def num_mappings() -> int:
-    """Memory mappings of this process; 0 where the system does not tell."""
+    """Number of memory mappings of this process; 0 if the system does not report it."""
     try:
         return len(Path("/proc/self/maps").read_bytes().splitlines())
     except OSError:

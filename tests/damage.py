@@ -1,4 +1,4 @@
-"""Single flipped bits in the files of a folder."""
+"""Flip single bits in the files of a folder."""
 
 import shutil
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Saved:
-    """A folder, and the bytes of all its files as they were."""
+    """A folder and the original bytes of all its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -19,7 +19,7 @@ class Saved:
             path.write_bytes(data)
 
     def flips(self, count: int | None = None) -> Iterator[Path]:
-        """The file with a flipped bit: one in the middle of each, or ``count`` over all bytes."""
+        """Yield each file with a flipped bit: one in its middle, or ``count`` over all bytes."""
         sizes = [len(data) for data in self.files.values()]
         places = [(path, len(data) // 2) for path, data in self.files.items() if data]
         if count is not None:

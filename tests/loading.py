@@ -1,4 +1,4 @@
-"""Scripts as modules."""
+"""Load scripts as modules."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """``scripts/{name}.py``, executed but not run as the main module."""
+    """Load ``scripts/{name}.py`` without running it as the main module."""
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -22,12 +22,12 @@ def load_script(name: str) -> ModuleType:
 
 
 def load_bench(name: str) -> ModuleType:
-    """``scripts/bench/{name}.py`` as a module of the package ``bench``."""
+    """Load ``scripts/bench/{name}.py`` as a module of the package ``bench``."""
     if str(SCRIPTS) not in sys.path:
         sys.path.append(str(SCRIPTS))
     return importlib.import_module(f"bench.{name}")
 
 
 def run_bench(name: str, arguments: str, *more: str) -> int:
-    """The exit status of a benchmark; ``more`` arguments may hold spaces."""
+    """Run a benchmark and return its exit status; ``more`` arguments may contain spaces."""
     return main(["bench", name, *arguments.split(), *more])

@@ -1,4 +1,4 @@
-"""Runners over tiny networks, compiled once for equal arguments, and requests without an engine."""
+"""Runners over tiny networks, compiled once per set of arguments, and requests without engine."""
 
 import copy
 import dataclasses
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import DraftConfig, ModelConfig
-from specjax.kv.pages import PageAllocator
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.runtime.runner import ModelRunner
@@ -41,7 +40,7 @@ def chains(*steps: int) -> tuple[DraftShape, ...]:
 
 
 def algorithm_of(head: DraftConfig | ModelConfig | None) -> SpeculativeAlgorithm:
-    """The algorithm that drafts with a head, or a model, of this configuration."""
+    """Algorithm that drafts with a head or model of this configuration."""
     name = None
     if isinstance(head, ModelConfig):
         name = "STANDALONE"
@@ -54,7 +53,7 @@ def algorithm_of(head: DraftConfig | ModelConfig | None) -> SpeculativeAlgorithm
 
 @cache
 def target_model() -> tuple[FlatModel[CausalLM], Weights]:
-    """Random target weights, scaled so that its distributions are neither flat nor peaked."""
+    """Random target weights, scaled so that distributions are neither flat nor peaked."""
     flat = FlatModel.of(partial(CausalLM, TARGET))
     weights = random_weights(flat, 0)
     head = flat.names.index("lm_head.kernel")
@@ -84,9 +83,9 @@ def copied_weights() -> tuple[Weights, Weights]:
 
 
 def runner_config(page_size: int = 4, **changes: Any) -> RunnerConfig:
-    """Four request slots, and pools of 600 tokens.
+    """Configuration with four request slots and pools of 600 tokens.
 
-    Rounds and prefill have one bucket each, since every function takes seconds to compile.
+    Rounds and prefill have one bucket each, as every function takes seconds to compile.
     """
     config: dict[str, Any] = {
         "page_size": page_size,
@@ -115,7 +114,7 @@ def _made_runner(head: Any, config: RunnerConfig) -> ModelRunner:
 def make_runner(
     head: Any = None, num_steps: int = 0, *, rounds: int = 1, **changes: Any
 ) -> ModelRunner:
-    """A compiled runner with random weights, one for equal arguments. A test clears its slots."""
+    """Compile a runner with random weights, once per set of arguments. Tests clear its slots."""
     algorithm = changes.pop("algorithm", None) or algorithm_of(head)
     options = {"algorithm": algorithm, "shapes": chains(num_steps)} | changes
     return _made_runner(head, runner_config(rounds_per_dispatch=rounds, **options))
@@ -123,7 +122,7 @@ def make_runner(
 
 @cache
 def copied_runner(num_steps: int, rounds: int = 1, **changes: Any) -> ModelRunner:
-    """The same with the copying networks, and with the same compiled functions; 0 is plain."""
+    """Runner with the copying networks and the same compiled functions; 0 steps is plain."""
     head_config = EAGLE3 if num_steps else None
     runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds, **changes))
     config = runner.config
@@ -147,9 +146,9 @@ def make_request(
     clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Request:
-    """A request, without a tokenizer if none is given.
+    """Make a request, by default without a tokenizer.
 
-    Token 5 ends it, or ``ends``, unless ``ignore_eos`` is set.
+    Token 5, or ``ends``, ends it unless ``ignore_eos`` is set.
     """
     if top_logprobs is not None:
         options |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
@@ -167,27 +166,25 @@ def make_request(
 
 
 def run_requests(runner: ModelRunner, requests: list[Request], *, run_ahead: int = 0) -> None:
-    """Serve requests to their end; afterwards every page is free again."""
-    config = runner.config
-    allocator = PageAllocator(config.num_pages, config.page_size)
-    scheduler = Scheduler(runner, allocator, run_ahead=run_ahead)
+    """Serve requests to their end and check that every page is free again."""
+    scheduler = Scheduler(runner, run_ahead=run_ahead)
     for request in requests:
         scheduler.check(request)
         scheduler.add(request)
     while scheduler.has_work:
         scheduler.step()
-    assert allocator.num_free == config.num_pages - 1
+    assert scheduler.debug_state()["pages_free"] == runner.config.num_pages - 1
 
 
 def dense_greedy(prompt: Sequence[int], count: int) -> list[int]:
-    """The greedy continuation by the random target, without cache, pages and rounds."""
+    """Greedy continuation by the random target, without cache, pages and rounds."""
     params = SamplingParams(temperature=0.0, max_new_tokens=count)
     return dense_decode(target_model()[1], Job(prompt=tuple(prompt), params=params)).tokens
 
 
 @cache
 def plain_output(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> list[int]:
-    """What plain decoding of one request alone gives, by the copying target."""
+    """Output of plain decoding by the copying target for one request alone."""
     request = make_request(list(prompt), params, seed=seed)
     run_requests(copied_runner(0), [request])
     return request.output_ids
@@ -196,5 +193,5 @@ def plain_output(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> 
 def plain_outputs(
     prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
 ) -> list[list[int]]:
-    """What plain decoding gives, each request alone."""
+    """Output of plain decoding for each request alone."""
     return [plain_output(tuple(p), params, s) for p, s in zip(prompts, seeds, strict=True)]

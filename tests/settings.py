@@ -1,4 +1,4 @@
-"""JAX settings and events that tests watch or put back."""
+"""JAX settings and events that tests observe or restore."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ CACHE_SETTINGS = (
 
 @contextmanager
 def kept_cache_settings() -> Iterator[None]:
-    """Settings of the persistent compile cache that changed inside are put back."""
+    """Restore settings of the persistent compile cache that changed inside."""
     before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
     compilation_cache.reset_cache()
     try:
@@ -28,7 +28,7 @@ def kept_cache_settings() -> Iterator[None]:
 
 @contextmanager
 def counted_compilations() -> Iterator[list[str]]:
-    """A list that grows by one event for every function traced or compiled inside."""
+    """Yield a list that gets one event for every function traced or compiled inside."""
     events: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:

@@ -1,4 +1,4 @@
-"""The structure of the sources: floors, files at the top, and who may ask which algorithm it is."""
+"""Structure of the sources: layers, top-level files, and code that may depend on the algorithm."""
 
 import ast
 import re
@@ -10,8 +10,8 @@ import pytest
 from specjax.speculative import registry
 
 ROOT = Path(__file__).parents[1]
-# from the ground up; rooms of one floor may not import each other, a room its own files only
-FLOORS = (
+# lowest layer first; a package may import only its own files and packages of lower layers
+LAYERS = (
     ("checks",),
     ("types", "config", "json_file"),
     ("kernels",),
@@ -29,18 +29,18 @@ FLOORS = (
     ("cli",),
     ("testing",),
 )
-FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {package: i for i, packages in enumerate(LAYERS) for package in packages}
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Files of the package with the module names that they install as."""
+    """Files of the package with their installed module names."""
     for base, prefix in ((ROOT / "specjax", "specjax"), (ROOT / "kernels", "specjax.kernels")):
         for path in sorted(base.rglob("*.py")):
             yield path, ".".join((prefix, *path.relative_to(base).with_suffix("").parts))
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in the file."""
+    """Modules that a file imports, anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -48,34 +48,34 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
-def test_nothing_imports_upwards_and_rooms_of_one_floor_stay_apart() -> None:
+def test_imports_point_to_lower_layers() -> None:
     wrong = []
     for path, module in sources():
-        room = room_of(module)
-        if room in ("__init__", "__main__"):
+        package = package_of(module)
+        if package in ("__init__", "__main__"):
             continue
         for name in imported(path):
-            other = room_of(name)
-            if not name.startswith("specjax.") or other == room or other not in FLOOR:
+            other = package_of(name)
+            if not name.startswith("specjax.") or other == package or other not in LAYER:
                 continue
-            if FLOOR[other] >= FLOOR[room]:
+            if LAYER[other] >= LAYER[package]:
                 wrong.append(f"{module} imports {name}")
     assert not wrong
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {room_of(module) for _, module in sources()}
-    assert rooms - {"__init__", "__main__"} == set(FLOOR)
+def test_every_package_has_a_layer() -> None:
+    packages = {package_of(module) for _, module in sources()}
+    assert packages - {"__init__", "__main__"} == set(LAYER)
 
 
-def test_no_circle_between_files() -> None:
+def test_no_import_cycle() -> None:
     modules = {module.removesuffix(".__init__"): path for path, module in sources()}
 
-    def known(name: str) -> str | None:
+    def owner(name: str) -> str | None:
         while name and name not in modules:
             name = name.rpartition(".")[0]
         return name or None
@@ -85,7 +85,7 @@ def test_no_circle_between_files() -> None:
             if isinstance(node, ast.ImportFrom) and node.module:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
-    graph = {m: {k for n in top_level(p) if (k := known(n)) and k != m} for m, p in modules.items()}
+    graph = {m: {k for n in top_level(p) if (k := owner(n)) and k != m} for m, p in modules.items()}
     done: set[str] = set()
 
     def visit(module: str, above: tuple[str, ...]) -> None:
@@ -99,12 +99,12 @@ def test_no_circle_between_files() -> None:
         visit(module, ())
 
 
-def test_the_top_is_small() -> None:
+def test_few_files_at_the_top_level() -> None:
     assert len(list((ROOT / "specjax").glob("*.py"))) <= 8
 
 
-def test_the_files_on_the_way_of_a_token_are_listed() -> None:
-    """In docs/architecture.md: cells like ``kv/`` budget, pages, each folder in backticks."""
+def test_the_files_on_the_path_of_a_token_are_listed() -> None:
+    """docs/architecture.md lists them in cells such as ``kv/`` budget, pages."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     ((count, table),) = re.findall(r"^These (\d+) files [^|]*((?:\|.*\n)+)", page, re.MULTILINE)
     files = []
@@ -118,15 +118,15 @@ def test_the_files_on_the_way_of_a_token_are_listed() -> None:
 
 
 def outside() -> list[Path]:
-    """Sources that must not know which algorithm it is, scripts included."""
+    """Sources that must not depend on the algorithm, including scripts."""
     inside = ("specjax/speculative/", "specjax/checkpoints/", "specjax/testing/")
     paths = [p for top in ("specjax", "kernels", "scripts") for p in (ROOT / top).rglob("*.py")]
     return [p for p in paths if not p.relative_to(ROOT).as_posix().startswith(inside)]
 
 
 @pytest.mark.parametrize("path", outside(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_nobody_asks_which_algorithm_it_is(path) -> None:
-    """Neither by a literal of its name, nor by its predicate, nor by whether there is a draft."""
+def test_code_outside_does_not_depend_on_the_algorithm(path) -> None:
+    """It contains no names or predicates of algorithms and does not test for a draft."""
     text = path.read_text()
     names = {*registry.names(), *registry.ALIASES}
     for node in ast.walk(ast.parse(text)):

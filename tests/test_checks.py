@@ -1,4 +1,4 @@
-"""The typed reader of values, and the errors that it raises."""
+"""Conversion of values to types, and its errors."""
 
 import math
 import pickle

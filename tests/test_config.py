@@ -1,4 +1,4 @@
-"""Configurations refuse what cannot be, and say what and why."""
+"""Configurations reject invalid values with an error that names the value and the reason."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The examples: the whole path in one file, and the plugin, built and installed in a process."""
+"""The examples: the one-file program, and the plugin, installed and run in a new process."""
 
 import json
 import os
@@ -48,9 +48,9 @@ print(json.dumps([[out["output_ids"] for out in outs], drafts]))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as pip installs it."""
+    """Folder with the package as pip installs it."""
     folder = tmp_path_factory.mktemp("example")
-    # a copy, since setuptools leaves files beside the sources
+    # a copy, as setuptools writes files next to the sources
     source = shutil.copytree(EXAMPLE, folder / "source")
     pip = [sys.executable, "-m", "pip"]
     build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source]
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Tokens, and accepted and proposed drafts, of one engine that starts anew."""
+    """Start an engine in a new process; return tokens, and accepted and proposed drafts."""
     arguments = SIZES | ADAPTIVE | {"model": str(files.target), "compile_cache_dir": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", SERVE],
@@ -78,9 +78,7 @@ def serve(site: Path, files: Files, cache: Path) -> tuple[list[list[int]], list[
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_whole_path_in_one_file_writes_what_the_engine_writes(
-    files: Files, temperature: float
-) -> None:
+def test_the_one_file_program_equals_the_engine(files: Files, temperature: float) -> None:
     generate = runpy.run_path(str(EXAMPLES / "minimal.py"))["generate"]
     prompts = ["abcabcab", "the quick brown fox jumps over the lazy dog"]
     given = {"temperature": temperature, "max_new_tokens": 24, "ignore_eos": True}
@@ -93,7 +91,7 @@ def test_the_whole_path_in_one_file_writes_what_the_engine_writes(
 
 
 @pytest.mark.slow
-def test_it_is_installed_named_and_read_anew_after_an_edit(
+def test_plugin_is_installed_named_and_recompiled_after_an_edit(
     files: Files, site: Path, tmp_path: Path
 ) -> None:
     with files.small(speculative=False, chunked_prefill_size=16) as plain:
@@ -101,7 +99,7 @@ def test_it_is_installed_named_and_read_anew_after_an_edit(
     cache = tmp_path / "cache"
     tokens, drafts = serve(site, files, cache)
     assert tokens == expected
-    for again in (2, 5):  # the first prompt, served again
+    for again in (2, 5):  # repeat the first prompt
         accepted, proposed = drafts[again]
         assert 0 < accepted <= proposed
         assert accepted >= 8

@@ -1,4 +1,4 @@
-"""The algorithm that docs/extending.md writes, taken from the page and run."""
+"""Run the algorithm of docs/extending.md as extracted from the page."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_it_is_as_short_as_the_page_says() -> None:
+def test_line_count_matches_the_page() -> None:
     module = blocks("python")[0]
     assert len(module.splitlines()) <= 60
 
@@ -25,14 +25,14 @@ def test_it_is_as_short_as_the_page_says() -> None:
 @pytest.mark.parametrize(
     ("module", "names"), re.findall(r"^\| `(specjax[\w.]*)` \| (.*) \|$", PAGE, re.MULTILINE)
 )
-def test_stable_names_are_there(module: str, names: str) -> None:
+def test_stable_names_exist(module: str, names: str) -> None:
     found = import_module(module)
     assert [name for name in re.findall(r"`(\w+)`", names) if not hasattr(found, name)] == []
 
 
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed as its entry point says, and checked by its own test."""
+    """The plugin is installed under its entry point and passes its own test."""
     module, test = blocks("python")
     (points,) = blocks("toml")
     section, line = points.splitlines()

@@ -1,4 +1,4 @@
-"""The installed package is what the source tree and pyproject.toml say."""
+"""The installed package matches the source tree and pyproject.toml."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def source_packages() -> set[str]:
-    """Every folder with Python files under specjax/, and kernels/ as specjax.kernels."""
+    """List all folders with Python files under specjax/, and kernels/ as specjax.kernels."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "specjax").rglob("*.py")}
     return {".".join(folder.parts) for folder in folders} | {"specjax.kernels"}
 
@@ -69,7 +69,7 @@ def test_public_names_are_exported() -> None:
     assert [name for name in specjax.__all__ if not hasattr(specjax, name)] == []
 
 
-def test_import_leaves_the_process_alone() -> None:
+def test_import_has_no_side_effects() -> None:
     code = (
         "import os, sys, logging; before = dict(os.environ); import specjax.testing; import jax;"
         "assert dict(os.environ) == before;"
@@ -82,7 +82,7 @@ def test_import_leaves_the_process_alone() -> None:
 
 @pytest.mark.slow
 def test_wheel_contents(tmp_path: Path) -> None:
-    # a copy, since setuptools leaves files beside the sources and takes up what it finds there
+    # a copy, as setuptools writes files next to the sources and packages files that it finds there
     source = tmp_path / "source"
     for name in ("specjax", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -105,5 +105,5 @@ def test_wheel_contents(tmp_path: Path) -> None:
 
 
 def modules_in(folder: str) -> list[Path]:
-    """Every Python file under a folder of the source tree."""
+    """List the Python files under a folder of the source tree."""
     return list((ROOT / folder).rglob("*.py"))

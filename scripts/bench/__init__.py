@@ -1,1 +1,1 @@
-"""Benchmarks, which `specjax bench NAME` runs."""
+"""Benchmarks that `specjax bench NAME` runs."""

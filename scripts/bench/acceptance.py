@@ -1,9 +1,9 @@
-"""Measures a draft head on prompts: acceptance by category, identity with plain decoding, speed.
+"""Measure a draft head on prompts: acceptance by category, identity with plain decoding, speed.
 
     specjax bench acceptance --prompts scripts/data/prompts.jsonl --output results.json
 
 The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
-of user messages. Each turn goes through the chat template, after the turns before it.
+of user messages. Each turn is encoded with the chat template, after all earlier turns.
 """
 
 import argparse
@@ -39,7 +39,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one turn of a conversation; ``difference`` is None if plain decoding agrees."""
+    """Result of one turn; ``difference`` is None if plain decoding gives the same tokens."""
 
     question_id: str
     category: str
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass
 class Stopwatch:
-    """An engine, its completion tokens and the time that its calls took."""
+    """An engine with the completion tokens and the duration of its calls."""
 
     engine: Any
     num_tokens: int = 0
@@ -70,9 +70,9 @@ def evaluate(
     sampling: dict[str, Any],
     batch_size: int,
 ) -> Iterator[list[Answer]]:
-    """Answer all turns of all prompts with both engines, one batch of requests after the other.
+    """Answer all turns of all prompts with both engines, one batch of requests at a time.
 
-    Both conversations continue with the speculative answer, so that one difference stays one.
+    Both engines continue with the speculative answer, so that a difference is counted once.
     """
     plain = watches["plain"].engine
     conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Metrics of a set of answers; averages are 0 if nothing was verified."""
+    """Compute the metrics of a set of answers; averages are 0 if nothing was verified."""
     metas = [answer.meta_info for answer in answers]
     drafts = {name: value or 0 for name, value in common.acceptance(metas).items()}
     return drafts | {
@@ -112,13 +112,13 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(name, __doc__, ["batch_buckets"])
     parser.set_defaults(dtype="float32")
     add = parser.add_argument_group("run", argument_default=None).add_argument
-    add("--prompts", type=Path, required=True, help="JSON lines, Spec-Bench form")
-    add("--max-new-tokens", type=int, default=128)
-    add("--batch-size", type=int, default=8)
-    add("--limit", type=int, help="use the first N prompts")
-    add("--temperature", type=float, default=0.0)
-    add("--sampling-seed", type=int, default=0)
-    add("--output", type=Path, help="write the results as JSON")
+    add("--prompts", type=Path, required=True, help="JSON lines in Spec-Bench form")
+    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    add("--batch-size", type=int, default=8, help="requests in parallel (default: %(default)s)")
+    add("--limit", type=int, help="number of prompts to use (default: all)")
+    add("--temperature", type=float, default=0.0, help="default: %(default)s")
+    add("--sampling-seed", type=int, default=0, help="default: %(default)s")
+    add("--output", type=Path, help="file to write the results to, as JSON (default: none)")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "batch_size", "max_new_tokens", "limit")
     return args

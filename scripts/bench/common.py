@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, prompts, metrics of requests, tables, and machine facts."""
+"""Shared code of the benchmarks: options, prompts, request metrics, tables and machine facts."""
 
 import argparse
 import json
@@ -16,19 +16,18 @@ from typing import Any
 from specjax.cli.options import add_engine_options, add_options
 from specjax.engine.args import EngineArgs
 from specjax.engine.requests import tokenize_inputs
-from specjax.json_file import read_json_lines
 from specjax.speculative.registry import DEFAULT
 from specjax.text.tokenizer import Tokenizer
-from specjax.training.collect import check_turns
+from specjax.training.collect import read_lines
 
 COPIES, COPY_REPEATS = 4, 5
 DATA = Path(__file__).parents[1] / "data"
 PROMPTS = DATA / "prompts.jsonl"
-# chosen for SmolLM2-135M with its shipped head: docs/adaptive_decoding.md has the accept lengths
+# chosen for SmolLM2-135M with its shipped head; docs/adaptive_decoding.md lists the accept lengths
 ADAPTIVE_PROMPTS = DATA / "adaptive_prompts.jsonl"
 SPEC_BENCH = ("question_id", "category", "turns")
 WORKLOADS = {"low": ["low"], "high": ["high"], "transition": ["low", "high", "low", "high"]}
-# names in an engine's server info
+# keys in an engine's server info
 SIZES = (
     "dtype",
     "context_length",
@@ -46,30 +45,22 @@ SIZES = (
 )
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable[[str], list[Any]]:
+    """Return a parser of comma-separated values; if ``known`` is not empty, it must list them."""
 
-
-def floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A reader of names that are separated by commas."""
-
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := set(names) - set(known):
+    def read(text: str) -> list[Any]:
+        values = [kind(part) for part in text.split(",")]
+        if known and (unknown := set(values) - set(known)):
             raise argparse.ArgumentTypeError(f"{sorted(unknown)} must be among {list(known)}")
-        return names
+        return values
 
     return read
 
 
 def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Read ``NAME key=value ...`` into the name, ``""`` if there is none, and the values.
+    """Split ``NAME key=value ...`` into the name (``""`` if omitted) and the values.
 
-    A value is JSON, or else a text.
+    A value that is not valid JSON is a string.
     """
     words = text.split()
     name = words.pop(0) if words and "=" not in words[0] else ""
@@ -86,14 +77,14 @@ def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def engine_parser(name: str, doc: str, more: Collection[str]) -> argparse.ArgumentParser:
-    """A parser with the options of an engine and ``more``; options not given stay unset."""
+    """Create a parser with engine options and those of ``more``; omitted options stay unset."""
     parser = argparse.ArgumentParser(
         prog=f"specjax bench {name}",
         description=doc.splitlines()[0],
         argument_default=argparse.SUPPRESS,
     )
     add_engine_options(parser)
-    add_options(parser.add_argument_group("more of the engine"), EngineArgs, more)
+    add_options(parser.add_argument_group("more engine options"), EngineArgs, more)
     parser.set_defaults(speculative_algorithm=DEFAULT)
     return parser
 
@@ -107,31 +98,10 @@ def check_at_least(
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
-def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line.
-
-    Each object has ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
-    and the ``required`` keys. A ``ValueError`` names a line of another form.
-    """
-    wanted = " and ".join(required) or "prompt, messages or turns"
-
-    def read(row: Any) -> dict[str, Any]:
-        keys = row.keys() if isinstance(row, dict) else set()
-        if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
-            raise ValueError(f"it lacks {wanted}")
-        check_turns(row.get("turns", [""]))
-        return row
-
-    rows = read_json_lines(path, read)
-    if not rows:
-        raise ValueError(f"{path.name} holds no prompts")
-    return rows
-
-
 def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a line of :func:`read_lines`; of ``turns`` the first.
+    """Encode a line of :func:`read_lines`; of ``turns``, only the first counts.
 
-    ``messages`` and ``turns`` go through the chat template, a ``prompt`` does not.
+    ``messages`` and ``turns`` are encoded with the chat template, a ``prompt`` without it.
     """
     if "messages" not in row and "turns" not in row:
         return tokenizer.encode(row["prompt"])
@@ -140,9 +110,9 @@ def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 
 def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[list[int]]]:
-    """Token ids of ``count`` prompts per phase of a file, which is one phase, or of a workload.
+    """Encode ``count`` prompts per phase of a workload, or of a file, which is a single phase.
 
-    A category that comes again continues with its next prompts, in the end with its first.
+    A repeated category continues with its next prompts and wraps around at the end.
     """
     if prompts in WORKLOADS:
         rows, kinds = read_lines(ADAPTIVE_PROMPTS, SPEC_BENCH), WORKLOADS[prompts]
@@ -160,11 +130,11 @@ def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[
 
 
 def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Acceptance metrics from the ``meta_info`` of requests; skips requests without a verify.
+    """Compute acceptance metrics from the ``meta_info`` of requests that were verified.
 
-    ``accept_length`` is the mean over requests of tokens per verify. It counts the token of prefill
-    and leaves out plain rounds. ``accept_length_pooled`` divides the sums. Both are ``None`` if
-    nothing was verified.
+    ``accept_length`` is the mean of tokens per verify over requests. It includes the token of
+    prefill and excludes plain rounds. ``accept_length_pooled`` is the ratio of the sums. Both are
+    ``None`` if nothing was verified.
     """
     verified = [meta for meta in metas if meta.get("spec_verify_ct")]
     verifies = sum(meta["spec_verify_ct"] for meta in verified)
@@ -185,7 +155,7 @@ def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table_of(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a padded Markdown table; a column is (heading, key of a row, format)."""
+    """Format rows as a padded Markdown table; a column is (heading, key in a row, format)."""
     lines = [[heading for heading, _, _ in columns]]
     for row in rows:
         values = [(row.get(key), form) for _, key, form in columns]
@@ -203,7 +173,7 @@ def append_json(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def software() -> dict[str, Any]:
-    """Versions and devices; it initializes the devices, which a client of a server must not."""
+    """Collect versions and devices. This initializes the devices; a server's client must not."""
     import jax
 
     devices = jax.devices()
@@ -217,7 +187,7 @@ def software() -> dict[str, Any]:
 
 
 def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of an engine from its server info, without the paths of its files."""
+    """Extract the sizes of an engine from its server info, without file paths."""
     state = info["internal_states"][0]
     memory = state["memory_usage"]
     return {
@@ -229,14 +199,14 @@ def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peak_gb() -> float:
-    """Most device memory that this process had in use, if the backend counts it."""
+    """Peak device memory of this process in GB; 0 if the backend does not count it."""
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of an elementwise pass over 4 GiB (64 MiB on a CPU)."""
+    """Measure an elementwise pass over 4 GiB (64 MiB on a CPU): bytes per second, both ways."""
     import jax
     import jax.numpy as jnp
 

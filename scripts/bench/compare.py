@@ -1,18 +1,18 @@
-"""Compares ways to decode on prompts: tokens/s, accept length, ratio to plain decoding.
+"""Compare decoding methods on prompts: tokens/s, accept length, ratio to plain decoding.
 
     specjax bench compare --case plain --case EAGLE3 --case "EAGLE3 topk=4 draft_tokens=16" \\
         --prompts scripts/data/editing_prompts.jsonl --batch 1,8,32
     specjax bench adaptive --batch 8 --num-prompts 16 --repeats 5
 
 A case is ``plain``, or an algorithm and its options: ``steps``, ``topk``, ``draft_tokens``,
-``policy`` (of adaptive speculation), or any engine argument. Without an algorithm it takes the
-command line's. ``adaptive`` has other defaults: fixed numbers of drafts and both policies, on
-prompts of low and high acceptance. Its second names of options are those of SGLang's benchmark.
+``policy`` (of adaptive speculation), or any engine argument. If a case names no algorithm, the
+command line's is used. ``adaptive`` differs only in its defaults: fixed numbers of drafts and both
+policies, on prompts of low and high acceptance. Alternative option names are SGLang's.
 
-All cases of a batch size run in one process, over the same weights and requests. An engine gets the
-requests of a phase at once and runs --batch of them at a time. Phases run the cases in rotating
-order, so that a drift of the device's clocks affects all; medians of the repeats count. Every text
-is compared with the first one of plain decoding. A policy keeps what it learned, warm-up included.
+All cases of a batch size run in one process and share weights and requests. An engine gets all
+requests of a phase in one call and runs --batch of them in parallel. Each phase rotates the order
+of the cases, so that drift of the device's clocks affects all of them. The median repeat counts.
+Every text is compared with plain decoding. Policies keep their state, also from the warm-up.
 """
 
 import argparse
@@ -49,7 +49,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 DEFAULTS["compare"] |= {"output_len": 128, "warmup": 16, "ignore_eos": False}
 DEFAULTS["adaptive"] |= {"output_len": 256, "warmup": 2, "ignore_eos": True}
-# tokens of context for a prompt with its chat template, in addition to the completion
+# context tokens for a prompt with its chat template, in addition to the completion
 PROMPT_LEN = 1024
 ENGINE_OPTIONS = ("batch_buckets", "disable_radix_cache", "overlap", "simulate_accept_length")
 COLUMNS = (
@@ -82,23 +82,23 @@ class PhaseRun(NamedTuple):
 def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(name, __doc__, ENGINE_OPTIONS)
     add = parser.add_argument_group("run").add_argument
-    add("--case", action="append", help="a way to decode; repeatable (default of compare: plain)")
+    add("--case", action="append", help="decoding method; repeatable (default of compare: plain)")
     add(
         "--prompts",
         "--workload",
         action="append",
         help="FILE of JSON lines, or one of low, high, transition; repeatable",
     )
-    add("--num-prompts", "--requests", type=int, help="of each phase")
-    add("--output-len", "--max-tokens", type=int, help="tokens of a completion")
-    add("--temperatures", type=common.floats, default=[0.0])
+    add("--num-prompts", "--requests", type=int, help="requests per phase")
+    add("--output-len", "--max-tokens", type=int, help="maximum tokens of a completion")
+    add("--temperatures", type=common.list_of(float), default=[0.0], help="default: 0")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, help="completions of equal length")
-    add("--batch", "--concurrency", type=common.numbers, help="requests at a time")
-    add("--repeats", type=int, default=1, help="runs of a phase; medians count")
-    add("--warmup", type=int, help="requests of each phase before the first repeat")
+    add("--batch", "--concurrency", type=common.list_of(int), help="requests in parallel")
+    add("--repeats", type=int, default=1, help="runs per phase; the median counts (default: 1)")
+    add("--warmup", type=int, help="requests per phase before the first repeat")
     add("--output", "--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
     args = argparse.Namespace(**DEFAULTS[name] | vars(parser.parse_args(argv)))
-    # plain decoding is what the others are compared with
+    # all cases are compared with plain decoding
     args.case = list(dict.fromkeys([PLAIN, *getattr(args, "case", [])]))
     args.seed = getattr(args, "seed", 1)
     common.check_at_least(parser, args, 1, "num_prompts", "repeats", "output_len", "batch")
@@ -107,11 +107,11 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def options_of(case: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments of a case, from those of the command line."""
+    """Merge the engine arguments of the command line with those of a case."""
     name, values = common.pairs_of("--case", case)
     own = {SHORT.get(key, key): value for key, value in values.items()}
     policy = own.pop("policy", None)
-    # the command line's drafting options are for cases without an algorithm
+    # drafting options of the command line apply only to cases without an algorithm
     left_out = DRAFTING if name else ADAPTIVE
     base = {key: value for key, value in given.items() if not key.startswith(left_out)}
     if name:
@@ -125,7 +125,7 @@ def options_of(case: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def answer(
     args: argparse.Namespace, engine: Any, prompts: Sequence[list[int]], temperature: float
 ) -> PhaseRun:
-    """Run requests that come at once; the i-th has the seed ``args.seed + i``."""
+    """Run requests in one call; request i has the seed ``args.seed + i``."""
     shared = {"temperature": temperature, "ignore_eos": args.ignore_eos}
     shared["max_new_tokens"] = args.output_len
     sampling = [shared | {"sampling_seed": args.seed + i} for i in range(len(prompts))]
@@ -137,7 +137,7 @@ def answer(
 def measure(
     args: argparse.Namespace, engines: Mapping[str, Any], phases: Phases, temperature: float
 ) -> dict[str, list[list[PhaseRun]]]:
-    """Run all phases with all cases; for each case the runs of each repeat."""
+    """Run all phases with all cases; return the runs of each repeat by case."""
     cases = list(engines)
     runs: dict[str, list[list[PhaseRun]]] = {case: [] for case in cases}
     first = [prompt for phase in phases.values() for prompt in phase[: args.warmup]]
@@ -167,10 +167,10 @@ def ids_of(runs: Sequence[PhaseRun]) -> list[list[int]]:
 def metrics(
     repeats: Sequence[Sequence[PhaseRun]], reference: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """Metrics of phases that ran one after the other, of the median repeat.
+    """Compute the metrics of consecutive phases in the median repeat.
 
-    ``equal_share`` is the share of requests with the tokens of ``reference``; ``mean_latency``
-    starts when a request is admitted. Without speculation a round is a token.
+    ``equal_share`` is the share of requests with the tokens of ``reference``. ``mean_latency``
+    starts when a request is admitted. Without speculation, a round is one token.
     """
     totals = [sum(run.seconds for run in runs) for runs in repeats]
     seconds = statistics.median_low(totals)
@@ -200,7 +200,7 @@ def metrics(
 
 
 def add_ratios(rows: Mapping[str, dict[str, Any]], adaptive: Sequence[str]) -> None:
-    """Add throughput over that of plain decoding and, of adaptive cases, over the fixed cases."""
+    """Add the throughput relative to plain decoding, and of adaptive cases to the fixed cases."""
     speeds = {case: row["output_throughput"] for case, row in rows.items()}
     fixed = [speed for case, speed in speeds.items() if case not in (PLAIN, *adaptive)]
     for case, row in rows.items():
@@ -213,7 +213,7 @@ def add_ratios(rows: Mapping[str, dict[str, Any]], adaptive: Sequence[str]) -> N
 def rows_of(
     args: argparse.Namespace, engines: Mapping[str, Any], phases: Phases, truths: dict[Any, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one batch size: for each temperature and phase, and overall, one per case."""
+    """Yield the rows of one batch size: one per temperature, phase (or overall) and case."""
     parts = {name: slice(i, i + 1) for i, name in enumerate(phases)}
     parts |= {"overall": slice(None)} if len(phases) > 1 else {}
     settings = {case: common.settings_of(one.get_server_info()) for case, one in engines.items()}
@@ -244,10 +244,10 @@ def main(name: str, argv: Sequence[str]) -> int:
     phases: dict[str, list[list[int]]] = {}
     truths: dict[Any, Any] = {}
     options = {case: options_of(case, given) for case in args.case}
-    # before the minutes of the first; other ways to accept give a seed another text
+    # fails early on a bad case; with other acceptance rules a seed gives another text
     is_exact = all(EngineArgs(**one).acceptance.is_coupled for one in options.values())
     with ExitStack() as kept:
-        lender: Any = None  # its weights serve all engines
+        lender: Any = None  # all engines share its weights
         for batch in args.batch:
             with ExitStack() as stack:
                 engines: dict[str, Any] = {}

@@ -1,14 +1,14 @@
-"""Times the kernels of a round at the sizes of serving: XLA's fused reference against Pallas.
+"""Time the kernels of a round at serving sizes: XLA's fused reference against Pallas.
 
-    specjax bench kernels --output kernels.jsonl    # the small ones
-    specjax bench attention                         # paged attention, next to a copy
+    specjax bench kernels --output kernels.jsonl    # the small kernels
+    specjax bench attention                         # paged attention, compared with a copy
     specjax bench kernels --smoke                   # tiny sizes, also on a CPU
 
 Each program calls a kernel many times in one dispatch, and every call needs the result of the
-previous one. The metric is the median over repeats of the microseconds per call, minus those of the
-same program without the kernel. Data that fits the GPU's L2 cache is read from there, as in a round
-that has just written it. Attention reads its keys and values from memory: pages are shuffled over a
-pool larger than that cache. Every page size is first compared with the float32 reference.
+previous call. The metric is microseconds per call, as the median over repeats, minus those of the
+same program without the kernel. Data that fits the GPU's L2 cache is read from the cache, as in a
+round that has just written it. Attention reads its keys and values from memory: its pages are
+shuffled over a larger pool. Every page size is first compared with the float32 reference.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from specjax.kernels.tree_attention import tree_attention
 
 from bench import common
 
-# of attention in bfloat16: at most max|a - b| / max|b|
+# maximum error of attention in bfloat16: max|a - b| / max|b|
 BOUND = 2e-2
-# the widths A with their rows T
+# pairs of width A and rows T
 TREES = ((2, 2), (6, 6), (4, 8), (8, 32), (16, 64))
-# batch sizes and trees; the others are sizes of the 8B shape
+# batch sizes and trees; the other sizes are those of the 8B shape
 SERVING = {"batch": [1, 8, 32, 64], "trees": TREES, "features": 3 * 4096}
 SERVING |= {"layers": 32, "heads": 8, "dim": 128, "context": 128}
 SMOKE = {"batch": [2], "trees": ((3, 5),), "features": 24}
 SMOKE |= {"layers": 2, "heads": 1, "dim": 8, "context": 4}
-# a pool of about 2 GB, of which a dispatch reads far more than the L2 cache holds
+# a pool of about 2 GB; a dispatch reads far more of it than the L2 cache holds
 ATTENTION = {"pages": (1, 16, 64), "calls": 20, "layers": 3}
 ATTENTION |= {"B": 32, "T": 4, "context": 4096, "N": 32, "KV": 8, "H": 128}
 ATTENTION_SMOKE = {"pages": (16, 64), "calls": 2, "layers": 2}
@@ -59,22 +59,22 @@ Arrays = tuple[jax.Array, ...]
 class Case(NamedTuple):
     """One kernel at one size.
 
-    A step takes ``(state, constants, number of the call, implementation)`` to the state of the next
-    call and to outputs that must be written; ``none`` is the step without the kernel.
+    A step maps ``(state, constants, index of the call, implementation)`` to the state of the next
+    call and to outputs that must be written. ``none`` is a step without the kernel.
     """
 
     sizes: dict[str, int]
     state: Any  # arrays
     constants: Arrays
     step: Callable[..., tuple[Any, Any]]
-    num_bytes: int  # read and written by one call
+    num_bytes: int  # bytes read and written per call
     implementations: tuple[str, ...] = ("xla", "pallas", "none")
     error: float | None = None  # against the reference
-    timing: tuple[int, int, int] = (32, 10, 9)  # calls a dispatch, dispatches a repeat, repeats
+    timing: tuple[int, int, int] = (32, 10, 9)  # calls per dispatch, dispatches per repeat, repeats
 
 
 def _link(state: jax.Array, out: jax.Array) -> jax.Array:
-    """The state unchanged, in a way that XLA can neither see nor fuse away: ``out`` is >= 0."""
+    """Return the state unchanged (``out`` is >= 0) in a form that XLA cannot optimize away."""
     state, out = jax.lax.optimization_barrier((state, out))
     first = out.reshape(state.shape[0], -1)[:, :1].astype(state.dtype)
     return state + jnp.minimum(first, 0).reshape(-1, *(1,) * (state.ndim - 1))
@@ -130,7 +130,7 @@ def _compact_tree(grid: dict[str, Any], batch: int, width: int, rows: int) -> Ca
 def _move_kv(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
     layers, heads, dim, context = (grid[name] for name in ("layers", "heads", "dim", "context"))
     index = _accepted(batch, rows, width)
-    # request b owns the slots b * (context + T) on, its tree behind the context
+    # request b owns the KV slots from b * (context + T), with its tree after its context
     base = (np.arange(batch, dtype=np.int32) * (context + rows) + context)[:, None]
     source = np.where(index >= 0, base + index, -1).astype(np.int32)
     destination = base + np.arange(width, dtype=np.int32)
@@ -147,7 +147,7 @@ def _move_kv(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
 
 
 def _attention(grid: dict[str, Any], page_size: int) -> Case:
-    """Paged attention over full contexts; the state is the queries ``[B, T, N, H]``."""
+    """Paged attention over full contexts; its state holds the queries ``[B, T, N, H]``."""
     sizes = {name: grid[name] for name in ("B", "T", "context", "N", "KV", "H")}
     batch, rows, context, heads, kv_heads, dim = sizes.values()
     pages, layers = context // page_size, grid["layers"]
@@ -168,7 +168,7 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
     got = jax.jit(lambda q, *fixed: step(q, fixed, 1, _runnable("pallas"))[0])(q, pool, *ints)
     error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
     if not error <= BOUND:
-        raise ValueError(f"page size {page_size}: error {error:.1e} against the reference")
+        raise ValueError(f"page size {page_size}: error {error:.1e} exceeds {BOUND:.1e}")
     # keys and values of all contexts in bfloat16
     num_bytes = 2 * 2 * batch * context * kv_heads * dim
     sizes = {"page": page_size} | sizes
@@ -177,7 +177,7 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
 
 
 def _runnable(implementation: str) -> str:
-    """On a CPU kernels run in the interpreter."""
+    """Select the interpreter for kernels on a CPU."""
     is_kernel = implementation == "pallas" and jax.default_backend() == "cpu"
     return "interpret" if is_kernel else implementation
 
@@ -207,7 +207,7 @@ def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int])
 
 
 def _measure(kernel: str, case: Case, *, is_smoke: bool) -> dict[str, Any]:
-    """One row: microseconds a call by implementation, bytes a second of Pallas."""
+    """Return one row: microseconds per call by implementation, bytes per second of Pallas."""
     timing = (2, 2, 2) if is_smoke else case.timing
     spent = {name: _microseconds(case, name, timing) for name in case.implementations}
     empty = spent.pop("none", 0.0)
@@ -240,11 +240,11 @@ def main(name: str, argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, two of everything")
+    parser.add_argument("--smoke", action="store_true", help="run tiny sizes, twice each")
     parser.add_argument("--output", type=Path, help="append one JSON line per row")
     args = parser.parse_args(argv)
     if jax.default_backend() == "cpu" and not args.smoke:
-        raise ValueError("no GPU found: on a CPU only --smoke runs, in the interpreter")
+        raise ValueError("no GPU found; pass --smoke to run in the interpreter on a CPU")
     bandwidth = common.copy_bandwidth()
     rows = []
     for kernel, case in _cases(name, is_smoke=args.smoke):

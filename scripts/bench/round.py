@@ -1,12 +1,12 @@
-"""Times one round of decoding: draft, verify, accept, compact, extend and state update.
+"""Time one round of decoding: draft, verify, accept, compact, extend and state update.
 
     specjax bench round --batch 1,8,32 --steps 0,1,3,7 --rounds 20
     specjax bench round --steps 0,3 --sampling greedy,sampled,filtered,logprobs
 
-Two medians per row, in ms: rounds dispatched back to back with the tokens left on the device
-(greedy only), and rounds through ``Engine.generate`` with results read one round late. The floor is
-the time to read what a round has to read (target weights, KV of the contexts, draft weights once
-per draft pass) at the copy bandwidth of the same run. 0 steps is plain decoding.
+Each row has two medians in ms. "device" dispatches rounds back to back and leaves the tokens on the
+device (greedy only). "engine" calls ``Engine.generate``, which reads results one round late. The
+floor is the time to read target weights, KV of the contexts and draft weights (once per draft pass)
+at the copy bandwidth of the same run. 0 steps is plain decoding.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype")
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
-# rounds before those that count: some are dispatched alongside prefill, and results come late
+# rounds that do not count: some are dispatched alongside prefill, and their results arrive late
 SETTLING_ROUNDS = 4
 PROFILED_KERNELS = 20
 # sampling parameters and options of generate
@@ -73,16 +73,17 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
         prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="llama3.1-8b")
-    add("--model", help="real weights instead of a preset: name, folder or file")
+    add("--preset", choices=PRESETS, default="llama3.1-8b", help="model shape, random weights")
+    add("--model", help="real weights instead of --preset: name, folder or file")
     add("--draft", help="draft head of --model")
-    add("--batch", type=common.numbers, default=[1, 8, 32])
-    add("--steps", type=common.numbers, default=[0, 1, 3, 7])
-    add("--topk", type=int, default=1, help="branches per level of a tree; 1 is a chain")
+    add("--batch", type=common.list_of(int), default=[1, 8, 32], help="default: 1,8,32")
+    add("--steps", type=common.list_of(int), default=[0, 1, 3, 7], help="default: 0,1,3,7")
+    add("--topk", type=int, default=1, help="branches per tree level (default: 1, a chain)")
     add("--num-draft-tokens", type=int, help="tokens verified per round of a tree")
-    add("--sampling", type=common.some_of(SAMPLING), default=["greedy"], help=", ".join(SAMPLING))
-    add("--context", type=int, default=1024, help="shortest prompt; the longest has 20 %% more")
-    add("--rounds", type=int, default=30, help="rounds of one timed stretch")
+    kinds = common.list_of(str, SAMPLING)
+    add("--sampling", type=kinds, default=["greedy"], help=", ".join(SAMPLING))
+    add("--context", type=int, default=1024, help="shortest prompt, in tokens; longest: 20 %% more")
+    add("--rounds", type=int, default=30, help="rounds per measurement (default: 30)")
     add("--rounds-per-dispatch", type=int, default=1)
     add("--page-size", type=int, default=16)
     add("--dtype", default="bfloat16")
@@ -92,7 +93,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
-    """Bytes that a round must read if the batch has ``tokens`` tokens of context."""
+    """Return the bytes that a round must read for ``tokens`` context tokens in the batch."""
     nets = engine.runner.networks
 
     def read(flat: Any, config: Any) -> int:
@@ -100,7 +101,7 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
         return pool.size * pool.dtype.itemsize + sum(
             leaf.size * leaf.dtype.itemsize
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
-            # one row per token is read of an untied embedding table
+            # only one row per token is read of an untied embedding table
             if name != "embedding.table" or nets.target_config.tie_word_embeddings
         )
 
@@ -116,7 +117,7 @@ def dispatch(engine: Engine, slots: list[int], count: int) -> None:
 
 
 def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
-    """Put the prompts on the device without the scheduler; returns their request slots."""
+    """Prefill the prompts without the scheduler; return their request slots."""
     runner, width = engine.runner, engine.runner.config.prefill_buckets[-1]
     pages_each = runner.config.pages_per_request
     slots = list(range(1, len(prompts) + 1))
@@ -131,7 +132,7 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
 
 
 def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profiled: bool) -> float:
-    """Median ms per round over repeats of ``rounds`` dispatches with nothing read back."""
+    """Return the median ms per round of ``rounds`` dispatches whose results are not read."""
     slots, each = prefill(engine, prompts), engine.runner.config.rounds_per_dispatch
     times = []
     for _ in range(REPEATS):
@@ -147,10 +148,10 @@ def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profiled
 
 
 def profile(run: Callable[[], object]) -> list[Any]:
-    """Device planes of a profile of ``run``, which waits for the last round that it dispatches.
+    """Profile ``run`` and return the device planes. ``run`` must wait for its last round.
 
-    XLA launches the kernels of its CUDA graphs one by one while it is profiled, unless
-    ``XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true`` is set.
+    During profiling XLA launches the kernels of its CUDA graphs one by one. To keep the graphs, set
+    ``XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true``.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -160,12 +161,12 @@ def profile(run: Callable[[], object]) -> list[Any]:
 
 
 def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
-    """Launches and device microseconds per round of the kernels that take longest, and of all."""
+    """Format launches and device time per round of the slowest kernels, and of all kernels."""
     launches: Counter[str] = Counter()
     nanoseconds: Counter[str] = Counter()
     for plane in planes:
         for line in plane.lines:
-            # the other lines of a device cover what its streams run
+            # the other lines of a device repeat the events of its streams
             if plane.name.startswith("/device:GPU") and line.name.startswith("Stream"):
                 for event in line.events:
                     launches[event.name] += 1
@@ -173,21 +174,21 @@ def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
     most = nanoseconds.most_common(PROFILED_KERNELS)
     rows = [(launches[name], duration, name[:90]) for name, duration in most]
     rows.append((launches.total(), nanoseconds.total(), f"all {len(launches)}"))
-    lines = [f"{'us a round':>10}  {'launches':>8}  kernel"]
+    lines = [f"{'us/round':>10}  {'launches':>8}  kernel"]
     for count, duration, name in rows:
         lines.append(f"{duration / 1e3 / num_rounds:10.1f}  {count / num_rounds:8.1f}  {name}")
     return "\n".join(lines)
 
 
 def dispatches_needed(lengths: list[int], rounds: int) -> int:
-    """Dispatches that the first prompt needs until ``rounds`` are timed, one more in flight."""
+    """Return the dispatches until ``rounds`` of the first prompt are timed, with one in flight."""
     return sum(-(-n // PREFILL_CHUNK) for n in lengths) + SETTLING_ROUNDS + rounds + 1
 
 
 def engine_ms(
     engine: Engine, prompts: list[list[int]], rounds: int, sampling: str
 ) -> tuple[float, float]:
-    """Median ms per round through ``generate`` while all requests decode, and accept length."""
+    """Return the median ms per round of ``generate`` while all decode, and the accept length."""
     config = engine.runner.config
     dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
     tokens = dispatches * config.rounds_per_dispatch * config.largest.accept_width
@@ -205,13 +206,13 @@ def engine_ms(
     stream.close()
     engine.flush_cache()  # returns when nothing runs
     gaps = np.diff(stamps) / config.rounds_per_dispatch
-    gaps = gaps[min(3, len(gaps) - 1) :]  # a reader that is held up gets fewer outputs
+    gaps = gaps[min(3, len(gaps) - 1) :]  # a delayed reader gets fewer outputs
     lengths = [out["meta_info"].get("spec_accept_length", 1.0) for out in last.values()]
     return float(np.median(gaps)) * 1e3, float(np.mean(lengths))
 
 
 def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -> list[list[int]]:
-    """Prompts of these lengths: text if the weights are real, else random tokens."""
+    """Make prompts of these lengths: text if the weights are real, else random tokens."""
     if engine.tokenizer is None:
         vocab_size = engine.target.config.vocab_size
         return [rng.integers(100, vocab_size, size=n).tolist() for n in lengths]
@@ -225,7 +226,7 @@ def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -
 
 def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
     largest, longest = max(args.batch), args.context + args.context // 5
-    # twelve stretches left on the device, or what engine_ms asks for and one dispatch run ahead
+    # twelve measurements of device_ms, or those of engine_ms with one dispatch ahead
     through = dispatches_needed([longest] * largest, 2 * args.rounds) + 1
     rounds = max(12 * args.rounds, through)
     context = longest + rounds * args.rounds_per_dispatch * (steps + 1)
@@ -247,7 +248,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft
-    # the batch sizes, a batch of one padded as the engine would pad it
+    # the batch sizes; the engine pads a batch of one
     smallest = plan_engine(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]
     return Engine(**options, batch_buckets=sorted({max(smallest, batch) for batch in args.batch}))
 
@@ -255,7 +256,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
 def measure(
     args: argparse.Namespace, engine: Engine, steps: int, batch: int, rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one cell of the grid, one per kind of sampling, without the floor's time."""
+    """Yield the rows of one cell of the grid, one per kind of sampling, without ``floor_ms``."""
     lengths = rng.integers(args.context, args.context + args.context // 5, size=batch).tolist()
     prompts = make_prompts(engine, lengths, rng)
     greedy = None

@@ -1,4 +1,4 @@
-"""Measures loads on an HTTP server or an engine: tokens/s, time to first token, gaps, latency.
+"""Measure loads on an HTTP server or an engine: tokens/s, TTFT, inter-token latency, E2E latency.
 
     specjax bench serving --load "burst prompt=256 output=1" --load "mix rate=12" --dtype bfloat16
     specjax bench serving --url http://127.0.0.1:30000 --load "steady temperature=0.8"
@@ -6,20 +6,20 @@
 
 A load is a kind and its values; other names are sampling parameters:
 
-- burst: each client sends one request, all at once;
-- steady: each client sends its next request when it has an answer, with the prompts in turn;
-- mix: ``prompt`` and ``output`` are the most tokens of random lengths, one prompt in 20 has
-  ``long`` tokens, half of the requests are greedy, a quarter samples with top-p and a quarter with
-  top-k too. They arrive all at once, or as a Poisson process at ``rate`` per second;
+- burst: each client sends one request, all at the same time;
+- steady: each client cycles through the prompts and sends the next one after each answer;
+- mix: lengths are random, at most ``prompt`` and ``output`` tokens, but one prompt in 20 has
+  ``long`` tokens. Half of the requests are greedy, a quarter uses top-p and a quarter top-p and
+  top-k. They arrive all at once, or as a Poisson process at ``rate`` per second;
 - prompts: long prompts with one completion token arrive every ``interval`` seconds while other
   requests (``running``) decode.
 
-Prompts have random tokens, or are texts with ``prompt=text``. They are the same in every turn:
---disable-radix-cache computes them again. Answers come as a ``stream`` or ``whole``, from --url or
-from a ``specjax serve`` process that is started with the engine's options. ``engine`` calls
-``generate`` in this process, once for a burst, in a thread per client for a steady load. Loads and
-ways take turns, and the median turn counts. Clients of a server live in processes of their own.
-Latencies begin when a request should be sent; a chunk is one event of a stream.
+Prompts are random tokens, or texts with ``prompt=text``. Every turn repeats the same prompts; pass
+--disable-radix-cache to compute them again. Answers come as a ``stream`` or ``whole``, from --url
+or from a ``specjax serve`` process started with the engine options. ``engine`` calls ``generate``
+in this process: once for a burst, in a thread per client for a steady load. Loads and ways
+alternate, and the median turn counts. Clients of a server run in separate processes. Latencies
+start when a request is due. A chunk is one event of a stream.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -65,12 +65,12 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 MIX = ({"temperature": 0.0}, {"temperature": 0.0}, SAMPLED, SAMPLED | {"top_k": 50})
 LONG_EVERY = 20
 RUNNING_PROMPT, RUNNING_OUTPUT = 512, 8192  # tokens of the requests that decode in "prompts"
-SETTLING = 1.0  # seconds until they all decode
-IDS = (3, 60)  # of random prompts; every vocabulary has these tokens
+SETTLING = 1.0  # seconds until all of them decode
+IDS = (3, 60)  # range of token ids of random prompts; every vocabulary has them
 WAYS = ("engine", "whole", "stream")
 MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 SERVE = "import sys; from specjax.cli import main; sys.exit(main())"
-PROCESSES, LEAD = 8, 0.5  # seconds until the clients of all processes begin
+PROCESSES, LEAD = 8, 0.5  # LEAD: seconds until the clients of all processes start
 ENGINE_OPTIONS = ("load_format", "skip_tokenizer_init", "simulate_accept_length", "overlap")
 ENGINE_OPTIONS += ("disable_radix_cache",)
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
@@ -90,41 +90,42 @@ COLUMNS = (
 
 
 class Request(NamedTuple):
-    """One request; times in seconds after the start of the load."""
+    """One request; times are seconds since the start of the load."""
 
     prompt: Any  # text or token ids; encoded for HTTP with everything else
     sampling: Mapping[str, Any] = {}
     arrival: float = 0.0
-    until: float | None = None  # when its client leaves
+    until: float | None = None  # time at which its client disconnects
 
 
 @dataclass
 class Trace:
-    """Observations of a client; chunks have seconds since it was due, and tokens if known."""
+    """Observations of one request; a chunk is seconds since it was due, and tokens if known."""
 
     until: float | None = None
     chunks: list[tuple[float, int | None]] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)  # ``meta_info`` of the end
-    end: float = 0.0  # seconds after the start of the load
+    meta: dict[str, Any] = field(default_factory=dict)  # final ``meta_info``
+    end: float = 0.0  # seconds since the start of the load
     error: str | None = None
 
 
 Clients, Traces = Sequence[Sequence[Request]], list[Trace]
+# completion tokens so far, if known, and the final ``meta_info``
+Chunks = Generator[tuple[int | None, dict[str, Any]]]
+Client = Callable[[Request], Chunks]
 
 
-class HttpClient:
-    """A client with a connection of its own, which is opened again after a failure."""
+@contextmanager
+def http_client(address: tuple[str, int], headers: dict[str, str]) -> Iterator[Client]:
+    """Create a client with its own connection, which is opened again after a failure."""
+    http = HTTPConnection(*address)
+    http.connect()
 
-    def __init__(self, address: tuple[str, int], headers: dict[str, str]) -> None:
-        self._http, self._headers = HTTPConnection(*address), headers
-        self._http.connect()
-        self.close = self._http.close
-
-    def chunks(self, request: Request) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    def chunks(request: Request) -> Chunks:
         (path, body, is_stream), is_whole = request.prompt, False
         try:
-            self._http.request("POST", path, body, self._headers)
-            answer = self._http.getresponse()
+            http.request("POST", path, body, headers)
+            answer = http.getresponse()
             if answer.status != 200:
                 raise ValueError(answer.read().decode(errors="replace"))
             data, read = b"", answer.read1 if is_stream else answer.read
@@ -138,11 +139,13 @@ class HttpClient:
             is_whole = True
         finally:
             if not is_whole:
-                self.close()
+                http.close()
+
+    with closing(http):
+        yield chunks
 
 
 def read_answer(data: bytes) -> tuple[int | None, dict[str, Any]]:
-    """Completion tokens so far, if the data say so, and ``meta_info`` if they end an answer."""
     if data.startswith(b'{"error"'):
         raise ValueError(data.decode(errors="replace"))
     meta: dict[str, Any] = {}
@@ -155,40 +158,20 @@ def read_answer(data: bytes) -> tuple[int | None, dict[str, Any]]:
     return int(count[1]) if count else None, meta
 
 
-class EngineClient:
-    """Calls of an engine in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """``meta_info`` of requests that come at once."""
-        name = "prompt" if isinstance(requests[0].prompt, str) else "input_ids"
-        sampling = [request.sampling for request in requests]
-        inputs = {name: [request.prompt for request in requests]}
-        return [
-            out["meta_info"] for out in self._engine.generate(**inputs, sampling_params=sampling)
-        ]
-
-    def chunks(self, request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
-        (meta,) = self.answers([request])
-        yield meta["completion_tokens"], meta
-
-
-def ask(client: Any, requests: Sequence[Request], start: float) -> Traces:
-    """Send the requests of one client, one after the other, none before its arrival."""
+def ask(client: Client, requests: Sequence[Request], start: float) -> Traces:
+    """Send the requests of one client in sequence, each at its arrival time or later."""
     traces: Traces = []
     for request in requests:
         due = max(request.arrival, traces[-1].end if traces else 0.0)
         traces.append(trace := Trace(request.until))
         time.sleep(max(0.0, start + due - time.monotonic()))
         seen = 0
-        chunks = client.chunks(request)
+        chunks = client(request)
         try:
             for count, trace.meta in chunks:
                 trace.end = time.monotonic() - start
                 if count is None or count > seen:
-                    # streams of texts have the count at their end only
+                    # streams of texts report the count only at the end
                     is_known = count is not None and (seen > 0 or not trace.chunks)
                     trace.chunks.append((trace.end - due, count - seen if is_known else None))
                     seen = count or 0
@@ -205,50 +188,61 @@ def ask(client: Any, requests: Sequence[Request], start: float) -> Traces:
     return traces
 
 
-def ask_all(askers: Sequence[Any], clients: Clients, start: float) -> Traces:
+def ask_all(askers: Sequence[Client], clients: Clients, start: float) -> Traces:
     with ThreadPoolExecutor(len(clients)) as pool:
         return list(chain.from_iterable(pool.map(ask, askers, clients, repeat(start))))
 
 
 def run_engine(engine: Engine, clients: Clients) -> Traces:
-    """Run clients in threads, or those that all send one request as one call."""
-    client, start = EngineClient(engine), time.monotonic()
+    """Run clients in threads; if each sends a single request, make one call for all."""
+
+    def answers(requests: Sequence[Request]) -> list[dict[str, Any]]:
+        name = "prompt" if isinstance(requests[0].prompt, str) else "input_ids"
+        inputs = {name: [request.prompt for request in requests]}
+        sampling = [request.sampling for request in requests]
+        outs = engine.generate(**inputs, sampling_params=sampling)
+        return [out["meta_info"] for out in outs]
+
+    def chunks(request: Request) -> Chunks:
+        (meta,) = answers([request])
+        yield meta["completion_tokens"], meta
+
+    start = time.monotonic()
     if any(len(requests) > 1 for requests in clients):
-        return ask_all([client] * len(clients), clients, start)
-    metas = client.answers([request for (request,) in clients])
+        return ask_all([chunks] * len(clients), clients, start)
+    metas = answers([request for (request,) in clients])
     end = time.monotonic() - start
     return [Trace(None, [(end, meta["completion_tokens"])], meta, end) for meta in metas]
 
 
 def run_http(address: Any, headers: dict[str, str], clients: Clients, start: float) -> Traces:
-    """Run clients in this process; they connect before the load starts."""
+    """Run clients in this process; connect them before the load starts."""
     with ExitStack() as stack:
-        askers = [stack.enter_context(closing(HttpClient(address, headers))) for _ in clients]
+        askers = [stack.enter_context(http_client(address, headers)) for _ in clients]
         return ask_all(askers, clients, start)
 
 
-class Server:
-    """A server at ``url``, and clients of it in the processes of ``pool``."""
+def connect(url: str, pool: ProcessPoolExecutor) -> tuple[Callable[..., Traces], dict[str, Any]]:
+    """Return a function that runs clients in the processes of ``pool``, and the server info."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        raise ValueError(f"--url {url} must be http://HOST:PORT")
+    key = os.environ.get(API_KEY)
+    headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
+    address = parts.hostname, parts.port or 80
 
-    def __init__(self, url: str, pool: ProcessPoolExecutor) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None:
-            raise ValueError(f"--url {url} must be http://HOST:PORT")
-        key = os.environ.get(API_KEY)
-        headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
-        self._run = partial(pool.submit, run_http, (parts.hostname, parts.port or 80), headers)
-        with urlopen(UrlRequest(f"{url.rstrip('/')}/get_server_info", None, headers)) as info:
-            self.info: dict[str, Any] = json.loads(info.read())
-
-    def run(self, clients: Clients, *, is_stream: bool) -> Traces:
+    def run(clients: Clients, *, is_stream: bool) -> Traces:
         encoded = [[encode(request, is_stream=is_stream) for request in one] for one in clients]
         shares, start = [encoded[i::PROCESSES] for i in range(PROCESSES)], time.monotonic() + LEAD
-        jobs = [self._run(share, start) for share in shares if share]
+        jobs = [pool.submit(run_http, address, headers, share, start) for share in shares if share]
         return list(chain.from_iterable(job.result() for job in jobs))
+
+    with urlopen(UrlRequest(f"{url.rstrip('/')}/get_server_info", None, headers)) as info:
+        return run, json.loads(info.read())
 
 
 def encode(request: Request, *, is_stream: bool) -> Request:
-    """The request with (path, body, is_stream) as its prompt."""
+    """Replace the prompt of a request by (path, body, is_stream)."""
     body = dict(request.sampling)
     if isinstance(request.prompt, str):
         path, body["prompt"] = "/v1/completions", request.prompt
@@ -262,7 +256,7 @@ def encode(request: Request, *, is_stream: bool) -> Request:
 
 @contextmanager
 def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
-    """Run ``specjax serve`` with these engine arguments; gives its address once it is ready."""
+    """Run ``specjax serve`` with these engine arguments; yield its address when it is ready."""
     own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     command = [sys.executable, "-c", SERVE, "serve", "--port", "0"]
     for name, value in options.items():
@@ -277,14 +271,14 @@ def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
         try:
             found = re.search(r"http://\S+", process.stdout.readline())
             if found is None:
-                raise ValueError(f"specjax serve ended with status {process.wait()}")
+                raise ValueError(f"specjax serve exited with status {process.wait()}")
             yield found[0]
         finally:
             process.terminate()
 
 
 def clients_of(load: str) -> Clients:
-    """Read a load and make its clients. A ``ValueError`` names a value that cannot be."""
+    """Parse a load and make its clients. If a value is invalid, the ``ValueError`` names it."""
     kind, given = common.pairs_of("--load", load)
     if kind not in LOADS:
         raise ValueError(f"--load {load!r}: {kind!r} must be one of {list(LOADS)}")
@@ -313,7 +307,7 @@ Make = Callable[..., Request]
 
 
 def simple_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator[list[Request]]:
-    """Clients of ``burst`` and ``steady``; each time another client sends a prompt."""
+    """Make clients of ``burst`` and ``steady``; all cycle through the prompts, with offsets."""
     count, prompts = values["clients"], [values["prompt"]] * values["clients"]
     if values["prompt"] == "text":
         texts = [row["turns"][0] for row in common.read_lines(common.PROMPTS, ["turns"])]
@@ -325,7 +319,7 @@ def simple_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator
 
 
 def mix_clients(values: Mapping[str, Any], rng: Any, request: Make) -> Iterator[list[Request]]:
-    """Clients of ``mix``; a rate only stretches the pattern of arrivals."""
+    """Make clients of ``mix``; the rate only scales the arrival times."""
     count, prompt, output = (values[name] for name in ("requests", "prompt", "output"))
     arrivals = (np.cumsum(rng.exponential(size=count)) / values["rate"]).tolist()
     lengths = rng.integers(-(-prompt // 6), prompt, size=count, endpoint=True)
@@ -336,7 +330,7 @@ def mix_clients(values: Mapping[str, Any], rng: Any, request: Make) -> Iterator[
 
 
 def prompts_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator[list[Request]]:
-    """Clients of ``prompts``: those that decode until the last prompt, and the prompts."""
+    """Make clients of ``prompts``: some decode until the last prompt, the others send prompts."""
     arrivals = [SETTLING + i * values["interval"] for i in range(values["requests"])]
     end = SETTLING + max(10, len(arrivals)) * values["interval"]
     for _ in range(values["running"]):
@@ -350,7 +344,7 @@ MAKERS |= {"mix": mix_clients, "prompts": prompts_clients}
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Statistics in ms; ``None`` if there are no values."""
+    """Compute statistics in ms; ``None`` if ``seconds`` is empty."""
     if not seconds:
         return None
     p50, p99 = np.percentile(seconds, (50, 99))
@@ -359,10 +353,10 @@ def summary(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def metrics(traces: Traces) -> dict[str, Any]:
-    """Metrics of the requests of a load that succeeded.
+    """Compute the metrics of a load over its successful requests.
 
-    Gaps are those of all requests. The other metrics leave out requests whose client left.
-    ``itl_ms`` counts a gap once for each token of its second chunk, divided by their number.
+    Gaps count for all of them. The other metrics exclude requests whose client disconnected.
+    ``itl_ms`` divides each gap by the tokens of its second chunk and counts it once per token.
     """
     good = [trace for trace in traces if trace.error is None]
     done = [trace for trace in good if trace.until is None]
@@ -395,24 +389,24 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(name, __doc__, ENGINE_OPTIONS)
     add_start_options(parser.add_argument_group("start"))
     add = parser.add_argument_group("run", argument_default=None).add_argument
-    add("--load", action="append", required=True, help="a load and its values; repeatable")
-    add("--ways", type=common.some_of(WAYS), default=["stream"], help=", ".join(WAYS))
-    add("--url", help="a server that runs already; the engine's options are those of a new one")
-    add("--split", action="store_true", help="a prefill server on another GPU computes the prompts")
-    add("--turns", type=int, default=4, help="measured turns, after one more (default: 4)")
+    add("--load", action="append", required=True, help="load and its values; repeatable")
+    add("--ways", type=common.list_of(str, WAYS), default=["stream"], help=", ".join(WAYS))
+    add("--url", help="address of a running server; engine options are then ignored")
+    add("--split", action="store_true", help="compute prompts in a prefill server on another GPU")
+    add("--turns", type=int, default=4, help="measured turns, after one warm-up (default: 4)")
     add("--output", type=Path, metavar="FILE", help="append one JSON line per row")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "turns")
     kinds = {load.split()[0] for load in args.load if load}
     if "engine" in args.ways and (args.url or args.split or kinds & {"mix", "prompts"}):
-        parser.error("--ways engine excludes --url, --split and the loads mix and prompts")
+        parser.error("--ways engine does not support --url, --split, or the loads mix and prompts")
     return args
 
 
 def start(
     args: argparse.Namespace, stack: ExitStack
 ) -> tuple[dict[str, Callable[[Clients], Traces]], dict[str, Any]]:
-    """Start what the ways need; returns a function for each of them, and settings."""
+    """Start the engine and servers that the ways need; return a function per way, and settings."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     options = {} if args.url else with_preset(engine_arguments(args), args.preset, folder)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if args.split else [None]
@@ -436,9 +430,9 @@ def start(
         url = args.url or stack.enter_context(serve(options, gpus[0]))
         settings |= {} if args.url else {"ready_s": time.monotonic() - started}
         context = multiprocessing.get_context("spawn")
-        server = Server(url, stack.enter_context(ProcessPoolExecutor(PROCESSES, context)))
-        settings |= common.settings_of(server.info)
-        ways |= {way: partial(server.run, is_stream=way == "stream") for way in http}
+        run, info = connect(url, stack.enter_context(ProcessPoolExecutor(PROCESSES, context)))
+        settings |= common.settings_of(info)
+        ways |= {way: partial(run, is_stream=way == "stream") for way in http}
     return ways, settings
 
 

@@ -1,4 +1,4 @@
-"""Adaptive speculation: how many tokens to draft in the next round."""
+"""Adaptive speculation: choose how many tokens to draft in the next round."""
 
 from specjax.adaptive.config import AdaptiveConfig as AdaptiveConfig
 from specjax.adaptive.config import AdaptiveSlot as AdaptiveSlot

@@ -1,4 +1,4 @@
-"""Configuration of adaptive speculation: validated values for each batch-size slot."""
+"""Configuration of adaptive speculation, validated per batch-size slot."""
 
 import os
 import re
@@ -16,19 +16,19 @@ from specjax.json_file import read_json
 from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
-# Tiers that a policy chooses from where the configuration names none.
+# Default tiers of each policy, used if the configuration has no candidates.
 DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "cost": (0, 1, 3, 7)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSlot:
-    """Tiers and thresholds for batches of ``min_batch_size`` rows and more, padding included.
+    """Tiers and thresholds for batches of at least ``min_batch_size`` rows, padding included.
 
-    docs/adaptive_decoding.md has the range and meaning of every key. All but the candidates, kept
-    in ascending order, are for the EMA policy. No candidates stand for the policy's own default.
-    A resolved configuration has the ``tiers`` of the candidates, ascending.
+    docs/adaptive_decoding.md explains every key. All keys except the candidates, which are kept in
+    ascending order, are for the EMA policy. Without candidates, the policy's default applies. A
+    resolved configuration has the candidates' ``tiers``, in ascending order.
 
-    ValueError naming the key, its value and the limit.
+    Raises ValueError with the key, its value and the limit.
     """
 
     min_batch_size: Positive = 1
@@ -47,12 +47,12 @@ class AdaptiveSlot:
                 object.__setattr__(self, name, _check(name, value))
         if self.up_hysteresis < self.down_hysteresis:
             raise ValueError(
-                f"up_hysteresis={self.up_hysteresis!r} is below "
-                f"down_hysteresis={self.down_hysteresis!r}; the tier would oscillate"
+                f"up_hysteresis={self.up_hysteresis!r} must be at least "
+                f"down_hysteresis={self.down_hysteresis!r}, or the tier would oscillate"
             )
 
 
-# of a slot in the configuration
+# keys of a slot in the configuration
 _KEYS = tuple(f.name for f in fields(AdaptiveSlot) if f.name not in ("min_batch_size", "tiers"))
 
 
@@ -64,7 +64,7 @@ def _annotations() -> dict[str, Any]:
 def _check(name: str, value: Any) -> Any:
     if name == "policy":
         if value not in tuple(DEFAULT_CANDIDATES):
-            raise refused(name, value, f"is not one of {sorted(DEFAULT_CANDIDATES)}")
+            raise refused(name, value, f"must be one of {sorted(DEFAULT_CANDIDATES)}")
         return value
     if name != "candidate_steps":
         return convert(name, value, _annotations()[name])
@@ -75,9 +75,9 @@ def _check(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
-    """Slots in ascending order of batch size, the first for smaller batches too, and a policy.
+    """A policy, and slots in ascending order of batch size; the first also covers smaller batches.
 
-    The policy is ``"ema"``, ``"cost"``, or ``None`` for the caller's choice.
+    The policy is ``"ema"``, ``"cost"``, or ``None`` to let the caller choose.
     """
 
     slots: tuple[AdaptiveSlot, ...] = (AdaptiveSlot(),)
@@ -86,41 +86,41 @@ class AdaptiveConfig:
     def __post_init__(self) -> None:
         sizes = [slot.min_batch_size for slot in self.slots]
         if not sizes or sizes != sorted(set(sizes)):
-            raise ValueError(f"slots with min_batch_size={sizes} must ascend, one at least")
+            raise ValueError(f"slots must ascend by min_batch_size, at least one; got {sizes}")
         if self.policy is not None:
             _check("policy", self.policy)
 
     def resolve(self, policy: str, tiers: Iterable[DraftShape] = ()) -> "AdaptiveConfig":
-        """The same with ``policy`` set, its default candidates and their tiers.
+        """Return a copy with ``policy`` set, its default candidates, and their tiers.
 
-        A candidate stands for the ``tiers`` of as many steps, by default for a chain. ValueError if
-        there are none, or if the configuration names another policy.
+        Each candidate selects the ``tiers`` with its number of steps, by default a chain. Raises
+        ValueError if there are none, or if the configuration has another policy.
         """
         if self.policy not in (None, policy):
-            raise ValueError(f"policy={self.policy!r} in the configuration is not {policy!r}")
+            raise ValueError(f"policy={self.policy!r} in the configuration must be {policy!r}")
         default = DEFAULT_CANDIDATES[policy]
         slots = [replace(s, candidate_steps=s.candidate_steps or default) for s in self.slots]
         steps = {count for slot in slots for count in slot.candidate_steps}
         tiers = sorted(set(tiers) or set(map(DraftShape.chain, steps)))
         if missing := sorted(steps - {tier.steps for tier in tiers}):
-            raise ValueError(f"candidate_steps={missing} are not the steps of any of {tiers=}")
+            raise ValueError(f"candidate_steps={missing} must be steps of one of {tiers=}")
         own = [tuple(t for t in tiers if t.steps in slot.candidate_steps) for slot in slots]
         slots = [replace(slot, tiers=fitting) for slot, fitting in zip(slots, own, strict=True)]
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
 
     def slot_index(self, batch_size: int) -> int:
-        """The last slot whose ``min_batch_size`` is within ``batch_size``, or the first."""
+        """Index of the last slot with ``min_batch_size <= batch_size``, otherwise the first."""
         check_integer("batch_size", batch_size, at_least=1)
         return max(0, bisect_right(self.slots, batch_size, key=lambda s: s.min_batch_size) - 1)
 
     @property
     def tiers(self) -> tuple[DraftShape, ...]:
-        """The tiers of all slots of a resolved configuration, ascending."""
+        """All tiers of a resolved configuration, in ascending order."""
         return tuple(sorted({tier for slot in self.slots for tier in slot.tiers}))
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
-        """The steps of these tiers, ascending."""
+        """The steps of these tiers, in ascending order."""
         return tuple(sorted({tier.steps for tier in self.tiers}))
 
 
@@ -128,25 +128,25 @@ ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | AdaptiveC
 
 
 def nearest(tiers: Iterable[DraftShape], initial_steps: int) -> DraftShape:
-    """The tier to start with: the nearest to ``initial_steps``, the larger of two."""
+    """The tier nearest to ``initial_steps``; of two equally near, the larger."""
     check_integer("initial_steps", initial_steps, at_least=0)
     return min(tiers, key=lambda tier: (abs(tier.steps - initial_steps), -tier.steps, -tier.nodes))
 
 
 def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
-    """A validated configuration from the path of a JSON object, the object itself or defaults.
+    """Load and validate a configuration: the path of a JSON object, the object, or None (defaults).
 
-    Keys of digits, such as ``"8"``, open a slot for batches of that size and more; keys outside
-    of slots are inherited by every slot. Without slots the configuration serves every batch.
+    A key of digits, such as ``"8"``, starts a slot for batches of at least that size. Keys outside
+    of slots apply to every slot. Without slots the configuration covers every batch.
 
-    ValueError naming the file or the key and its value.
+    Raises ValueError with the file, or with the key and its value.
     """
     if isinstance(source, AdaptiveConfig):
         return source
     if source is None or isinstance(source, Mapping):
         return _parse(source or {})
     if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"adaptive config {source!r} is neither a path nor a mapping")
+        raise ValueError(f"adaptive config {source!r} must be a path or a mapping")
     values = read_json(Path(source), is_strict=True)
     try:
         return _parse(values)
@@ -179,6 +179,6 @@ def _check_keys(values: Mapping[Any, Any], known: Iterable[str], where: str = ""
         if key not in known:
             name = f"{where}{key}" if where else key
             raise ValueError(
-                f"unknown key {name!r}={value!r}; known: {', '.join(known)}, and outside of slots "
-                "batch sizes from 1 of up to 9 digits, such as '8'"
+                f"unknown key {name!r}={value!r}; allowed keys: {', '.join(known)}, and outside of "
+                "slots batch sizes with up to 9 digits, such as '8'"
             )

@@ -1,4 +1,4 @@
-"""The tier of each round: what a policy decides it by, and states of workers that switch by it."""
+"""Choose the tier of each round with a policy, and switch a worker's runtime state to match."""
 
 import logging
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ EMA_ALPHA = 0.2
 
 
 class TierState(Protocol):
-    """What a worker runs a tier with: any object that knows the tier's steps.
+    """Runtime state of a worker for one tier: any object with the tier's number of steps.
 
-    If it has ``speculative_num_draft_tokens`` too, these have to be the tier's rows.
+    If it also has ``speculative_num_draft_tokens``, that must equal the tier's rows.
     """
 
     @property
     def speculative_num_steps(self) -> int:
-        """Drafted tokens of a round, 0 for plain decoding."""
+        """Drafted tokens per round; 0 for plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpecRuntimeState:
-    """All that a worker's rounds of one tier run with, in any form; swapped as a whole."""
+    """Runtime state of a worker's rounds in one tier, in any form; swapped as a whole."""
 
     speculative_num_steps: int  # drafted levels; 0 for plain decoding
-    speculative_num_draft_tokens: int  # rows of one verify, the root included
+    speculative_num_draft_tokens: int  # rows per verify pass, including the root
     draft: Any = None
     verify: Any = None
     extend: Any = None
@@ -40,61 +40,61 @@ State = TypeVar("State", bound=TierState)
 
 
 class AdaptiveSpecWorker(Protocol[State]):
-    """A worker whose tier can change between rounds; ``State`` is of its own making.
+    """A worker whose tier can change between rounds; it defines its own ``State`` type.
 
-    Building a state may take long (it compiles, it allocates); applying one must not.
-    docs/adaptive_decoding.md has a worker to begin with.
+    Building a state may be slow (it compiles and allocates); applying one must be fast.
+    docs/adaptive_decoding.md has an example worker.
     """
 
     @property
     def speculative_num_steps(self) -> int:
-        """The tier to begin with."""
+        """The initial tier."""
 
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
     ) -> State:
-        """All that rounds of a tier run with; draft tokens are rows of a verify, with the root."""
+        """Build the state for rounds of a tier; draft tokens are rows per verify, with the root."""
 
     def apply_runtime_state(self, state: State) -> None:
-        """Run the rounds to come with ``state``; rounds in flight keep theirs."""
+        """Use ``state`` for the next rounds; rounds in flight keep theirs."""
 
 
 class AdaptiveSpecPolicy(Protocol):
-    """Decides the tier from the counts of verified rounds.
+    """Chooses the tier from the counts of verified rounds.
 
-    It depends on nothing else but its construction, so that devices which report the same rounds
-    take the same decisions.
+    Decisions depend only on these counts and the constructor's arguments, so devices that report
+    the same rounds make the same decisions.
     """
 
     @property
     def tiers(self) -> tuple[DraftShape, ...]:
-        """Every tier the policy may choose, ascending."""
+        """All tiers that the policy may choose, in ascending order."""
 
     @property
     def tier(self) -> DraftShape:
-        """The tier of the latest decision; at first the one to start with."""
+        """The tier of the last decision, or the initial tier."""
 
     def tier_for_batch(self, batch_size: int) -> DraftShape:
-        """The tier for the next round of ``batch_size`` rows; asking changes nothing."""
+        """The tier for the next round of ``batch_size`` rows; does not change any state."""
 
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
-        """Take in one round, which need not be of the current tier; whether the batch's changed."""
+        """Record a round of any tier; return whether the tier for this batch size changed."""
 
     def describe(self) -> dict[str, Any]:
-        """The policy's figures for server information, as JSON values."""
+        """The policy's metrics for server information, as JSON values."""
 
 
 def check_counts(num_accepted_drafts: Sequence[int], tier: DraftShape) -> None:
-    """Refuse counts that a round of the tier cannot have."""
+    """Reject counts that are impossible in a round of the tier."""
     if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= tier.depth:
         raise ValueError(f"{num_accepted_drafts=} must be from 0 to {tier.depth} for {tier=}")
 
 
 @dataclass
 class TierCounts:
-    """Reported rounds of one tier, and the drafts of their live rows."""
+    """Number of reported rounds of one tier, and the drafts of their live rows."""
 
     rounds: int = 0
     proposed_drafts: int = 0
@@ -102,19 +102,19 @@ class TierCounts:
 
 
 class AdaptiveController:
-    """Asks a policy for the tier of each round, and tells it what rounds accepted.
+    """Asks a policy for the tier of each round, and reports accepted drafts to it.
 
-    A caller that dispatches rounds before earlier ones are read, as the engine does, calls
+    A caller that dispatches rounds before earlier ones are read, like the engine, calls
     :meth:`activate_for_batch` before every dispatch, and :meth:`on_verify_complete` with the tier
-    and the batch that the round ran with.
+    and the batch size of the round.
 
-    A worker that has a state for each tier calls :meth:`init_states` before its first round. It may
-    do the same, or call :meth:`on_verify_complete` with the counts alone after every verify. Either
-    way the worker is given the state of the tier that the policy moves to.
+    A worker with one state per tier calls :meth:`init_states` before its first round. After that it
+    does the same, or calls :meth:`on_verify_complete` with only the counts after every verify. In
+    both cases the controller applies the state of the tier that the policy chooses.
 
     Args:
-        worker: whose state changes, if there is one.
-        policy: decides; by default the EMA policy from the worker's ``speculative_num_steps`` on.
+        worker: the worker whose state changes, if any.
+        policy: by default the EMA policy, starting from the worker's ``speculative_num_steps``.
         config_path: of the default policy, for :func:`specjax.adaptive.load_adaptive_config`.
 
     Raises:
@@ -122,7 +122,7 @@ class AdaptiveController:
 
     Attributes:
         params: the policy, under SGLang's name.
-        tier: that of the rounds to come.
+        tier: the tier of the next rounds.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class AdaptiveController:
             first = 0 if worker is None else worker.speculative_num_steps
             policy = AdaptiveSpeculativeParams(first, config_path)
         elif config_path is not None:
-            raise ValueError(f"{policy=} excludes {config_path=}; pass one of them")
+            raise ValueError(f"{policy=} and {config_path=} exclude each other; pass only one")
         elif isinstance(policy, type) or not hasattr(policy, "on_verify_complete"):
             raise ValueError(f"{policy=} is not a policy; pass a configuration as config_path")
         self.worker = worker
         self.policy = self.params = policy
         self.tier = policy.tier
         self.switches = 0
-        # all of them from the start, since other threads read the figures
+        # complete from the start, because other threads read the metrics
         self.tiers = {tier: TierCounts() for tier in policy.tiers}
         self._ema = 0.0
         self._states: dict[DraftShape, TierState] = {}
@@ -155,7 +155,7 @@ class AdaptiveController:
         )
 
     def register(self, state: TierState) -> None:
-        """Add a state that was built elsewhere; refused if its tier is no candidate or has one."""
+        """Add a prebuilt state; its tier must be a candidate without a state."""
         steps = state.speculative_num_steps
         nodes = getattr(state, "speculative_num_draft_tokens", None)
         fitting = [t for t in self.tiers if t.steps == steps and nodes in (None, t.nodes)]
@@ -165,11 +165,11 @@ class AdaptiveController:
                 f"one of tiers={self.policy.tiers}"
             )
         if fitting[0] in self._states:
-            raise ValueError(f"speculative_num_steps={steps} is registered twice")
+            raise ValueError(f"speculative_num_steps={steps} is already registered")
         self._states[fitting[0]] = state
 
     def init_states(self) -> None:
-        """Build the states of all tiers that have none, and apply that of the first tier."""
+        """Build the missing states of all tiers, and apply that of the first tier."""
         assert self.worker is not None
         for tier in sorted(self.tiers.keys() - self._states):
             state = self.worker.build_adaptive_runtime_state(
@@ -177,11 +177,11 @@ class AdaptiveController:
             )
             if state.speculative_num_steps != tier.steps:
                 raise ValueError(
-                    f"the worker built speculative_num_steps={state.speculative_num_steps} "
-                    f"where {tier.steps} was asked for"
+                    f"the worker built speculative_num_steps={state.speculative_num_steps}, "
+                    f"but {tier.steps} was requested"
                 )
             self._states[tier] = state
-        # whatever the worker runs now may not be the state that is registered
+        # the worker's current state may differ from the registered one
         self.worker.apply_runtime_state(self._states[self.tier])
 
     def on_verify_complete(
@@ -191,18 +191,18 @@ class AdaptiveController:
         tier: DraftShape | None = None,
         batch_size: int | None = None,
     ) -> bool:
-        """Take in one verified round; whether the policy moved for that batch.
+        """Record one verified round; return whether the tier for its batch size changed.
 
-        With the counts alone the round is one of the present tier, of as many rows, and the tier of
-        the next one holds when this returns. Otherwise ``tier`` is what the round ran with, and
-        ``batch_size`` its rows, padding included.
+        With only the counts, the round ran with the current tier and one row per count; the next
+        tier is then active on return. Otherwise pass the ``tier`` that the round ran with, and its
+        ``batch_size`` in rows, padding included.
 
-        Counts are the accepted drafts of each live row, without the bonus token; zeros for a plain
-        round. Nothing happens without live rows. ValueError for a count that the tier cannot have,
-        a tier that is no candidate, or one keyword without the other.
+        Counts are the accepted drafts of each live row, without the bonus token; 0 in a plain
+        round. Without live rows nothing changes. Raises ValueError for a count that is impossible
+        in the tier, a tier that is not a candidate, or one keyword without the other.
         """
         if (tier is None) != (batch_size is None):
-            raise ValueError(f"{tier=} and {batch_size=}: give both or none")
+            raise ValueError(f"{tier=} and {batch_size=} must be given together, or not at all")
         counts = [int(count) for count in num_accepted_drafts]
         rows, accepted = len(counts), sum(counts)
         if not rows:
@@ -224,9 +224,9 @@ class AdaptiveController:
         return has_moved
 
     def activate_for_batch(self, batch_size: int) -> DraftShape:
-        """The tier for the next round of ``batch_size`` rows with padding; a worker gets its state.
+        """Return the tier for the next round of ``batch_size`` rows, and apply its worker state.
 
-        ValueError if the worker has none for it.
+        ``batch_size`` includes padding. Raises ValueError if the worker has no state for the tier.
         """
         tier = self.policy.tier_for_batch(batch_size)
         if self.worker is not None and tier not in self._states:
@@ -241,7 +241,7 @@ class AdaptiveController:
 
     @property
     def ema_accept_len(self) -> float:
-        """Accepted drafts of a row and verify, without the bonus token: a moving average."""
+        """Moving average of accepted drafts per row and verify, without the bonus token."""
         return float(getattr(self.policy, "ema_accept_len", self._ema))
 
     @property
@@ -249,7 +249,7 @@ class AdaptiveController:
         return sum(tier.proposed_drafts - tier.accepted_drafts for tier in self.tiers.values())
 
     def describe(self) -> dict[str, Any]:
-        """Figures for server information, as JSON values."""
+        """Metrics for server information, as JSON values."""
         return {
             "speculative_num_steps": self.tier.steps,
             "candidate_steps": sorted({tier.steps for tier in self.tiers}),

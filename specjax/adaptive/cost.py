@@ -1,6 +1,6 @@
-"""The cost-aware policy: the tier of the most expected tokens a second.
+"""The cost-aware policy: choose the tier with the most expected tokens per second.
 
-Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
+Its constants come from simulations with round times of an 8B and a 135M model on an H200.
 """
 
 from bisect import bisect_left
@@ -17,34 +17,34 @@ from specjax.types import NO_DRAFTS, DraftShape
 Rates = Mapping[DraftShape, float]
 
 WINDOW = 16.0  # rounds over which the weight of old counts falls to 1/e
-FIRST_GUESS = 0.7  # acceptance of the first draft before any was verified; one row's evidence
-HYSTERESIS = 0.02  # relative gain in tokens a second below which the tier stays
-# Share of the time that probes may lose to the chosen tier, and all rounds to plain decoding.
+FIRST_GUESS = 0.7  # initial acceptance of the first draft; weighs as much as one row
+HYSTERESIS = 0.02  # minimum relative gain in tokens per second to change the tier
+# Maximum share of time lost by probes to the chosen tier, and by all rounds to plain decoding.
 LOSS_BUDGET = 0.02
-# One in so many probes in vain looks further than at the next tier: deep drafts may be accepted
-# where shallow ones tell nothing of it, as where some rows of a batch accept everything.
+# One in this many failed probes may skip the next tier: deep drafts may be accepted although
+# shallow ones do not show it, for example if some rows of a batch accept everything.
 PROBES_A_TURN = 8
-# In plain rounds: the loss to plain decoding at which speculation stops, what is left of it when
-# it may begin again (less makes an unlucky start long), and the gain that pays for later losses.
+# In plain rounds: loss to plain decoding at which speculation stops; remaining loss at which it may
+# resume (a lower value prolongs an unlucky start); and maximum gain kept to offset later losses.
 MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
 
 
 class AcceptanceEstimates:
-    """Rows that tried, and that accepted, each drafted position; old rounds weigh less."""
+    """Rows that tried and that accepted each drafted position; old rounds weigh less."""
 
     def __init__(self, num_positions: int) -> None:
         self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
         self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
 
     def observe(self, num_accepted_drafts: Sequence[int], depth: int) -> None:
-        """Take in one round: a row that accepts k of its drafts has tried k + 1 or all of them."""
+        """Record one round: a row that accepts k drafts has tried k + 1, or all of them."""
         keep = 1.0 - 1.0 / WINDOW
         for i in range(min(depth, len(self.tried), max(num_accepted_drafts) + 1)):
             self.tried[i] = keep * self.tried[i] + sum(k >= i for k in num_accepted_drafts)
             self.accepted[i] = keep * self.accepted[i] + sum(k > i for k in num_accepted_drafts)
 
     def acceptance(self, num_positions: int) -> list[float]:
-        """Accepted share by position; unseen: the one before's, 0 from ``num_positions`` on."""
+        """Acceptance by position; if unseen, the previous one, or 0 from ``num_positions`` on."""
         shares: list[float] = []
         for i, (tried, accepted) in enumerate(zip(self.tried, self.accepted, strict=True)):
             unseen = shares[-1] if shares and i < num_positions else 0.0
@@ -53,19 +53,19 @@ class AcceptanceEstimates:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
-    """Tokens of a row in a round of 0, 1, 2 and so on drafts, with the bonus token."""
+    """Expected tokens per row of a round with 0, 1, 2, ... drafts, including the bonus token."""
     return list(accumulate(accumulate(acceptance, mul, initial=1.0)))
 
 
 class CostAwarePolicy:
-    """Chooses the tier of the most expected tokens a second, from acceptance and round times.
+    """Chooses the tier with the most expected tokens per second from acceptance and round times.
 
-    The tier changes for a gain of more than 2 %, and at once if it loses to step 0. Deeper tiers
-    are chosen only for what they have shown, in probes: the next deeper candidate that could win
-    runs until a result that does not gain. docs/adaptive_decoding.md has the rules for when.
+    The tier changes for a gain of more than 2 %, or immediately if it is slower than step 0. Deeper
+    tiers must prove themselves in probes: the next deeper candidate that could win runs until a
+    round shows no gain. docs/adaptive_decoding.md describes when probes run.
 
-    ``seconds`` are those of a round by (tier, batch bucket), for every candidate at every bucket.
-    ``initial_steps`` moves to the nearest candidate, the larger of two; ``None`` is the deepest.
+    ``seconds`` has the time of a round by (tier, batch bucket), for all candidates and buckets.
+    ``initial_steps`` selects the nearest candidate, or the larger of two; ``None`` the deepest.
     """
 
     def __init__(
@@ -80,23 +80,23 @@ class CostAwarePolicy:
         self._buckets = sorted({bucket for _, bucket in seconds}) or [1]
         pairs = {(tier, bucket) for tier in self.tiers for bucket in self._buckets}
         if missing := sorted(pairs - set(seconds)):
-            raise ValueError(f"(tier, batch)={missing} have no round times")
+            raise ValueError(f"round times are missing for (tier, batch)={missing}")
         self.seconds = {
             (tier, bucket): check_number(f"seconds of tier {tier} at {bucket}", value, above=0)
             for (tier, bucket), value in seconds.items()
         }
         first = self.tiers[-1].steps if initial_steps is None else initial_steps
         self.chosen = nearest(self.config.slots[0].tiers, first)
-        self.probe: DraftShape | None = None  # a deeper tier that runs instead
+        self.probe: DraftShape | None = None  # a deeper tier that runs instead of the chosen one
         self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.tiers))
-        self.debt = 0.0  # seconds that probes lost and the budget has not repaid
+        self.debt = 0.0  # seconds lost by probes, not yet repaid by the budget
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
-        self._bucket: int | None = None  # that the tier was chosen for
+        self._bucket: int | None = None  # batch bucket of the last decision
         self._vain_probes = 0  # since the last change of tier
 
     @property
     def tier(self) -> DraftShape:
-        """The tier that runs next if the batch stays as it is; a probe's while one runs."""
+        """The tier of the next round at the same batch size; during a probe, the probe's."""
         return self.chosen if self.probe is None else self.probe
 
     def tier_for_batch(self, batch_size: int) -> DraftShape:
@@ -116,7 +116,7 @@ class CostAwarePolicy:
         before, bucket = self.tier_for_batch(batch_size), self._bucket_of(batch_size)
         seconds = self.seconds.get((tier, bucket))
         if seconds is None:
-            raise ValueError(f"{tier=} has no round time at {bucket} rows")
+            raise ValueError(f"{tier=} has no round time for {bucket} rows")
         self.estimates.observe(num_accepted_drafts, tier.depth)
         rates = self._rates(self._candidates(batch_size), bucket)
         tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
@@ -149,18 +149,18 @@ class CostAwarePolicy:
     def _bucket_of(self, batch_size: int) -> int:
         index = bisect_left(self._buckets, batch_size)
         if index == len(self._buckets):
-            raise ValueError(f"batch_size={batch_size} is above the largest timed, {self._buckets}")
+            raise ValueError(f"batch_size={batch_size} exceeds the largest of {self._buckets}")
         return self._buckets[index]
 
     def _rates(self, candidates: Sequence[DraftShape], bucket: int) -> Rates:
-        """Expected tokens a second of one row for each candidate."""
+        """Expected tokens per second and row for each candidate."""
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
         return {tier: tokens[tier.depth] / self.seconds[tier, bucket] for tier in candidates}
 
     def _account(
         self, rates: Rates, tokens: float, seconds: float, tier: DraftShape, bucket: int
     ) -> None:
-        """Add what a round lost to the chosen tier and to plain decoding, or repay."""
+        """Add a round's loss to the chosen tier and to plain decoding, or repay earlier losses."""
         is_probe = tier.depth > self.chosen.depth and self.chosen in rates
         lost = seconds - tokens / rates[self.chosen] if is_probe else -LOSS_BUDGET * seconds
         self.debt = max(0.0, self.debt + lost)

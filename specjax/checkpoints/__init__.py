@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face, GGUF and orbax, targets and draft heads."""
+"""Load and save checkpoints of targets and drafts: Hugging Face, GGUF and orbax."""
 
 from specjax.checkpoints.draft import DraftCheckpoint, open_draft
 from specjax.checkpoints.export import export_draft

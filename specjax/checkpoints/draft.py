@@ -1,9 +1,10 @@
-"""Opening what drafts: EAGLE heads, other models, and modules of multi-token prediction."""
+"""Open drafts: EAGLE heads, draft models and multi-token prediction (MTP) modules."""
 
 import dataclasses
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from specjax.checkpoints.huggingface import (
     draft_config,
     huggingface_config,
 )
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
-from specjax.checkpoints.target import TargetCheckpoint, download, embedded_head, open_target
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
+from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
@@ -25,7 +26,7 @@ from specjax.models.registry import mtp_recipes
 
 @dataclass(frozen=True)
 class DraftCheckpoint(Checkpoint[DraftConfig]):
-    """A draft head on disk, whose ``config`` is resolved against the target, in its dtype."""
+    """A draft head on disk. Its ``config`` is resolved against the target and has its dtype."""
 
     def describe(self) -> str:
         config, scaling = self.config, self.config.rope_scaling
@@ -52,34 +53,34 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
         check_vocabulary(source, self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """Vocabulary maps, and copies of the target's tensors."""
+        """Whether it is a vocabulary map or a copy of a target tensor."""
         shared = () if self.config.fuses_features else ("embed_tokens.weight", "lm_head.weight")
         copies = ("verifier_norm.", "verifier_lm_head.")
         return name in ("d2t", "t2d", *shared) or name.startswith(copies)
 
 
 def canonical_name(name: str, *, is_eagle3: bool) -> str:
-    """A stored name without ``model.`` prefix, the EAGLE-3 layer always called ``midlayer``."""
+    """Strip the ``model.`` prefix of a stored name and call the EAGLE-3 layer ``midlayer``."""
     name = name.removeprefix("model.")
     return re.sub(r"^layers\.0\.", "midlayer.", name) if is_eagle3 else name
 
 
 def canonical_source(source: TensorSource) -> TensorSource:
-    """The tensors of a draft head under canonical names, of which there may be one each."""
+    """Return the tensors of a draft head under canonical names, which must be unique."""
     is_eagle3 = any(name.endswith("hidden_norm.weight") for name in source.infos)
     stored: dict[str, str] = {}
     for name in sorted(source.infos):
         canonical = canonical_name(name, is_eagle3=is_eagle3)
         if canonical in stored:
             both = f"{stored[canonical]!r} and {name!r}"
-            raise ValueError(f"{source.path} stores both {both}, which are the same tensor")
+            raise ValueError(f"{source.path} stores one tensor under two names: {both}")
         stored[canonical] = name
     infos = {canonical: source.infos[name] for canonical, name in stored.items()}
     return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
 
 
 def check_vocabulary(source: TensorSource, config: DraftConfig) -> None:
-    """Check the vocabulary maps of a head against each other and against the target."""
+    """Check that the vocabulary maps of a head fit each other and the target."""
     if "d2t" not in source.infos:
         return
     size, vocab_size = config.draft_vocab_size, config.vocab_size
@@ -92,7 +93,7 @@ def check_vocabulary(source: TensorSource, config: DraftConfig) -> None:
             f"vocab_size={vocab_size}"
         )
     if size == vocab_size and offsets.any():
-        raise ValueError(f"{place} reorders a vocabulary as large as the target's ({vocab_size})")
+        raise ValueError(f"{place} reorders a vocabulary of the target's size ({vocab_size})")
     if "t2d" not in source.infos:
         return
     if not np.array_equal(np.flatnonzero(_read_map(source, "t2d", vocab_size)), ids):
@@ -106,8 +107,8 @@ def _read_map(source: TensorSource, name: str, size: int) -> np.ndarray:
     info = source.infos[name]
     if info.shape != (size,) or not re.fullmatch(r"bool|u?int\d+", info.dtype):
         raise ValueError(
-            f"tensor {name!r} in {info.path} has shape {info.shape} and is {info.dtype}; the "
-            f"vocabularies ask for {(size,)} and integers"
+            f"tensor {name!r} in {info.path} is {info.dtype} and has shape {info.shape}; the "
+            f"vocabularies need integers of shape {(size,)}"
         )
     return source.read(name)
 
@@ -124,36 +125,28 @@ def open_draft(
     Args:
         draft: a directory (published format, or written by :func:`save_orbax`), a Hugging Face
             repository id, or None for the head that ships with an embedded target.
-        checkpoint_format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or None for what the
-            head is.
+        checkpoint_format: the required format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or
+            None for any.
         rope_theta: replaces the head's rotary base; some published heads accept more with another
             base than the configured one.
 
     Raises:
-        ValueError: if there is no such head, or it cannot serve the target.
+        ValueError: if the head is not found or does not fit the target.
     """
-    if draft is None:
-        path = embedded_head(target.name)
-    else:
-        name = os.fspath(draft)
-        path = Path(name).expanduser()
-        if os.path.isfile(path):
-            raise ValueError(f"draft={name!r} is a file; expected a directory")
-        if not os.path.isdir(path):
-            path = download(name, "draft")
+    path = embedded_head(target.name) if draft is None else locate(draft, "draft")
     if is_orbax_directory(path):
-        source, config = None, _restored(path, target.config)
+        source, config = partial(orbax_source, path), _restored(path, target.config)
     else:
-        source = canonical_source(open_directory(path))
-        config = draft_config(path, source, target.config)
+        stored = canonical_source(open_directory(path))
+        source, config = partial(lambda: stored), draft_config(path, stored, target.config)
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(
             f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "
-            "heads; set another"
+            "heads; set another speculative_algorithm"
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
-    return DraftCheckpoint(config, path, None if source is None else lambda: source)
+    return DraftCheckpoint(config, path, source)
 
 
 def _restored(path: Path, target: ModelConfig) -> DraftConfig:
@@ -176,25 +169,25 @@ def open_draft_model(
 
     Args:
         draft: a directory, a GGUF file or a repository id; it is opened in the target's dtype.
-        target: whose vocabulary it must share.
-        context_length: tokens that it must be able to read; by default the target's own limit.
-        with_tokenizer: compare the tokenizers, where both models have one.
+        target: the target model, whose vocabulary the draft model must share.
+        context_length: minimum context in tokens; by default the target's own limit.
+        with_tokenizer: compare the tokenizers if both models have one.
 
     Raises:
-        ValueError: if there is no such model, or it does not fit.
+        ValueError: if the model is not found or does not fit the target.
     """
     opened = open_target(draft, dtype=target.config.dtype, knob="draft")
     sizes = opened.config.vocab_size, target.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"draft={opened.name!r} has vocab_size={sizes[0]}, but model={target.name!r} has "
-            f"{sizes[1]}; a draft model needs the target's vocabulary"
+            f"vocab_size={sizes[1]}; a draft model needs the target's vocabulary"
         )
     limit, context = opened.config.context_limit, context_length or target.config.context_limit
     if limit < context:
         raise ValueError(
-            f"draft={opened.name!r} reads at most {limit} tokens, but the context has {context}; "
-            f"set context_length={limit}"
+            f"draft={opened.name!r} reads at most {limit} tokens, but the context has {context} "
+            f"tokens; set context_length={limit}"
         )
     if with_tokenizer:
         _check_same_tokens(opened, target)
@@ -202,20 +195,20 @@ def open_draft_model(
 
 
 def _check_same_tokens(draft: TargetCheckpoint, target: TargetCheckpoint) -> None:
-    """Compare what the ids mean that both tokenizers know."""
+    """Compare the tokens of the ids that both tokenizers have."""
     ours, theirs = _tokens(draft), _tokens(target)
     differing = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
     if differing:
         one = differing[0]
         raise ValueError(
-            f"draft={draft.name!r} has another tokenizer than model={target.name!r}: "
-            f"{len(differing)} ids differ, of which {one} is {ours[one]!r} and not "
-            f"{theirs[one]!r}; a draft model needs the target's vocabulary"
+            f"the tokenizers of draft={draft.name!r} and model={target.name!r} differ in "
+            f"{len(differing)} ids: id {one} is {ours[one]!r} in the draft and {theirs[one]!r} in "
+            "the target; a draft model needs the target's vocabulary"
         )
 
 
 def _tokens(model: TargetCheckpoint) -> dict[int, str]:
-    """Tokens by id; none for a model without a tokenizer, which the target's own user is told."""
+    """Tokens by id; empty if the model has no tokenizer (the engine reports that elsewhere)."""
     try:
         backend = model.load_tokenizer().backend
     except ValueError:
@@ -228,12 +221,12 @@ _EXPERTS = re.compile(r"\.mlp\.(experts|shared_experts?|gate)\.")
 
 @dataclass(frozen=True)
 class MtpCheckpoint(Checkpoint[ModelConfig]):
-    """Modules on disk, as many as are drafted with; all else in the files is ignored."""
+    """The MTP modules that draft; all other tensors of their files are ignored."""
 
     def describe(self) -> str:
         config = self.config
         return (
-            f"{config.num_layers} modules of multi-token prediction of {self.path}: "
+            f"{config.num_layers} multi-token prediction modules of {self.path}: "
             f"rope_theta={config.rope_theta:g}, dtype {config.dtype}"
         )
 
@@ -241,7 +234,7 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
         return mtp_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """The target's tensors, and those of modules that are not drafted with."""
+        """Whether it belongs to the target or to a module that does not draft."""
         return _module_of(name) not in range(self.config.num_layers)
 
 
@@ -252,42 +245,40 @@ def open_mtp(
     num_modules: int,
     rope_theta: float | None = None,
 ) -> MtpCheckpoint:
-    """Find the first modules of multi-token prediction and read their configuration.
+    """Find the first multi-token prediction modules and read their configuration.
 
     Args:
         draft: a Hugging Face directory with tensors ``model.mtp_layers.*``, or a repository id;
             ``None`` for the target's own checkpoint.
-        target: whose family, embeddings and output head the modules share.
-        num_modules: modules to draft with.
+        target: the target model, whose family, embeddings and output head the modules share.
+        num_modules: number of modules that draft.
         rope_theta: replaces the rotary base.
 
     Raises:
-        ValueError: there are no such modules or too few, they do not fit the target, or are
-            mixtures of experts.
+        ValueError: if there are too few modules, they do not fit the target, or they are mixtures
+            of experts.
     """
-    path = target.path if draft is None else Path(draft).expanduser()
-    if draft is not None and not os.path.isdir(path):
-        path = download(os.fspath(draft), "draft")
+    path = target.path if draft is None else locate(draft, "draft")
     if not (path / "config.json").is_file() or is_orbax_directory(path):
         raise ValueError(
-            f"draft={draft!r}: {path} is no Hugging Face directory, which modules of multi-token "
-            "prediction are read from; pass draft=DIRECTORY"
+            f"draft={draft!r}: {path} is not a Hugging Face directory, but multi-token prediction "
+            "modules are read from one; pass draft=DIRECTORY"
         )
     source = open_directory(path)
     names = [name for name in source.infos if name.startswith(MTP_PREFIX)]
     if experts := next(filter(_EXPERTS.search, names), None):
-        raise ValueError(f"{path}: {experts!r} is of a mixture of experts, which is not supported")
+        raise ValueError(f"{path}: tensor {experts!r}: mixture of experts is not supported")
     stated = Fields.read(path / "config.json").get("num_nextn_predict_layers", Size, 0)
     count = len(set(map(_module_of, names)))
     if not count or count < stated:
         raise ValueError(
-            f"{path} has the tensors {MTP_PREFIX}* of {count} modules of multi-token prediction, "
-            f"and num_nextn_predict_layers={stated}; pass draft=DIRECTORY of a checkpoint with them"
+            f"{path} has tensors {MTP_PREFIX}* of {count} multi-token prediction modules, but "
+            f"num_nextn_predict_layers={stated}; pass draft=DIRECTORY of a checkpoint with them"
         )
     if num_modules > count:
         raise ValueError(
-            f"speculative_num_steps={num_modules} exceeds the {count} module(s) of {path}, one a "
-            "drafted token; lower it, or candidate_steps where it adapts"
+            f"speculative_num_steps={num_modules} exceeds the {count} module(s) of {path}; each "
+            "drafts one token; lower it, or candidate_steps with adaptive speculation"
         )
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)
@@ -299,6 +290,6 @@ def open_mtp(
 
 
 def _module_of(name: str) -> int | None:
-    """The module that a tensor is of, ``None`` for others."""
+    """Index of the module that a tensor belongs to; ``None`` for other tensors."""
     found = re.match(re.escape(MTP_PREFIX) + r"(\d+)\.", name)
     return int(found[1]) if found else None

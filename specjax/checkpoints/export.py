@@ -1,4 +1,4 @@
-"""Writing EAGLE-3 heads in the published format, and targets with fewer layers."""
+"""Write EAGLE-3 heads in the published format, and targets with fewer layers."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from specjax.checks import check_integer, is_integer
 from specjax.config import DraftConfig
 from specjax.models.family import draft_recipes
 
-# published name of a setting to ours
+# published name of a setting -> our name
 _PUBLISHED = {
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
@@ -40,19 +40,19 @@ def export_draft(
     *,
     max_shard_bytes: int = 4 * 1024**3,
 ) -> None:
-    """Write a head as ``config.json`` and safetensors, in SGLang's and SpecForge's names.
+    """Write a head as ``config.json`` and safetensors, with SGLang's and SpecForge's names.
 
     Args:
-        path: directory to create; weights and configuration already there are replaced.
-        weights: arrays by flat name, as :meth:`DraftCheckpoint.load_weights` gives them.
-        max_shard_bytes: size of a file, but for a larger tensor in a file of its own.
+        path: directory to create; existing weights and configuration in it are replaced.
+        weights: arrays by flat name, as :meth:`DraftCheckpoint.load_weights` returns them.
+        max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
         ValueError: if the head is not EAGLE-3 or the weights do not fit the configuration.
     """
     if not config.fuses_features:
         raise ValueError(
-            f"checkpoint_format={config.checkpoint_format!r}: only eagle-3 can be exported"
+            f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
         )
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     tensors = _published_tensors(config, weights)
@@ -82,7 +82,7 @@ def _published_config(config: DraftConfig) -> dict[str, Any]:
 
 
 def _published_tensors(config: DraftConfig, weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Weights split and transposed into their published names, with both vocabulary maps."""
+    """Split and transpose weights into tensors by published name, with both vocabulary maps."""
     recipes = draft_recipes(config)
     missing, unknown = sorted(set(recipes) - set(weights)), sorted(set(weights) - set(recipes))
     if missing or unknown:
@@ -92,12 +92,12 @@ def _published_tensors(config: DraftConfig, weights: Mapping[str, Any]) -> dict[
         array = np.asarray(weights[name])
         if array.shape != recipe.shape:
             raise ValueError(
-                f"weight {name!r} has shape {array.shape}, the head needs {recipe.shape}"
+                f"weight {name!r} has shape {array.shape}, but the head needs {recipe.shape}"
             )
         ends = np.cumsum([part.shape[0] for part in recipe.parts])
         stripes = np.split(array.T if recipe.transpose else array, ends[:-1])
         for part, stripe in zip(recipe.parts, stripes, strict=True):
-            # safetensors writes the buffer as it lies in memory
+            # safetensors writes the buffer in its memory order
             tensors[part.name] = np.ascontiguousarray(stripe)
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].astype(np.int64)
@@ -107,41 +107,37 @@ def _published_tensors(config: DraftConfig, weights: Mapping[str, Any]) -> dict[
     return tensors
 
 
-def _write_shards(directory: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int) -> None:
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, array in tensors.items():
-        used = sum(x.nbytes for x in shards[-1].values())
-        if shards[-1] and used + array.nbytes > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = array
-    metadata = {"format": "pt"}
-    if len(shards) == 1:
-        # save_file would make files that only their owner may read
-        (directory / "model.safetensors").write_bytes(save(shards[0], metadata))
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        (directory / file).write_bytes(save(shard, metadata))
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(array.nbytes for array in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2) + "\n"
-    (directory / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
+def _write_shards(directory: Path, tensors: dict[str, np.ndarray], max_shard_bytes: int) -> None:
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda array: array.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        # save_file would create files that only their owner can read
+        shard = save({name: tensors[name] for name in names}, {"format": "pt"})
+        (directory / file).write_bytes(shard)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2) + "\n"
+        (directory / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
 
 
 def save_layers(
     path: str | os.PathLike[str], model: TargetCheckpoint, layers: Sequence[int]
 ) -> None:
-    """Write a model that has only some of another one's layers, everything else as it is.
+    """Write a copy of a model that keeps only some of its layers.
 
     Args:
         path: directory to create, which :func:`open_target` opens.
-        model: whose weights and tokenizer are read.
+        model: the model to copy, with its tokenizer.
         layers: indices of the layers to keep, ascending.
 
     Raises:
-        ValueError: for layers that the model does not have, or weights that cannot be read.
+        ValueError: if the model lacks one of the layers, or its weights cannot be read.
     """
     count, kept = model.config.num_layers, list(layers)
     if (

@@ -1,15 +1,14 @@
-"""GGUF files: metadata, tensors in Hugging Face names, configuration and tokenizer of a target."""
+"""Read GGUF files: metadata, tensors by Hugging Face name, configuration and tokenizer."""
 
 import math
 import os
-import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 from ml_dtypes import bfloat16
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -18,7 +17,7 @@ from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.layers import rope_frequencies
-from specjax.models.registry import FAMILIES, family_of
+from specjax.models.registry import FAMILIES, family_of, target_recipes
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _STRING, _ARRAY = 8, 9
@@ -33,7 +32,7 @@ _MAX_NESTING = 4
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor lies in the data; ``shape`` is in numpy order, ``[out, in]`` for a matrix."""
+    """Location of a tensor in the data. ``shape`` has numpy's order: ``[out, in]`` for a matrix."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -44,8 +43,8 @@ class GGUFTensor(NamedTuple):
 class GGUFFile:
     """An open GGUF file. Open each file once: configuration, weights and tokenizer share it.
 
-    Every length is compared with what is left of the file before anything is read, so that a
-    damaged file costs no more memory than its own size.
+    Every length is checked against the rest of the file before reading, so that a damaged file
+    never takes more memory than its own size.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,13 +63,13 @@ class GGUFFile:
             ) from error
 
     def info(self, name: str) -> TensorInfo:
-        """What is known of a tensor without reading it; quantised types become float32."""
+        """Describe a tensor without reading it; quantised types become float32."""
         tensor = self.tensors[name]
         dtype = _PLAIN.get(tensor.kind, np.dtype(np.float32)).name
         return TensorInfo(tensor.shape, self.path, dtype)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is stored; quantised types are dequantised to float32."""
+        """Read a tensor in its stored type; quantised types are dequantised to float32."""
         shape, kind, start, size = self.tensors[name]
         data = np.asarray(self._data[start : start + size])
         if kind in _PLAIN:
@@ -79,14 +78,14 @@ class GGUFFile:
             return dequantize(data.reshape(*shape[:-1], -1), kind)
         except NotImplementedError as error:
             place = f"{self.path}: tensor {name!r} of type {kind.name}"
-            raise ValueError(f"{place} is none that the gguf library can dequantise") from error
+            raise ValueError(f"{place} cannot be dequantised by the gguf library") from error
 
     def _read_metadata(self) -> tuple[dict[str, Any], int]:
         if self._take(4) != b"GGUF":
-            raise ValueError("it does not start with GGUF")
+            raise ValueError("the file does not start with GGUF")
         version = self._number("<I")
         if version and version & 0xFFFF == 0:
-            raise ValueError("it is big-endian; only little-endian files are supported")
+            raise ValueError("the file is big-endian; only little-endian files are supported")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported")
         num_tensors, num_values = self._number("<Q"), self._number("<Q")
@@ -94,17 +93,17 @@ class GGUFFile:
         for _ in range(self._checked(num_values, 13)):
             key = self._text()
             if key in values:
-                raise ValueError(f"the key {key!r} is given twice")
+                raise ValueError(f"the key {key!r} occurs twice")
             values[key] = self._value(self._number("<I"), 0)
         return values, num_tensors
 
     def _read_tensor_table(self, count: int, alignment: int) -> None:
         if alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment={alignment} is no power of two")
+            raise ValueError(f"general.alignment={alignment} must be a power of two")
         for _ in range(self._checked(count, 24)):
             name = self._text()
             if name in self.tensors:
-                raise ValueError(f"the tensor {name!r} is given twice")
+                raise ValueError(f"the tensor {name!r} occurs twice")
             dims = [self._number("<Q") for _ in range(self._checked(self._number("<I"), 8))]
             kind, start = GGMLQuantizationType(self._number("<I")), self._number("<Q")
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -116,7 +115,7 @@ class GGUFFile:
         self._data = self._data[first:]
         for name, tensor in self.tensors.items():
             if tensor.start + tensor.size > len(self._data):
-                raise ValueError(f"tensor {name!r} reaches beyond the end of the file")
+                raise ValueError(f"tensor {name!r} extends beyond the end of the file")
 
     def _value(self, kind: int, nesting: int) -> Any:
         if kind == _STRING:
@@ -124,11 +123,11 @@ class GGUFFile:
         if kind in _SCALARS:
             return self._array(kind, 1)[0]
         if kind != _ARRAY or nesting == _MAX_NESTING:
-            raise ValueError(f"a value at byte {self._at} has type {kind} in {nesting} arrays")
+            raise ValueError(f"type {kind} at byte {self._at} in {nesting} arrays is not valid")
         item, length = self._number("<I"), self._number("<Q")
         if item in _SCALARS:
             return self._array(item, length)
-        # the length of a string, or type and length of an array, come before what they hold
+        # minimum size of an item: a string starts with its length, an array with type and length
         self._checked(length, 8 if item == _STRING else 12)
         return [self._value(item, nesting + 1) for _ in range(length)]
 
@@ -137,7 +136,7 @@ class GGUFFile:
         values = np.frombuffer(self._take(length * dtype.itemsize), dtype)
         if dtype != np.float32:
             return values.tolist()
-        # the shortest decimal that is the same float32: 1e-05 rather than 9.999999747378752e-06
+        # shortest decimal of the same float32: 1e-05 instead of 9.999999747378752e-06
         return [float(str(value)) for value in values]
 
     def _text(self) -> str:
@@ -147,10 +146,10 @@ class GGUFFile:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
 
     def _checked(self, count: int, size: int) -> int:
-        """``count`` if so many things of at least ``size`` bytes fit into the rest of the file."""
+        """Return ``count`` if the file has ``size`` bytes left for each item."""
         left = len(self._bytes) - self._at
         if count * size > left:
-            raise ValueError(f"{count} times {size} bytes at byte {self._at} reach beyond its end")
+            raise ValueError(f"{count} * {size} bytes at byte {self._at} extend beyond its end")
         return count
 
     def _take(self, size: int) -> memoryview:
@@ -159,41 +158,24 @@ class GGUFFile:
         return self._bytes[start : self._at]
 
 
-_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
-    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
-    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-}
-
-
-def _huggingface_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; one that target models do not have keeps its own."""
-    match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in (_IN_LAYER if match[1] else _TOP_LEVEL):
-        return name
-    if match[1] is None:
-        return f"{_TOP_LEVEL[match[2]]}.{match[3]}"
-    return f"{match[1].replace('blk', 'model.layers')}{_IN_LAYER[match[2]]}.{match[3]}"
-
-
 def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
-    """Rows of a GGUF query or key projection that are interleaved, in Hugging Face order.
+    """Indices that put the rows of an interleaved query or key projection in Hugging Face order.
 
-    GGUF rotates neighbouring pairs, Hugging Face the two halves of a head, so the converter
-    interleaves the halves: row ``2 i + j`` of a head is row ``j * H / 2 + i``. This undoes it.
+    GGUF rotates neighbouring pairs; Hugging Face rotates the two halves of a head. The converter
+    therefore interleaves the halves: row ``2 i + j`` of a head is row ``j * H / 2 + i``.
     """
     rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)
 
 
 def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
-    """A GGUF file as a source of tensors in Hugging Face names and layout."""
-    stored = {_huggingface_name(name): name for name in file.tensors}
-    stored.pop("rope_freqs.weight", None)
+    """Present a GGUF file as a source of tensors with Hugging Face names and layout."""
+    (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == config.model_type)
+    map_name = get_tensor_name_map(arch, config.num_layers).get_name
+    parts = (part.name for recipe in target_recipes(config).values() for part in recipe.parts)
+    named = {map_name(part, (".weight", ".bias")): part for part in parts}
+    # tensors that the model does not have keep their names
+    stored = {named.get(name, name): name for name in file.tensors if name != "rope_freqs.weight"}
     rows: dict[str, np.ndarray] = {}
     if family_of(config).gguf == "interleaved":
         rows["q_proj"] = _interleaved_rows(config.num_heads, config.head_dim)
@@ -207,7 +189,7 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
 
 
 def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
-    """The configuration that the metadata and tensor table of a GGUF file describe."""
+    """Read the configuration from the metadata and tensor table of a GGUF file."""
     if dtype == "auto":
         kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
         dtype = "float32" if kinds <= {"F32"} else "bfloat16"
@@ -228,10 +210,8 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     theta = keys.get("rope.freq_base", float, 10000.0)
-    context, window = (
-        keys.get("context_length", Size),
-        keys.get("attention.sliding_window", Size, 0),
-    )
+    context = keys.get("context_length", Size)
+    window = keys.get("attention.sliding_window", Size, 0)
     values = {
         "model_type": arch,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -282,7 +262,7 @@ def _rope_scaling(file: GGUFFile, keys: Fields, head_dim: int, theta: float) -> 
 
 
 def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
-    """The Llama 3.1 scaling whose frequencies the file lists as divisors."""
+    """Find the Llama 3.1 scaling whose frequency divisors the file stores."""
     divisors = np.asarray(file.read("rope_freqs.weight"), np.float32)
     scaling = RopeScaling(rope_type="llama3", factor=max(1.0, float(divisors.max())))
     if theta > 0 and divisors.shape == (head_dim // 2,):
@@ -290,8 +270,8 @@ def _llama3_scaling(file: GGUFFile, head_dim: int, theta: float) -> RopeScaling:
         if np.allclose(divisors, plain / scaled, rtol=1e-4):
             return scaling
     raise ValueError(
-        f"{file.path}: rope_freqs.weight {divisors.shape} is not the Llama 3.1 scaling with factor "
-        f"{scaling.factor} over 8192 positions, the only one that is supported"
+        f"{file.path}: rope_freqs.weight {divisors.shape} must be the Llama 3.1 scaling (factor "
+        f"{scaling.factor} over 8192 positions); other scalings are not supported"
     )
 
 
@@ -308,8 +288,8 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# `tokenizer.ggml.pre` to the regular expression that splits text before merging; None is GPT-2's,
-# which `tokenizers` has built in. transformers reads `smollm` files with GPT-2's split too.
+# `tokenizer.ggml.pre` -> regular expression that splits text before merging. None is GPT-2's split,
+# which is built into `tokenizers`. transformers also uses GPT-2's split for `smollm` files.
 _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "smollm"), None),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe"), _LLAMA3),
@@ -318,18 +298,11 @@ _SPLITS: dict[str, str | None] = {
 }
 
 
-def _byte_alphabet() -> dict[int, str]:
-    """Spelling of each byte in a byte-level vocabulary: printable as itself, others from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
-    """The tokenizer that a GGUF file describes.
+    """Build the tokenizer of a GGUF file.
 
-    Encodes as transformers does when it loads the same file (``gguf_file=``): control tokens are
-    special, user-defined ones are matched whole, and ``tokenizer.ggml.pre`` picks the split.
+    It encodes like transformers with the same file (``gguf_file=``): control tokens are special,
+    user-defined tokens are matched whole, and ``tokenizer.ggml.pre`` selects the split.
     """
     data = file.metadata
     for key, default, known in (("model", None, ["gpt2"]), ("pre", "default", sorted(_SPLITS))):
@@ -337,25 +310,37 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
             raise data.wrong(
                 f"tokenizer.ggml.{key}",
                 f"is not supported; supported: {known} (byte-level BPE). Use the Hugging Face "
-                "directory of the model, or pass skip_tokenizer_init=True and give input_ids",
+                "directory of the model, or set skip_tokenizer_init=True and pass input_ids",
             )
     tokens: list[str] = data.get("tokenizer.ggml.tokens", list[str])
     kinds: list[int] = data.get("tokenizer.ggml.token_type", list[int], [])
     merges = [tuple(merge.split(" ", 1)) for merge in data.get("tokenizer.ggml.merges", list[str])]
-    alphabet = _byte_alphabet()
-    letters = set(alphabet.values())
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {
-        # some converters store added tokens as plain text; merges only know the byte spelling
-        token if set(token) <= letters else "".join(alphabet[b] for b in token.encode()): i
+        # some converters store added tokens as plain text, but merges use the byte spelling
+        token if set(token) <= letters else spell.pre_tokenize_str(token)[0][0]: i
         for i, token in enumerate(tokens)
     }
     try:
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"{file.path}: broken BPE vocabulary: {error}") from error
+        raise ValueError(f"{file.path}: invalid BPE vocabulary: {error}") from error
     backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.get("tokenizer.ggml.pre", str, "default")])
-    _add_marked_tokens(backend, tokens, kinds, letters)
+    for wanted, add in (
+        (_CONTROL, backend.add_special_tokens),
+        (_USER_DEFINED, backend.add_tokens),  # matched whole
+    ):
+        # skip an entry outside the byte alphabet, as it is stored under its byte spelling: adding
+        # its text would create an id beyond the model's vocabulary
+        add(
+            [
+                AddedToken(token, normalized=False, special=wanted == _CONTROL)
+                for token, kind in zip(tokens, kinds, strict=False)
+                if kind == wanted and set(token) <= letters
+            ]
+        )
     special = _special_tokens(file, tokens)
     named = dict.fromkeys(special.values())
     backend.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in named])
@@ -369,7 +354,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Ids that end a text: those of the end of a text, of a turn and of a message."""
+    """Ids of the tokens that end a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
     return unique_ids(file.metadata.get(key, Size, None) for key in keys)
 
@@ -379,26 +364,6 @@ def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
     if split is None:
         return letters
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), letters])
-
-
-def _add_marked_tokens(
-    backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int], letters: set[str]
-) -> None:
-    """Control tokens as special tokens, user-defined tokens as tokens that are matched whole.
-
-    An entry outside the byte alphabet is stored under its byte spelling, so adding its text would
-    allot a new id beyond the model's vocabulary: it stays a plain vocabulary entry.
-    """
-    marked = {
-        wanted: [
-            AddedToken(token, normalized=False, special=wanted == _CONTROL)
-            for token, kind in zip(tokens, kinds, strict=False)
-            if kind == wanted and set(token) <= letters
-        ]
-        for wanted in (_CONTROL, _USER_DEFINED)
-    }
-    backend.add_special_tokens(marked[_CONTROL])
-    backend.add_tokens(marked[_USER_DEFINED])
 
 
 def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:

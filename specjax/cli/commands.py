@@ -13,9 +13,10 @@ from typing import Any
 from specjax.checks import check_integer, check_number
 from specjax.cli.options import (
     SERVING,
+    add_command,
     add_engine_options,
     add_start_options,
-    option_of_line,
+    add_switches,
     with_preset,
 )
 from specjax.compiling.cache import open_compile_cache
@@ -38,37 +39,34 @@ NAMES = {
 
 
 def add_serve_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "serve",
-        help="serve a model over HTTP",
-        description="Serve a model over HTTP, with OpenAI's and SGLang's routes. A line with the "
-        "address goes to standard output when it is ready.",
-        argument_default=argparse.SUPPRESS,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
+        "serve a model over HTTP",
+        "Serve a model over HTTP with OpenAI's and SGLang's routes. When the server is ready, it "
+        "prints its address to standard output.",
     )
-    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
     group = parser.add_argument_group("server")
     for flag, kind, default, text in (
-        ("--host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this host"),
-        ("--port", int, 30000, "port to listen at; 0 chooses one"),
-        ("--served-model-name", str, None, "what clients call the model; by default as --model"),
-        ("--api-key", str, None, f"key that clients show; better in the environment: {API_KEY}"),
+        ("--host", str, "127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces"),
+        ("--port", int, 30000, "port to listen on; 0 picks a free port"),
+        ("--served-model-name", str, None, "model name for clients (default: value of --model)"),
+        ("--api-key", str, None, f"key that clients must send; safer to set {API_KEY}"),
         (
             "--admin-api-key",
             str,
             None,
-            "key for abort_all, /flush_cache and /update_weights_from_disk, by default the API "
-            f"key; better in the environment: {ADMIN_API_KEY}",
+            "key for abort_all, /flush_cache and /update_weights_from_disk; safer to set "
+            f"{ADMIN_API_KEY} (default: the API key)",
         ),
         (
             "--max-requests",
             int,
             None,
-            "completions in hand at once, waiting ones included (default: 4096)",
+            "maximum completions in progress, including waiting ones (default: 4096)",
         ),
-        ("--max-body-bytes", int, None, "longer request bodies are refused (default: 33554432)"),
-        ("--shutdown-timeout", float, 30.0, "seconds that requests have to end after a signal"),
+        ("--max-body-bytes", int, None, "maximum bytes of a request body (default: 33554432)"),
+        ("--shutdown-timeout", float, 30.0, "seconds for requests to finish after a signal"),
     ):
         shown = "" if default is None else f" (default: {default})"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
@@ -78,17 +76,17 @@ def add_serve_parser(commands: Any) -> None:
         action="append",
         metavar="ORIGIN",
         default=[],
-        help="pages of this origin may call from a browser; * for all; may be repeated",
+        help="let pages of this origin call from a browser; * allows all; repeatable",
     )
     group.add_argument(
         "--allowed-hosts",
         type=lambda text: text.split(","),
         metavar="NAME,NAME",
         default=[],
-        help="names, besides loopback ones, in the Host header of requests to a server that "
-        "listens at a loopback address without a key, such as those that a proxy sends",
+        help="Host header names to accept in addition to loopback names, for example those of a "
+        "proxy; used if the server listens on a loopback address without a key",
     )
-    group.add_argument("--quiet", action="store_true", default=False, help="no progress")
+    add_switches(group, {"--quiet": "hide progress"})
     add_engine_options(parser, SERVING)
 
 
@@ -96,7 +94,7 @@ def run_serve(
     args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
 ) -> int:
     """Run the command until a signal ends it."""
-    from specjax.server.process import serve  # what it needs is an extra
+    from specjax.server.process import serve  # needs an optional dependency
     from specjax.server.service import Access, is_loopback
 
     check_integer("--port", args.port, 0, 65535)
@@ -109,7 +107,7 @@ def run_serve(
         shutdown_timeout=args.shutdown_timeout,
         name=args.served_model_name,
         access=Access(
-            # on a command line other users see it
+            # other users can read a command line
             api_key=_or_environment(args.api_key, API_KEY),
             admin_api_key=_or_environment(args.admin_api_key, ADMIN_API_KEY),
             is_private=is_loopback(args.host),
@@ -126,39 +124,36 @@ def _or_environment(value: str | None, name: str) -> str | None:
 
 
 def add_warmup_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "warmup",
-        help="compile ahead of the first start",
-        description="Compile what an engine with these options dispatches, without loading its "
-        "weights, into the cache that a start reads. What is present is left as it is.",
-        argument_default=argparse.SUPPRESS,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
+        "compile before the first start",
+        "Compile all functions of an engine with these options into the compilation cache, without "
+        "loading weights. Existing entries are kept.",
     )
-    parser.convert_arg_line_to_args = option_of_line  # type: ignore[method-assign]
     add_engine_options(parser, SERVING)
     group = parser.add_argument_group("warm-up")
     add_start_options(group, ())
-    for flag, text in (
-        ("--stages", "also draft, verify and extend as functions of their own"),
-        ("--quiet", "no progress, no table"),
-    ):
-        group.add_argument(flag, action="store_true", default=False, help=text)
+    switches = {
+        "--stages": "also compile draft, verify and extend as separate functions",
+        "--quiet": "hide progress and the table",
+    }
+    add_switches(group, switches)
     for flag, kind, metavar, text in (
-        ("--prune", float, "DAYS", "delete entries that nothing has read for so many days"),
-        ("--json", Path, "FILE", "write the figures to a file"),
+        ("--prune", float, "DAYS", "delete cache entries not read for this many days"),
+        ("--json", Path, "FILE", "write the results to this file"),
     ):
         group.add_argument(flag, type=kind, metavar=metavar, default=None, help=text)
 
 
 def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
-    """Run the command; returns 1 where some function could not be written, else 0."""
+    """Run the command; returns 1 if a function could not be written to the cache, else 0."""
     with tempfile.TemporaryDirectory() as folder:
         parsed = EngineArgs(**with_preset(engine_args, args.preset, Path(folder)))
         result = warm_up(parsed, stages=args.stages)
     if args.prune is not None and (cache := open_compile_cache(parsed.compile_cache_dir)):
         count = cache.prune(args.prune * SECONDS_PER_DAY)
-        print(f"{count} old entries deleted", file=sys.stderr)
+        print(f"deleted {count} old cache entries", file=sys.stderr)
     if args.json is not None:
         args.json.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
     if not args.quiet:
@@ -169,9 +164,9 @@ def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
 def add_bench_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="run a benchmark of scripts/bench",
-        description="Run a benchmark of scripts/bench, which a clone of the repository has and a "
-        "wheel does not. 'specjax bench NAME --help' lists the options of one.",
+        help="run a benchmark from scripts/bench",
+        description="Run a benchmark from scripts/bench. This needs a clone of the repository. "
+        "'specjax bench NAME --help' lists the options of a benchmark.",
         allow_abbrev=False,
     )
     parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
@@ -187,8 +182,8 @@ def run_bench(name: str, options: Sequence[str]) -> int:
     """
     if not (SCRIPTS / "bench").is_dir():
         raise ValueError(
-            f"specjax bench: {SCRIPTS / 'bench'} does not exist; the benchmarks are not part of "
-            "an installed wheel: clone the repository and run 'pip install -e .' there"
+            f"specjax bench: {SCRIPTS / 'bench'} does not exist; a wheel has no benchmarks; clone "
+            "the repository and run 'pip install -e .' there"
         )
     if str(SCRIPTS) not in sys.path:
         sys.path.insert(0, str(SCRIPTS))

@@ -1,6 +1,6 @@
-"""``specjax generate``: one prompt in; streamed text, metrics or one JSON object out.
+"""``specjax generate``: generates from one prompt; prints streamed text and metrics, or JSON.
 
-``--compare`` times the same request with and without speculation and finds where the texts differ.
+``--compare`` times the request with and without speculation and finds the first difference.
 """
 
 import argparse
@@ -14,7 +14,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from specjax.cli.options import SERVING, add_engine_options, add_options
+from specjax.cli.options import (
+    SERVING,
+    add_command,
+    add_engine_options,
+    add_options,
+    add_switches,
+)
 from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
 from specjax.engine.requests import tokenize_inputs
 from specjax.sampling.params import SamplingParams
@@ -22,7 +28,7 @@ from specjax.text.tokenizer import IncrementalDecoder
 
 NUM_TIMED_RUNS = 3
 Decode = Callable[[list[int]], str]
-# samples and biases have no form on a command line
+# parameters without a command-line form are left out
 SAMPLING_ARGUMENTS = tuple(
     field.name
     for field in fields(SamplingParams)
@@ -31,49 +37,48 @@ SAMPLING_ARGUMENTS = tuple(
 
 
 def add_generate_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "generate",
-        help="generate text from one prompt",
-        description="Generate text from one prompt. The text goes to standard output; progress and "
-        "the closing line of figures go to standard error.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+        "generate text from one prompt",
+        "Generate text from one prompt. The text goes to standard output. Progress and a final "
+        "line of metrics go to standard error.",
+        file_prefix=None,  # a prompt may begin with @
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from stdin")
+    parser.add_argument("prompt", metavar="PROMPT", help="prompt, or - to read it from stdin")
     add_engine_options(parser, SERVING)
     group = parser.add_argument_group("prompt and sampling")
-    group.add_argument("--raw", action="store_true", default=False, help="no chat template")
-    group.add_argument("--system", default=None, help="system message of the chat template")
+    add_switches(group, {"--raw": "skip the chat template"})
+    group.add_argument("--system", default=None, help="system message for the chat template")
     add_options(group, SamplingParams, SAMPLING_ARGUMENTS)
-    output = parser.add_argument_group("output")
-    for flag, text in (
-        ("--compare", "also decode plainly: speed-up, and whether the texts are equal"),
-        ("--show-accepts", "colour the accepted drafts"),
-        ("--show-tree", "draw what each round drafted and accepted; slower rounds, equal text"),
-        ("--json", "print one JSON object and nothing else"),
-        ("--quiet", "no progress and no figures"),
-    ):
-        output.add_argument(flag, action="store_true", default=False, help=text)
+    switches = {
+        "--compare": "also decode without speculation; report the speed-up and if texts are equal",
+        "--show-accepts": "colour accepted draft tokens",
+        "--show-tree": "draw the draft tree of each round with accepted tokens; slower, same text",
+        "--json": "print only one JSON object",
+        "--quiet": "hide progress and metrics",
+    }
+    add_switches(parser.add_argument_group("output"), switches)
 
 
 def run_generate(
     args: argparse.Namespace, engine_args: dict[str, Any], make_engine: Callable[..., Any]
 ) -> int:
-    """Run the command; returns 1 where ``--compare`` finds different texts in float32, else 0."""
+    """Run the command; return 1 if ``--compare`` finds different texts in float32, else 0."""
     sampling = _sampling(args)
     request = {"sampling_params": sampling, **_prompt(args)}
-    SamplingParams.of(sampling)  # refused before a model is loaded
+    SamplingParams.of(sampling)  # validate before loading a model
     for option in ("compare", "show_accepts", "show_tree"):
         if getattr(args, option) and engine_args["speculative_algorithm"] is None:
             flag = f"--{option.replace('_', '-')}"
-            raise ValueError(f"{flag} needs speculation; give --draft or --speculative-algorithm")
+            raise ValueError(f"{flag} needs speculation; set --draft or --speculative-algorithm")
     if args.json and args.show_accepts:
         raise ValueError(
-            "--show-accepts colours a text and --json prints none; its output_is_draft says which "
-            "tokens were accepted"
+            "--show-accepts cannot be combined with --json; output_is_draft in the JSON marks "
+            "accepted tokens"
         )
     if args.json and args.show_tree:
-        raise ValueError("--show-tree draws trees and --json prints none; leave out one of them")
+        raise ValueError("--show-tree cannot be combined with --json; leave out one of them")
     with make_engine(**engine_args) as engine:
         colour = use_colour(sys.stdout)
         painter = None
@@ -100,7 +105,7 @@ def run_generate(
             body = final | {"tokens_per_second": _tokens_per_second(final["meta_info"])}
             if comparison is not None:
                 body["compare"] = asdict(comparison)
-            print(json.dumps(body))  # escaped: not every locale can write every character
+            print(json.dumps(body))  # escapes non-ASCII, which some locales cannot print
         elif comparison is not None:
             print(comparison.report(engine.tokenizer.decode))
         return 0 if comparison is None or comparison.is_acceptable else 1
@@ -110,18 +115,18 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
     prompt = args.prompt
     if prompt == "-":
         if sys.stdin is None:
-            raise ValueError("the prompt is -, but standard input is closed")
+            raise ValueError("PROMPT is -, but standard input is closed")
         prompt = sys.stdin.read()
     if args.raw:
         if args.system is not None:
-            raise ValueError("--system belongs to the chat template, which --raw turns off")
+            raise ValueError("--system needs the chat template, which --raw turns off")
         return {"prompt": prompt}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return {"messages": [*system, {"role": "user", "content": prompt}]}
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Sampling parameters, greedy unless told otherwise; ``--compare`` needs a seed for both."""
+    """Return sampling parameters; default: greedy. ``--compare`` fixes a seed for both runs."""
     given = {name: getattr(args, name) for name in SAMPLING_ARGUMENTS if hasattr(args, name)}
     sampling: dict[str, Any] = {"temperature": 0.0} | given
     if args.compare and sampling["temperature"] > 0:
@@ -130,7 +135,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _figures(meta: dict[str, Any]) -> str:
-    """The closing line: tokens, speed and, where drafts were verified, acceptance."""
+    """Return the final line: tokens, speed and, if drafts were verified, acceptance."""
     parts = [
         f"{meta['completion_tokens']} tokens in {meta['e2e_latency']:.2f} s",
         f"{_tokens_per_second(meta):.1f} tok/s",
@@ -144,7 +149,7 @@ def _figures(meta: dict[str, Any]) -> str:
     if "spec_ema_accept_len" in meta:
         parts += [
             f"{meta['spec_num_steps']} steps at the end, {meta['spec_num_switches']} switches",
-            f"{meta['spec_ema_accept_len']:.2f} drafts accepted on average, bonus left out",
+            f"{meta['spec_ema_accept_len']:.2f} accepted drafts on average without bonus",
             f"{meta['spec_num_wasted_drafts']} drafts wasted",
         ]
     return " | ".join([*parts, f"finished by {meta['finish_reason']['type']}"])
@@ -177,16 +182,16 @@ def _show(outputs: Iterator[dict[str, Any]], painter: AcceptPainter | None) -> d
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first token at which two completions part, and how close the decision was."""
+    """The first token that differs between two completions, and the logit gap there."""
 
-    index: int  # of the completion's tokens, from 0
-    speculative_id: int | None  # None where the completion ends before
+    index: int  # index in the completion's tokens, from 0
+    speculative_id: int | None  # None if the completion is shorter
     plain_id: int | None
-    top_ids: tuple[int, int]  # the two best tokens of the plain pass there
-    gap: float  # of their logits
+    top_ids: tuple[int, int]  # top two tokens of the plain pass at this index
+    gap: float  # difference of their logits
 
     def describe(self, decode: Decode | None = None) -> str:
-        """The difference in words; ``decode`` adds the tokens' text to their ids."""
+        """Describe the difference; ``decode`` adds the text of tokens to their ids."""
 
         def name(token_id: int | None) -> str:
             if token_id is None:
@@ -195,7 +200,7 @@ class Difference:
 
         return (
             f"token {self.index} is {name(self.speculative_id)} with speculation and "
-            f"{name(self.plain_id)} without; the two best logits there are {self.gap:.4g} apart "
+            f"{name(self.plain_id)} without; the top two logits differ by {self.gap:.4g} "
             f"({name(self.top_ids[0])} and {name(self.top_ids[1])})"
         )
 
@@ -206,7 +211,7 @@ def find_difference(
     prompt_ids: Sequence[int],
     logit_gap: Callable[[list[int]], tuple[int, int, float]],
 ) -> Difference:
-    """Where two unequal completions part; ``logit_gap`` is :meth:`Engine.logit_gap`."""
+    """Find the first difference of two completions; ``logit_gap``: :meth:`Engine.logit_gap`."""
     shorter = min(len(speculative_ids), len(plain_ids))
     index = next((i for i in range(shorter) if speculative_ids[i] != plain_ids[i]), shorter)
     first, second, gap = logit_gap([*prompt_ids, *plain_ids[:index]])
@@ -224,7 +229,7 @@ class Comparison:
     """Speed of one request with and without speculation, and whether the outputs are equal."""
 
     dtype: str
-    is_exact: bool  # the texts have to be equal
+    is_exact: bool  # the texts must be equal
     plain_tokens_per_second: float
     speculative_tokens_per_second: float
     speed_up: float
@@ -233,7 +238,7 @@ class Comparison:
 
     @property
     def is_acceptable(self) -> bool:
-        """False for a difference where the outputs have to be identical."""
+        """False if the outputs differ although they must be identical."""
         return self.equal or not self.is_exact
 
     def report(self, decode: Decode) -> str:
@@ -241,12 +246,12 @@ class Comparison:
         if self.difference is not None:
             texts = f"the texts differ: {self.difference.describe(decode)}"
         if not self.is_acceptable:
-            texts += f"\nin {self.dtype} the texts have to be equal: this is a defect"
+            texts += f"\nin {self.dtype} the texts must be equal: this is a bug"
         return (
             f"\nplain        {self.plain_tokens_per_second:8.1f} tok/s"
             f"\nspeculative  {self.speculative_tokens_per_second:8.1f} tok/s"
             f"\nspeed-up     {self.speed_up:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
-            f"prefill included, start-up not)\n{texts}"
+            f"with prefill, without start-up)\n{texts}"
         )
 
 
@@ -256,10 +261,10 @@ def compare_with_plain(
     make_engine: Callable[..., Any],
     request: dict[str, Any],
 ) -> Comparison:
-    """Decode a request, which the warm ``engine`` has answered before, also with a plain engine.
+    """Decode a request, which ``engine`` has answered before, also with an engine without drafts.
 
-    That shares the weights and the arguments that are not about drafts. The ``request`` is keyword
-    arguments of :meth:`Engine.generate`, seeded where it samples.
+    The plain engine shares the weights and all arguments except those about drafts. ``request`` has
+    the keyword arguments of :meth:`Engine.generate`, with a seed if it samples.
     """
     plain_args = {
         name: value
@@ -271,7 +276,7 @@ def compare_with_plain(
         engines = {"speculative": engine, "plain": plain}
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         ids: dict[str, list[int]] = {}
-        # alternating, so that a change of clock speed falls on both
+        # alternate, so that a change of clock speed affects both
         for _ in range(NUM_TIMED_RUNS):
             for name, one in engines.items():
                 start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The ``specjax`` command: its parser, and what becomes of errors."""
+"""The ``specjax`` command: argument parser and error handling."""
 
 import argparse
 import io
@@ -44,21 +44,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def report_error(program: str, error: Exception) -> int:
-    """Name an error in one line on standard error; returns the exit status."""
+    """Print an error as one line on standard error; return the exit status."""
     message = " ".join(str(error).split()) or type(error).__name__
     print(f"{program}: error: {message}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 
 def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] = Engine) -> int:
-    """Run the command of ``argv`` (``sys.argv`` for ``None``) with engines of ``make_engine``.
+    """Run the command in ``argv`` (``None``: ``sys.argv``) with engines from ``make_engine``.
 
     Returns:
-        0; 1 where float32 texts with and without speculation differ, a warm-up could not write, or
-        requests of a benchmark failed; 2 for bad input; 130 after an interrupt; 141 when the reader
-        of standard output went away.
+        0 for success; 1 if float32 texts with and without speculation differ, a warm-up could not
+        write the cache, or requests of a benchmark failed; 2 for bad input; 130 after an interrupt;
+        141 if the reader of standard output closed it.
     """
-    if sys.stderr is None:  # print would take standard output instead
+    if sys.stderr is None:  # print would use standard output instead
         sys.stderr = io.StringIO()
     args = build_parser().parse_args(argv)
     log = logging.getLogger("specjax")
@@ -66,13 +66,13 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     log.setLevel(logging.WARNING if args.quiet else logging.INFO)
     engine_args = engine_arguments(args) | {"show_progress": not args.quiet}
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that cannot show a character gets "?" instead of a traceback
+        # print "?" for a character that the terminal cannot show, instead of failing
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         if sys.stdout is None:
             raise ValueError("standard output is closed; redirect it to a file or to /dev/null")
-        with logging_redirect_tqdm([log]):  # above a progress bar that may be on screen
+        with logging_redirect_tqdm([log]):  # log lines appear above a progress bar
             if args.command == "warmup":
                 status = run_warmup(args, engine_args)
             elif args.command == "serve":
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         print("\nspecjax: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # the interpreter flushes stdout once more at exit: give it somewhere to write
+        # the interpreter flushes stdout again at exit; redirect it so that the flush succeeds
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, ImportError, NotImplementedError) as error:

@@ -1,15 +1,15 @@
 """Command-line options of an engine, for every command that makes one.
 
-Flags, types and help come from the fields of dataclasses and their descriptions. Options that
-were not given stay out of the namespace, so that ``EngineArgs`` keeps the only copy of their
-defaults: the parser needs ``argument_default=argparse.SUPPRESS``.
+Flags, types and help come from the fields and docstrings of dataclasses. Options that are not set
+stay out of the namespace, so that only ``EngineArgs`` defines their defaults. The parser therefore
+needs ``argument_default=argparse.SUPPRESS``.
 """
 
 import argparse
 import inspect
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
@@ -21,7 +21,7 @@ from specjax.engine.args import CHOICES, EngineArgs
 from specjax.speculative.registry import DEFAULT
 
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
-# of commands that do not serve
+# options of commands that do not serve
 MEMORY = (
     "context_length",
     "page_size",
@@ -32,15 +32,36 @@ MEMORY = (
     "seed",
     "compile_cache_dir",
 )
-# --quiet says whether progress is shown
+# show_progress is set by --quiet
 ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
 SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # other users see flags
 SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION, SECRET))
 
 
+def add_command(
+    commands: Any, name: str, summary: str, description: str, *, file_prefix: str | None = "@"
+) -> Any:
+    """Add the parser of a command that makes an engine and can read options from ``@FILE``."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        fromfile_prefix_chars=file_prefix,
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = _option_of_line
+    return parser
+
+
+def add_switches(group: argparse._ActionsContainer, switches: Mapping[str, str]) -> None:
+    for flag, text in switches.items():
+        group.add_argument(flag, action="store_true", default=False, help=text)
+
+
 def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[str]) -> None:
-    """Add a flag for each of the fields of a dataclass that are named."""
+    """Add a flag for each named field of a dataclass."""
     hints, help_texts = get_type_hints(cls), _descriptions(cls)
     defaults = {field.name: field.default for field in fields(cls)}
     for name in names:
@@ -54,7 +75,6 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[
 
 
 def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] = MEMORY) -> None:
-    """Add flags for fields of ``EngineArgs``."""
     for title, names in (
         ("model", MODEL),
         ("speculation", SPECULATION),
@@ -68,7 +88,7 @@ def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] 
             dest=SECRET,
             type=_first_line,
             metavar="FILE",
-            help=f"its first line is the secret of both sides; or in the environment: {VARIABLE}",
+            help=f"file whose first line is the secret of both sides; or set {VARIABLE}",
         )
         group.add_argument("--disaggregation-secret", type=_refused, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -80,18 +100,18 @@ def add_start_options(
     group: argparse._ArgumentGroup,
     names: Collection[str] = ("max_running_requests", "batch_buckets"),
 ) -> None:
-    """What a start compiles, for commands that serve nobody."""
+    """Add the options that determine which functions a start compiles."""
     group.add_argument(
         "--preset",
         metavar="NAME",
         default=None,
-        help="a published model's shape with random weights instead of --model and --draft",
+        help="shape of a published model with random weights, instead of --model and --draft",
     )
     add_options(group, EngineArgs, names)
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of ``Engine`` that were given; drafts are made if a head is at hand."""
+    """Return the ``Engine`` arguments that are set; speculation is on if a draft is available."""
     given = {name: getattr(args, name) for name in ALL if hasattr(args, name)}
     if "disaggregation_mode" in given:
         given.setdefault(SECRET, os.environ.get(VARIABLE, ""))
@@ -104,12 +124,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of ``Engine`` for a preset, whose configurations go to ``folder``."""
+    """Return the ``Engine`` arguments for a preset; write its configurations to ``folder``."""
     if preset is None:
         return engine_args
     excluded = [f"--{name}" for name in ("model", "draft") if name in engine_args]
     if excluded:
-        raise ValueError(f"--preset={preset} excludes {', '.join(excluded)}")
+        raise ValueError(f"--preset={preset} cannot be combined with {', '.join(excluded)}")
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     has_head = EngineArgs(**engine_args).algorithm.reads("draft")
@@ -117,7 +137,6 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
 
 
 def _option(hint: Any, default: Any) -> dict[str, Any]:
-    """How a value of a type is written on a command line."""
     kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
     if bool in kinds:
         has_no = NoneType in kinds or default is True
@@ -137,7 +156,7 @@ def _or_none(text: str) -> str | None:
 
 def _one_gpu(text: str) -> int:
     if text != "1":
-        raise argparse.ArgumentTypeError("an engine runs on one GPU; --base-gpu-id says on which")
+        raise argparse.ArgumentTypeError("an engine runs on one GPU; choose it with --base-gpu-id")
     return 1
 
 
@@ -145,8 +164,8 @@ def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def option_of_line(line: str) -> list[str]:
-    """The option of a line of an ``@FILE``; none for an empty line or a comment."""
+def _option_of_line(line: str) -> list[str]:
+    """Return the option in a line of an ``@FILE``; empty lines and comments have none."""
     return [line] if line.strip() and not line.startswith("#") else []
 
 
@@ -156,13 +175,13 @@ def _first_line(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{path!r}: {error}") from None
     if not line:
-        raise argparse.ArgumentTypeError(f"{path!r} has no secret in its first line")
+        raise argparse.ArgumentTypeError(f"{path!r} must have the secret in its first line")
     return line
 
 
 def _refused(_: str) -> str:
     raise argparse.ArgumentTypeError(
-        "other users can see it there; give --disaggregation-secret-file, or set "
+        "other users can read a command line; use --disaggregation-secret-file or set "
         f"{VARIABLE} in the environment"
     )
 

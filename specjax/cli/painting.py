@@ -1,4 +1,4 @@
-"""Shows accepted drafts: marked in a text, and as the tree of each round."""
+"""Shows accepted draft tokens: marked in the text, or as the tree of each round."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ ACCEPTED = "\x1b[32m"
 RESET = "\x1b[0m"
 BONUS = "\x1b[36m"
 REJECTED = "\x1b[2m"
-BONUS_ROW = -2  # it is no row of the tree
+BONUS_ROW = -2  # stands for the bonus token, which is not in the tree
 Decode = Callable[..., str]
 
 
 def use_colour(stream: TextIO) -> bool:
-    """Whether ``stream`` should get ANSI colours (https://no-color.org)."""
+    """Return whether ``stream`` should get ANSI colours (https://no-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
     is_forced = bool(os.environ.get("FORCE_COLOR"))
@@ -28,9 +28,9 @@ def use_colour(stream: TextIO) -> bool:
 
 
 class AcceptPainter:
-    """Marks the accepted drafts in a growing completion, by ``colour`` or by square brackets.
+    """Marks accepted draft tokens in a growing completion, in colour or by square brackets.
 
-    ``push`` is that of :class:`AcceptPieces`.
+    ``push`` is as in :class:`AcceptPieces`.
     """
 
     def __init__(self, push: Callable[[list[int]], str], *, colour: bool) -> None:
@@ -38,14 +38,14 @@ class AcceptPainter:
         self._open, self._close = (ACCEPTED, RESET) if colour else ("[", "]")
         self._is_open = False
         self.legend = (
-            f"{self._open}like this{self._close}: accepted drafts; everything else is the target's "
-            "own token of a pass"
+            f"{self._open}like this{self._close}: accepted draft tokens; all other tokens are from "
+            "the target"
         )
 
     def paint(
         self, text: str, output_ids: Sequence[int], is_draft: Sequence[bool], *, final: bool
     ) -> str:
-        """What is new since the last call, marked; as :meth:`AcceptPieces.take`."""
+        """Return the new text since the last call with marks; see :meth:`AcceptPieces.take`."""
         pieces = self._pieces.take(text, output_ids, is_draft, final=final)
         painted = "".join(self._mark(piece, accepted) for piece, accepted in pieces)
         return painted + (self.end_mark() if final else "")
@@ -67,14 +67,14 @@ class AcceptPainter:
 class RoundTree:
     """The tree of one request in one round, on the host."""
 
-    tokens: list[int]  # the root, then what was proposed
-    parents: list[int]  # rows; -1 for the root, parents come before children
-    path: list[int]  # rows that were accepted, the root first
-    bonus: int  # the target's own token behind them
+    tokens: list[int]  # the root, then the draft tokens
+    parents: list[int]  # parent of each node; -1 for the root; parents precede children
+    path: list[int]  # accepted nodes, the root first
+    bonus: int  # the target's token after them
 
     @classmethod
     def of(cls, tree: VerifyInput, verified: VerifyOutput) -> "RoundTree | None":
-        """That of batch row 0; ``None`` where its request had ended. Waits for the device."""
+        """Read the tree of batch row 0; ``None`` if its request had ended. Blocks on the device."""
         count = int(verified.num_accepted_tokens[0])
         rows = 1 + int(verified.num_proposed_drafts[0])
         if count == 0:
@@ -89,7 +89,7 @@ class RoundTree:
 
 @contextmanager
 def watched_trees(engine: Any) -> Iterator[list[RoundTree]]:
-    """A list that grows by the tree of every round of an engine with one request."""
+    """Collect the tree of every round in a list; the engine must run a single request."""
     trees: list[RoundTree] = []
 
     def watch(slots: Any, tree: VerifyInput, verified: VerifyOutput) -> None:
@@ -106,25 +106,25 @@ def watched_trees(engine: Any) -> Iterator[list[RoundTree]]:
 class TreePainter:
     """Draws trees as lines of text: a mark, the branches, the token as a Python literal.
 
-    The marks say everything, so that colours may be left out. ``decode`` is that of a tokenizer.
+    The marks are sufficient, so colours are optional. ``decode`` is a tokenizer's method.
     """
 
     def __init__(self, decode: Decode, *, colour: bool) -> None:
         self._decode = decode
         self._colour = colour
         self.legend = (
-            "trees: the newest token and the drafts behind it; "
+            "trees: the last token and the drafts after it; "
             f"{self._marked(ACCEPTED, '* accepted')}, {self._marked(BONUS, '+ bonus token')} of "
-            f"the target, {self._marked(REJECTED, 'rejected')} without a mark. The rounds were "
-            "dispatched in three parts, which takes longer"
+            f"the target, {self._marked(REJECTED, 'rejected')} without a mark. Rounds are slower "
+            "because each runs in three parts"
         )
 
     def draw(self, trees: Sequence[RoundTree], num_tokens: int) -> str:
-        """The rounds behind a completion of ``num_tokens``, of which the first is of no round."""
+        """Draw the rounds of a completion of ``num_tokens``; prefill makes the first token."""
         parts, left = [], num_tokens - 1
         for number, tree in enumerate(trees, 1):
             gained = len(tree.path)
-            if left > 0:  # else the request had ended, and only the device did not know
+            if left > 0:  # else the request had ended before this round, which was in flight
                 drafts = f"{gained - 1} of {len(tree.tokens) - 1} drafts accepted"
                 tokens = f"{gained} token{'s' * (gained != 1)}"
                 cut = f", {left} within the text" if left < gained else ""
@@ -139,7 +139,7 @@ class TreePainter:
         return "\n".join(parts)
 
     def _below(self, tree: RoundTree, row: int, before: str = "") -> Iterator[str]:
-        """The lines of what hangs under a row, each behind the branches ``before``."""
+        """Draw the nodes under a row; each line starts with the branches ``before``."""
         children = [child for child, parent in enumerate(tree.parents) if parent == row]
         if row == tree.path[-1]:
             children.insert(0, BONUS_ROW)
@@ -155,7 +155,7 @@ class TreePainter:
             yield from self._below(tree, child, before + ("   " if is_last else "│  "))
 
     def _text(self, token: int) -> str:
-        """The token's text behind itself: at the start decoders drop a space."""
+        """Decode a token after a copy of itself, because decoders drop a leading space."""
         one, two = (self._decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         return repr(two[len(one) :])
 

@@ -1,8 +1,8 @@
-"""Compiled functions on disk, so that a start neither traces nor lowers nor compiles.
+"""Cache of compiled functions on disk, so that a start neither traces nor lowers nor compiles.
 
-An entry is a serialized executable with the trees of its arguments and results. These are pickles
-and machine code: reading one is running it, so that entries lie in a folder of the user's own and
-owner and mode are checked before a byte is unpickled.
+An entry is a serialized executable with the trees of its arguments and results: pickles and machine
+code. Loading an entry executes it, so entries are stored in a private folder of the user, and owner
+and mode are checked before anything is unpickled.
 """
 
 import functools
@@ -38,12 +38,14 @@ FORMAT = 2
 _DIGEST_LETTERS = 64  # of SHA-256, as hexadecimal
 
 
-def open_compile_cache(directory: str | os.PathLike[str] | None) -> "CompileCache | None":
-    """The cache below a folder; JAX's own persistent cache goes to the folder itself.
+def open_compile_cache(
+    directory: str | os.PathLike[str] | None, *facts: Any, devices: Sequence[jax.Device] = ()
+) -> "CompileCache | None":
+    """Open the cache for ``facts`` in a subfolder; JAX's persistent cache uses the folder itself.
 
-    ``"auto"`` is the folder that JAX is configured with already, or else ``specjax`` in the user's
-    cache folder; where it cannot be used there is a warning and no cache, as for ``None``.
-    ValueError if a named folder cannot be made, or is not the user's alone.
+    ``"auto"`` is the folder that JAX is configured with, or else ``specjax`` in the user's cache
+    folder. If that cannot be used, there is a warning and no cache, as with ``None``. Raises
+    ValueError if a named folder cannot be made or is not private.
     """
     if directory is None:
         return None
@@ -54,32 +56,34 @@ def open_compile_cache(directory: str | os.PathLike[str] | None) -> "CompileCach
     if is_auto:
         name = configured or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "specjax")
     try:
-        if not name or ":/" in name:  # of a URL; a path object has dropped its second slash
+        if not name or ":/" in name:  # a URL; path objects drop its second slash
             raise ValueError(
-                "it is no local folder; executables are kept in one alone, and JAX takes a URL for "
-                "its own cache from JAX_COMPILATION_CACHE_DIR"
+                "it must be a local folder; set JAX_COMPILATION_CACHE_DIR to use a URL for JAX's "
+                "own cache"
             )
         path = Path(name).expanduser()
         if not is_jaxs:
             make_private_folder(path)
         make_private_folder(path / FOLDER)
-    except (OSError, ValueError, RuntimeError) as error:  # the last: a home that is not known
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: unknown home folder
         if not is_auto:
             raise ValueError(f"compile_cache_dir={str(directory)!r} is refused: {error}") from error
-        logger.warning("compiled functions are not kept: %s; pass compile_cache_dir", error)
+        logger.warning("compiled functions are not cached: %s; set compile_cache_dir", error)
         return None
-    if not is_jaxs:
-        set_cache_folder(path)
-    return CompileCache(path / FOLDER)
+    if not is_jaxs:  # let JAX cache everything that it compiles
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        _set("jax_compilation_cache_dir", str(path))
+    return CompileCache(path / FOLDER, facts, devices)
 
 
 class CompileCache:
     """Executables and JSON values by configuration, in one private folder.
 
-    Whatever is damaged, stale or of another key counts as missing, with a warning. Several
-    processes may read and write at once: the last one to write an entry wins, with the same entry.
-    ``facts`` are what the functions depend on beside their arguments and this package's sources, as
-    values with a telling ``repr``; ``devices`` what they run on, by default the first one.
+    Damaged or stale entries and those with another key count as missing, with a warning. Several
+    processes may read and write at once; the last writer of an entry wins. ``facts`` are values
+    that the functions depend on, except arguments and this package's sources; their ``repr`` must
+    identify them. ``devices`` run the functions, by default the first device.
     """
 
     def __init__(
@@ -89,20 +93,16 @@ class CompileCache:
         self._devices = tuple(devices or jax.devices()[:1])
         text = repr(tuple(facts))
         if " at 0x" in text:
-            raise ValueError(f"configuration={text} has an address; give values with a repr")
+            raise ValueError(f"configuration={text} has a memory address; give values with a repr")
         self._key = digest_of([FORMAT, environment(self._devices), text])
-
-    def bound(self, *facts: Any, devices: Sequence[jax.Device] = ()) -> "CompileCache":
-        """The same folder for other facts and devices."""
-        return CompileCache(self.path, facts, devices)
 
     def key(
         self, label: str, function: Any, arguments: Any, options: Mapping[str, Any] | None = None
     ) -> str:
-        """The name that the executable of a jitted function with abstract arguments is kept under.
+        """File name for the executable of a jitted function with abstract arguments.
 
-        What the function closes over and which arguments it donates have no representation of their
-        own: they follow from the sources, the facts and the label.
+        The key does not cover closures and donated arguments directly: they follow from the
+        sources, the facts and the label.
         """
         leaves, structure = jax.tree.flatten(tuple(arguments))
         described = [str(structure), *map(repr, leaves)]
@@ -111,18 +111,18 @@ class CompileCache:
         return self._name(label, digest_of([self._key, label, name, described, given]), "xla")
 
     def load(self, key: str, arguments: Sequence[Any]) -> tuple[Compiled, int] | None:
-        """The executable of a :meth:`key` that fits abstract arguments, and its bytes on disk."""
+        """Load the executable of a :meth:`key` for abstract arguments, and its size in bytes."""
         path = self.path / key
-        with _warned(path, "is built anew"):
-            data = _read(path)
+        with _warned(path, "is rebuilt"):
+            data = read_private(path)
             if data is None:
                 return None
             digest, payload = data[:_DIGEST_LETTERS], data[_DIGEST_LETTERS:]
             if digest != _checksum(key, payload):
-                raise ValueError("it is damaged, or of another key or version")
+                raise ValueError("it is damaged, or has another key or version")
             serialized, in_tree, out_tree = pickle.loads(payload)
             client = self._devices[0].client
-            # without execution_devices it would take all that there are
+            # without execution_devices it would use all devices
             compiled = serialize_executable.deserialize_and_load(
                 serialized, in_tree, out_tree, backend=client, execution_devices=self._devices
             )
@@ -132,9 +132,9 @@ class CompileCache:
         return None
 
     def store(self, key: str, compiled: Compiled) -> int | None:
-        """Keep an executable that was compiled here and :func:`bypassed`; returns its bytes."""
+        """Store an executable compiled within :func:`bypassed`; returns its size in bytes."""
         path = self.path / key
-        with _warned(path, "is not kept"):
+        with _warned(path, "is not stored"):
             payload = pickle.dumps(serialize_executable.serialize(compiled))
             data = _checksum(key, payload) + payload
             write_private(path, data)
@@ -144,29 +144,29 @@ class CompileCache:
     def load_json(self, name: str) -> dict[str, Any] | None:
         """A value stored for this configuration and environment, or ``None``."""
         path = self.path / self._name(name, self._key, "json")
-        with _warned(path, "is built anew"):
-            data = _read(path)
+        with _warned(path, "is rebuilt"):
+            data = read_private(path)
             if data is None:
                 return None
             content = json.loads(data)
             value = content["value"]
             if content["key"] != self._key or not isinstance(value, dict):
-                raise ValueError("it has another key, or its value is no object")
+                raise ValueError("it has another key, or its value is not an object")
             return value
         return None
 
     def store_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Keep a JSON value for this configuration and environment, whatever the weights."""
+        """Store a JSON value for this configuration and environment; weights do not matter."""
         path = self.path / self._name(name, self._key, "json")
-        with _warned(path, "is not kept"):
+        with _warned(path, "is not stored"):
             text = json.dumps({"key": self._key, "value": value}, indent=1)
             write_private(path, text.encode())
 
     def prune(self, seconds: float) -> int:
-        """Delete entries that nothing has read for so many seconds; returns their number."""
+        """Delete entries that were not read for this many seconds; returns their number."""
         oldest, count = time.time() - seconds, 0
         for path in self.path.iterdir():
-            with suppress(OSError):  # gone meanwhile, or a folder
+            with suppress(OSError):  # deleted meanwhile, or a folder
                 if path.lstat().st_mtime < oldest:
                     path.unlink()
                     count += 1
@@ -174,14 +174,6 @@ class CompileCache:
 
     def _name(self, label: str, digest: str, suffix: str) -> str:
         return f"{re.sub(r'[^A-Za-z0-9._]+', '-', label)}-{digest[:32]}.{suffix}"
-
-
-def _read(path: Path) -> bytes | None:
-    data = read_private(path)
-    if data is not None:
-        with suppress(OSError):
-            os.utime(path)  # for prune
-    return data
 
 
 def _checksum(key: str, payload: bytes) -> bytes:
@@ -197,7 +189,7 @@ def _shapes(arguments: Any) -> tuple[Any, list[Any]]:
 
 @contextmanager
 def _warned(path: Path, what: str) -> Iterator[None]:
-    """Nothing that goes wrong with an entry ends a start; unpickling may raise anything."""
+    """Log any error with an entry instead of raising it; unpickling may raise anything."""
     try:
         yield
     except Exception as error:
@@ -205,27 +197,29 @@ def _warned(path: Path, what: str) -> Iterator[None]:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder of mode 0700 where it is missing; others' are refused with ``ValueError``."""
+    """Make a folder of mode 0700 if it is missing; raises ValueError if it is not private."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check(path, path.lstat())
 
 
 def read_private(path: Path) -> bytes | None:
-    """The contents of a file, ``None`` where there is none; refused as a folder is."""
+    """Read a file, ``None`` if there is none; raises ValueError if it is not private."""
     _check(path.parent, path.parent.lstat())
     try:
-        # a named pipe in place of the file must not hold up the reader
+        # O_NONBLOCK: a named pipe under this name must not block the reader
         flags = os.O_NOFOLLOW | os.O_NONBLOCK
         with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
-            # of what was opened, not of what the path named a moment before
+            # check the opened file: the path may have changed
             _check(path, os.fstat(file.fileno()))
+            with suppress(OSError):
+                os.utime(file.fileno())  # for prune
             return file.read()
     except FileNotFoundError:
         return None
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file in one step, of mode 0600; refused as its folder is."""
+    """Replace a file of mode 0600 atomically; raises ValueError if its folder is not private."""
     _check(path.parent, path.parent.lstat())
     temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(8)}")
     try:
@@ -241,11 +235,11 @@ def write_private(path: Path, data: bytes) -> None:
 def _check(path: Path, status: os.stat_result) -> None:
     user, mode = os.geteuid(), status.st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        raise ValueError(f"{path} is a symbolic link or a special file; delete it or give its goal")
+        raise ValueError(f"{path} is a symbolic link or special file; delete it or give its target")
     if status.st_uid != user:
         raise ValueError(
-            f"{path} belongs to user {status.st_uid}, not to user {user}; what others have written "
-            "is not executed: use a folder of your own"
+            f"{path} belongs to user {status.st_uid}, not to user {user}; loading it would execute "
+            "that user's code: use a folder that you own"
         )
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(f"{path} is shared (mode {stat.S_IMODE(mode):04o}); chmod go-w {path}")
@@ -254,21 +248,13 @@ def _check(path: Path, status: os.stat_result) -> None:
 _BYPASS = threading.RLock()
 
 
-def set_cache_folder(path: Path) -> None:
-    """Let JAX keep all that it compiles in a folder."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _set("jax_compilation_cache_dir", str(path))
-
-
 @contextmanager
 def bypassed() -> Iterator[dict[str, str | bool]]:
-    """Compile without JAX's persistent cache inside; one thread at a time, others wait.
+    """Disable JAX's persistent cache for compiling inside the block, for one thread at a time.
 
-    An executable that came out of that cache cannot be serialized: it fails when it runs, not when
-    it is loaded. The setting is the whole process's: what other threads compile meanwhile is not
-    kept either. Yields compiler options that keep XLA's autotuning results, which go with the cache
-    otherwise.
+    An executable from that cache cannot be serialized: it fails when it runs, not when it is
+    loaded. The setting is global, so compilations in other threads are not cached meanwhile
+    either. Yields compiler options that keep XLA's autotuning cache on.
     """
     with _BYPASS:
         options = _autotune_options()
@@ -282,12 +268,12 @@ def bypassed() -> Iterator[dict[str, str | bool]]:
 
 def _set(name: str, value: object) -> None:
     jax.config.update(name, value)
-    # the cache object, and whether it is used, would stay those of the first compile
+    # else JAX keeps the cache object, and whether to use it, of the first compilation
     compilation_cache.reset_cache()
 
 
 def _autotune_options() -> dict[str, str | bool]:
-    """What JAX itself sets while its cache is on."""
+    """Options that JAX itself sets while its cache is on."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     name = "xla_gpu_per_fusion_autotune_cache_dir"
     wanted = jax.config.jax_persistent_cache_enable_xla_caches or ""  # type: ignore[attr-defined]
@@ -300,7 +286,7 @@ def _autotune_options() -> dict[str, str | bool]:
 
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "flax")
-# of JAX's settings those that change compiled code
+# JAX settings that change compiled code
 SETTINGS = (
     "jax_allow_f16_reductions",
     "jax_debug_infs",
@@ -318,7 +304,7 @@ SETTINGS = (
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """Devices, libraries, sources and settings, by name, as they are now."""
+    """Current devices, library versions, sources and settings, by name."""
     facts = {
         "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
         "runtime": " ".join(devices[0].client.platform_version.split()),
@@ -336,7 +322,7 @@ def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
 
 @functools.cache
 def source_digest(*roots: str) -> str:
-    """A hash of all Python sources below ``roots``; by default specjax with its kernels."""
+    """Hash all Python sources below ``roots``, by default specjax with its kernels."""
     import specjax
     import specjax.kernels
 
@@ -353,7 +339,7 @@ def _xla_flags() -> str:
 
 
 def _cpu_features() -> str:
-    """Model and instruction sets of the processor, where Linux lists them."""
+    """Model and instruction sets of the processor as Linux lists them."""
     with suppress(OSError):
         names = ("model name", "flags", "Features", "CPU")
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.stages import Compiled, Lowered
 from tqdm import tqdm
@@ -16,45 +16,38 @@ from specjax.compiling.cache import CompileCache, bypassed
 
 logger = logging.getLogger(__name__)
 
-# each compilation has threads of its own, and autotuning shares the device
+# limited, since each compilation starts its own threads and autotuning shares the device
 MAX_THREADS = 8
 CompilerOptions = dict[str, str | bool] | None
 
 
 @dataclass(frozen=True)
 class CompiledFunction:
-    """How one function came to be."""
+    """How one function was obtained, and its memory."""
 
     key: str  # in the pool, as words
-    is_hit: bool  # it was read from the cache, neither traced nor compiled
+    is_hit: bool  # read from the cache, neither traced nor compiled
     seconds: float  # of reading, or of tracing, lowering and compiling
-    num_bytes: int | None  # of its entry on disk; ``None`` where it is not kept
+    num_bytes: int | None  # of its entry on disk; ``None`` if it is not stored
     argument_bytes: int  # device memory of its arguments
-    temp_bytes: int  # device memory that it takes while it runs
-    alias_bytes: int  # of its arguments, what its results are written into
+    temp_bytes: int  # temporary device memory while it runs
+    alias_bytes: int  # argument memory that is reused for its results
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     key: Hashable
+    label: str
     function: Any
     arguments: tuple[Any, ...]
     options: CompilerOptions
 
-    @property
-    def label(self) -> str:
-        return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
-
-    def name_in(self, cache: CompileCache) -> str:
-        return cache.key(self.label, self.function, self.arguments, self.options)
-
 
 class CompilePool(dict[Hashable, Compiled]):
-    """Compiled functions by key; everything registered is compiled at once, in threads.
+    """Compiled functions by key; all registered functions are compiled together, in threads.
 
     Calling a compiled function with other shapes or dtypes raises instead of compiling again.
-    ``cache`` has executables of earlier processes and is bound to all that the functions close
-    over; ``report`` says what became of each function so far, in the order of adding.
+    ``cache`` has executables of earlier processes; its key must cover all that the functions close
+    over. ``report`` describes each compiled function in the order of adding.
     """
 
     def __init__(self, cache: CompileCache | None = None) -> None:
@@ -72,23 +65,32 @@ class CompilePool(dict[Hashable, Compiled]):
     ) -> None:
         """Register a jitted function with abstract arguments under ``key``.
 
-        The function must not be shared: JAX hands out the executable of an equal one that is in
-        memory already, and where that came out of JAX's own cache, it cannot be kept here. A
-        function of a module is given as ``jax.jit(partial(function))``; otherwise ``ValueError``.
+        The function must not be shared: JAX reuses an equal executable in memory, and one that came
+        from JAX's own cache cannot be serialized. Pass a module-level function as
+        ``jax.jit(partial(function))``; otherwise ``ValueError``.
         """
         if "." not in getattr(function.__wrapped__, "__qualname__", "."):
-            raise ValueError(f"function={function} is a module's, which others may compile too")
-        self._jobs.append(_Job(key, function, tuple(arguments), compiler_options))
+            raise ValueError(f"function={function} is module-level; pass jax.jit(partial(...))")
+        label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
 
     def compile(self, *, show_progress: bool) -> None:
-        """Compile what was added, or read it from the cache.
+        """Compile the added functions or read them from the cache.
 
-        Tracing happens in this thread, reading and compiling in others.
+        This thread traces; other threads read and compile.
         """
         jobs, self._jobs = self._jobs, []
         cache, started = self.cache, time.perf_counter()
+        names = (
+            {}
+            if cache is None
+            else {
+                job.key: cache.key(job.label, job.function, job.arguments, job.options)
+                for job in jobs
+            }
+        )
         done: dict[Hashable, CompiledFunction] = {}
-        # without a terminal the lines of the log are enough
+        # tqdm: None shows the bar on a terminal only; elsewhere log lines suffice
         is_off = None if show_progress else True
         bar = tqdm(total=len(jobs), desc="compiling", unit="fn", disable=is_off)
 
@@ -103,13 +105,13 @@ class CompilePool(dict[Hashable, Compiled]):
 
         def load(job: _Job) -> None:
             began = time.perf_counter()
-            if cache is not None and (found := cache.load(job.name_in(cache), job.arguments)):
+            if cache is not None and (found := cache.load(names[job.key], job.arguments)):
                 finish(job, *found, began, is_hit=True)
 
         def build(job: _Job, lowered: Lowered, spent: float, extra: dict[str, str | bool]) -> None:
             began = time.perf_counter() - spent
             compiled = lowered.compile(compiler_options={**(job.options or {}), **extra} or None)
-            num_bytes = None if cache is None else cache.store(job.name_in(cache), compiled)
+            num_bytes = None if cache is None else cache.store(names[job.key], compiled)
             finish(job, compiled, num_bytes, began, is_hit=False)
 
         num_threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -122,12 +124,12 @@ class CompilePool(dict[Hashable, Compiled]):
                 for job in missing:
                     began = time.perf_counter()
                     lowered = job.function.lower(*job.arguments)
-                    spent = time.perf_counter() - began  # time in the queue is no work
+                    spent = time.perf_counter() - began  # excludes time in the queue
                     pending.append(executor.submit(build, job, lowered, spent, extra))
                 for future in pending:
                     future.result()
             except BaseException:
-                # an interrupt must not wait for what has not begun
+                # an interrupt must not wait for jobs that have not started
                 executor.shutdown(wait=False, cancel_futures=True)
                 raise
         logger.info(

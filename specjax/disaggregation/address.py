@@ -1,6 +1,7 @@
 """Addresses: ``host:port``, an IPv6 host in brackets."""
 
 import ipaddress
+from functools import lru_cache
 
 from specjax.checks import check_integer
 
@@ -20,6 +21,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@lru_cache(maxsize=64)  # a server asks for every request
 def is_loopback(host: str) -> bool:
     """Whether a host can be reached from this machine only."""
     try:

@@ -8,6 +8,7 @@ frames cannot be read, altered, replayed or inserted. libzmq also sends the hear
 """
 
 import hmac
+import logging
 import os
 import socket
 import weakref
@@ -20,7 +21,9 @@ from zmq.utils import z85
 
 from specjax.disaggregation.address import parse_address
 from specjax.disaggregation.frames import FRAME_BYTES, SCHEMA
-from specjax.disaggregation.messages import Hello, Message
+from specjax.disaggregation.messages import Hello, Message, WireError
+
+logger = logging.getLogger(__name__)
 
 # CurveZMQ encrypts 1.4 to 1.9 GB/s per thread: as fast as SHA-256 alone, and a prompt's KV takes 3
 LANES = 4
@@ -101,6 +104,12 @@ class Channel:
         self.reason: Exception | None = None
         self._bell = bell
         self._queue = queue
+        self._lost: Lost | None = None
+        self.deliver: Deliver
+
+    def open(self, terms: Terms) -> None:
+        """Have what comes delivered from now on; raises what ``terms.opened`` raises."""
+        self.deliver, self._lost = terms.opened(self)
 
     @property
     def is_open(self) -> bool:
@@ -122,6 +131,21 @@ class Channel:
     def close(self) -> None:
         """End the connection and drop what is queued; returns at once, and ``lost`` follows."""
         self.end(ChannelClosed("this side closed the connection"))
+
+    def fail(self, error: Exception) -> None:
+        """End the connection, which brought what could not be taken."""
+        if self.is_open and not isinstance(error, OSError | WireError):
+            logger.exception("a message could not be delivered")
+        self.end(error)
+
+    def tell_lost(self) -> None:
+        """Call ``lost``, if the channel was opened."""
+        assert self.reason is not None
+        if self._lost is not None:
+            try:
+                self._lost(self.reason)
+            except Exception:
+                logger.exception("the end of a connection could not be told")
 
     def end(self, reason: Exception) -> None:
         if self.reason is None:

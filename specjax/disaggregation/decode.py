@@ -8,13 +8,14 @@ queue. Whatever goes wrong, the prompt is computed here instead.
 import itertools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import jax
@@ -22,14 +23,7 @@ import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
-from specjax.disaggregation.messages import (
-    Arrival,
-    Cancel,
-    Job,
-    Message,
-    Piece,
-    Prefilled,
-)
+from specjax.disaggregation.messages import Arrival, Cancel, Job, Message, Piece, Prefilled
 from specjax.disaggregation.prefill import DecodeClient, PrefillJobs
 from specjax.disaggregation.rows import MOST_TOKENS, KVTransfer
 from specjax.runtime.runner import ModelRunner
@@ -55,15 +49,71 @@ TRANSIT_TOKENS = MOST_PIECES * MOST_TOKENS
 MAX_TEXT = 200  # characters of an id that are sent, and of a reason that is logged
 
 
-class PrefillPeer(Protocol):
-    """A prefill side, as the decode side sees it."""
+class PrefillPeer(ABC):
+    """A prefill side, as the decode side sees it: asked in the loop's thread.
+
+    Its own thread hands on each message once the arrays are on the device. If they were taken any
+    earlier, rounds there would wait as well for what is not yet computed or copied. It hangs up on
+    whatever goes wrong there, such as no memory.
+    """
+
+    def __init__(self, side: "tuple[EngineLoop, RemotePrompts]") -> None:
+        self._loop, self._prompts = side
+        self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
+        self._vacant: SimpleQueue[None] = SimpleQueue()  # an entry for each further piece
+        for _ in range(MOST_PIECES):
+            self._vacant.put(None)
+        self._is_closed = False
+        self._thread = start_device_thread(self._run, "specjax-transfer", self.close)
 
     @property
+    @abstractmethod
     def weights(self) -> str:
         """Fingerprint of its weights."""
 
+    @abstractmethod
     def send(self, message: Message) -> None:
         """Does not block; ``ConnectionError`` where it has gone."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """End the connection; :meth:`close` is called then."""
+
+    def put(self, message: Arrival) -> None:
+        """Messages are handed on in this order; does not block."""
+        if not self._is_closed:
+            self._messages.put(message)
+
+    def close(self) -> None:
+        """Hand on nothing more, and compute here what was asked for; does not wait."""
+        self._is_closed = True
+        self._messages.put(None)
+        self._vacant.put(None)  # the thread may wait for it
+        self._loop.post(partial(self._prompts.leave, self))
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None and not self._is_closed:
+            try:
+                self._place(message)
+            except Exception as error:
+                self._is_closed = True
+                logger.warning("hanging up on the prefill side", exc_info=error)
+                self.hang_up()
+            del message  # it may be large, and the next one may be long in coming
+        with suppress(Empty):
+            while True:
+                self._messages.get_nowait()
+
+    def _place(self, message: Arrival) -> None:
+        taken = None
+        if isinstance(message, Piece):
+            self._vacant.get()
+            taken = partial(self._vacant.put, None)
+        if self._is_closed:
+            return
+        placed = self._prompts.placed(message)
+        jax.block_until_ready(structs.asdict(placed))
+        self._loop.post(partial(self._prompts.take, placed, taken))
 
 
 @dataclass
@@ -287,61 +337,7 @@ class RemotePrompts(PromptSource):
         return logprobs, hidden
 
 
-class Placing:
-    """A thread that hands on each message once its arrays are on the device.
-
-    Rounds there would wait as well, behind what is not yet computed or copied, if it were taken any
-    earlier. What goes wrong, such as no memory, ends it; ``failed`` is told in that thread.
-    """
-
-    def __init__(
-        self, side: tuple[EngineLoop, RemotePrompts], failed: Callable[[Exception], None]
-    ) -> None:
-        self._loop, self._prompts = side
-        self._failed = failed
-        self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
-        self._vacant: SimpleQueue[None] = SimpleQueue()  # an entry for each further piece
-        for _ in range(MOST_PIECES):
-            self._vacant.put(None)
-        self._is_closed = False
-        self._thread = start_device_thread(self._run, "specjax-transfer", self.close)
-
-    def put(self, message: Arrival) -> None:
-        """Messages are handed on in this order; does not block."""
-        if not self._is_closed:
-            self._messages.put(message)
-
-    def close(self) -> None:
-        """Hand on nothing more; does not wait."""
-        self._is_closed = True
-        self._messages.put(None)
-        self._vacant.put(None)  # the thread may wait for it
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None and not self._is_closed:
-            try:
-                self._place(message)
-            except Exception as error:
-                self._is_closed = True
-                self._failed(error)
-            del message  # it may be large, and the next one may be long in coming
-        with suppress(Empty):
-            while True:
-                self._messages.get_nowait()
-
-    def _place(self, message: Arrival) -> None:
-        taken = None
-        if isinstance(message, Piece):
-            self._vacant.get()
-            taken = partial(self._vacant.put, None)
-        if self._is_closed:
-            return
-        placed = self._prompts.placed(message)
-        jax.block_until_ready(structs.asdict(placed))
-        self._loop.post(partial(self._prompts.take, placed, taken))
-
-
-class LocalPeer:
+class LocalPeer(PrefillPeer):
     """The prefill side of the same process: arrays go from device to device."""
 
     def __init__(
@@ -350,10 +346,9 @@ class LocalPeer:
         decode: tuple[EngineLoop, RemotePrompts],
     ) -> None:
         """Join both sides; ValueError where they do not fit."""
-        self._loop, self._prompts = decode
-        self._prompts.transfer.expect(prefill[1].transfer.facts)
+        decode[1].transfer.expect(prefill[1].transfer.facts)
         self._client = DecodeClient(*prefill, self._deliver)
-        self._placing = Placing(decode, self._failed)
+        super().__init__(decode)
         try:
             self._loop.run(partial(self._prompts.join, self))
         except BaseException:
@@ -367,19 +362,16 @@ class LocalPeer:
     def send(self, message: Message) -> None:
         self._client.take(message)
 
+    def hang_up(self) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Part the sides: what is asked for is computed by the decode side."""
-        self._loop.post(partial(self._prompts.leave, self))
+        super().close()
         self._client.lost()
-        self._placing.close()
 
     def _deliver(self, message: Message) -> None:
         if isinstance(message, Arrival):  # weights are looked at where they are
-            self._placing.put(message)
-
-    def _failed(self, error: Exception) -> None:
-        logger.warning("prompts are computed here from now on", exc_info=error)
-        self.close()
+            self.put(message)
 
 
 def _json(params: SamplingParams) -> dict[str, Any]:

@@ -19,8 +19,6 @@ from specjax.disaggregation.channel import (
     Bell,
     Channel,
     ChannelClosed,
-    Deliver,
-    Lost,
     Sent,
     Terms,
     places,
@@ -151,8 +149,6 @@ class _Session:
         self._turn = 0  # the lane of the next frame
         self._num_untold = 0  # frames that the listener does not know to be taken
         self._channel: Channel | None = None
-        self._deliver: Deliver
-        self._lost: Lost
 
     def run(self) -> None:
         """Until the channel ends; raises the reason if it was not opened."""
@@ -163,14 +159,8 @@ class _Session:
         except Exception as error:
             if self._channel is None:
                 raise
-            if self._channel.is_open and not isinstance(error, OSError | WireError):
-                logger.exception("a message could not be delivered")
-            self._channel.end(error)
-        assert self._channel.reason is not None
-        try:
-            self._lost(self._channel.reason)
-        except Exception:
-            logger.exception("the end of a connection could not be told")
+            self._channel.fail(error)
+            self._channel.tell_lost()
 
     def _step(self) -> None:
         bell = self._dialer._bell
@@ -244,10 +234,10 @@ class _Session:
 
     def _take(self, message: AnyMessage) -> None:
         if self._channel is not None and not isinstance(message, Hello | Open | Taken):
-            self._deliver(message)
+            self._channel.deliver(message)
         elif self._channel is None and isinstance(message, Hello):
             channel = Channel(message, self._dialer._bell, self._queue)
-            self._deliver, self._lost = self._dialer._terms.opened(channel)
+            channel.open(self._dialer._terms)
             self._dialer._logged.clear()
             self._channel = channel
         else:

@@ -1,6 +1,7 @@
 """A listener: the side of channels that others connect to."""
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -19,8 +20,6 @@ from specjax.disaggregation.channel import (
     Bell,
     Channel,
     ChannelClosed,
-    Deliver,
-    Lost,
     Sent,
     Terms,
     places,
@@ -43,9 +42,6 @@ EVENTS = REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DIS
 
 class _Side(Channel):
     """A decode side; what is not of :class:`Channel` belongs to the listener's thread."""
-
-    deliver: Deliver
-    lost: Lost | None = None
 
     def __init__(self, lanes: list[bytes], assembler: Assembler, *channel: Any) -> None:
         super().__init__(*channel)
@@ -139,7 +135,8 @@ class Listener:
         ticked = time.monotonic()
         try:
             while not self._is_closing:
-                ready = dict(poller.poll(round(1000 * self._terms.pulse.interval)))
+                left = ticked + self._terms.pulse.interval - time.monotonic()
+                ready = dict(poller.poll(max(0, math.ceil(1000 * left))))
                 if self._bell.fd in ready:
                     self._bell.silence()
                 if self._router in ready:
@@ -194,9 +191,7 @@ class Listener:
             elif message is not None:
                 side.deliver(message)
         except Exception as error:
-            if not isinstance(error, OSError | WireError):
-                logger.exception("a message could not be delivered")
-            side.end(error)
+            side.fail(error)
 
     def _open(self, lane: bytes, frame: memoryview) -> None:
         try:
@@ -225,7 +220,7 @@ class Listener:
         self._sides.update(dict.fromkeys(lanes, side))
         try:
             side.frames.extend(encode(self._terms.hello()))
-            side.deliver, side.lost = self._terms.opened(side)
+            side.open(self._terms)
         except Exception as error:
             logger.warning("%s refused a decode side: %s", self.address, error)
             self._send_frames(side)  # so that it can say what differs
@@ -278,11 +273,7 @@ class Listener:
         self._send(side, b"", str(side.reason).encode()[:1000])  # two frames: the end
         for lane in side.lanes:
             del self._sides[lane]
-        if side.lost is not None:
-            try:
-                side.lost(side.reason)
-            except Exception:
-                logger.exception("the end of a connection could not be told")
+        side.tell_lost()
 
     def _watch(self) -> None:
         while self._monitor.poll(0):

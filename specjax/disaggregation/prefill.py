@@ -140,8 +140,6 @@ class DecodeClient:
             self._loop.abort(call)
 
     def _begin(self, job: Job) -> None:
-        if job.id in self._calls:
-            raise WireError(f"job {job.id} came again while it was being done")
         try:
             request = self._request(job)
             self._loop.check(request)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from specjax.disaggregation.channel import Channel, Deliver, Lost, Terms
-from specjax.disaggregation.decode import Placing, RemotePrompts
+from specjax.disaggregation.decode import PrefillPeer, RemotePrompts
 from specjax.disaggregation.dialer import Dialer
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import (
@@ -189,40 +189,36 @@ class RemotePeer:
         def lost(error: Exception) -> None:
             if not self._is_closed:
                 logger.warning("prompts are computed here, the prefill side has gone: %s", error)
-            link.lost()
+            link.close()
 
         return link.deliver, lost
 
 
-class _Link:
+class _Link(PrefillPeer):
     """A prefill side for as long as one channel to it is open."""
+
+    weights = ""
 
     def __init__(self, channel: Channel, side: tuple[EngineLoop, RemotePrompts]) -> None:
         self._channel = channel
-        self._loop, self._prompts = side
-        self._placing = Placing(side, self._failed)
-        self.weights: str = channel.hello.facts["weights"]
+        self.weights = channel.hello.facts["weights"]
+        super().__init__(side)
         self._loop.post(partial(self._prompts.join, self))
 
     def send(self, message: Message) -> None:
         self._channel.send(message)
+
+    def hang_up(self) -> None:
+        self._channel.close()
 
     def deliver(self, message: Message) -> None:
         if isinstance(message, Weights):
             self.weights = message.weights
             self._loop.post(partial(self._prompts.compare_weights, self))
         elif isinstance(message, Arrival):
-            self._placing.put(message)
+            self.put(message)
         else:
             raise WireError(f"a prefill side sent a {type(message).__name__}")
-
-    def lost(self) -> None:
-        self._placing.close()
-        self._loop.post(partial(self._prompts.leave, self))
-
-    def _failed(self, error: Exception) -> None:
-        logger.warning("hanging up on the prefill side", exc_info=error)
-        self._channel.close()
 
 
 def _hello(prompts: PrefillJobs | RemotePrompts) -> Hello:

@@ -23,7 +23,6 @@ from specjax.sampling.table import SLOT, pack_sampling, unpack_sampling
 from specjax.speculative.algorithm import SpeculativeAlgorithm, kv_pool
 from specjax.speculative.future_map import (
     DeviceState,
-    publish,
     record_cached,
     resolve,
     restart,
@@ -144,8 +143,12 @@ def begin(
     seq_lens, remaining, slots = numbers[:1], numbers[1:], slot[None]
     bonus_tokens = history[seq_lens]
     future = record_cached(state.future, slot, history)
-    future = replace(future, remaining=future.remaining.at[slots].set(remaining))
-    future = publish(future, slots, seq_lens, bonus_tokens)
+    future = replace(
+        future,
+        seq_lens=future.seq_lens.at[slots].set(seq_lens),
+        bonus_tokens=future.bonus_tokens.at[slots].set(bonus_tokens),
+        remaining=future.remaining.at[slots].set(remaining),
+    )
     table = unpack_sampling(sampling, jnp.zeros_like(slots))
     future = restart(future, slots, seq_lens + 1, table)
     if rows is not None:

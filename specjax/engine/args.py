@@ -1,4 +1,4 @@
-"""Arguments of an engine, checked as far as they can be without model and device."""
+"""Engine arguments, checked as far as possible without a model or a device."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,87 +32,87 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """Everything that an :class:`~specjax.Engine` can be told at its start, under SGLang's names.
+    """Start options of an :class:`~specjax.Engine`, under SGLang's names.
 
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
-        draft: draft head: a directory or repo id; ``None`` takes the head embedded for ``model``.
-            Of ``"STANDALONE"`` another model with the same vocabulary, named as ``model`` is;
-            of ``"MULTI_LAYER_EAGLE"`` a checkpoint with the modules, by default the model's own.
+        draft: directory or repo id of the draft head. Default: the head embedded for ``model``. For
+            ``"STANDALONE"``: a model with the same vocabulary, named as ``model`` is. For
+            ``"MULTI_LAYER_EAGLE"``: a checkpoint with the modules, by default that of ``model``.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
-            ``"MULTI_LAYER_EAGLE"``, one of an installed package, or ``None`` to decode plainly.
-        speculative_num_steps: tokens drafted one behind the other in a round; 5 by default, 1 of
-            ``"MULTI_LAYER_EAGLE"``, which has a module for each, and 11 of ``"NGRAM"``.
-        speculative_eagle_topk: branches a level of the drafted tree; 1 is a chain.
-        speculative_num_draft_tokens: tokens verified in a round, the root included (at most 64).
-            Default: ``speculative_num_steps + 1`` for a chain, which may have fewer, and one per
-            branch and level for a tree. Needs ``speculative_num_steps``, except for ``"NGRAM"``.
-        speculative_adaptive: choose the drafted tokens of each round by what is being accepted.
-            ``speculative_num_steps`` is where it begins, which may be 0.
+            ``"MULTI_LAYER_EAGLE"``, the name of an installed package's algorithm, or ``None`` to
+            decode without drafts.
+        speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
+            for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step.
+        speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
+        speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
+            Default: ``speculative_num_steps + 1`` (the maximum of a chain); for a tree one per
+            branch and level, and the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``.
+        speculative_adaptive: adapt the number of drafted tokens to the measured acceptance. It
+            starts at ``speculative_num_steps``, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
         speculative_use_rejection_sampling: accept drafts above temperature 0 by speculative
-            sampling: a draft is drawn with noise of its own, accepted with probability
-            ``min(1, p / q)`` of the target's and the draft's probability, else the token is drawn
-            from what p has more than q. The distribution stays the target's (in bfloat16 up to
-            rounding), but a seed does not give the text of plain decoding any more. For chains.
-        speculative_accept_threshold_single: accept a draft above temperature 0 wherever the target
-            gives it at least this probability, from 0, which accepts every draft, to 1, which turns
-            it off. Below 1 it is lossy: neither the text of plain decoding for a seed nor the
-            target's distribution stays.
-        speculative_accept_threshold_acc: divides the probability with which drafts above
-            temperature 0 are accepted, up to 1 at most. From 0, which accepts every draft that the
-            target may draw, to 1, which turns it off; below 1 it is lossy as well.
-        speculative_ngram_min_match_window_size: last tokens that have to be found again, at least.
-        speculative_ngram_max_match_window_size: those that are looked for, up to 16.
-        speculative_ngram_max_bfs_breadth: places that a tree is made of, up to 16; with 1 it is a
-            chain.
-        speculative_ngram_match_type: ``"BFS"`` prefers what followed last, ``"PROB"`` what followed
-            often.
-        speculative_ngram_external_corpus_path: JSON lines, each a text or a list of token ids, that
-            are looked through beside the request's own text.
-        speculative_ngram_external_corpus_max_tokens: a corpus of more is refused.
+            sampling (chains only). A draft is accepted with probability ``min(1, p / q)`` of the
+            target's and the draft's probability, else a token is drawn from the residual of p over
+            q. The target's distribution is kept (in bfloat16 up to rounding), but a seed no longer
+            gives the text of plain decoding.
+        speculative_accept_threshold_single: accept a draft above temperature 0 if its target
+            probability is at least this, from 0 (accept every draft) to 1 (off). Values below 1 are
+            lossy: they keep neither the target's distribution nor a seed's plain text.
+        speculative_accept_threshold_acc: divide the acceptance probability of drafts above
+            temperature 0 by this, capped at 1. From 0 (accept every draft that the target may
+            draw) to 1 (off). Values below 1 are lossy too.
+        speculative_ngram_min_match_window_size: minimum n-gram length to match.
+        speculative_ngram_max_match_window_size: maximum n-gram length to match (at most 16).
+        speculative_ngram_max_bfs_breadth: matches that a tree is built from (at most 16); 1 drafts
+            a chain.
+        speculative_ngram_match_type: ``"BFS"`` prefers the latest continuation, ``"PROB"`` the most
+            frequent one.
+        speculative_ngram_external_corpus_path: JSON lines file to search in addition to the
+            request's text; each line is a text or a list of token ids.
+        speculative_ngram_external_corpus_max_tokens: maximum number of tokens in that corpus.
         draft_rope_theta: overrides the rotary base of the draft head.
-        tokenizer: directory or repo id of another tokenizer than the model's own.
-        chat_template: file of a Jinja template to use instead of the tokenizer's own.
-        revision: branch, tag or commit of ``model`` if that is a repo id; of nothing else.
+        tokenizer: directory or repo id of a tokenizer to use instead of the model's.
+        chat_template: file with a Jinja template to use instead of the tokenizer's.
+        revision: branch, tag or commit of ``model`` if that is a repo id; not for other options.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
-        context_length: prompt and completion together; the model's own limit by default.
-        page_size: tokens a KV page.
-        max_running_requests: requests decoded at once; 4 on a CPU and 32 on a GPU by default.
-        max_waiting_requests: requests that may wait beside those, more are refused; ``None``: any.
-        request_timeout: seconds after which a request ends with finish reason ``abort``, waiting
-            included; ``generate`` can set another for its own. ``None`` is no limit.
-        batch_buckets: batch sizes that rounds are compiled for. By default powers of two, on a GPU
-            from 2 on where a padded batch of one is faster.
+        context_length: tokens of prompt and completion together. Default: the model's limit.
+        page_size: tokens per KV page.
+        max_running_requests: requests decoded at once. Default: 4 on a CPU, 32 on a GPU.
+        max_waiting_requests: waiting requests beyond which new ones are refused. Default: no limit.
+        request_timeout: seconds, waiting included, after which a request ends with finish reason
+            ``abort``. The ``timeout`` of a request overrides it. Default: no limit.
+        batch_buckets: batch sizes that rounds are compiled for. Default: powers of two up to
+            ``max_running_requests``, on a GPU from 2 on if a padded batch of one is faster.
         max_total_tokens: tokens in the KV pool.
         mem_fraction_static: share of device memory for weights and KV, not with max_total_tokens.
-        disable_radix_cache: compute every prompt anew instead of keeping KV pages by prefix.
-        chunked_prefill_size: prompt tokens that are computed beside one round of the requests that
-            decode, which wait for them; 512 by default. Where few decode beside those that start,
-            up to 8,192 on a GPU.
-        overlap: dispatch a round before the one before it is read. The results are the same; by
-            default on a GPU only, since a CPU has no time to win by it.
+        disable_radix_cache: compute every prompt in full instead of caching KV pages by prefix.
+        chunked_prefill_size: prompt tokens prefilled per step while requests decode, which delays
+            them. Default: 512. If nothing decodes or a burst of requests starts, up to 8,192 on a
+            GPU.
+        overlap: dispatch a round before the previous one is read; results are the same. Default:
+            on a GPU only, as a CPU gains no time.
         logprobs_mode: ``"raw"`` reports log-probabilities of completion tokens from the raw logits,
-            ``"processed"`` those of the distribution that the token was drawn from: after
-            penalties, bias, temperature (0 counts as 1) and filters.
+            ``"processed"`` from the distribution that is sampled: after penalties, bias,
+            temperature (0 counts as 1) and filters.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` reads its configuration
-            only and makes random weights on the device, for measurements of speed.
-        rounds_per_dispatch: rounds that one call on the device makes; more than 1 pays where a
-            round is shorter than its dispatch, at the price of coarser streaming.
-        skip_tokenizer_init: do without a tokenizer; only ``input_ids`` are accepted then.
-        seed: of the noise of requests that bring no ``sampling_seed``.
-        compile_cache_dir: folder of compiled functions, ``"auto"`` for the user's cache folder,
-            ``None`` to leave JAX's own setting alone.
-        show_progress: sizes and a progress bar on standard error; by default on a terminal.
-        base_gpu_id: which of the process's devices (``jax.devices()``) the engine is put on.
-        disaggregation_mode: ``"prefill"`` computes prompts for other engines and nothing else,
-            ``"decode"`` has prompts computed by such a one where it can: docs/disaggregation.md.
-        disaggregation_address: ``host:port`` that a prefill side listens at and a decode side
-            connects to; ``None`` where both are in one process.
-        disaggregation_secret: what both sides know, and needed where they are on different hosts.
-            It is neither sent nor shown; all that is sent is encrypted.
-        simulate_accept_length: accept this many tokens a round on average, right or wrong, to
-            measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree along its
+            only and makes random weights on the device, to measure speed.
+        rounds_per_dispatch: rounds per call on the device. More than 1 pays if a round is shorter
+            than its dispatch; streaming becomes coarser.
+        skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
+        seed: seed of the noise of requests without ``sampling_seed``.
+        compile_cache_dir: folder for compiled functions; ``"auto"`` is the user's cache folder,
+            ``None`` keeps JAX's own setting.
+        show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
+        base_gpu_id: index of the engine's device in ``jax.devices()``.
+        disaggregation_mode: ``"prefill"`` only computes prompts for other engines; ``"decode"`` has
+            its prompts computed by such an engine if one is available: docs/disaggregation.md.
+        disaggregation_address: ``host:port`` that the prefill side listens on and the decode side
+            connects to; ``None`` if both are in one process.
+        disaggregation_secret: shared secret of both sides, required if they are on different hosts.
+            It is neither sent nor shown; all traffic is encrypted.
+        simulate_accept_length: accept this many tokens per round on average, right or wrong, to
+            measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree they follow its
             deepest path, which may be shorter.
     """
 
@@ -163,36 +163,36 @@ class EngineArgs:
     simulate_accept_length: float | None = None
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _annotations().items():
             _check_type(name, getattr(self, name), hint)
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                raise refused(name, value, f"is not {' or '.join(map(repr, known))}")
+                raise refused(name, value, f"must be {' or '.join(map(repr, known))}")
         self.algorithm.validate(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(
-                f"speculative_adaptive_config={self.speculative_adaptive_config!r} is given, but "
-                "speculative_adaptive is False; set it"
+                f"speculative_adaptive_config={self.speculative_adaptive_config!r} needs "
+                "speculative_adaptive=True"
             )
         if self.disaggregation_mode is None:
             for name in ("disaggregation_address", "disaggregation_secret"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} is given, but disaggregation_mode is None; set it")
+                    raise ValueError(f"{name} needs disaggregation_mode='prefill' or 'decode'")
         elif self.disaggregation_address is not None:
             check_secret(self.disaggregation_address, self.disaggregation_secret)
         self._check_acceptance()
         most = self.shapes[-1].steps
         if most > MAX_STEPS:
             raise ValueError(
-                f"speculative_adaptive_config has {most} among its candidate_steps, but at most "
-                f"{MAX_STEPS} are supported"
+                "candidate_steps of speculative_adaptive_config must be at most "
+                f"{MAX_STEPS}; got {most}"
             )
         accepted = self.simulate_accept_length
         longest = max(shape.accept_width for shape in self.shapes)
         if accepted is not None and not 1 <= accepted <= longest:
             raise ValueError(
-                f"simulate_accept_length={accepted!r} must be a number from 1 to {longest}, the "
-                "lower one of speculative_num_steps + 1 and the rows of a verify"
+                f"simulate_accept_length={accepted!r} must be from 1 to {longest}, the lower of "
+                "speculative_num_steps + 1 and the tokens verified per round"
             )
 
     def _check_acceptance(self) -> None:
@@ -202,22 +202,22 @@ class EngineArgs:
         knob = "speculative_use_rejection_sampling=True"
         if how.has_thresholds:
             raise ValueError(
-                f"{knob} excludes speculative_accept_threshold_single={how.threshold_single} and "
-                f"speculative_accept_threshold_acc={how.threshold_acc} below 1; leave both at 1"
+                f"{knob} needs both thresholds at 1, but speculative_accept_threshold_single="
+                f"{how.threshold_single} and speculative_accept_threshold_acc={how.threshold_acc}"
             )
         if not self.algorithm.supports_rejection_sampling:
             raise ValueError(
-                f"{knob}, but speculative_algorithm={self.algorithm.name} has no draft "
-                "probabilities; leave it False"
+                f"{knob} needs draft probabilities, but speculative_algorithm="
+                f"{self.algorithm.name} has none"
             )
         if topk > 1:
             raise ValueError(
-                f"{knob} is for chains: speculative_eagle_topk={topk} must be at most 1 with it"
+                f"{knob} works for chains only: speculative_eagle_topk={topk} must be 1"
             )
 
     @property
     def shows_progress(self) -> bool:
-        """Whether sizes and progress go to standard error, which a process may not have."""
+        """Whether to write sizes and progress to standard error, if the process has one."""
         if sys.stderr is None:
             return False
         return sys.stderr.isatty() if self.show_progress is None else self.show_progress
@@ -233,7 +233,7 @@ class EngineArgs:
 
     @cached_property
     def adaptive(self) -> AdaptiveConfig | None:
-        """How the drafted tokens are chosen; ``None`` where they stay. A file is read once."""
+        """Adaptive configuration, ``None`` if the tier is fixed; a file is read only once."""
         if not self.speculative_adaptive:
             return None
         config = load_adaptive_config(self.speculative_adaptive_config)
@@ -241,7 +241,7 @@ class EngineArgs:
 
     @cached_property
     def algorithm(self) -> SpeculativeAlgorithm:
-        """How tokens are drafted."""
+        """The algorithm that drafts tokens."""
         made = self._registered.create_worker(self)
         return getattr(self._registered, "overridden", lambda worker: worker)(made)
 
@@ -251,17 +251,17 @@ class EngineArgs:
 
     @property
     def supports_overlap(self) -> bool:
-        """Whether a round may be dispatched before the one before it is read."""
+        """Whether a round may be dispatched before the previous one is read."""
         return self._registered.supports_overlap and self.algorithm.supports_overlap
 
     @cached_property
     def shape(self) -> DraftShape:
-        """What a round drafts, the first where that adapts."""
+        """The draft shape of a round, at the start if it adapts."""
         return self.algorithm.draft_shape(self)
 
     @cached_property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Everything that a round may draft, the tiers, ascending."""
+        """All draft shapes (tiers) that a round may use, in ascending order."""
         if self.adaptive is None:
             return (self.shape,)
         reason = self.algorithm.adaptive_unsupported_reason(self)
@@ -272,14 +272,12 @@ class EngineArgs:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
-    if {int, float, bool} & {*kinds}:
-        convert(name, value, _annotations()[name])
-    elif value is None and NoneType in kinds:
-        return
-    elif Sequence in kinds:
+    kinds = [get_origin(kind) or kind for kind in get_args(hint)]
+    if Sequence in kinds and value is not None:
         if not isinstance(value, Sequence) or not all(map(is_integer, value)):
             raise refused(name, value, "must be a list of integers")
+    elif PathLike not in kinds:
+        convert(name, value, hint)
     elif not isinstance(value, tuple(kinds)):
         names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
         raise refused(name, value, f"must be a {names}")

@@ -1,4 +1,4 @@
-"""Building an engine from its plan: compiled, loaded, and joined to the other side of a split."""
+"""Build the device side of an engine from its plan: compile, load and measure."""
 
 import logging
 import time
@@ -19,17 +19,12 @@ from specjax.adaptive import (
 from specjax.checks import check_number
 from specjax.compiling.cache import open_compile_cache
 from specjax.compiling.pool import CompiledFunction
-from specjax.disaggregation.decode import LocalPeer, RemotePrompts
-from specjax.disaggregation.prefill import PrefillJobs
-from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
 from specjax.engine.weights import is_same, load_weights
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.loop import EngineLoop
-from specjax.scheduling.scheduler import Scheduler
 from specjax.speculative.prefill import UNLIMITED
 from specjax.text.chat_template import start_renderer
 from specjax.text.tokenizer import Tokenizer
@@ -37,9 +32,8 @@ from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
-Peer = PrefillServer | RemotePeer | LocalPeer
 ROUND_SECONDS = "round_seconds"
-# Tokens in the pool of a measured row, where the context allows: attention takes its usual share.
+# tokens in the pool per measured row, if the context allows: a usual share for attention
 CONTEXT = 512
 SECONDS = 0.25
 STRETCHES = 5
@@ -48,35 +42,27 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def build_engine(
-    args: EngineArgs, lender: tuple[EnginePlan, ModelRunner] | None = None
+    args: EngineArgs, shared: tuple[EnginePlan, ModelRunner] | None = None
 ) -> tuple[EnginePlan, ModelRunner, Tokenizer | None]:
-    """The plan, a runner that is compiled and loaded, and the tokenizer, if there is one.
+    """Return the plan, a compiled and loaded runner, and the tokenizer if there is one.
 
-    The weights of the ``lender``, another engine over the same model, are used again.
+    The weights of ``shared``, an engine over the same model, are used by both.
     """
     plan = plan_engine(args)
-    cache = open_compile_cache(args.compile_cache_dir)
-    if lender is not None and not is_same(lender[0].target, plan.target):
-        other = lender[0].target
+    if shared is not None and not is_same(shared[0].target, plan.target):
+        other = shared[0].target
         raise ValueError(
-            f"share_weights_with is an engine over {other.path} in {other.config.dtype}, not over "
-            f"{plan.target.path} in {plan.target.config.dtype}"
+            f"share_weights_with must be an engine over {plan.target.path} in "
+            f"{plan.target.config.dtype}; got one over {other.path} in {other.config.dtype}"
         )
-    is_dummy = args.load_format == "dummy"
-    if not is_dummy:
-        plan.target.check_weights()  # before the minutes of compiling
-        for draft in plan.drafts:
-            draft.check_weights()
-    lent = None
-    if lender is not None:
-        weights, place = lender[1].weights, plan.networks.placement
-        is_here = lender[0].networks.placement == place
-        lent = lender[0].drafts, weights if is_here else place.put(weights)
+    if args.load_format != "dummy":
+        for checkpoint in (plan.target, *plan.drafts):
+            checkpoint.check_weights()  # before compiling, which may take minutes
+    device = plan.networks.placement.device
+    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
     runner = ModelRunner(plan.networks, plan.config, cache)
     with ThreadPoolExecutor(1) as executor:
-        loading = executor.submit(
-            load_weights, plan.networks, plan.target, plan.drafts, is_dummy=is_dummy, lender=lent
-        )
+        loading = executor.submit(load_weights, plan, shared)
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
@@ -90,18 +76,18 @@ def build_engine(
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """What a warm-up found and made."""
+    """Result of a warm-up."""
 
-    folder: str  # where the entries lie
-    functions: tuple[CompiledFunction, ...]  # all that serving dispatches
+    folder: str  # of the cache entries
+    functions: tuple[CompiledFunction, ...]  # all functions that serving dispatches
     seconds: float
-    weight_bytes: int  # device memory of the weights, which were not loaded
-    kv_bytes: int  # and of the KV pools, which were not allocated
-    device: str  # its kind
+    weight_bytes: int  # device memory of the weights, which are not loaded
+    kv_bytes: int  # device memory of the KV pools, which are not allocated
+    device: str  # kind of device
 
     @property
     def num_compiled(self) -> int:
-        """Functions that were compiled; the others had been present."""
+        """Number of functions that were compiled; the others were in the cache."""
         return sum(not function.is_hit for function in self.functions)
 
     @property
@@ -110,7 +96,7 @@ class WarmUp:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every function is on disk now."""
+        """Whether every function is on disk."""
         return all(function.num_bytes is not None for function in self.functions)
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,7 +104,7 @@ class WarmUp:
         return asdict(self) | derived | {"jax": jax.__version__}
 
     def table(self) -> str:
-        """The figures as lines of text; sizes in MB."""
+        """Format the result as lines of text; sizes in MB."""
         width = max(len(each.key) for each in self.functions)
         lines = [f"{'function':<{width}}  seconds  MB on disk  MB arguments  MB temporary"]
         for each in self.functions:
@@ -132,26 +118,27 @@ class WarmUp:
         lines += [
             f"{len(self.functions)} functions, {self.num_compiled} compiled, in "
             f"{self.seconds:.1f} s; {self.num_bytes / 1e6:.2f} MB in {self.folder}",
-            f"device memory of a start on {self.device}: weights {self.weight_bytes / 1e9:.2f} GB, "
-            f"KV {self.kv_bytes / 1e9:.2f} GB, at most {most / 1e9:.2f} GB while a function runs",
+            f"device memory on {self.device}: weights {self.weight_bytes / 1e9:.2f} GB, "
+            f"KV {self.kv_bytes / 1e9:.2f} GB, temporary up to {most / 1e9:.2f} GB",
         ]
         return "\n".join(lines)
 
 
 def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
-    """Compile what an engine with these arguments dispatches, into its ``compile_cache_dir``.
+    """Compile the functions of an engine with these arguments into its ``compile_cache_dir``.
 
-    What is present is read and left as it is, so that an interrupted warm-up goes on where it
-    stopped. Neither weights nor KV pools are allocated. ``stages`` adds draft, verify and extend as
-    functions of their own. Without a folder that is a ``ValueError``.
+    Functions on disk are read, not compiled, so an interrupted warm-up resumes. Neither weights
+    nor KV pools are allocated. ``stages`` adds draft, verify and extend as separate functions.
+    Raises ValueError if there is no folder.
     """
     started = time.perf_counter()
     plan = plan_engine(args)
-    cache = open_compile_cache(args.compile_cache_dir)
+    device = plan.networks.placement.device
+    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
     if cache is None:
         raise ValueError(
-            f"compile_cache_dir={args.compile_cache_dir!r} leaves no folder to compile into; give "
-            "a folder of your own"
+            f"compile_cache_dir={args.compile_cache_dir!r} gives no folder to store compiled "
+            "functions; pass a folder that you own"
         )
     runner = ModelRunner(plan.networks, plan.config, cache)
     runner.compile(show_progress=args.shows_progress, stages=stages)
@@ -162,14 +149,14 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
-        weight_bytes=plan.pools.weight_bytes,
-        kv_bytes=plan.pools.kv_bytes,
-        device=plan.networks.placement.device.device_kind,
+        weight_bytes=plan.needs.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+        device=device.device_kind,
     )
 
 
 def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController | None:
-    """What adapts a compiled and loaded runner; ``None`` where nothing does."""
+    """Make the controller of a compiled and loaded runner; ``None`` if tiers do not adapt."""
     config, first = args.adaptive, args.shape.steps
     if config is None or not runner.config.batch_buckets:
         return None
@@ -182,15 +169,16 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
 
 
 def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
-    """Seconds per round by (tier, batch bucket), measured once and kept with the functions."""
-    cache = runner.compiled.cache
-    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in _pairs(runner)}
+    """Seconds per round by (tier, batch bucket), measured once and cached with the functions."""
+    cache, config = runner.compiled.cache, runner.config
+    pairs = product(config.shapes, config.batch_buckets)
+    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in pairs}
     kept = None if cache is None else cache.load_json(ROUND_SECONDS)
     if kept is not None:
         try:
             return {pair: check_number(k, kept.get(k), above=0) for pair, k in keys.items()}
         except ValueError as error:
-            logger.warning("the kept round times are measured again: %s", error)
+            logger.warning("measuring round times again, the cached ones are invalid: %s", error)
     seconds = measure_round_seconds(runner)
     for pair, key in keys.items():
         logger.info("round of %s: %.2f ms", key, 1e3 * seconds[pair])
@@ -199,24 +187,21 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
     return seconds
 
 
-def _pairs(runner: ModelRunner) -> list[tuple[DraftShape, int]]:
-    return list(product(runner.config.shapes, runner.config.batch_buckets))
-
-
 def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
-    """Seconds a round by (tier, batch bucket): the median of a few stretches.
+    """Measure seconds per round by (tier, batch bucket): the median of a few stretches.
 
-    Rounds are dispatched without a read in between, as serving does. The rows are greedy, over
-    zeroed or left-over KV, whose values do not change the time. Every pair has a stretch before any
-    has its next, so that what slows the device down for a while meets all of them. The runner has
-    no requests; afterwards it is as before, but for what the pages hold.
+    Rounds are dispatched without a read in between, as in serving. The rows are greedy. Their KV is
+    zero or left over, as its values do not change the time. The pairs take turns stretch by
+    stretch, so that a temporary slowdown of the device affects all of them. The runner must have no
+    requests; only the contents of its pages change.
     """
-    config, pairs = runner.config, _pairs(runner)
+    config = runner.config
+    pairs = list(product(config.shapes, config.batch_buckets))
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
     counts = {}
     for pair in pairs:
-        # the first dispatches of a function load it and capture its graphs
+        # the first dispatches of a function load it and capture its CUDA graphs
         _run(runner, *pair, 1)
         once = _run(runner, *pair, 1) * config.rounds_per_dispatch
         counts[pair] = max(1, round(SECONDS / STRETCHES / once))
@@ -231,14 +216,14 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], f
 
 
 def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> float:
-    """Seconds a round over up to ``count`` dispatches behind one that is not counted."""
+    """Seconds per round over up to ``count`` dispatches, after one warm-up dispatch."""
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
     room = pages * config.page_size
     advance = config.kv_writes.after(config.rounds_per_dispatch)
     filled = max(1, min(CONTEXT, room - 2 * advance))
-    # as many as the pages hold, less the one to warm up
+    # at most what the pages hold, less the warm-up dispatch
     count = max(1, min(count, MOST_DISPATCHES, (room - filled) // advance - 2))
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
@@ -251,21 +236,3 @@ def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> floa
         last = runner.round(slots, tier)
     last.read()
     return (time.perf_counter() - started) / (count * config.rounds_per_dispatch)
-
-
-def make_scheduler(
-    args: EngineArgs, runner: ModelRunner, *inputs: Any, **options: Any
-) -> Scheduler:
-    """The scheduler of a compiled and loaded runner."""
-    source = None
-    if args.disaggregation_mode is not None:
-        source = (PrefillJobs if args.disaggregation_mode == "prefill" else RemotePrompts)(runner)
-    return Scheduler(runner, *inputs, prompt_source=source, **options)
-
-
-def open_peer(args: EngineArgs, side: tuple[EngineLoop, Any]) -> Peer | None:
-    """What connects an engine to the other side, where that is in another process."""
-    if args.disaggregation_address is None:
-        return None
-    kind = PrefillServer if args.disaggregation_mode == "prefill" else RemotePeer
-    return kind(args.disaggregation_address, args.disaggregation_secret, side)

@@ -1,4 +1,4 @@
-"""Two engines of one process that serve as one: prompts on one device, decoding on another."""
+"""Two engines in one process that serve as one: one device prefills, another decodes."""
 
 import weakref
 from collections.abc import Mapping
@@ -11,16 +11,15 @@ from specjax.engine.engine import Engine
 
 
 class DisaggregatedEngine(Engine):
-    """An :class:`Engine` whose prompts are computed on another device of the process.
+    """An :class:`Engine` that has its prompts computed on another device of the process.
 
-    Long prompts then do not hold up what decodes. Should the other side fail, prompts are computed
-    here.
+    Long prompts then do not delay decoding. If the prefill side fails, this side computes prompts.
 
     Args:
         model: as for :class:`Engine`.
-        prefill: options of the prefill side that differ: sizes, and ``base_gpu_id``, by default the
-            next one.
-        **options: of this side, which decodes, and of the other.
+        prefill: options of the prefill side that differ, such as sizes and ``base_gpu_id`` (by
+            default the next device).
+        **options: options of both sides.
 
     Attributes:
         prefill: the engine that computes prompts.
@@ -36,7 +35,7 @@ class DisaggregatedEngine(Engine):
     ) -> None:
         for name in ("disaggregation_address", "disaggregation_secret"):
             if options.get(name) or (prefill or {}).get(name):
-                raise ValueError(f"{name} is given, but both sides are in this process; leave it")
+                raise ValueError(f"{name} is for two processes; leave it out of this engine")
         decode = EngineArgs(model=model, disaggregation_mode="decode", **options)
         self._start(decode, share_weights_with)
         try:
@@ -45,14 +44,14 @@ class DisaggregatedEngine(Engine):
             engine._start(EngineArgs(model=model, disaggregation_mode="prefill", **there), self)
             self.prefill = engine
             self._peer = LocalPeer(self.prefill._side, self._side)
-            # its thread holds both sides
+            # the peer's thread refers to both sides
             weakref.finalize(self, self._peer.close).atexit = False
         except BaseException:
             self.close()
             raise
 
     def flush_cache(self) -> None:
-        """Forget all KV on both sides; running requests compute theirs again."""
+        """Drop all KV on both sides; running requests compute their KV again."""
         self.prefill.flush_cache()
         super().flush_cache()
 
@@ -61,11 +60,11 @@ class DisaggregatedEngine(Engine):
         return self.prefill, self
 
     def get_server_info(self) -> dict[str, Any]:
-        """That of this side, and under ``prefill`` that of the other."""
+        """Server info of this side, with that of the prefill side under ``prefill``."""
         return super().get_server_info() | {"prefill": self.prefill.get_server_info()}
 
     def close(self) -> None:
-        """End what is running and let the memory of both devices go."""
+        """Abort running requests and free the memory of both devices."""
         super().close()
         if (other := self.__dict__.get("prefill")) is not None:
             other.close()

@@ -1,4 +1,4 @@
-"""The engine: text or tokens in, text and figures out."""
+"""The engine: text or tokens in, text and metrics out."""
 
 import asyncio
 import logging
@@ -15,10 +15,13 @@ import numpy as np
 from specjax.checkpoints import TargetCheckpoint
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.checks import check_number
+from specjax.disaggregation.decode import LocalPeer, RemotePrompts
+from specjax.disaggregation.prefill import PrefillJobs
+from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
-from specjax.engine.build import Peer, build_engine, make_controller, make_scheduler, open_peer
+from specjax.engine.build import build_engine, make_controller
 from specjax.engine.plan import EnginePlan, server_info
-from specjax.engine.requests import Messages, Params, RequestFactory, check_prompt, tokenize_inputs
+from specjax.engine.requests import Messages, Params, RequestFactory, tokenize_inputs
 from specjax.engine.weights import (
     NewWeights,
     check_finite,
@@ -26,45 +29,49 @@ from specjax.engine.weights import (
     weights_from_disk,
     weights_from_tensors,
 )
-from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics import EngineMetrics, Totals
 from specjax.models.flat import next_logits
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.loop import Call, EngineLoop
+from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Closing waits this long for the step in flight.
+Peer = PrefillServer | RemotePeer | LocalPeer
+# by disaggregation mode: the prompt source, and the peer that connects it to another process
+SIDES: dict[str, tuple[Any, Any]] = {
+    "prefill": (PrefillJobs, PrefillServer),
+    "decode": (RemotePrompts, RemotePeer),
+}
+# maximum wait of close() for the step in flight
 CLOSE_SECONDS = 60.0
 
 
 class Engine:
-    """Generates text with a target model, speculatively or plainly, on one device.
+    """Generates text with a target model on one device, with or without speculation.
 
-    Everything that serving dispatches is compiled here, before the first request. The names follow
-    SGLang's ``Engine``. Methods may be called from several threads at once; one thread of the
-    engine's own runs all their requests together. In a forked process they are a ``RuntimeError``.
+    The constructor compiles all functions that serving dispatches. Names follow SGLang's
+    ``Engine``. Any thread may call the methods; the engine's own thread runs the requests of all
+    callers together. In a forked process the methods raise ``RuntimeError``.
 
     It ends with :meth:`close`, its ``with`` block, its last reference or the interpreter.
 
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
-        share_weights_with: an engine over the same model whose weights are used again, as they are
-            now.
+        share_weights_with: an engine over the same model, whose current weights are shared.
         **options: the other attributes of :class:`~specjax.engine.args.EngineArgs`.
 
     Attributes:
-        runner: the device side; it belongs to the engine's thread.
+        runner: the device side; only the engine's thread may use it.
         tokenizer: ``None`` with ``skip_tokenizer_init``.
         context_length: tokens of prompt and completion together.
-        metrics: figures since the start; ``metrics.registry`` is for ``prometheus_client``.
+        metrics: metrics since the start; ``metrics.registry`` is for ``prometheus_client``.
 
     Raises:
         TypeError: for options that do not exist.
-        ValueError: for arguments or checkpoints that do not work, with the knob to turn.
+        ValueError: for invalid arguments or checkpoints; the message names the option to change.
     """
 
     def __init__(
@@ -77,18 +84,18 @@ class Engine:
         args = EngineArgs(model=model, **options)
         if args.disaggregation_mode and args.disaggregation_address is None:
             raise ValueError(
-                f"disaggregation_mode={args.disaggregation_mode!r}, but disaggregation_address is "
-                "None; set it, or make a DisaggregatedEngine for two devices of one process"
+                f"disaggregation_mode={args.disaggregation_mode!r} needs disaggregation_address; "
+                "for two devices of one process make a DisaggregatedEngine"
             )
         self._start(args, share_weights_with)
 
     def _start(self, args: EngineArgs, share_weights_with: "Engine | None") -> None:
         self.args = args
-        lender = None
+        shared = None
         if share_weights_with is not None:
             share_weights_with._need_open()
-            lender = share_weights_with._plan, share_weights_with.runner
-        plan, runner, tokenizer = build_engine(args, lender)
+            shared = share_weights_with._plan, share_weights_with.runner
+        plan, runner, tokenizer = build_engine(args, shared)
         self._plan: EnginePlan = plan
         self.runner: ModelRunner = runner
         self.tokenizer: Tokenizer | None = tokenizer
@@ -96,35 +103,34 @@ class Engine:
         overlap = args.overlap
         if overlap is None:
             overlap = args.supports_overlap and not runner.networks.placement.on_cpu
-        allocator = PageAllocator(runner.config.num_pages, args.page_size)
-        cache = None
-        if not args.disable_radix_cache:
-            cache = PrefixCache(allocator, lookahead=args.algorithm.lookahead)
         self._controller = make_controller(args, runner)
         controller, largest = self._controller, runner.config.largest
         totals = Totals(
-            max_total_tokens=plan.pools.max_total_tokens,
+            max_total_tokens=plan.config.max_total_tokens,
             drafts=largest.steps > 0,
             adapts=controller is not None,
             simulate_accept_length=args.simulate_accept_length,
             tier=largest if controller is None else controller.tier,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
-        self._scheduler = make_scheduler(
-            args,
+        source, peer = SIDES.get(args.disaggregation_mode or "", (None, None))
+        self._scheduler = Scheduler(
             runner,
-            allocator,
             run_ahead=int(overlap),
-            prefix_cache=cache,
+            caches_prefixes=not args.disable_radix_cache,
             max_waiting_requests=args.max_waiting_requests,
             metrics=totals,
             controller=controller,
+            prompt_source=None if source is None else source(runner),
         )
-        self._factory = RequestFactory(args, plan, tokenizer, self._scheduler)
+        self._factory = RequestFactory(plan, tokenizer, self._scheduler)
         self._loop = EngineLoop(self._scheduler)
         self._is_closed = False
+        self._peer: Peer | None = None
         try:
-            self._peer = open_peer(args, self._side)
+            if args.disaggregation_address is not None:
+                address, secret = args.disaggregation_address, args.disaggregation_secret
+                self._peer = peer(address, secret, self._side)
         except BaseException:
             self._loop.stop()
             raise
@@ -133,27 +139,27 @@ class Engine:
 
     @property
     def _side(self) -> tuple[EngineLoop, Any]:
-        """What another engine is joined to."""
+        """Loop and prompt source, for connecting another engine."""
         return self._loop, self._scheduler.prompt_source
 
     @property
     def disaggregation_address(self) -> str | None:
-        """Where a prefill side listens, with the port that was chosen for port 0."""
+        """Address that a prefill side listens on; port 0 is replaced by the actual port."""
         return getattr(self._peer, "address", None)
 
     @property
     def peer_connected(self) -> bool | None:
-        """Whether the other side of a split is connected; ``None`` without one."""
+        """Whether the other side is connected; ``None`` without disaggregation."""
         return self._scheduler.prompt_source.peer_connected
 
     def wait_for_peer(self, timeout: float) -> bool:
-        """Whether the other side is connected, for which it waits ``timeout`` seconds at most.
+        """Wait at most ``timeout`` seconds for the other side; returns whether it is connected.
 
-        ValueError without ``disaggregation_mode``. Any thread may ask.
+        Any thread may call this. Raises ValueError without ``disaggregation_mode``.
         """
         check_number("timeout", timeout, at_least=0)
         if self.peer_connected is None:
-            raise ValueError("disaggregation_mode is None, and no peer will come; set it")
+            raise ValueError("wait_for_peer needs disaggregation_mode, which is None")
         end = time.monotonic() + timeout
         while not self.peer_connected and (left := end - time.monotonic()) > 0:
             self.check_health()
@@ -162,25 +168,25 @@ class Engine:
 
     @property
     def target(self) -> TargetCheckpoint:
-        """Where the target's weights come from, with its configuration."""
+        """Checkpoint of the target's weights, with its configuration."""
         return self._plan.target
 
     @property
     def draft(self) -> Checkpoint[Any] | None:
-        """What the draft's weights are read from; ``None`` where it has none."""
+        """Checkpoint of the draft's weights; ``None`` if it has no weights."""
         return next(iter(self._plan.drafts), None)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Arguments, sizes and state, in the shape of SGLang's ``get_server_info``, for JSON.
+        """Arguments, sizes and state as JSON values, with the keys of SGLang's ``get_server_info``.
 
         ``internal_states`` is a list with one dict: requests, KV use, throughput, acceptance and
-        memory now and since the start.
+        memory, current and since the start.
         """
         self._loop.check_process()
         return server_info(self._plan, self.metrics.snapshot(), self._controller)
 
     def debug_state(self) -> dict[str, int]:
-        """Requests, calls and KV pages that the engine holds between two steps, for tests."""
+        """Number of requests, calls and KV pages held between two steps, for tests."""
         return self._loop.debug_state()
 
     def generate(
@@ -198,48 +204,47 @@ class Engine:
         timeout: float | Sequence[float | None] | None = None,
         stream: bool = False,
     ) -> Any:
-        """Complete one input or a list of them.
+        """Complete one input or a list of inputs.
 
-        For a list of inputs, each option except ``stream`` is one value or a list of as many.
-        Leaving early in any way (Ctrl-C, closing or forgetting a stream) aborts what still runs.
+        With a list of inputs, each option except ``stream`` is one value or one value per input.
+        If the caller leaves early (Ctrl-C, a stream closed or dropped), running requests abort.
 
         Args:
             prompt: raw text; no chat template is applied.
             sampling_params: how tokens are chosen and when the request ends.
             input_ids: tokens instead of text.
             messages: a conversation (or a list of them) that goes through the chat template.
-            rid: id of the request, for :meth:`abort`. An id may be used again when its request
+            rid: id of the request, for :meth:`abort_request`. An id may be reused after its request
                 has ended. Sample ``i`` of an input with ``n`` above 1 is ``"{rid}_{i}"``.
-            return_logprob: report ``(log probability, token id, None)`` of every completion token
-                in ``meta_info["output_token_logprobs"]``, from the raw logits: neither temperature
-                nor filters, penalties and bias are applied, unless the engine's ``logprobs_mode``
-                says so.
-            top_logprobs_num: with ``return_logprob``, report this many best tokens at each position
-                in ``meta_info["output_top_logprobs"]`` too.
-            logprob_start_len: with ``return_logprob``, report the prompt's tokens from this one on
-                in ``meta_info["input_token_logprobs"]`` and ``["input_top_logprobs"]``, from the
-                raw logits; the first has none, and is ``(None, token id, None)`` and ``None``
-                there. -1 reports none. What is reported is computed again, not cached.
+            return_logprob: report ``(log-probability, token id, None)`` of every completion token
+                in ``meta_info["output_token_logprobs"]``. It comes from the raw logits, before
+                temperature, filters, penalties and bias, except with ``logprobs_mode="processed"``.
+            top_logprobs_num: with ``return_logprob``, also report this many most likely tokens per
+                position in ``meta_info["output_top_logprobs"]``.
+            logprob_start_len: with ``return_logprob``, report prompt tokens from this index on in
+                ``meta_info["input_token_logprobs"]`` and ``["input_top_logprobs"]``, from the raw
+                logits. The first reported token has no value: its entries are
+                ``(None, token id, None)`` and ``None``. These tokens are computed even if they are
+                cached. -1 reports none.
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
-                ``meta_info["hidden_states"]``: row ``i`` is the state after the target's final norm
-                whose logits gave completion token ``i``.
-            timeout: seconds after which the requests end with finish reason ``abort``;
-                ``request_timeout`` of the engine by default.
-            stream: yield cumulative results as they grow instead of returning the last. A slow
+                ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
+                norm, from which completion token ``i`` was sampled.
+            timeout: seconds after which the requests end with finish reason ``abort``. Default: the
+                engine's ``request_timeout``.
+            stream: yield cumulative results as they grow instead of returning the last one. A slow
                 reader gets fewer and longer steps.
 
         Returns:
             For one input a dict with ``text``, ``output_ids`` (the completion only) and
-            ``meta_info``; for a list, a list of them. With ``n`` samples a list of ``n`` for each
-            input, one input after the other. A ``sampling_seed`` is that of sample 0; sample ``i``
-            is what the seed ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64`` gives. With
-            ``stream`` an iterator of such dicts, with the ``index`` in the list that there would
-            be.
+            ``meta_info``; for a list of inputs a list of dicts. ``n`` samples make a list of ``n``
+            dicts per input, concatenated. ``sampling_seed`` seeds sample 0; sample ``i`` has the
+            seed ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64``. With ``stream`` an iterator
+            of such dicts, in which ``index`` is the position in that list.
 
         Raises:
-            ValueError: for inputs or parameters that cannot be served.
-            QueueFullError: if ``max_waiting_requests`` wait already.
-            EngineFault: if the engine failed while it ran the requests, or before.
+            ValueError: if an input or parameter is invalid.
+            QueueFullError: if ``max_waiting_requests`` requests wait already.
+            EngineFault: if the engine has failed.
         """
         call = self.make_call(
             prompt,
@@ -258,60 +263,60 @@ class Engine:
 
     @wraps(generate, assigned=())
     async def async_generate(self, *inputs: Any, stream: bool = False, **options: Any) -> Any:
-        """:meth:`generate` as a coroutine, which aborts when it is cancelled.
+        """Run :meth:`generate` as a coroutine; cancelling it aborts the requests.
 
         With ``stream`` it returns an asynchronous iterator.
         """
         make = partial(self.make_call, *inputs, stream=stream, **options)
-        # the event loop must not wait for a chat template, which another process renders
+        # chat templates are rendered in another process: do not block the event loop
         is_slow = options.get("messages") is not None
         return await self.async_run(await asyncio.to_thread(make) if is_slow else make())
 
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
-        """Check and tokenise what :meth:`generate` takes, to be run by :meth:`async_run`.
+        """Check and tokenise the arguments of :meth:`generate`, for :meth:`async_run`.
 
-        For event loops that must not wait for that: any thread may call it.
+        Any thread may call this, so it need not block an event loop.
         """
         self._need_open()
         if not self.runner.config.batch_buckets:
             raise ValueError(
-                "disaggregation_mode='prefill' computes prompts for engines with 'decode'; ask one "
-                "of those"
+                "disaggregation_mode='prefill' serves decode engines only; send the request to an "
+                "engine with disaggregation_mode='decode'"
             )
         return self._factory.make(*inputs, stream=stream, **options)
 
     def make_probe(self, timeout: float) -> Call:
-        """A call of one prompt token that gives one more, on a prefill side too."""
+        """Make a call with one prompt token and one new token; a prefill side runs it too."""
         self._need_open()
         one = {"max_new_tokens": 1, "temperature": 0.0}
         return self._factory.make(input_ids=[0], sampling_params=one, timeout=timeout, stream=False)
 
     async def async_run(self, call: Call) -> Any:
-        """What :meth:`async_generate` returns, for a call that was made before; once."""
+        """Run a call of :meth:`make_call` once; returns as :meth:`async_generate` does."""
         if call.is_stream:
             return self._loop.stream_async(call, owner=self)
         return await self._loop.wait_async(call)
 
     def check_health(self) -> None:
-        """Raise what a request would meet: ``EngineFault``, ``ValueError`` of a closed engine."""
+        """Raise ``EngineFault`` if the engine has failed, ``ValueError`` if it is closed."""
         self._need_open()
         self._loop.check_health()
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End the request of an id, with all its samples, or all, with finish reason ``abort``.
+        """Abort the request ``rid`` with all its samples, or all requests.
 
-        Whoever waits for it gets the text so far. An id that does not run is ignored.
+        Its caller gets the text so far, with finish reason ``abort``. Unknown ids are ignored.
         """
         if not isinstance(rid, str) or not isinstance(abort_all, bool) or bool(rid) == abort_all:
-            raise ValueError(f"rid={rid!r}, abort_all={abort_all}: give one of them")
+            raise ValueError(f"give either rid or abort_all; got {rid=}, {abort_all=}")
         self._loop.abort_rid(None if abort_all else rid)
 
     abort = abort_request
 
     def flush_cache(self) -> None:
-        """Forget all KV, cached prefixes included; running requests compute theirs again."""
+        """Drop all KV and cached prefixes; running requests compute their KV again."""
         self._need_open()
-        # half a flush has lost results that requests wait for
+        # vital: a partial flush loses results that requests wait for
         self._loop.run(self._scheduler.flush_cache, is_vital=True)
 
     def update_weights_from_disk(
@@ -323,22 +328,16 @@ class Engine:
     ) -> None:
         """Replace the weights of the target, the draft or both by those of checkpoints.
 
-        Nothing compiles. Pools and prefix cache are emptied between two rounds; running requests
-        keep their text, compute its KV anew and go on with the new weights.
+        Nothing compiles. Between two rounds the KV pools and the prefix cache are emptied. Running
+        requests keep their text, compute its KV again and continue with the new weights.
 
         Raises:
-            ValueError: if a checkpoint cannot be read or has another configuration, or a weight is
-                not finite without ``allow_nonfinite``; the weights are as before then.
+            ValueError: if a checkpoint cannot be read or has another configuration, or if a weight
+                is not finite and ``allow_nonfinite`` is not set; no weight is replaced then.
         """
         self._need_open()
-        target, drafts, weights = weights_from_disk(
-            self.target,
-            self._plan.drafts,
-            model_path,
-            draft_path,
-            partial(self.args.algorithm.open_draft, self.args),
-        )
-        self._replace_weights(weights, allow_nonfinite, target=target, drafts=drafts)
+        plan, weights = weights_from_disk(self._plan, model_path, draft_path)
+        self._replace_weights(weights, allow_nonfinite, plan)
 
     def update_weights_from_tensor(
         self,
@@ -347,63 +346,65 @@ class Engine:
         draft: bool = False,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Replace some or all weights of the target, or of the draft with ``draft``.
+        """Replace some or all weights of the target or, with ``draft``, of the draft.
 
-        Goes on as :meth:`update_weights_from_disk`. The tensors are copied, JAX arrays on their
-        device: where it has no room for a second copy of all, give them in several calls.
+        Requests continue as with :meth:`update_weights_from_disk`. The tensors are copied, JAX
+        arrays on their device. If the device cannot hold a second copy, use several calls.
 
         Args:
-            named_tensors: arrays by name: Hugging Face names (with all the parts of a weight that
-                is stored in several tensors, such as ``q_proj``, ``k_proj`` and ``v_proj``), or the
-                engine's own (``engine.runner.networks.target.names``). Shapes are those of the
-                running weights; floats of any kind are cast to their dtype.
-            draft: they are of the draft.
-            allow_nonfinite: take weights that are NaN or infinite too.
+            named_tensors: arrays by name, either Hugging Face names (with all parts of a fused
+                weight, such as ``q_proj``, ``k_proj`` and ``v_proj``) or the engine's names
+                (``engine.runner.networks.target.names``). Shapes must be those of the running
+                weights; floats are cast to their dtype.
+            draft: replace weights of the draft instead of the target.
+            allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:
-            ValueError: naming the tensor that does not fit, was donated or is not finite.
+            ValueError: if a tensor does not fit, was donated or is not finite; it names the tensor.
         """
         self._need_open()
-        new = weights_from_tensors(
-            self.runner.networks, self.target, self._plan.drafts, named_tensors, draft=draft
-        )
-        self._replace_weights(new, allow_nonfinite)
+        new = weights_from_tensors(self._plan, named_tensors, draft=draft)
+        self._replace_weights(new, allow_nonfinite, self._plan)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
-        """The two best next tokens after ``input_ids`` and the gap of their logits.
+        """Return the two most likely tokens after ``input_ids`` and the gap of their logits.
 
-        It tells how near a tie was where bfloat16 texts with and without speculation part.
+        It shows how near a tie was at which bfloat16 texts with and without speculation diverge.
         """
         self._need_open()
         nets = self.runner.networks
-        (ids,), _ = tokenize_inputs(self.tokenizer, input_ids=input_ids)
-        check_prompt(ids, self.target.config.vocab_size, self.context_length)
+        (ids,), _ = tokenize_inputs(
+            None,
+            input_ids=input_ids,
+            vocab_size=self.target.config.vocab_size,
+            context_length=self.context_length,
+        )
         logits = next_logits(nets.target, self.runner.weights[0], ids)
         second, first = (int(i) for i in np.argsort(logits)[-2:])
         return first, second, float(logits[first] - logits[second])
 
     def watch_rounds(self, watch: Watch | None) -> None:
-        """Show what each round to come drafts and accepts to ``watch``; ``None`` ends it.
+        """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` ends it.
 
         For tools: tokens stay the same, but rounds are slower, since draft, verify and extend are
-        dispatched one by one. They are compiled here the first time. ``watch`` is called in the
-        engine's thread with request slots i32 ``[B]``, a :class:`~specjax.types.VerifyInput` and a
-        :class:`~specjax.types.VerifyOutput`; an exception that it raises ends the engine.
+        dispatched separately. The first call compiles them. ``watch`` runs in the engine's thread
+        with request slots i32 ``[B]``, a :class:`~specjax.types.VerifyInput` and a
+        :class:`~specjax.types.VerifyOutput`. An exception in ``watch`` ends the engine.
         """
         self._need_open()
         if watch is not None:
-            self.runner.compile_stages(show_progress=self.args.shows_progress)
+            self.runner.compile(show_progress=self.args.shows_progress, stages=True)
         self._loop.run(partial(self.runner.watch_rounds, watch))
 
     def close(self) -> None:
-        """End what is running with finish reason ``abort`` and let the device memory go."""
+        """Abort running requests and free the device memory."""
         self._loop.check_process()
         self._is_closed = True
         if self._peer is not None:
             self._peer.close()
         if not self._loop.close(CLOSE_SECONDS):
-            logger.warning("the engine's thread still runs after %.0f s", CLOSE_SECONDS)
-        elif self._finalizer.detach() is not None:  # the first to get here
+            logger.warning("the engine thread did not end within %.0f s", CLOSE_SECONDS)
+        elif self._finalizer.detach() is not None:  # only the first caller unloads
             self.runner.unload()
 
     def __enter__(self) -> "Engine":
@@ -419,17 +420,17 @@ class Engine:
 
     @property
     def _engines(self) -> "tuple[Engine, ...]":
-        """Those that have the same weights at any time."""
+        """Engines whose weights are replaced together."""
         return (self,)
 
-    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool, **checkpoints: Any) -> None:
+    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool, plan: EnginePlan) -> None:
         if not allow_nonfinite:
             check_finite(new)
-        for engine in self._engines:  # all of them or none
+        for engine in self._engines:  # check all before any is changed
             engine.check_health()
         for engine in self._engines:
             engine._loop.run(partial(engine._replace_between_steps, new), is_vital=True)
-            engine._plan = replace(engine._plan, **checkpoints)
+            engine._plan = replace(engine._plan, target=plan.target, drafts=plan.drafts)
 
     def _replace_between_steps(self, new: NewWeights) -> None:
         self._scheduler.flush_cache()

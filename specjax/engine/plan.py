@@ -1,4 +1,4 @@
-"""The plan of an engine: checkpoints, networks and sizes, before anything is compiled or loaded."""
+"""Plan of an engine: checkpoints, networks and sizes, decided before compiling and loading."""
 
 import logging
 import os
@@ -17,15 +17,15 @@ from specjax.kv.budget import KVWrites
 from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
-from specjax.models.registry import check_attention
+from specjax.models.registry import check_attention, layer_kinds
 from specjax.runtime.runner_config import (
     DEFAULT_CHUNK,
-    PoolPlan,
+    MemoryNeeds,
     RunnerConfig,
-    checked_buckets,
+    batch_buckets,
     device_memory,
     memory_needs,
-    plan_pools,
+    plan_pages,
     prefill_buckets,
     smallest_bucket,
 )
@@ -33,43 +33,60 @@ from specjax.speculative.registry import HINT
 
 logger = logging.getLogger(__name__)
 
-# The number of pages is part of the shapes that functions are compiled for. A device reports its
-# total memory times a fraction, whatever else is allocated. Rounding down to this granule removes
-# what still differs between drivers' reserves from one start to the next.
+# The number of pages is part of the shapes that functions are compiled for. The memory that a
+# device reports varies slightly between starts, as the driver's reserve does. Rounding it down to
+# this granule keeps the number of pages, and so the compiled functions, the same.
 MEMORY_GRANULE = 2**28
-# Prompt tokens of a step if nothing decodes or many requests start: 42,500 tokens/s of that shape
-# against 39,400 in chunks of 2,048.
+# Prompt tokens per step if nothing decodes or a burst starts: 42,500 tokens/s (Llama-3.1-8B shape)
+# instead of 39,400 in chunks of 2,048.
 IDLE_CHUNK = 8192
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Everything that is decided before an engine compiles and loads; it holds no weights."""
+    """All decisions made before an engine compiles and loads; it holds no weights."""
 
     args: EngineArgs
     target: TargetCheckpoint
     drafts: tuple[Checkpoint[Any], ...]  # one, or none if the draft has no network
     networks: Networks
-    pools: PoolPlan
+    needs: MemoryNeeds
     config: RunnerConfig
     context_length: int  # prompt and completion together
 
+    @property
+    def kv_bytes(self) -> int:
+        """Device memory of the KV pools."""
+        return self.config.num_pages * self.config.page_size * self.needs.token_bytes
+
+    @property
+    def cache_facts(self) -> tuple[Any, ...]:
+        """Facts that compiled functions depend on, except arguments and this package's sources."""
+        nets = self.networks
+        kinds = [layer_kinds(model) for model in nets.models]
+        models = nets.target_config, nets.draft_config, kinds
+        own = self.config.algorithm.cache_facts()
+        return (*models, self.config, nets.placement.describe(), *own)
+
     def describe(self) -> list[str]:
-        """Lines of text about drafts, sizes and memory, for the log and the terminal."""
+        """Describe drafts, sizes and memory in lines for the log and the terminal."""
         config, largest, target = self.config, self.config.largest, self.target
         speculation = f"plain decoding; {HINT}"
         if largest.steps > 0:
             speculation = (
                 f"{config.algorithm.name}: {_describe_tiers(self.args)}, topk {largest.topk}, "
-                f"{largest.nodes} rows a verify"
+                f"{largest.nodes} tokens verified per round"
             )
         kind = self.networks.placement.device.device_kind
         return [
             *(f"draft: {draft.describe()}" for draft in self.drafts),
             speculation,
-            f"context of {self.context_length} tokens, {config.num_slots - 1} requests at once in "
-            f"batches of {list(config.batch_buckets)}",
-            f"{target.name} ({target.config.dtype}) on {kind}: {self.pools.describe()}",
+            f"context length {self.context_length} tokens, up to {config.num_slots - 1} running "
+            f"requests, batch buckets {list(config.batch_buckets)}",
+            f"{target.name} ({target.config.dtype}) on {kind}: weights "
+            f"{self.needs.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
+            f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
+            f"tokens; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
         ]
 
 
@@ -78,16 +95,17 @@ def _describe_tiers(args: EngineArgs) -> str:
     steps = f"{', '.join(others)} or {deepest}" if others else deepest
     how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
     what = "drafted tokens" if args.shapes[-1].topk == 1 else "steps"
-    return f"{steps} {what} a round{how}"
+    return f"{steps} {what} per round{how}"
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
-    """Open the checkpoints and decide all sizes; equal arguments give an equal plan on a device.
+    """Open the checkpoints and decide all sizes. On a device, equal arguments give an equal plan.
 
-    ValueError if there is no device, or if sizes do not fit the model or the device.
+    Raises ValueError without a device, or if sizes do not fit the model or the device.
     """
     placement = Placement.on(args.base_gpu_id)
-    dtype = "float32" if args.dtype == "auto" and placement.on_cpu else args.dtype
+    on_cpu = placement.on_cpu
+    dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
     target = open_target(args.model, dtype=dtype, revision=args.revision)
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
@@ -100,48 +118,26 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     for model in networks.models:
         check_attention(model, ATTENTION_OPTIONS)
-    config = _runner_config(args, networks, context_length)
-    needs = memory_needs(networks, config)
-    transit = TRANSIT_TOKENS * needs.token_bytes * (args.disaggregation_mode == "decode")
-    pools = plan_pools(
-        needs._replace(temporary_bytes=needs.temporary_bytes + transit),
-        config,
-        memory=device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE,
-        max_total_tokens=args.max_total_tokens,
-        mem_fraction_static=args.mem_fraction_static,
-    )
-    config = replace(config, num_pages=pools.num_pages)
-    plan = EnginePlan(args, target, drafts, networks, pools, config, context_length)
-    for line in plan.describe():
-        logger.info(line)
-        if args.shows_progress and not logger.isEnabledFor(logging.INFO):
-            print(line, file=sys.stderr)
-    return plan
-
-
-def _runner_config(args: EngineArgs, networks: Networks, context_length: int) -> RunnerConfig:
-    """Sizes of the runner, except the number of pages."""
-    on_cpu = networks.placement.on_cpu
     slots = args.max_running_requests or (4 if on_cpu else 32)
     chunk = args.chunked_prefill_size or DEFAULT_CHUNK
     if on_cpu:
         most = min(chunk, context_length)
     else:
         most = min(max(chunk, IDLE_CHUNK), context_length * slots)
-    drafts, weight_bytes = args.shapes[-1].steps > 0, networks.weight_bytes
-    smallest = smallest_bucket(on_gpu=not on_cpu, drafts=drafts, weight_bytes=weight_bytes)
-    buckets = checked_buckets(args.batch_buckets, slots, smallest)
-    if args.disaggregation_mode == "prefill":
-        buckets = ()  # no rounds
-    whole = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
-    return RunnerConfig(
+    smallest = smallest_bucket(
+        on_gpu=not on_cpu, drafts=args.shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
+    )
+    buckets = batch_buckets(args.batch_buckets, slots, smallest)
+    longest = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
+    config = RunnerConfig(
         algorithm=args.algorithm,
         shapes=args.shapes,
         page_size=args.page_size,
         num_pages=0,
-        pages_per_request=-(-whole // args.page_size),
+        pages_per_request=-(-longest // args.page_size),
         num_slots=slots + 1,
-        batch_buckets=buckets,
+        # a prefill engine runs no rounds
+        batch_buckets=() if args.disaggregation_mode == "prefill" else buckets,
         prefill_buckets=prefill_buckets(most, on_cpu=on_cpu),
         mixed_prefill_tokens=min(chunk, most),
         processed_logprobs=args.logprobs_mode == "processed",
@@ -149,9 +145,26 @@ def _runner_config(args: EngineArgs, networks: Networks, context_length: int) ->
         simulate_accept_length=args.simulate_accept_length,
         acceptance=args.acceptance,
     )
+    memory = device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
+    transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0
+    needs = memory_needs(networks, config, transit_tokens)
+    num_pages = plan_pages(
+        needs,
+        config,
+        memory=memory,
+        max_total_tokens=args.max_total_tokens,
+        mem_fraction_static=args.mem_fraction_static,
+    )
+    config = replace(config, num_pages=num_pages)
+    plan = EnginePlan(args, target, drafts, networks, needs, config, context_length)
+    for line in plan.describe():
+        logger.info(line)
+        if args.shows_progress and not logger.isEnabledFor(logging.INFO):
+            print(line, file=sys.stderr)
+    return plan
 
 
-# where SGLang's server info has another name than its Prometheus metrics
+# metrics whose name in SGLang's server info differs from that in Prometheus
 NAMES = {
     "spec_accept_length": "avg_spec_accept_length",
     "spec_verify_calls": "spec_verify_ct",
@@ -165,7 +178,7 @@ NAMES = {
 def server_info(
     plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
 ) -> dict[str, Any]:
-    """Arguments with the planned sizes, and metrics under ``internal_states``, as SGLang's."""
+    """Arguments with the planned sizes, and ``internal_states`` with metrics, as in SGLang."""
     args = plan.args
     tier = {
         "speculative_num_steps": totals.tier.steps,
@@ -200,9 +213,9 @@ def _state(
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes
-        "weight": plan.pools.weight_bytes / 1e9,
-        "kvcache": plan.pools.kv_bytes / 1e9,
-        "temporary": plan.pools.temporary_bytes / 1e9,
+        "weight": plan.needs.weight_bytes / 1e9,
+        "kvcache": plan.kv_bytes / 1e9,
+        "temporary": plan.needs.temporary_bytes / 1e9,
         "token_capacity": totals.max_total_tokens,
     }
     adaptive = {} if controller is None else {"adaptive": controller.describe()}

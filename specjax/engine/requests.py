@@ -1,10 +1,12 @@
-"""From the arguments of ``generate`` to the requests that the engine runs."""
+"""Turn the arguments of ``generate`` into the requests that the engine runs."""
 
+import itertools
 import math
+import os
 import threading
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,7 +18,6 @@ from specjax.checks import (
     is_integer,
     refused,
 )
-from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
@@ -29,12 +30,13 @@ Params = SamplingParams | Mapping[str, Any] | None
 
 # OpenAI's limit
 MAX_SAMPLES = 128
-# 2**64 over the golden ratio: multiples of it spread over all seeds, far from a caller's own
+# 2**64 over the golden ratio: its multiples spread over all seeds, far from the caller's
 SEED_STRIDE = 0x9E3779B97F4A7C15
+_SECRET, _numbers = os.urandom(32), itertools.count()
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index`` of an input; it gives the same text with ``n=1``."""
+    """Seed of sample ``index`` of an input; with ``n=1`` this seed gives the same text."""
     return (seed + index * SEED_STRIDE) % 2**64
 
 
@@ -44,38 +46,45 @@ def tokenize_inputs(
     input_ids: Any = None,
     messages: Any = None,
     *,
+    vocab_size: float = math.inf,
     context_length: float = math.inf,
 ) -> tuple[list[list[int]], bool]:
-    """Token ids of every input of the one kind that is given, and whether a list was given.
+    """Return the token ids of every input, and whether a list of inputs was given.
 
-    Special tokens are added to raw text as the checkpoint asks, and by the chat template to
-    ``messages``. Arrays serve as ``input_ids`` too. ValueError for a text that has too many
-    characters for the context, before it is encoded, or too many tokens.
+    Raw text gets the checkpoint's special tokens, ``messages`` those of the chat template.
+    ``input_ids`` may be arrays. ValueError if an input is invalid or too long for a completion.
     """
     given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
-        raise ValueError(f"give exactly one of prompt, input_ids and messages, not {names}")
+        raise ValueError(f"give exactly one of prompt, input_ids and messages; got {names}")
+    rows: Iterable[list[int]]
     if input_ids is not None:
-        return _id_lists(input_ids)
-    tokenizer = _need_tokenizer(tokenizer, names[0])
-    if prompt is not None:
-        texts = [prompt] if isinstance(prompt, str) else prompt
+        rows, is_batch = _id_lists(input_ids)
+    elif prompt is not None:
+        tokenizer, is_batch = _need_tokenizer(tokenizer, "prompt"), not isinstance(prompt, str)
+        texts = prompt if is_batch else [prompt]
         if not _is_list(texts) or not all(isinstance(text, str) for text in texts):
-            raise refused("prompt", prompt, "must be a text or a list of texts")
+            raise refused("prompt", prompt, "must be a string or a list of strings")
         for text in texts:
             tokenizer.check_length(len(text), context_length)
-        rows: list[list[int]] = []
-        for text in texts:  # a list of long texts ends with the first one that does not fit
-            rows.append(tokenizer.encode(text))
-            if len(rows[-1]) >= context_length:
-                refuse_length(len(rows[-1]), context_length)
-        return rows, not isinstance(prompt, str)
-    is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
-    conversations = messages if is_batch else [messages]
-    if not all(_is_list(one) for one in conversations):
-        raise refused("messages", messages, "must be a list of turns or a list of such lists")
-    return [encode_conversation(tokenizer, context_length, one) for one in conversations], is_batch
+        rows = map(tokenizer.encode, texts)
+    else:
+        tokenizer = _need_tokenizer(tokenizer, "messages")
+        is_batch = _is_list(messages) and len(messages) > 0 and _is_list(messages[0])
+        conversations = messages if is_batch else [messages]
+        if not all(_is_list(one) for one in conversations):
+            raise refused("messages", messages, "must be a list of messages or of such lists")
+        rows = (encode_conversation(tokenizer, context_length, one) for one in conversations)
+    checked = []
+    for ids in rows:  # lazy: texts after the first one that is refused are not encoded
+        if not ids:
+            raise ValueError("an input has no tokens; it needs at least one")
+        if len(ids) >= context_length:
+            refuse_length(len(ids), context_length)
+        _check_vocabulary("input_ids", ids, vocab_size)
+        checked.append(ids)
+    return checked, is_batch
 
 
 def encode_conversation(
@@ -87,10 +96,10 @@ def encode_conversation(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> list[int]:
-    """Token ids of a conversation after the chat template, which sees ``variables`` too.
+    """Render a conversation with the chat template and ``variables``, and return its token ids.
 
-    With ``continue_final_message`` they end with the content of the last message. ValueError for
-    too many characters for the context, before they are rendered or encoded.
+    With ``continue_final_message`` the ids end with the content of the last message. Characters
+    are counted first: ValueError if there are too many for the context.
     """
     contents = (one.get("content") for one in messages if isinstance(one, Mapping))
     num_chars = sum(len(text) for text in contents if isinstance(text, str))
@@ -103,48 +112,36 @@ def encode_conversation(
 
 
 def _up_to_content(text: str, content: Any) -> str:
-    """The text of a conversation up to the end of its last content, as transformers cuts it."""
+    """Cut a rendered conversation after its last content, as transformers does."""
     stripped = content.strip() if isinstance(content, str) else ""
     at = text.rfind(stripped)
     if not stripped or at < 0:
         raise ValueError(
-            "continue_final_message=True needs a last message with text that the chat template "
-            "shows as it is"
+            "continue_final_message=True needs a last message whose text appears unchanged in the "
+            "rendered chat template"
         )
     kept = text[: at + len(stripped)]
-    # spaces at the end, unless the template has stripped them
+    # keep trailing spaces unless the template has stripped them
     end = content[len(content.rstrip()) :]
     return kept + end if text.startswith(end, len(kept)) else kept
 
 
-def check_prompt(ids: Sequence[int], vocab_size: int, context_length: int) -> None:
-    """Refuse a prompt that the model cannot read or that leaves no room for a completion."""
-    if not ids:
-        raise ValueError("an input has no tokens; give at least one")
-    _check_vocabulary("input_ids", ids, vocab_size)
-    if len(ids) >= context_length:
-        refuse_length(len(ids), context_length)
-
-
 def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
-    """Raise the ParameterError of a prompt that leaves no room for a completion."""
+    """Raise the ParameterError for a prompt that leaves no token for a completion."""
     raise ParameterError(
-        f"a prompt of {num_tokens} tokens leaves no room in context_length={context_length}; "
-        "shorten it or raise context_length",
+        f"a prompt of {num_tokens} tokens must be shorter than context_length={context_length}; "
+        "shorten the prompt or raise context_length",
         limit=context_length,
         code=CONTEXT_LENGTH_EXCEEDED,
     )
 
 
 class RequestFactory:
-    """Makes the calls of an engine, whose ``scheduler`` may refuse them; for several threads."""
+    """Makes the calls of an engine; any thread may use it. ``scheduler`` may refuse a request."""
 
-    def __init__(
-        self, args: EngineArgs, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler
-    ) -> None:
-        self._args, self._plan = args, plan
-        self._tokenizer, self._scheduler = tokenizer, scheduler
-        self._rng = np.random.default_rng(args.seed)
+    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+        self._plan, self._tokenizer, self._scheduler = plan, tokenizer, scheduler
+        self._rng = np.random.default_rng(plan.args.seed)
         self._rng_lock = threading.Lock()
 
     def make(
@@ -158,23 +155,25 @@ class RequestFactory:
         rid: Any = None,
         **options: Any,
     ) -> Call:
-        """The requests of one :meth:`Engine.generate`; nothing of the caller's is read later.
+        """Make the requests of one :meth:`Engine.generate`; later changes of inputs do not matter.
 
-        ``options`` are those of :class:`GenerateRequest`, each one value or a list.
+        ``options`` are those of :class:`GenerateRequest`: one value each, or one per input.
         """
-        length = self._plan.context_length
         prompts, is_batch = tokenize_inputs(
-            self._tokenizer, prompt, input_ids, messages, context_length=length
+            self._tokenizer,
+            prompt,
+            input_ids,
+            messages,
+            vocab_size=self._plan.target.config.vocab_size,
+            context_length=self._plan.context_length,
         )
-        for ids in prompts:
-            check_prompt(ids, self._plan.target.config.vocab_size, length)
         count = len(prompts)
         given = _for_each_input("sampling_params", sampling_params, count)
         made = {id(one): SamplingParams.of(one) for one in given}
         params = [made[id(one)] for one in given]
         numbers = sorted({one.n for one in params})
         if len(numbers) > 1:
-            message = f"n={numbers} in one call; give all inputs the same n, or call twice"
+            message = f"n must be equal for all inputs of a call; got {numbers}"
             raise ParameterError(message, param="n")
         n = check_integer("n", numbers[0], 1, MAX_SAMPLES) if numbers else 1
         self._scheduler.check_queue(n * count)
@@ -200,7 +199,7 @@ class RequestFactory:
     def _request(self, arguments: GenerateRequest, sample: int) -> Request:
         config, params = self._plan.target.config, arguments.sampling_params
         if arguments.timeout is None:
-            arguments = replace(arguments, timeout=self._args.request_timeout)
+            arguments = replace(arguments, timeout=self._plan.args.request_timeout)
         if params.stop_strings:
             _need_tokenizer(self._tokenizer, "stop")
         ends = set(params.stop_token_ids or ())
@@ -220,7 +219,7 @@ class RequestFactory:
         request = Request(
             arguments,
             seed=seed,
-            # the prompt has to fit, the completion is cut
+            # the prompt must fit; the completion is truncated
             max_new_tokens=min(
                 params.max_new_tokens, max(1, max_tokens - len(arguments.input_ids))
             ),
@@ -233,37 +232,48 @@ class RequestFactory:
         return request
 
 
+def new_id() -> str:
+    """32 hexadecimal digits that nobody can guess.
+
+    Without a system call: after ``os.urandom`` another thread has the interpreter. That took 8 % of
+    the event loop's time in bursts of 64 requests on two CPU cores.
+    """
+    number = f"{os.getpid()} {next(_numbers)}".encode()
+    return blake2b(number, digest_size=16, key=_SECRET).hexdigest()
+
+
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     if rid is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+        return [new_id() for _ in range(count)]
     rids = list(rid) if is_batch and _is_list(rid) else [rid]
     if len(rids) != count or not all(isinstance(one, str) and one for one in rids):
-        kind = f"a list of {count} texts" if is_batch else "a text"
-        raise refused("rid", rid, f"must be {kind}, none empty")
+        kind = f"a list of {count} non-empty strings" if is_batch else "a non-empty string"
+        raise refused("rid", rid, f"must be {kind}")
     if len(set(rids)) != count:
-        raise refused("rid", rid, "names an id twice")
+        raise refused("rid", rid, "must not repeat an id")
     return rids
 
 
 def _for_each_input(name: str, value: Any, count: int) -> list[Any]:
-    """One value for each input: those of a list, or the same for all."""
+    """One value per input: the items of a list, or the same value for all."""
     if not _is_list(value):
         return [value] * count
     if len(value) != count:
-        raise ParameterError(f"{len(value)} {name} for {count} inputs", param=name, limit=count)
+        message = f"{name} has {len(value)} values for {count} inputs; give one per input"
+        raise ParameterError(message, param=name, limit=count)
     return list(value)
 
 
 def _need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
-        message = f"{what} needs a tokenizer; with skip_tokenizer_init give input_ids"
+        message = f"{what} needs a tokenizer; give input_ids if skip_tokenizer_init is set"
         raise ParameterError(message, param=what)
     return tokenizer
 
 
-def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def _check_vocabulary(name: str, ids: Sequence[int], vocab_size: float) -> None:
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        message = f"{name} {wrong[:5]} are outside the vocabulary of {vocab_size}"
+        message = f"{name} must be in [0, {vocab_size}); got {wrong[:5]}"
         raise ParameterError(message, param=name, limit=vocab_size)
 
 

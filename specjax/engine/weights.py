@@ -1,7 +1,7 @@
-"""Weights of an engine: those of its start, and others for a running one."""
+"""Weights of an engine: loading them at the start and replacing them later."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import TargetCheckpoint, open_target
+from specjax.checkpoints import open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorInfo, TensorSource, cast, make_weight
+from specjax.engine.plan import EnginePlan
 from specjax.models.family import Recipe
-from specjax.models.flat import Networks, Weights
+from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
 
-# as an engine has them: one, or none where the draft has no network
-Drafts = tuple[Checkpoint[Any], ...]
-# weights of target and draft by flat name, which fit the running ones; those not named stay
+# weights of target and draft by flat name, shaped as the running ones; unnamed weights stay
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
@@ -28,56 +27,48 @@ def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
 
 
 def load_weights(
-    networks: Networks,
-    target: TargetCheckpoint,
-    drafts: Drafts,
-    *,
-    is_dummy: bool = False,
-    lender: tuple[Drafts, tuple[Weights, Weights]] | None = None,
+    plan: EnginePlan, shared: tuple[EnginePlan, ModelRunner] | None = None
 ) -> tuple[Weights, Weights]:
-    """Flat weights of target and draft on the device, random ones with ``is_dummy``.
+    """Load flat weights of target and draft to the device; random ones with ``"dummy"``.
 
-    Of a ``lender`` over the same target, given as draft checkpoints and weights, the target's
-    weights are used again, and the draft's if that is the same too.
+    The target weights of ``shared`` are reused, and its draft weights if the draft is the same.
     """
-    place = networks.placement
-    if is_dummy:
+    nets, place = plan.networks, plan.networks.placement
+    if plan.args.load_format == "dummy":
         with jax.default_device(place.device):
-            return place.put((networks.target.random(0), networks.draft.random(1)))
-    if lender is None:
-        lent = place.put(networks.target.order(target.load_weights()))
+            return place.put((nets.target.random(0), nets.draft.random(1)))
+    if shared is None:
+        target = place.put(nets.target.order(plan.target.load_weights()))
     else:
-        lent = lender[1][0]
-        if len(drafts) == len(lender[0]) and all(map(is_same, drafts, lender[0])):
-            return lender[1]
-    named = {name: weight for draft in drafts for name, weight in draft.load_weights().items()}
-    return lent, place.put(networks.draft.order(named))
+        other, runner = shared
+        is_here = other.networks.placement == place
+        target, draft = runner.weights if is_here else place.put(runner.weights)
+        if len(plan.drafts) == len(other.drafts) and all(map(is_same, plan.drafts, other.drafts)):
+            return target, draft
+    named = {name: w for one in plan.drafts for name, w in one.load_weights().items()}
+    return target, place.put(nets.draft.order(named))
 
 
 def weights_from_disk(
-    target: TargetCheckpoint,
-    drafts: Drafts,
-    model_path: str | PathLike[str] | None,
-    draft_path: str | PathLike[str] | None,
-    open_draft: Callable[[TargetCheckpoint, Any], Drafts],
-) -> tuple[TargetCheckpoint, Drafts, NewWeights]:
-    """Checkpoints to go on with, and the weights of those that a path is given for."""
+    plan: EnginePlan, model_path: str | PathLike[str] | None, draft_path: str | PathLike[str] | None
+) -> tuple[EnginePlan, NewWeights]:
+    """Return the plan with the new checkpoints, and the weights of those that have a path."""
     given = [path for path in (model_path, draft_path) if path is not None]
     if not given or not all(isinstance(path, str | PathLike) for path in given):
-        raise ValueError(f"{model_path=}, {draft_path=}: give one or both of them")
-    opened, new_target, new_draft = target, {}, {}
+        raise ValueError(f"give model_path, draft_path or both; got {model_path=}, {draft_path=}")
+    target, drafts, new_target, new_draft = plan.target, plan.drafts, {}, {}
     if model_path is not None:
-        opened = open_target(model_path, dtype=target.config.dtype)
-        _check_same_config(opened, target)
+        target = open_target(model_path, dtype=target.config.dtype)
+        _check_same_config(target, plan.target)
     if draft_path is not None:
         if not drafts:
             raise ValueError(f"draft_path={draft_path!r}, but the engine has no draft network")
-        old, drafts = drafts[0], open_draft(opened, draft_path)
-        _check_same_config(drafts[0], old)
+        drafts = plan.args.algorithm.open_draft(plan.args, target, draft_path)
+        _check_same_config(drafts[0], plan.drafts[0])
         new_draft = drafts[0].load_weights()
     if model_path is not None:
-        new_target = opened.load_weights()
-    return opened, drafts, (new_target, new_draft)
+        new_target = target.load_weights()
+    return replace(plan, target=target, drafts=drafts), (new_target, new_draft)
 
 
 def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
@@ -87,40 +78,39 @@ def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
 
 
 def weights_from_tensors(
-    networks: Networks,
-    target: TargetCheckpoint,
-    drafts: Drafts,
+    plan: EnginePlan,
     named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     *,
     draft: bool,
 ) -> NewWeights:
-    """Weights by flat name from tensors of target or ``draft`` under flat or Hugging Face names.
+    """Convert tensors of the target or, with ``draft``, of the draft to weights by flat name.
 
-    Flat names are those of ``FlatModel.names``, with matrices as ``[in, out]``; Hugging Face names
-    those of the checkpoint, with matrices as ``[out, in]``. Of a weight that is made of several
-    checkpoint tensors all have to be given. Floats of any kind are cast to the model's dtype.
+    Flat names are those of ``FlatModel.names`` and have matrices ``[in, out]``. Hugging Face names
+    are those of the checkpoint and have matrices ``[out, in]``. If a weight is made of several
+    checkpoint tensors, all are required. Floats are cast to the model's dtype.
     """
-    if draft and not drafts:
+    if draft and not plan.drafts:
         raise ValueError("draft=True, but the engine has no draft network")
-    flat, owner = (networks.draft, drafts[0]) if draft else (networks.target, target)
+    nets = plan.networks
+    flat, owner = (nets.draft, plan.drafts[0]) if draft else (nets.target, plan.target)
     try:
         given = dict(named_tensors)
     except TypeError as error:
-        raise ValueError(f"named_tensors={named_tensors!r} are no arrays by name") from error
+        raise ValueError(f"named_tensors={named_tensors!r} must map names to arrays") from error
     dtype = owner.config.dtypes.activations
     tensors = {str(name): _copied(name, value, dtype) for name, value in given.items()}
     if not tensors:
-        raise ValueError("named_tensors are empty; give the weights to replace")
+        raise ValueError("named_tensors is empty; give the weights to replace")
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
     for name, recipe in owner.recipes().items():
         if any(part.name in tensors for part in recipe.parts):
             if name in weights:
-                raise ValueError(f"named_tensors give {name!r} twice, under two kinds of names")
+                raise ValueError(f"named_tensors has {name!r} twice: flat and as checkpoint parts")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
     if tensors:
-        raise ValueError(f"named_tensors {sorted(tensors)[:5]} are not weights of the model")
+        raise ValueError(f"named_tensors: {sorted(tensors)[:5]} are not weights of the model")
     for name, weight in weights.items():
         _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
     integers = {name: x for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.integer)}
@@ -132,16 +122,16 @@ def check_finite(new: NewWeights) -> None:
     for name, weight in (pair for weights in new for pair in weights.items()):
         if jnp.issubdtype(weight.dtype, jnp.floating) and not _is_finite(weight):
             raise ValueError(
-                f"weight {name!r} has values that are not finite; mend it, or set "
-                "allow_nonfinite=True to take it as it is"
+                f"weight {name!r} has values that are not finite; fix the weight or set "
+                "allow_nonfinite=True"
             )
 
 
 def _is_finite(weight: Any) -> bool:
     if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
         return bool(jnp.isfinite(weight).all())
-    # As integers, what is not finite is at least infinity of either sign: five times as fast as
-    # isfinite on bfloat16.
+    # As an integer, a value that is not finite is at least the infinity of its sign. This is five
+    # times as fast as isfinite on bfloat16.
     array = np.asarray(weight)
     size = array.dtype.itemsize
     infinity = int(np.array(np.inf, array.dtype).view(f"u{size}"))
@@ -153,10 +143,7 @@ def _is_finite(weight: Any) -> bool:
 
 
 def replace_weights(runner: ModelRunner, new: NewWeights) -> None:
-    """Put weights in the place of a runner's own.
-
-    Each old one goes before the next new one comes: the device needs no room for two models.
-    """
+    """Replace weights of a runner one by one, so that the device never holds two models."""
     nets = runner.networks
     for flat, weights in zip((nets.target, nets.draft), new, strict=True):
         for i, name in enumerate(flat.names):
@@ -171,20 +158,19 @@ def _check_same_config(new: Checkpoint[Any], old: Checkpoint[Any]) -> None:
     differing = [f"{name}={a!r} instead of {b!r}" for name, a, b in values if a != b]
     if differing:
         raise ValueError(
-            f"{new.path} does not fit the engine: {', '.join(differing)}; make a new one"
+            f"{new.path} does not fit the engine: {', '.join(differing)}; make a new engine"
         )
 
 
 def _check_fits(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
     if value.shape != shape or value.dtype != dtype:
         raise ValueError(
-            f"{what} is {value.dtype} {tuple(value.shape)}, but the engine runs with "
-            f"{dtype} {shape}"
+            f"{what} is {value.dtype} {tuple(value.shape)}, but the engine needs {dtype} {shape}"
         )
 
 
 def _copied(name: str, value: Any, dtype: Any) -> Any:
-    """A copy that the caller can neither write to nor donate; floats are cast to ``dtype``."""
+    """Copy an array, so that the caller cannot change or donate it; cast floats to ``dtype``."""
     if isinstance(value, jax.Array):
         try:
             if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
@@ -199,13 +185,13 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
-    """One weight made of its checkpoint tensors, which are taken out of ``tensors``."""
+    """Make one weight of its checkpoint tensors and remove them from ``tensors``."""
     names = [part.name for part in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
         given = next(name for name in names if name in tensors)
         raise ValueError(
-            f"named_tensors have {given!r} without {missing}, which are parts of the same weight; "
-            "give all of them"
+            f"named_tensors has {given!r} without {missing}, which are parts of the same weight; "
+            "give all parts"
         )
     parts = {part.name: tensors.pop(part.name) for part in recipe.parts}
     for part in recipe.parts:

@@ -1,4 +1,4 @@
-"""Pages: KV indices of a request's tokens on the device, and the free list on the host."""
+"""Pages: KV indices of a request's tokens on the device, and the host's free list."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,29 +14,29 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import RopeTables, Store
 
-# options of an ``Attend`` that attention over pages computes
+# options of an ``Attend`` that attention over pages supports
 ATTENTION_OPTIONS: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PageView:
-    """The pages of a batch. Page 0 is padding: entries that hold no page are 0."""
+    """The pages of a batch. Page 0 is padding; unused entries are 0."""
 
     page_table: jax.Array  # i32 [B, P]
     page_size: int = field(metadata={"static": True})
-    # of attention and of what writes to a pool
+    # of attention and of stores to a pool
     implementation: str | None = field(default=None, metadata={"static": True})
 
     def kv_indices(self, positions: jax.Array) -> jax.Array:
-        """KV indices i32 ``[B, T]`` of positions ``[B, T]``; in the padding page past the table."""
+        """KV indices i32 ``[B, T]`` of positions ``[B, T]``, in the padding page past the table."""
         width = self.page_table.shape[1]
         index = positions // self.page_size
         pages = jnp.take_along_axis(self.page_table, jnp.minimum(index, width - 1), axis=1)
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
     def store(self, seq_lens: jax.Array, rows: int) -> Store:
-        """Stores keys and values of ``rows`` new tokens after ``seq_lens``, without attention."""
+        """A store of keys and values of ``rows`` new tokens after ``seq_lens``."""
         return self.attend(seq_lens, rows).store
 
     def attend(
@@ -47,19 +47,19 @@ class PageView:
         tree_mask: jax.Array | None = None,
         first: int = 0,
     ) -> "PagedAttend":
-        """Stores T = ``rows`` new tokens after ``seq_lens`` i32 ``[B]`` and attends over all.
+        """Store T = ``rows`` new tokens after ``seq_lens`` i32 ``[B]`` and attend over all tokens.
 
         ``tree_mask`` is bool ``[B, T, U]`` over the U tokens from ``seq_lens`` on, or ``None`` for
-        causal; ``first`` of them were stored by earlier calls.
+        causal attention. Earlier calls stored the first ``first`` of the U tokens.
         """
         positions = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, tree_mask=tree_mask)
         return PagedAttend(self.kv_indices(positions), attention, self.implementation)
 
     def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
-        """Move the rows i32 ``[B, A]`` of a path, the first one 0, to the front.
+        """Move the KV of rows ``path`` i32 ``[B, A]`` to the front; the first row is 0.
 
-        Rows count from ``seq_lens`` on; -1 moves nothing. ``kv`` is a whole pool.
+        Rows count from ``seq_lens`` on; -1 moves nothing. ``kv`` is a complete pool.
         """
         offsets = jnp.arange(1, path.shape[1], dtype=jnp.int32)
         source = jnp.where(path >= 0, self.kv_indices(seq_lens[:, None] + path), -1)[:, 1:]
@@ -67,7 +67,7 @@ class PageView:
         return move_kv(kv, source, destination, implementation=self.implementation)
 
     def attend_packed(self, segments: "Segments") -> "PagedAttend":
-        """Stores and attends for one row ``[1, W]`` that holds a segment of each request [B]."""
+        """Store and attend for one row ``[1, W]`` that holds a segment of each request [B]."""
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
         kv_indices = pages * self.page_size + segments.positions % self.page_size
@@ -94,7 +94,7 @@ class PageView:
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """An ``Attend`` over a KV pool, whose ``store`` is a ``Store`` to the same KV indices."""
+    """An ``Attend`` over a KV pool; its ``store`` is a ``Store`` to the same KV indices."""
 
     kv_indices: jax.Array  # i32 [B, T] of the new tokens
     attention: Callable[..., jax.Array]  # (q, kv, layer, **options)
@@ -117,7 +117,7 @@ class PagedAttend:
     def store(
         self, kv: jax.Array, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables
     ) -> jax.Array:
-        # the kernel rotates queries too: it gets the keys again, and nothing reads them
+        # the kernel also rotates queries: pass the keys as queries and ignore the result
         target = kv, layer, self.kv_indices
         return rope_store(k, k, v, *rope, *target, implementation=self.implementation)[1]
 
@@ -125,12 +125,12 @@ class PagedAttend:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """New tokens of G requests, one after the other in one row of W tokens, then padding."""
+    """New tokens of G requests, concatenated in one row of W tokens, then padding."""
 
     starts: jax.Array  # i32 [G], position of the first token
     counts: jax.Array  # i32 [G]
-    last: jax.Array  # i32 [G], index of the last token in W; any one for none
-    index: jax.Array  # i32 [W], the segment of each token; any one for padding
+    last: jax.Array  # i32 [G], index of the last token in W; arbitrary if a segment is empty
+    index: jax.Array  # i32 [W], the segment of each token; arbitrary for padding
     positions: jax.Array  # i32 [W], 0 for padding
     is_real: jax.Array  # bool [W]
 
@@ -151,7 +151,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"num_pages={num_pages}: a pool needs the padding page and one more")
+            raise ValueError(f"num_pages={num_pages} must be at least 2, with the padding page")
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))
@@ -165,7 +165,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` pages, or nothing and ``None`` where fewer are free."""
+        """Take ``count`` pages; ``None`` if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -173,10 +173,10 @@ class PageAllocator:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Give pages back; all of them, or none where one is not allocated or named twice."""
+        """Free pages; raises ValueError and frees none if one is not allocated or repeated."""
         given = set(pages)
         if len(given) != len(pages):
-            raise ValueError(f"pages {pages} name a page twice")
+            raise ValueError(f"pages {pages} must not repeat a page")
         if not given <= self._held:
             raise ValueError(f"pages {sorted(given - self._held)} are not allocated")
         self._held -= given

@@ -1,15 +1,14 @@
-"""Prefix cache: a radix tree of full KV pages, so that equal prompt starts are computed once.
+"""Prefix cache: a radix tree of full KV pages, so that equal prompt prefixes are computed once.
 
-A page can be reused where everything that its KV depends on is equal: all tokens before it, its own
-tokens, and the ``lookahead`` tokens after it. A draft head reads token i + 1 for its KV index i, so
-with one the key of page p is ``tokens[p * page_size : (p + 1) * page_size + 1]`` and neighbouring
-keys overlap by one token; without a draft head the key is the page's own tokens. Where KV is final
-only once more tokens are known, they count as lookahead too.
+A page can be reused if all tokens that its KV depends on are equal: the tokens before it, its own
+tokens, and the ``lookahead`` tokens after it. A draft head reads token i + 1 for its KV index i. So
+with a draft head the key of page p is ``tokens[p * page_size : (p + 1) * page_size + 1]``, and
+adjacent keys overlap by one token. Without a draft head the key is the page's own tokens. Further
+tokens that must be known before KV is final count as lookahead too.
 
-Every node is a page behind the page of its parent, and a lock counts on all pages of its path.
-Unlocked pages stand in one queue, least recently used first, in which a page always comes behind
-those that follow it in a text: eviction takes pages from its front, and texts lose their ends
-first.
+Every node is the page after that of its parent. A lock protects all pages of its path. Unlocked
+pages are in one queue, least recently used first. In the queue, the later pages of a text come
+before its earlier pages. Eviction takes pages from the front, so texts lose their ends first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """A cached page after that of ``parent``; the root, and an evicted page, have none."""
+    """A cached page after that of ``parent``; the root and evicted pages have no parent."""
 
     parent: Node | None = None
     key: Key = ()
@@ -36,15 +35,15 @@ class Node:
 
 
 class PrefixCache:
-    """Owns the pages of finished prefixes and lends them to requests with an equal start.
+    """Owns the pages of cached prefixes and lends them to requests with an equal prefix.
 
-    One thread uses it. Every call takes time linear in the pages that it names. ``lookahead`` is
-    how many tokens after a page its KV depends on, or waits for.
+    One thread uses it. Each call takes time linear in its number of pages. ``lookahead`` is the
+    number of tokens after a page that its KV depends on or waits for.
     """
 
     def __init__(self, allocator: PageAllocator, *, lookahead: int) -> None:
         if lookahead < 0:
-            raise ValueError(f"lookahead={lookahead}: it must be at least 0")
+            raise ValueError(f"lookahead={lookahead} must be at least 0")
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._lookahead = lookahead
@@ -58,21 +57,21 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that :meth:`evict` could free now: those that no lock protects."""
+        """Number of pages without a lock, which :meth:`evict` could free."""
         return len(self._evictable)
 
     def num_full_pages(self, num_tokens: int) -> int:
-        """Pages that a text of ``num_tokens`` can offer: their lookahead is known too."""
+        """Number of full pages with known lookahead in a text of ``num_tokens``."""
         return max(0, num_tokens - self._lookahead) // self._page_size
 
     def num_matched_pages(self, num_tokens: int) -> int:
-        """Pages, at most, that :meth:`match` finds for a text of ``num_tokens``."""
+        """Maximum number of pages that :meth:`match` finds for a text of ``num_tokens``."""
         return max(0, num_tokens - max(1, self._lookahead)) // self._page_size
 
     def match(self, tokens: Sequence[int], limit: int | None = None) -> tuple[Node, list[int]]:
-        """Find the longest cached prefix in whole pages, and mark it as used now.
+        """Find the longest cached prefix in full pages and mark it as used now.
 
-        At least the last token is left over, because prefill needs one to sample the next from.
+        It never includes the last token, from which prefill samples the next one.
 
         Args:
             tokens: of a text.
@@ -89,7 +88,7 @@ class PrefixCache:
         return node, pages
 
     def lock(self, node: Node) -> None:
-        """Protect the pages of a match, not evicted since, until :meth:`unlock`; locks count."""
+        """Protect the pages of a match until :meth:`unlock`; locks are counted."""
         if node.parent is None and node is not self._root:
             raise ValueError("the matched pages were evicted; match again before locking")
         node.handles += 1
@@ -99,27 +98,27 @@ class PrefixCache:
             above.locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Take back one :meth:`lock`; pages that no other lock protects were used until now."""
+        """Undo one :meth:`lock`; pages without another lock are marked as used now."""
         if node.handles == 0:
-            raise ValueError("unlock of a match that is not locked")
+            raise ValueError("the match to unlock is not locked")
         node.handles -= 1
         for above in self._upwards(node):
             above.locks -= 1
         self._mark_used(node)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Offer the pages of a text, in order from its start; their KV is final.
+        """Offer the pages of a text in order from its start; their KV must be final.
 
-        The cache takes over the full pages that it does not have. Pages that it owns already, such
-        as those that the request got from :meth:`match`, may be among the offered ones. To go on
-        using pages that it offered, a request matches and locks them. ``tokens`` go on behind the
-        last page where the text is known there.
+        The cache takes over full pages that it lacks. The offered pages may include pages that it
+        owns, such as those from :meth:`match`. To continue to use offered pages, a request matches
+        and locks them. ``tokens`` extend past the last page if later tokens are known.
 
         Returns:
-            The offered pages that still are the caller's, to free or to use on: those that an equal
-            prefix made unnecessary, and those beyond :meth:`num_full_pages`.
+            Offered pages that the caller still owns: duplicates of a cached prefix, and pages after
+            :meth:`num_full_pages`.
 
-        ValueError for wrong pages; nothing is taken over then.
+        Raises:
+            ValueError: for wrong pages; the cache takes over none then.
         """
         num_full = min(self.num_full_pages(len(tokens)), len(pages))
         node, cached = self._walk(tokens, num_full)
@@ -128,7 +127,7 @@ class PrefixCache:
         rest = [page for page in pages[num_full:] if page not in self._held]
         offered = {*duplicates, *new, *rest}
         if len(offered) != len(duplicates) + len(new) + len(rest) or 0 in offered:
-            raise ValueError(f"pages {list(pages)} name a page twice or the padding page 0")
+            raise ValueError(f"pages {list(pages)} must not repeat a page or have padding page 0")
         if not self._held.isdisjoint(offered):
             wrong = sorted(self._held & offered)
             raise ValueError(f"pages {wrong} are cached under another prefix")
@@ -140,7 +139,7 @@ class PrefixCache:
         return duplicates + rest
 
     def evict(self, num_pages: int) -> int:
-        """Free up to ``num_pages`` unlocked pages, the ends of the oldest texts first; how many."""
+        """Free up to ``num_pages`` unlocked pages, least recently used first; returns how many."""
         freed: list[int] = []
         while len(freed) < num_pages and self._evictable:
             node, _ = self._evictable.popitem(last=False)
@@ -153,7 +152,7 @@ class PrefixCache:
         return len(freed)
 
     def flush(self) -> int:
-        """Free all pages that no lock protects, and return their number; locked prefixes stay."""
+        """Free all pages without a lock and return their number."""
         return self.evict(self.num_evictable)
 
     def _key(self, tokens: Sequence[int], page: int) -> Key:
@@ -161,7 +160,7 @@ class PrefixCache:
         return tuple(tokens[start : start + self._page_size + self._lookahead])
 
     def _walk(self, tokens: Sequence[int], num_pages: int) -> tuple[Node, list[int]]:
-        """The longest cached prefix up to ``num_pages``: its last node, its pages."""
+        """Find the longest cached prefix up to ``num_pages``: its last node and its pages."""
         node = self._root
         pages: list[int] = []
         while len(pages) < num_pages:
@@ -173,7 +172,7 @@ class PrefixCache:
         return node, pages
 
     def _upwards(self, node: Node) -> Iterator[Node]:
-        """``node`` and all above it but the root."""
+        """Yield ``node`` and all its ancestors except the root."""
         while node.parent is not None:
             yield node
             node = node.parent

@@ -1,14 +1,14 @@
-"""Draft heads: EAGLE-1/2, EAGLE-3, and modules of multi-token prediction (flax nnx).
+"""Draft heads: EAGLE-1/2, EAGLE-3, and modules for multi-token prediction (flax nnx).
 
-The EAGLE heads share one interface, so that nothing outside this file asks which one it is:
+The EAGLE heads share one interface, so that no code outside this file depends on the version:
 
-* ``fuse(features [B,T,F]) -> [B,T,D]``: target features to the head's hidden width;
+* ``fuse(features [B,T,F]) -> [B,T,D]``: projects target features to the head's hidden width.
 * ``__call__(embeds [B,T,D], hidden [B,T,D], positions [B,T], kv, attend, row=None) -> (hidden,
-  kv)``: one pass; the returned hidden state ``[B,T,D]`` is the recurrent input of the next draft
-  step. With ``row`` i32 ``[B]`` it is ``[B,1,D]``, that of one row a request: the next round starts
-  from one row, the others need no more than their keys and values;
-* ``embed(tokens, target)`` and ``logits(hidden, target)``, which fall back to the target's tables;
-* ``target_ids(draft_ids)``: draft vocabulary to target vocabulary.
+  kv)``: one pass. The returned hidden state ``[B,T,D]`` is the recurrent input of the next draft
+  step. With ``row`` i32 ``[B]`` it is ``[B,1,D]``, the state of one row per request: the next round
+  starts from that row, and the other rows only store their keys and values.
+* ``embed(tokens, target)`` and ``logits(hidden, target)``: by default use the target's tables.
+* ``target_ids(draft_ids)``: maps draft vocabulary ids to target vocabulary ids.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840) and the published checkpoints.
 """
@@ -22,7 +22,7 @@ from flax import nnx
 
 from specjax.config import DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
-from specjax.models.decoder import CausalLM
+from specjax.models.decoder import CausalLM, TargetVocabulary
 from specjax.models.layers import (
     MLP,
     Attend,
@@ -40,11 +40,11 @@ from specjax.models.registry import layer_kinds
 
 
 class DraftVocabulary(nnx.Variable):
-    """Integer map of a draft head; not trained."""
+    """Integer vocabulary map of a draft head; not trained."""
 
 
 class DraftHead(nnx.Module):
-    """What EAGLE-1/2 and EAGLE-3 heads have in common: embeddings, output head, vocabulary."""
+    """Common parts of EAGLE-1/2 and EAGLE-3 heads: embeddings, output head, vocabulary."""
 
     def __init__(self, config: DraftConfig) -> None:
         self.config = config
@@ -58,7 +58,7 @@ class DraftHead(nnx.Module):
         self.lm_head = (
             Linear(size, config.draft_vocab_size, bias=False, dtypes=dtypes) if own_head else None
         )
-        # target id = draft id + offset, as the published `d2t` tensors store it
+        # target id = draft id + offset, as in published `d2t` tensors
         self.d2t = (
             DraftVocabulary(jnp.zeros((config.draft_vocab_size,), jnp.int32))
             if config.draft_vocab_size != config.vocab_size
@@ -66,13 +66,13 @@ class DraftHead(nnx.Module):
         )
 
     def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
-        """Embeddings ``[..., D]`` of target token ids ``[...]``, the head's own or the target's."""
+        """Embeddings ``[..., D]`` of target token ids ``[...]``, from the head or the target."""
         table = target.embedding if self.embedding is None else self.embedding
         return table(tokens).astype(self.config.dtypes.activations)
 
     @property
     def vocabulary(self) -> jax.Array | None:
-        """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` where both are one."""
+        """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` if they are the same."""
         if self.d2t is None:
             return None
         offsets = self.d2t[...]
@@ -92,7 +92,7 @@ class DraftHead(nnx.Module):
 
 
 class EagleBlock(nnx.Module):
-    """Llama attention and feed-forward behind whatever a head makes of its inputs."""
+    """Llama attention and feed-forward that follow the head's input projection."""
 
     def __init__(self, config: DraftConfig, in_size: int, implementation: str | None) -> None:
         kind = LayerKind.of(config)
@@ -112,7 +112,7 @@ class EagleBlock(nnx.Module):
         attend: Attend,
         row: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        """Add to ``x [B, T, D]`` what ``normed`` gives; ``layer`` is the index in ``kv``."""
+        """Run the block on ``normed`` and add it to ``x [B, T, D]``; ``layer`` indexes ``kv``."""
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
         x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
         return x + whole(self.mlp(normed), x.ndim, x.dtype), kv
@@ -122,9 +122,9 @@ class Eagle3Head(DraftHead, EagleBlock):
     """EAGLE-3: one layer over ``[norm(embed(token)), norm(hidden)]``, features of three layers.
 
     ``has_fc_norm`` and ``norm_output`` are the EAGLE 3.1 variants (arXiv 2605.09992): a norm on
-    each captured feature before ``fc``, and the normed output fed to the next step.
-    ``norm_before_fc`` is one norm over the concatenated features instead, as heads of speculators
-    have it.
+    each captured feature before ``fc``, and the normed output as input of the next step.
+    ``norm_before_fc`` is instead one norm over the concatenated features, as in heads of
+    speculators.
     """
 
     def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
@@ -157,7 +157,7 @@ class Eagle3Head(DraftHead, EagleBlock):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """One pass of the head; the output is the state before the final norm."""
+        """Run the head once; the output is the state before the final norm."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
@@ -181,7 +181,7 @@ class EagleLayer(EagleBlock):
 
 
 class EagleHead(DraftHead):
-    """EAGLE-1/2: ``fc([embed(token), hidden])`` and Llama layers; the output head is the target's.
+    """EAGLE-1/2: ``fc([embed(token), hidden])``, Llama layers, and the target's output head.
 
     The target feature is the hidden state after the target's final norm.
     """
@@ -197,7 +197,7 @@ class EagleHead(DraftHead):
         )
 
     def fuse(self, features: jax.Array) -> jax.Array:
-        """The feature itself: EAGLE-1/2 fuses it with the embedding in ``__call__``."""
+        """Return the feature: EAGLE-1/2 fuses it with the embedding in ``__call__``."""
         return features.astype(self.config.dtypes.activations)
 
     def __call__(
@@ -209,7 +209,7 @@ class EagleHead(DraftHead):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """One pass of the head; the output is the next recurrent state and the logits' input."""
+        """Run the head once; the output is the next recurrent state and the logits' input."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
         rope = rope_tables(self.config.rope, positions)
         for i, layer in enumerate(self.layers):
@@ -229,7 +229,7 @@ def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3
 
 
 class MtpModule(nnx.Module):
-    """Two norms, the projection of the joined inputs, a decoder layer and the final norm."""
+    """Two input norms, a projection of the joined inputs, a decoder layer and a final norm."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind, implementation: str | None) -> None:
         size = config.hidden_size
@@ -240,14 +240,14 @@ class MtpModule(nnx.Module):
         self.norm = norm(implementation=implementation)
 
 
-class MtpHead(nnx.Module):
-    """The modules of multi-token prediction; embeddings and output head are the target's.
+class MtpHead(TargetVocabulary, nnx.Module):
+    """The modules for multi-token prediction; embeddings and output head are the target's.
 
-    Module ``k`` takes the state of token ``i`` that module ``k - 1`` gave, the target's last hidden
-    state for the first one, and the embedding of token ``i + k + 1``; it predicts token
+    Module ``k`` reads the embedding of token ``i + k + 1`` and the state of token ``i`` (of module
+    ``k - 1``, or for the first module the target's last hidden state). It predicts token
     ``i + k + 2``. Both inputs are normed, joined as ``[state, embedding]``, projected to the hidden
-    width, and go through one decoder layer of the target's family and a final norm. What comes out
-    is both the state for the next module and the input of the target's output head.
+    width, and passed through one decoder layer of the target's family and a final norm. The output
+    is the state for the next module and the input of the target's output head.
 
     Sources: DeepSeek-V3 (arXiv 2412.19437), and the modules of MiMo-7B (arXiv 2505.07608), which
     are dense.
@@ -267,9 +267,9 @@ class MtpHead(nnx.Module):
         kv: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        """States ``[B, T, D]`` of module ``index``, whose keys and values are that layer of ``kv``.
+        """States ``[B, T, D]`` of module ``index``, which uses the layer of that index in ``kv``.
 
-        ``embeds`` and ``hidden`` are ``[B, T, D]``, positions i32 ``[B, T]`` those of the states.
+        ``embeds`` and ``hidden`` are ``[B, T, D]``; positions i32 ``[B, T]`` are of the states.
         """
         module = self.modules[index]
         x = jnp.concatenate([module.hidden_norm(hidden), module.token_norm(embeds)], axis=-1)
@@ -284,11 +284,3 @@ class MtpHead(nnx.Module):
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
         """Float32 logits ``[..., V]`` of states ``[..., D]`` of any module."""
         return target.logits(hidden)
-
-    @property
-    def vocabulary(self) -> None:
-        """The target's."""
-        return None
-
-    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        return draft_ids

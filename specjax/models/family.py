@@ -1,4 +1,4 @@
-"""What a model family says of itself, and which published tensors make up each weight."""
+"""Description of a model family, and the checkpoint tensors that make up each weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specjax.models.weights import is_quantised
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor that fills a stripe of a weight. ``shape`` is the checkpoint's."""
+    """One checkpoint tensor that fills a slice of a weight. ``shape`` is the checkpoint's."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,11 +20,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one weight is made: its parts, concatenated on the output axis.
+    """How a weight is built from its parts, concatenated on the output axis.
 
-    A transposed weight is ``[in, out]`` made of parts ``[out_i, in]``; any other is the parts as
-    they are, concatenated on their first axis. ``dtype`` is the weight's, ``None`` that of
-    activations.
+    A transposed weight is ``[in, out]``, built from parts ``[out_i, in]``. Any other weight
+    concatenates its parts unchanged on the first axis. ``dtype`` is the weight's; ``None`` means
+    that of activations.
     """
 
     parts: tuple[Part, ...]
@@ -38,7 +38,7 @@ class Recipe:
 
 
 Recipes = Mapping[str, Recipe]
-# what the tensors of modules of multi-token prediction begin with
+# prefix of the tensors of multi-token prediction modules
 MTP_PREFIX = "model.mtp_layers."
 
 
@@ -73,7 +73,7 @@ def draft_recipes(config: DraftConfig) -> Recipes:
 
 
 def vectors(size: int, names: Mapping[str, str]) -> dict[str, Recipe]:
-    """Scales of norms: flat name to stored name."""
+    """Recipes of norm scales, from flat names to stored names."""
     return {
         f"{flat}.scale": Recipe((Part(f"{name}.weight", (size,)),)) for flat, name in names.items()
     }
@@ -82,7 +82,7 @@ def vectors(size: int, names: Mapping[str, str]) -> dict[str, Recipe]:
 def linear(
     flat: str, parts: Mapping[str, int], in_size: int, dtypes: Dtypes, *, bias: bool = False
 ) -> dict[str, Recipe]:
-    """A projection made of stored projections ``[out_i, in]``, given with their widths."""
+    """Recipes of a projection built from stored projections ``[out_i, in]``, given their widths."""
     kernels = tuple(Part(f"{name}.weight", (size, in_size)) for name, size in parts.items())
     recipes = {f"{flat}.kernel": Recipe(kernels, transpose=True, dtype=dtypes.weights.name)}
     if is_quantised(dtypes.weights):  # under the names of compressed-tensors
@@ -100,7 +100,7 @@ def linear(
 def decoder_layer(
     config: TransformerConfig, kind: LayerKind, flat: str, prefix: str
 ) -> dict[str, Recipe]:
-    """A layer of a target, under the names that most families share."""
+    """Recipes of a target layer, under the names that most families share."""
     before = {"input_norm": "input", "post_attention_norm": "post_attention"}
     if kind.post_norm:
         before["post_attention_norm"] = "pre_feedforward"
@@ -144,25 +144,25 @@ def _projections(
 
 
 def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
-    """Layers of one kind."""
+    """Layers that are all of one kind."""
     kind = LayerKind.of(config, window=config.sliding_window, **differences)
     return (kind,) * config.num_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: the reader of its configuration, its layer kinds, its recipe of tensors."""
+    """A model family: its configuration reader, layer kinds and tensor recipe."""
 
-    architecture: str  # the class of transformers whose weights it reads
-    # fields of ``config`` that config.json has for this family, besides sizes and tokens
+    architecture: str  # the transformers class whose weights it reads
+    # reads the fields of ``config`` specific to this family, in addition to sizes and tokens
     read: Callable[[Fields], dict[str, Any]]
     layers: Callable[[ModelConfig], tuple[LayerKind, ...]] = alike
-    # recipe(config, kind, flat, prefix): the tensors of a layer, whose flat and stored names begin
-    # with ``flat`` and ``prefix``
+    # recipe(config, kind, flat, prefix): the tensors of a layer; ``flat`` and ``prefix`` are the
+    # prefixes of their flat and stored names
     recipe: Callable[[ModelConfig, LayerKind, str, str], dict[str, Recipe]] = decoder_layer
     config: type[ModelConfig] = ModelConfig
     hidden_act: tuple[str, ...] = ("silu", "swish")  # names of the activation in config.json
-    # order of query and key rows in GGUF files: "halves" or "interleaved"; None: they are not read
+    # order of query and key rows in GGUF files: "halves" or "interleaved"; None: not supported
     gguf: str | None = None
 
 
@@ -172,7 +172,7 @@ def attention_biases(config: Fields) -> dict[str, Any]:
 
 
 def sliding_window(config: Fields) -> int | None:
-    """The attention window of all layers, None if none applies within the context."""
+    """The attention window of all layers, or None if the context never exceeds it."""
     window = config.get("sliding_window", Size, 0)
     if not window:
         return None

@@ -1,7 +1,7 @@
-"""Models as a static structure plus a flat tuple of arrays, the form in which they enter jit.
+"""Models as a static structure plus a flat tuple of arrays, the form that is passed to jit.
 
-An nnx object on the hot path costs a Python traversal per call; a flat tuple costs nothing beyond
-its buffers, and the module is rebuilt inside the traced function.
+Passing an nnx object costs a Python traversal per call; a flat tuple costs only its buffers. The
+traced function rebuilds the module.
 """
 
 import os
@@ -21,7 +21,7 @@ from specjax.models.decoder import CausalLM
 from specjax.models.layers import dense_attend
 from specjax.models.weights import QuantArray
 
-# standard deviation of random quantised values, which their scale undoes
+# standard deviation of random quantised values; their scale divides by it
 RANDOM_VALUES = 24.0
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[jax.Array, ...]
@@ -32,8 +32,8 @@ class FlatModel(Generic[M]):
     """Structure of a module: names and abstract arrays of its weights, and how to rebuild it.
 
     ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
-    (``....kernel.values`` and ``....kernel.scale`` of a quantised one), and ``initial[i]`` the mean
-    and standard deviation that it begins with, as its variable says.
+    (``....kernel.values`` and ``....kernel.scale`` if quantised). ``initial[i]`` is the mean and
+    standard deviation of its random initial values, taken from its variable.
     """
 
     graphdef: Any
@@ -64,18 +64,18 @@ class FlatModel(Generic[M]):
 
     @classmethod
     def empty(cls) -> "FlatModel[Any]":
-        """No module at all: it has no weights and rebuilds to ``None``."""
+        """A structure without a module: it has no weights and rebuilds to ``None``."""
         return cls(None, jax.tree.structure(()), (), (), ())
 
     def rebuild(self, weights: Weights) -> M:
-        """The module over ``weights``; meant to be called inside a traced function."""
+        """Rebuild the module over ``weights``; call this inside a traced function."""
         state = jax.tree.unflatten(self.treedef, list(weights))
         return nnx.merge(self.graphdef, state) if self.names else None  # type: ignore[return-value]
 
     def random(self, seed: int) -> Weights:
-        """Weights as ``initial`` has them, made on the device without building the module.
+        """Random weights as in ``initial``, created on the device without building the module.
 
-        One small compiled function a shape, so that a model of billions of weights starts at once.
+        Compiles one small function per shape, so that models of billions of weights start fast.
         """
         key = jax.random.key(seed)
         described = zip(self.abstract, self.initial, strict=True)
@@ -87,7 +87,7 @@ class FlatModel(Generic[M]):
         )
 
     def order(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Values of a name map in weight order."""
+        """The values of a mapping by name, in weight order."""
         missing = sorted(set(self.names) - set(named))
         unknown = sorted(set(named) - set(self.names))
         if missing or unknown:
@@ -102,7 +102,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: fl
 
 @dataclass(frozen=True)
 class Placement:
-    """The device that holds weights, KV pools and tables, and runs every function over them."""
+    """The device that holds weights, KV pools and tables, and runs every function on them."""
 
     device: jax.Device
 
@@ -119,7 +119,7 @@ class Placement:
             ) from error
         if not 0 <= index < len(devices):
             raise ValueError(
-                f"base_gpu_id={index}, but there are {len(devices)} devices of kind "
+                f"base_gpu_id={index} must be below {len(devices)}, the number of devices of kind "
                 f"{devices[0].device_kind}"
             )
         return cls(devices[index])
@@ -136,14 +136,14 @@ class Placement:
         return jax.device_put(values, self.sharding)
 
     def abstract(self, values: Any) -> Any:
-        """Shapes and dtypes of a pytree of arrays that will be here."""
+        """Shapes and dtypes of a pytree of arrays to be placed on this device."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
             values,
         )
 
     def zeros(self, abstract: Any) -> Any:
-        """A compiled function that makes a pytree of zeros of the given shapes and dtypes."""
+        """Compile a function that returns a pytree of zeros with these shapes and dtypes."""
         make = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
             out_shardings=self.sharding,
@@ -151,7 +151,7 @@ class Placement:
         return make.lower().compile()
 
     def describe(self) -> str:
-        """What tells functions compiled for one place from those for another."""
+        """Identify the device in the keys of compiled functions."""
         return f"{self.device.device_kind} {self.device.id}"
 
 
@@ -160,22 +160,20 @@ class Networks:
     """Structures of target and draft."""
 
     target: FlatModel[CausalLM]
-    draft: FlatModel[
-        Any
-    ]  # what an algorithm drafts with; without weights where it needs no network
+    draft: FlatModel[Any]  # network that an algorithm drafts with; has no weights if it needs none
     target_config: ModelConfig
-    draft_config: Any  # ``None`` where an algorithm needs no network
-    placement: Placement  # where both live
+    draft_config: Any  # ``None`` if the algorithm needs no network
+    placement: Placement  # device of both
 
     @property
     def configs(self) -> tuple[TransformerConfig, ...]:
-        """Configurations of the networks that there are."""
+        """Configurations of the networks that exist."""
         configs = (self.target_config, self.draft_config)
         return tuple(config for config in configs if isinstance(config, TransformerConfig))
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
-        """Of these, those whose layers a family describes."""
+        """Configurations whose layers a model family describes."""
         return tuple(config for config in self.configs if isinstance(config, ModelConfig))
 
     @property

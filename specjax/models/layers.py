@@ -1,9 +1,9 @@
 """Layers shared by target models and draft heads (flax nnx).
 
 Axes: B batch, T tokens per row, D hidden, N query heads, KV key/value heads, H head dim, V vocab.
-Query, key and value projections are one matrix, and so are gate and up. A new module is zeros; its
-variables say how random weights would be spread. In float32 every product asks for HIGHEST
-precision, since the default on a GPU is TF32.
+Query, key and value projections share one matrix, and so do gate and up. New modules hold zeros;
+their variables record how to draw random weights. Float32 products use HIGHEST precision, because
+the default on a GPU is TF32.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from specjax.models.weights import dot, dot_transposed, partial_dot, take_output
 
 # cosine and sine, float32 [B,T,1,H/2] each
 RopeTables = tuple[jax.Array, jax.Array]
-# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, out of q's
-# shape). It rotates q and k, stores k and v, and returns the attention output; what `kv` is, is the
-# caller's business. An `attend` takes by name the options that it computes: `window`, the number of
-# newest keys that a query sees, itself included; `softcap`, c in c * tanh(scores / c); `sinks` [N],
-# a score of each head that has no value.
+# attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
+# shape of q). It rotates q and k, stores k and v in `kv` of any type, and returns the attention
+# output. An `attend` names the options that it supports as parameters: `window`, the number of last
+# keys that a query sees, including itself; `softcap`, c in c * tanh(scores / c); `sinks` [N], one
+# score per head without a value.
 Attend = Callable[..., tuple[Any, jax.Array]]
 # store(kv, layer, k, v, rope) -> kv, without attention
 Store = Callable[[Any, int, jax.Array, jax.Array, RopeTables], Any]
@@ -42,10 +42,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """How the decoder layers of one kind differ from others of the same sizes.
+    """Differences between decoder layers of the same sizes.
 
-    ``pre_norm`` norms what attention and feed-forward read, ``post_norm`` what they add to the
-    residual stream.
+    ``pre_norm`` norms the inputs of attention and feed-forward; ``post_norm`` norms their outputs
+    before they are added to the residual stream.
     """
 
     rope: Rope
@@ -59,33 +59,33 @@ class LayerKind:
     post_norm: bool = False
     norm_offset: float = 0.0  # added to the stored scale of a norm
     scale: float | None = None  # of attention scores; None is H ** -0.5
-    window: int | None = None  # newest keys that a query sees
+    window: int | None = None  # last keys that a query sees
     softcap: float | None = None  # of attention scores
-    sinks: bool = False  # a score of each head that takes weight and has no value
+    sinks: bool = False  # one score per head that takes attention weight but has no value
 
     @classmethod
     def of(cls, config: TransformerConfig, **differences: Any) -> "LayerKind":
-        """The kind with the values of those fields that a configuration has too."""
+        """The kind with all fields that the configuration also has, and the differences."""
         names = {field.name for field in fields(cls)}
         found = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return cls(**{**found, **differences})
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """Options by name that an ``attend`` must compute."""
+        """Options, by name, that ``attend`` must support."""
         values = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
         return {name: value for name, value in values.items() if value}
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
-    """``[B, T, D]`` at rows i32 ``[B]`` or ``[B, R]``: ``[B, R, D]``; everything for ``None``."""
+    """``[B, T, D]`` at rows i32 ``[B]`` or ``[B, R]``: ``[B, R, D]``; all rows for ``None``."""
     if row is None:
         return x
     return jnp.take_along_axis(x, row.reshape(x.shape[0], -1, 1), axis=1, mode="clip")
 
 
 class Linear(nnx.Module):
-    """Affine map with a ``kernel``, plain ``[in, out]`` or quantised, and perhaps a ``bias``."""
+    """Affine map: a ``kernel``, plain ``[in, out]`` or quantised, and an optional ``bias``."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, dtypes: Dtypes) -> None:
         kernel = zero_kernel(in_size, out_size, dtypes.weights)
@@ -93,12 +93,12 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        """``[..., in]`` to ``[..., out]``, in the dtype of ``x`` unless another one is given."""
+        """``[..., in]`` to ``[..., out]``, by default in the dtype of ``x``."""
         out = dot(x, self.kernel[...], out_dtype)
         return out if self.bias is None else out + self.bias[...]
 
     def partial_sums(self, x: jax.Array, implementation: str | None, start: int = 0) -> jax.Array:
-        """Outputs from ``start`` on, or f32 ``[P, ..., out]`` whose sum they are if that pays."""
+        """Outputs from ``start`` on, or partial sums f32 ``[P, ..., out]`` if a split pays off."""
         kernel = take_outputs(self.kernel[...], slice(start, None)) if start else self.kernel[...]
         if self.bias is not None:
             return dot(x, kernel) + self.bias[start:]
@@ -125,11 +125,11 @@ class RMSNorm(nnx.Module):
         return self.scale[...] + self.offset if self.offset else self.scale[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise ``[..., size]``; the dtype stays."""
+        """Normalise ``[..., size]`` and keep its dtype."""
         return rms_norm(x, self._factor, self.eps)
 
     def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """``x + delta`` and its norm; ``x`` and its norm where there is nothing to add."""
+        """Return ``x + delta`` and its norm; without ``delta``, ``x`` and its norm."""
         if delta is None:
             return x, self(x)
         return add_norm(x, delta, self._factor, eps=self.eps, implementation=self.implementation)
@@ -153,8 +153,8 @@ class Embedding(nnx.Module):
 def rope_frequencies(rope: Rope) -> np.ndarray:
     """Inverse rotary frequencies, float32 ``[H / 2]``.
 
-    ``llama3`` scaling leaves short wavelengths alone, divides long ones by ``factor`` and blends in
-    between, as in the Llama 3.1 release.
+    ``llama3`` scaling keeps short wavelengths, divides the frequencies of long ones by ``factor``
+    and blends in between, as in the Llama 3.1 release.
     """
     head_dim, theta, scaling = rope
     inverse = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -176,7 +176,7 @@ def rope_tables(rope: Rope, positions: jax.Array) -> RopeTables:
 
 
 def rotated(attend: Attend) -> Attend:
-    """The ``attend`` of a function that takes queries and keys whole and already rotated."""
+    """Make an ``attend`` from a function that takes complete, already rotated queries and keys."""
 
     def rotate_first(
         kv: Any,
@@ -187,7 +187,7 @@ def rotated(attend: Attend) -> Attend:
         rope: RopeTables,
         **options: Any,
     ) -> tuple[Any, jax.Array]:
-        if q.ndim == 5:  # partial sums, which only bfloat16 products come as
+        if q.ndim == 5:  # partial sums, which only bfloat16 products return
             q, k, v = (x.sum(axis=0).astype(jnp.bfloat16) for x in (q, k, v))
         return attend(kv, layer, rotate(q, *rope), rotate(k, *rope), v, **options)
 
@@ -195,9 +195,9 @@ def rotated(attend: Attend) -> Attend:
 
 
 def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """JAX's own attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``; float32 is IEEE float32."""
+    """JAX's attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``; float32 is IEEE float32."""
     precision = "highest" if q.dtype == jnp.float32 else "default"
-    # it mixes bfloat16 and float32, also under a caller's strict promotion
+    # JAX mixes bfloat16 and float32 here, which a caller's strict promotion would reject
     with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(q, k, v, **options)
 
@@ -206,12 +206,12 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) ->
 def dense_attend(
     kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Causal attention over the tokens at hand, without any KV storage."""
+    """Causal attention over the given tokens, without KV storage."""
     return kv, dense_attention(q, k, v, is_causal=True)
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions; ``attend`` owns the keys and values."""
+    """Grouped-query self-attention with rotary positions; ``attend`` manages keys and values."""
 
     def __init__(
         self,
@@ -242,9 +242,9 @@ class Attention(nnx.Module):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and kv as attend left it.
+        """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and the updated kv.
 
-        With ``row`` i32 ``[B]`` all is stored, and the output ``[B, 1, D]`` is that of these rows.
+        With ``row`` i32 ``[B]`` all rows are stored, but only that row is output: ``[B, 1, D]``.
         """
         heads, kv_heads, dim = self.shape
         q, k, v = jnp.split(self._heads(x), (heads, heads + kv_heads), axis=-2)
@@ -267,9 +267,9 @@ class Attention(nnx.Module):
         return store(kv, layer, k if self.k_norm is None else self.k_norm(k), v, rope)
 
     def _heads(self, x: jax.Array, first: int = 0) -> jax.Array:
-        """Query, key and value heads ``[..., N + 2 * KV, H]`` from the first one wanted on."""
+        """Query, key and value heads ``[..., N + 2 * KV, H]``, starting at head ``first``."""
         heads, kv_heads, dim = self.shape
-        # query and key norms read whole products
+        # query and key norms need complete products, not partial sums
         implementation = "xla" if self.q_norm else self.implementation
         out = self.qkv.partial_sums(x, implementation, first * dim)
         return out.reshape(*out.shape[:-1], heads + 2 * kv_heads - first, dim)
@@ -320,9 +320,9 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """``x + delta``, the layer's output for it as two summands, and kv as ``attend`` left it.
+        """``x + delta``, the layer's output for it as two summands, and the updated kv.
 
-        Additions wait for the norm behind them, with which they make one kernel.
+        Each addition is deferred to the norm after it, so that both run as one kernel.
         """
         x, normed = _add_norm(self.input_norm, x, delta)
         mixed, kv = self.attention(normed, rope, kv, layer, attend)
@@ -334,7 +334,7 @@ class DecoderLayer(nnx.Module):
 def _add_norm(
     norm: RMSNorm | None, x: jax.Array, delta: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """``x + delta`` and what a block reads of it."""
+    """``x + delta``, and the input that a block reads from it."""
     if norm is not None:
         return norm.add(x, delta)
     x = x if delta is None else x + whole(delta, x.ndim, x.dtype)
@@ -342,5 +342,5 @@ def _add_norm(
 
 
 def _output_norm(norm: RMSNorm | None, x: jax.Array, delta: jax.Array) -> jax.Array:
-    """What a block adds to ``x``."""
+    """The value that a block adds to ``x``."""
     return delta if norm is None else norm(whole(delta, x.ndim, x.dtype))

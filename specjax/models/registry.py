@@ -1,4 +1,4 @@
-"""The model families by ``model_type``. A new one is a file and a line here."""
+"""Model families by ``model_type``. To add one, write a file and add a line here."""
 
 from collections.abc import Collection
 
@@ -19,7 +19,7 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(config: ModelConfig) -> Family:
     if config.model_type not in FAMILIES:
-        raise ValueError(f"model_type={config.model_type!r} is not one of {sorted(FAMILIES)}")
+        raise ValueError(f"model_type={config.model_type!r} must be one of {sorted(FAMILIES)}")
     return FAMILIES[config.model_type]
 
 
@@ -29,13 +29,13 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
-    """ValueError if a layer attends with an option that is not among those computed."""
+    """Raise ValueError if a layer needs an attention option that is not ``computed``."""
     for i, kind in enumerate(layer_kinds(config)):
         given = kind.attention_options
         if unknown := {name: given[name] for name in given if name not in computed}:
             raise ValueError(
-                f"model_type={config.model_type!r}: attention of layer {i} has {unknown}, which "
-                f"attention over pages does not compute; it computes {sorted(computed)}"
+                f"model_type={config.model_type!r}: layer {i} needs attention options {unknown}, "
+                f"but paged attention supports only {sorted(computed)}"
             )
 
 
@@ -53,7 +53,7 @@ def target_recipes(config: ModelConfig) -> Recipes:
 
 
 def mtp_recipes(config: ModelConfig) -> Recipes:
-    """Recipes of modules of multi-token prediction, under the names of MiMo's checkpoints."""
+    """Recipes of multi-token prediction modules, under the names of MiMo's checkpoints."""
     size, recipes, family = config.hidden_size, dict[str, Recipe](), family_of(config)
     for i, kind in enumerate(family.layers(config)):
         flat, prefix = f"modules.{i}.", f"{MTP_PREFIX}{i}."

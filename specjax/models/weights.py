@@ -1,8 +1,8 @@
-"""Weights of matrix products, plain or quantised, and the one product that reads them.
+"""Weights of matrix products, plain or quantised, and the product that reads both.
 
-A plain weight is an array ``[in, out]``. A quantised one is a :class:`QuantArray`, stored
-``[out, in]`` as checkpoints store it: XLA reads it faster that way (2.38 ms against 3.19 for the
-products of a pass at the Llama-3.1-8B shape, 8-bit floats, 2 rows, one H200).
+A plain weight is an array ``[in, out]``. A quantised one is a :class:`QuantArray`, stored as
+``[out, in]`` like in checkpoints, because XLA reads that order faster: 2.38 ms against 3.19 for the
+products of a pass at the Llama-3.1-8B shape (8-bit floats, 2 rows, one H200).
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantArray:
-    """A matrix ``values * scale`` whose values have fewer bits than what is computed with."""
+    """A matrix ``values * scale`` whose values have fewer bits than the compute dtype."""
 
-    values: jax.Array  # of an 8-bit dtype, [out, in]
+    values: jax.Array  # 8-bit dtype, [out, in]
     scale: jax.Array  # f32 [out, 1]
 
     def __getitem__(self, index: jax.Array | slice) -> "QuantArray":
-        """Some of the outputs."""
+        """The rows of selected outputs."""
         return QuantArray(self.values[index], self.scale[index])
 
 
@@ -28,7 +28,7 @@ Kernel = jax.Array | QuantArray
 
 
 def is_quantised(dtype: jnp.dtype) -> bool:
-    """Whether matrices of a dtype are :class:`QuantArray`."""
+    """Whether matrices of this dtype are :class:`QuantArray`."""
     return jnp.dtype(dtype).itemsize == 1
 
 
@@ -40,7 +40,7 @@ def zero_kernel(in_size: int, out_size: int, dtype: jnp.dtype) -> Kernel:
 
 
 def take_outputs(kernel: Kernel, index: jax.Array | slice) -> Kernel:
-    """The kernel of some of the outputs."""
+    """The part of a kernel that computes selected outputs."""
     return kernel[index] if isinstance(kernel, QuantArray) else kernel[:, index]
 
 
@@ -70,17 +70,17 @@ def dot_transposed(x: jax.Array, table: jax.Array) -> jax.Array:
     )
 
 
-# most rows whose small products pay a split along the inner axis, and the widest split output
+# limits for splitting a product along its inner axis: maximum rows, and maximum total columns
 MAX_SPLIT_ROWS = 63
 MAX_SPLIT_COLUMNS = 36864
 
 
 def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
-    """Into how many partial sums a product of few rows is split, a power of two up to 8.
+    """Number of partial sums for a product of few rows: a power of two up to 8.
 
-    A matrix of few columns keeps too few multiprocessors busy in one piece. XLA splits such
-    products itself (4 or 8 ways at the Llama-3.1-8B shape), with a launch for the reduction, which
-    costs more than the split gains from 64 rows on. A single row is left to XLA.
+    An unsplit matrix with few columns keeps too few multiprocessors busy. XLA splits such products
+    on its own (4 or 8 ways at the Llama-3.1-8B shape), with a separate launch for the reduction.
+    From 64 rows on, that launch costs more than the split gains. A single row is left to XLA.
     """
     parts = 8
     while parts > 1 and (
@@ -95,7 +95,7 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
 
 
 def partial_dot(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """Float32 ``[P, ..., out]`` whose sum is :func:`dot`, or that itself if no split pays."""
+    """Partial sums f32 ``[P, ..., out]`` of :func:`dot`, or its result if no split pays off."""
     if isinstance(kernel, QuantArray) or x.dtype == jnp.float32:
         return dot(x, kernel)
     size, out_size = kernel.shape

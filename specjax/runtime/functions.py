@@ -1,7 +1,8 @@
-"""The functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
+"""Functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,25 +34,25 @@ STAGES: dict[str, Callable[..., Any]] = {
     "extend": extend_stage,
 }
 Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
-# a key of the compile pool, a jitted function, its abstract arguments, and XLA's options for it
+# key in the compile pool, jitted function, abstract arguments, XLA options
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
 
-# The search for the fastest Triton kernel of a product takes 25 s of CPU time a number of rows
+# Autotuning Triton kernels for the products takes 25 s of CPU time for each number of rows
 # (Llama-3.1-8B shape). It pays at few rows: a round takes 4.26 ms instead of cuBLAS's 4.65 at one
 # row, 5.65 instead of 5.91 at 32, but 7.34 instead of 7.11 at 128. Prefill is as fast without.
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 LEAST_ROWS_WITHOUT_TRITON = 128
-# XLA's options for prefill on a GPU: no CUDA graphs. It runs seldom and with other buffers each
-# time, for which its graph would be rebuilt. Figures: docs/performance.md, "Changes".
+# XLA options for prefill on a GPU: no CUDA graphs. Prefill runs rarely and with other buffers each
+# time, so its graph would be rebuilt. Measurements: docs/performance.md, "Changes".
 PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000", **WITHOUT_TRITON}
 
 
 def compiler_options(rows: int) -> CompilerOptions:
-    """XLA's options for a round that verifies ``rows`` rows on a GPU.
+    """XLA options for a round that verifies ``rows`` rows on a GPU.
 
-    XLA splits small products along their inner axis before it looks for the fastest kernel, so
-    that from 64 rows on cuBLAS's better ones are no candidates: 4.72 ms of products against 5.02
-    at 64 rows of the Llama-3.1-8B shape (H200, jax 0.11.2).
+    By default XLA splits small products along their inner axis before autotuning. This excludes
+    cuBLAS kernels that are faster from 64 rows on. Without the split the products take 4.72 ms
+    instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
     """
     if rows <= MAX_SPLIT_ROWS:
         return None
@@ -59,23 +60,15 @@ def compiler_options(rows: int) -> CompilerOptions:
     return {"xla_gpu_experimental_force_split_k": "1", **others}
 
 
+@dataclass(frozen=True)
 class RoundFunctions:
-    """Functions over flat weights, for the sizes of one runner.
+    """Makes functions over flat weights for the sizes of one runner."""
 
-    ``common`` are the first arguments of all: abstract weights, state, pages and packed sampling.
-    """
-
-    def __init__(
-        self,
-        networks: Networks,
-        config: RunnerConfig,
-        max_top_logprobs: int,
-        common: tuple[Any, ...],
-    ) -> None:
-        self._networks = networks
-        self._config = config
-        self._max_top_logprobs = max_top_logprobs
-        self._common = common
+    _networks: Networks
+    _config: RunnerConfig
+    _max_top_logprobs: int
+    # leading arguments of all functions: abstract weights, state, pages and packed sampling
+    _common: tuple[Any, ...]
 
     def bind(
         self,
@@ -85,7 +78,7 @@ class RoundFunctions:
         greedy: bool = False,
         **options: Any,
     ) -> Any:
-        """Jit a function of the round over flat weights, with the state donated."""
+        """Jit a round function over flat weights; its state is donated."""
         nets, algorithm = self._networks, self._config.algorithm
         sampling = SamplingConfig(
             max_top_logprobs=self._max_top_logprobs,
@@ -120,15 +113,15 @@ class RoundFunctions:
         return jax.jit(flat, donate_argnums=2)
 
     def jobs(self) -> Iterator[Job]:
-        """Everything that serving dispatches.
+        """Jobs for all functions that serving dispatches.
 
-        XLA looks for the fastest kernel of a product once a process, and functions compiled at the
-        same time would look for it each. So one round of each number of verified rows comes first,
-        then prefill, compiled without that search on a GPU, and the other rounds last.
+        XLA autotunes each product once per process, but functions compiled at the same time would
+        each autotune it. So one round of each number of verified rows comes first, then prefill,
+        which is not autotuned on a GPU, and the other rounds last.
         """
         config = self._config
         rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
-        first = dict(reversed(rounds))  # the deepest of those with as many rows
+        first = dict(reversed(rounds))  # the deepest tier for each number of rows
         yield from first.values()
         options = PREFILL_OPTIONS if config.on_gpu else None
         prefills = [("prefill", width, False) for width in config.prefill_buckets]
@@ -143,11 +136,11 @@ class RoundFunctions:
         yield from (job for rows, job in rounds if job is not first[rows])
 
     def stage_jobs(self) -> Iterator[Job]:
-        """The stages of all rounds on their own."""
+        """Jobs for the separate stages of all rounds."""
         return itertools.chain.from_iterable(map(self._stages, self._config.shapes))
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
-        """Rounds of a tier by the rows that they verify."""
+        """Rounds of a tier, each with its number of verified rows."""
         on_gpu = self._config.on_gpu
         greedy = [True, False] if on_gpu else [False]
         functions = [self.bind(spec_rounds, shape, greedy=each) for each in greedy]
@@ -175,7 +168,7 @@ class RoundFunctions:
         return (*self._common, self._ints(*shape))
 
 
-# of request slots i32 [B], padding included, what was drafted and what of it was accepted
+# called with request slots i32 [B] including padding, the drafts, and the accepted tokens
 Watch = Callable[[jax.Array, VerifyInput, VerifyOutput], None]
 
 
@@ -188,7 +181,7 @@ def staged_rounds(
     state: DeviceState,
     *inputs: Any,
 ) -> tuple[DeviceState, RoundOutput]:
-    """The rounds of one call from their compiled stages draft, verify and extend."""
+    """Run the rounds of one call as compiled stages: draft, verify and extend."""
     draft_stage, verify_stage, extend_stage = stages
     outs = []
     for _ in range(num_rounds):

@@ -1,6 +1,6 @@
-"""What lives on the device: weights, KV pools, rows between rounds, and the compiled functions."""
+"""ModelRunner: weights, KV pools and rows on the device, and the compiled functions over them."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ from specjax.compiling.cache import CompileCache
 from specjax.compiling.pool import CompilePool
 from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
-from specjax.models.registry import layer_kinds
-from specjax.runtime.functions import STAGES, Job, RoundFunctions, Watch, staged_rounds
+from specjax.runtime.functions import STAGES, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.processors import abstract_states, needs_history
@@ -27,12 +26,12 @@ from specjax.types import NO_DRAFTS, DraftShape, KVPools, Logprobs, RoundOutput
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Arrays whose copies to the host have begun."""
+    """Device results whose copies to the host have started."""
 
     tokens: jax.Array
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    hidden_states: jax.Array | None = None
+    prompt_logprobs: Logprobs | None = None  # [W], of the token after each packed token
+    hidden_states: jax.Array | None = None  # [rounds, bucket, A, D] or [chunks, D]
     tier: DraftShape = NO_DRAFTS  # of rounds
 
     def __post_init__(self) -> None:
@@ -44,29 +43,19 @@ class Dispatched:
         return np.asarray(self.tokens)
 
     def read_logprobs(self) -> Logprobs | None:
-        """Wait for them, ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` if no row asks.
+        """Wait for log-probabilities ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` if unused.
 
-        Entries after the accepted tokens and of rows that do not ask for them are 0.
+        Entries after the accepted tokens and of rows that did not request them are 0.
         """
         values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
-        return values
-
-    def read_hidden_states(self) -> np.ndarray | None:
-        """Wait for them, f32 ``[rounds, bucket, A, D]`` or ``[chunks, D]``; ``None`` likewise."""
-        states = self.hidden_states
-        return None if states is None else np.asarray(states).astype(np.float32)
-
-    def read_prompt_logprobs(self) -> Logprobs | None:
-        """Wait for those of the prompt token after each of the packed tokens, ``[W]``."""
-        values: Logprobs | None = jax.tree.map(np.asarray, self.prompt_logprobs)
         return values
 
 
 class ModelRunner:
     """Owns the device state and dispatches rounds and prefill chunks.
 
-    Order of use: construct, :meth:`compile`, :meth:`load`, then dispatch. Nothing here waits for
-    the device: dispatches return device arrays.
+    Order of use: construct, :meth:`compile`, :meth:`load`, then dispatch. Dispatches return device
+    arrays; no method waits for the device.
     """
 
     weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
@@ -75,22 +64,12 @@ class ModelRunner:
     def __init__(
         self, networks: Networks, config: RunnerConfig, cache: CompileCache | None = None
     ) -> None:
-        """Executables are read from ``cache`` and kept there."""
+        """``cache`` loads and stores executables; its key must cover networks and config."""
         self.networks = networks
         self.config = config
+        self.compiled = CompilePool(cache)
         vocab_size = networks.target_config.vocab_size
         self.tables = HostTables(config.num_slots, config.pages_per_request, vocab_size)
-        if cache is not None:
-            cache = cache.bound(
-                networks.target_config,
-                networks.draft_config,
-                [layer_kinds(model) for model in networks.models],
-                config,
-                networks.placement.describe(),
-                *config.algorithm.cache_facts(),
-                devices=[networks.placement.device],
-            )
-        self.compiled = CompilePool(cache)
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
@@ -99,7 +78,7 @@ class ModelRunner:
 
     @property
     def abstract_state(self) -> DeviceState:
-        """Shapes of KV pools and rows between rounds."""
+        """Shapes of the device state: KV pools, and rows between rounds."""
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
         target: Any = kv_pool(nets.target_config, sizes.num_kv)
@@ -113,8 +92,8 @@ class ModelRunner:
         )
         if type(future) is not FutureMap:
             raise ValueError(
-                f"create_future_map of {algorithm.name} gave a {type(future).__name__}, but stages "
-                "read and write the rows of a FutureMap alone; pass further leaves as rows"
+                f"create_future_map of {algorithm.name} must return a FutureMap; got a "
+                f"{type(future).__name__}; pass further leaves as rows"
             )
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)
@@ -123,21 +102,20 @@ class ModelRunner:
 
     @property
     def max_top_logprobs(self) -> int:
-        """Most likely tokens that a request may ask for at each position."""
+        """Maximum number of most likely tokens per position that a request may ask for."""
         return min(self.config.max_top_logprobs, self.networks.target_config.vocab_size)
 
     def compile(self, *, show_progress: bool, stages: bool = False) -> None:
         """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
 
-        With ``stages`` also :meth:`compile_stages`.
+        ``stages`` adds draft, verify and extend as separate functions, for :meth:`watch_rounds`.
+        Functions that are already compiled stay.
         """
         functions = self._functions()
-        jobs = [*functions.jobs(), *(functions.stage_jobs() if stages else ())]
-        self._compile(jobs, show_progress=show_progress)
-
-    def compile_stages(self, *, show_progress: bool) -> None:
-        """Compile draft, verify and extend on their own, for :meth:`watch_rounds`."""
-        self._compile(self._functions().stage_jobs(), show_progress=show_progress)
+        for job in (*functions.jobs(), *(functions.stage_jobs() if stages else ())):
+            if job[0] not in self.compiled:
+                self.compiled.add(*job)
+        self.compiled.compile(show_progress=show_progress)
 
     def _functions(self) -> RoundFunctions:
         nets = self.networks
@@ -148,28 +126,22 @@ class ModelRunner:
         common = (*weights, self.abstract_state, *place.abstract((view, sampling)))
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
-    def _compile(self, jobs: Iterable[Job], *, show_progress: bool) -> None:
-        for key, function, arguments, options in jobs:
-            if key not in self.compiled:
-                self.compiled.add(key, function, arguments, options)
-        self.compiled.compile(show_progress=show_progress)
-
     def load(self, target: Weights, draft: Weights) -> None:
-        """Take weights (flat, in the order of the networks) and allocate the pools.
+        """Set the weights (flat, in the order of the networks) and allocate the pools.
 
-        Pools are zeroed, since uninitialised memory could hold NaN, and a masked NaN is still NaN.
+        Pools are zeroed: uninitialised memory may hold NaN, and a masked NaN is still NaN.
         """
         self.weights = (target, draft)
-        # compiled once, whatever settings the thread has that resets them
+        # compiled only here, so that the JAX settings of a thread that resets do not matter
         self._empty_state = self.networks.placement.zeros(self.abstract_state)
         self.on_device = self._empty_state()
 
     def reset_rows(
         self, seq_lens: np.ndarray | None = None, remaining: np.ndarray | None = None
     ) -> None:
-        """Forget what is between rounds; nothing compiles.
+        """Reset the rows between rounds; nothing compiles.
 
-        For measurements rows may have i32 ``[R]`` tokens in the pool and tokens left to produce.
+        For measurements, i32 ``[R]`` set the tokens in the pool and the tokens left to produce.
         """
         future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state.future)
         if seq_lens is not None and remaining is not None:
@@ -177,12 +149,11 @@ class ModelRunner:
         self.on_device = replace(self.on_device, future=self.networks.placement.put(future))
 
     def reset(self) -> None:
-        """Zero pools and rows, so that nothing of earlier weights is left; nothing compiles.
+        """Zero pools and rows, so that no KV of old weights is left; nothing compiles.
 
-        The old pools go first: there is no room for two.
+        The old pools are freed first, since two may not fit.
         """
-        for leaf in jax.tree.leaves(self.on_device):
-            leaf.delete()
+        jax.tree.map(lambda leaf: leaf.delete(), self.on_device)
         self.on_device = self._empty_state()
 
     def unload(self) -> None:
@@ -190,9 +161,9 @@ class ModelRunner:
         del self.weights, self.on_device
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
-        """Replace weight ``index`` by one of the same shape and dtype.
+        """Replace weight ``index`` by one of the same shape and dtype for later dispatches.
 
-        Dispatches from now on read it; nothing compiles.
+        Nothing compiles.
         """
         both = [list(weights) for weights in self.weights]
         both[draft][index] = weight
@@ -204,46 +175,20 @@ class ModelRunner:
         end_token_ids: Collection[int] = (),
         top_logprobs: int | None = None,
     ) -> None:
-        """Refuse what :meth:`set_slot` cannot take; ValueError with the value and the limit."""
+        """Raise ValueError for parameters that :meth:`set_slot` cannot take."""
         check_slot_limits(params, end_token_ids, self.networks.target_config.vocab_size)
         if top_logprobs is not None and not 0 <= top_logprobs <= self.max_top_logprobs:
             limit = self.max_top_logprobs
             raise refused("top_logprobs_num", top_logprobs, f"must be from 0 to {limit}", limit)
 
     def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        *,
-        seed: int,
-        end_token_ids: Collection[int] = (),
-        prompt_len: int = 0,
-        top_logprobs: int | None = None,
-        hidden_states: bool = False,
-        cached_ids: Sequence[int] = (),
+        self, slot: int, params: SamplingParams, *, cached_ids: Sequence[int] = (), **options: Any
     ) -> None:
-        """Give a request slot its sampling parameters.
+        """Set the sampling parameters of a request slot; ``options`` go to the tables' method.
 
-        Args:
-            slot: request slot.
-            params: sampling parameters, which passed :meth:`check`.
-            seed: of the request's noise.
-            end_token_ids: tokens that end it.
-            prompt_len: tokens of its own prompt; what is prefilled after them counts as produced.
-            top_logprobs: most likely tokens to report at each position; ``None`` for no
-                log-probabilities at all.
-            hidden_states: whether to report the state that each token's logits come from.
-            cached_ids: the start of the text that no prefill brings, since its KV is cached.
+        ``cached_ids`` are the first tokens of the text, whose KV is cached and not prefilled.
         """
-        self.tables.set_sampling(
-            slot,
-            params,
-            seed=seed,
-            end_token_ids=end_token_ids,
-            prompt_len=prompt_len,
-            top_logprobs=top_logprobs,
-            hidden_states=hidden_states,
-        )
+        self.tables.set_sampling(slot, params, **options)
         is_read = needs_history(params) or self.config.algorithm.needs_history
         if is_read and len(cached_ids) > 0:
             history = np.zeros(self.config.context, np.int32)
@@ -257,11 +202,11 @@ class ModelRunner:
         self.tables.set_pages(slot, pages, first)
 
     def clear_slot(self, slot: int) -> None:
-        """Detach a slot from its pages; what is still in flight ran before any new owner."""
+        """Detach a slot from its pages; rounds in flight run before those of any new owner."""
         self.tables.clear(slot)
 
     def _view_of(self, tables: HostTables) -> PageView:
-        # the copy stays as it is while the host goes on writing
+        # a copy, since the host may change the table meanwhile
         page_table = self.networks.placement.put(tables.page_table.copy())
         return PageView(page_table, self.config.page_size, self.config.implementation)
 
@@ -270,7 +215,7 @@ class ModelRunner:
         return packed
 
     def _inputs(self, slots: Sequence[int]) -> tuple[Any, ...]:
-        """What a dispatch for these request slots reads beside what it is given."""
+        """Leading arguments of a dispatch for these request slots."""
         tables, own = self.tables, list(slots)
         if self._view is None or tables.pages_dirty[own].any():
             self._view = self._view_of(tables)
@@ -281,10 +226,10 @@ class ModelRunner:
         return (*self.weights, self.on_device, self._view, self._sampling)
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
-        """Dispatch chunks of prompts in one call; ValueError where no bucket holds them.
+        """Dispatch chunks of prompts in one call; raises ValueError if no bucket holds them.
 
-        Brings i32 ``[chunks]``, then padding: the first sampled token where a prompt ends. With
-        ``with_logprobs`` also log-probabilities of the prompts, for what fits
+        The result is i32 ``[chunks]`` with padding: the first sampled token of each prompt that
+        ends. ``with_logprobs`` adds prompt log-probabilities and limits the chunks to
         ``config.logprob_buckets``.
         """
         config, name = self.config, "prefill_logprobs" if with_logprobs else "prefill"
@@ -298,23 +243,23 @@ class ModelRunner:
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     def watch_rounds(self, watch: Watch | None) -> None:
-        """From the next dispatch on, show what each round drafts and accepts to ``watch``.
+        """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` ends it.
 
-        Their tokens stay the same, but a round takes three dispatches, of stages that have to be
-        compiled, and ``watch`` holds up the next one. ``None`` ends it.
+        Tokens stay the same, but a round takes three dispatches of compiled stages, and ``watch``
+        delays the next round.
         """
         self._watch = watch
 
     def round(self, slots: Sequence[int], tier: DraftShape | None = None) -> Dispatched:
-        """Dispatch the rounds of one call for request slots, by default those of the largest tier.
+        """Dispatch the rounds of one call for request slots, by default with the largest tier.
 
-        Brings i32 ``[rounds_per_dispatch, bucket, A + 3]``, rows in the order of ``slots``, then
-        padding; see :class:`~specjax.types.RoundOutput`. ValueError if the tier is not compiled.
+        The result is i32 ``[rounds_per_dispatch, bucket, A + 3]`` with rows in the order of
+        ``slots``, then padding; see :class:`~specjax.types.RoundOutput`.
         """
         config, compiled = self.config, self.compiled
         tier = config.largest if tier is None else tier
         if tier not in config.shapes:
-            raise ValueError(f"{tier=} is not one of the compiled {config.shapes}")
+            raise ValueError(f"{tier=} is not compiled; compiled tiers: {config.shapes}")
         batch = pick_bucket(len(slots), config.batch_buckets)
         is_greedy = config.on_gpu and self.tables.is_greedy[list(slots)].all()
         function: Any = compiled["greedy_round" if is_greedy else "round", tier, batch]
@@ -336,7 +281,7 @@ class ModelRunner:
         padded = (*slots, *(0,) * (batch - len(slots)))
         on_device = self._slots_on_device.get(padded)
         if on_device is None:
-            # a batch keeps its slots for many rounds; the newest composition is all that matters
+            # a batch keeps its slots for many rounds, so caching the last composition is enough
             on_device = self.networks.placement.put(np.array(padded, np.int32))
             self._slots_on_device = {padded: on_device}
         return on_device

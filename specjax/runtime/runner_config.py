@@ -1,4 +1,4 @@
-"""Static sizes of a runner, and the device memory that it needs."""
+"""Static sizes of a runner and the device memory that it needs."""
 
 import os
 from bisect import bisect_left
@@ -22,10 +22,10 @@ from specjax.types import DraftShape
 class RunnerConfig:
     """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
 
-    ``shapes`` are the tiers, ascending; everything is sized for the largest.
-    Pallas kernels go with what pays on a GPU only: rounds of greedy batches apart from the others.
-    A conditional there is a read-back by the host in the middle of a round: without the one around
-    the sampler a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
+    ``shapes`` are the tiers in ascending order; all sizes are those of the largest tier.
+    With Pallas kernels (GPU), rounds of greedy batches are compiled separately. A conditional on a
+    GPU makes the host read a value in the middle of a round: without the conditional around the
+    sampler, a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
     """
 
     algorithm: SpeculativeAlgorithm
@@ -40,18 +40,18 @@ class RunnerConfig:
     simulate_accept_length: float | None = None
     acceptance: Acceptance = COUPLED  # of drafts above temperature 0
     max_top_logprobs: int = 20
-    processed_logprobs: bool = False  # those of the distribution that is drawn from
-    mixed_prefill_tokens: int = 512  # of a step with a round
-    implementation: str | None = None  # of all kernels, as backend.resolve has it
+    processed_logprobs: bool = False  # report those of the distribution that is sampled
+    mixed_prefill_tokens: int = 512  # prompt tokens per step with a round
+    implementation: str | None = None  # of all kernels, as in backend.resolve
 
     def __post_init__(self) -> None:
         shapes = self.shapes
         if list(shapes) != sorted(set(shapes)) or not shapes or shapes[0].steps < 0:
-            raise ValueError(f"{shapes=} must ascend, from 0 steps on")
+            raise ValueError(f"{shapes=} must ascend from 0 steps or more")
 
     @property
     def on_gpu(self) -> bool:
-        """Whether functions are compiled as for a GPU."""
+        """Whether functions are compiled for a GPU."""
         return resolve(self.implementation) == "pallas"
 
     @property
@@ -60,18 +60,18 @@ class RunnerConfig:
 
     @property
     def kv_writes(self) -> KVWrites:
-        """Maximum KV write of a dispatch, which pages are planned by."""
+        """Maximum KV write of a dispatch, for planning pages."""
         return KVWrites.of(self.shapes, self.rounds_per_dispatch)
 
     def max_chunks(self, width: int) -> int:
-        """Chunks, each of another request, that a prefill of ``width`` tokens takes."""
+        """Maximum number of chunks (one per request) in a prefill of ``width`` tokens."""
         return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
 
     def prefill_width(self, num_tokens: int, *, with_logprobs: bool = False) -> int:
-        """The bucket for tokens that wait: one that they nearly fill, or the largest that is full.
+        """Pick the bucket for waiting tokens: one that they nearly fill, else the largest full one.
 
-        What does not fit a full one waits for the next call. At most a quarter is padding, and no
-        more than what a further call costs.
+        Tokens beyond a full bucket wait for the next call. Padding is at most a quarter of the
+        bucket, and at most what another call costs.
         """
         buckets = self.logprob_buckets if with_logprobs else self.prefill_buckets
         fitting = next((width for width in buckets if width >= num_tokens), buckets[-1])
@@ -87,50 +87,58 @@ class RunnerConfig:
 
     @property
     def context(self) -> int:
-        """Tokens that a request's pages hold at most."""
+        """Maximum number of tokens in the pages of a request."""
         return self.pages_per_request * self.page_size
 
     @property
+    def max_total_tokens(self) -> int:
+        """Number of tokens that all pages hold, without the padding page."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
     def sizes(self) -> StateSizes:
-        """What the algorithm's state is sized by."""
+        """Sizes of the algorithm's state."""
         num_kv = self.num_pages * self.page_size
         return StateSizes(self.num_slots, num_kv, self.context, self.largest)
 
 
-# padded tokens that take as long as another call: its weights alone are 150 (Llama-3.1-8B shape)
+# padding tokens that cost as much as another call: reading the weights alone costs as much as 150
+# tokens (Llama-3.1-8B shape)
 MOST_PADDING = 256
-# tokens of a chunk, on average, where a prefill is full of chunks
+# average tokens per chunk in a prefill with the maximum number of chunks
 MIN_CHUNK = 8
 # logits of a vocabulary of 128,256 in float32: 0.26 GB
 MAX_LOGPROB_ROWS = 512
 
-# share of a device's memory for weights and KV together; the rest serves activations, on a CPU also
-# everything else of the machine
+# share of device memory for weights and KV; the rest is for activations, on a CPU for all else too
 DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 
-# Arrays of logits in float32 that live at once. In a round those of the target, and as they are
-# after penalties and temperature, which the kernels of sampling read; without these kernels noise
-# and what filters keep too. What is drafted in one pass has its logits, their noise and their
-# probabilities. A prefill has few rows of logits, but its output head adds up partial sums.
+# Number of float32 logits arrays that are live at the same time. A round holds the target's logits
+# before and after penalties and temperature; without sampling kernels also noise and filtered
+# values. A one-pass drafter holds logits, noise and probabilities. A prefill has few rows of
+# logits, but its output head accumulates partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
-# where drafts are judged by probabilities: both models', the residual and its logarithm
+# if acceptance needs probabilities: those of both models, the residual and its logarithm
 ACCEPT_LOGITS = 4
-# bytes per token of a context that penalties count: its id twice, and indices of two scatters
+# bytes per context token that penalties count: its id twice, and indices of two scatters
 HISTORY_BYTES = 32
-# what products of few rows add up
+# partial sums of products with few rows
 PARTIAL_SUMS = 2**27
 
 
 class MemoryNeeds(NamedTuple):
     """Device memory of a runner in bytes."""
 
-    fixed_bytes: int  # weights, and state whose size does not depend on the KV pool
+    weight_bytes: int  # weights, and state whose size does not depend on the KV pool
     token_bytes: int  # state per token of the KV pool
-    temporary_bytes: int  # upper bound while a function runs
+    temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
 
 
-def memory_needs(networks: Networks, config: RunnerConfig) -> MemoryNeeds:
-    """What a runner needs; ``config.num_pages`` is not read."""
+def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
+    """Estimate the memory of a runner if KV of ``transit_tokens`` arrives while functions run.
+
+    ``config.num_pages`` is ignored.
+    """
     algorithm, model = config.algorithm, networks.target_config
 
     def state_bytes(num_kv: int) -> int:
@@ -140,56 +148,32 @@ def memory_needs(networks: Networks, config: RunnerConfig) -> MemoryNeeds:
 
     token_bytes = state_bytes(2) - state_bytes(1)
     num_features = len(algorithm.feature_layers(networks))
-    return MemoryNeeds(
-        networks.weight_bytes + state_bytes(1) - token_bytes,
-        token_bytes,
-        # the draft may be the wider one
-        max(temporary_bytes(one, config, num_features) for one in networks.configs),
-    )
+    # the draft may be wider than the target
+    temporary = max(temporary_bytes(one, config, num_features) for one in networks.configs)
+    fixed = networks.weight_bytes + state_bytes(1) - token_bytes
+    return MemoryNeeds(fixed, token_bytes, temporary + transit_tokens * token_bytes)
 
 
 def device_memory(device: jax.Device) -> int:
-    """Bytes that the process can allocate on a device (physical memory for a CPU)."""
+    """Bytes that the process can allocate on a device; for a CPU the physical memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@dataclass(frozen=True)
-class PoolPlan:
-    """Sizes of the KV pools, padding page included in ``num_pages``."""
-
-    num_pages: int
-    page_size: int
-    weight_bytes: int
-    kv_bytes: int
-    temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill side
-
-    @property
-    def max_total_tokens(self) -> int:
-        return (self.num_pages - 1) * self.page_size
-
-    def describe(self) -> str:
-        return (
-            f"weights {self.weight_bytes / 1e9:.2f} GB, KV {self.kv_bytes / 1e9:.2f} GB: "
-            f"{self.num_pages - 1} pages of {self.page_size} tokens, {self.max_total_tokens} "
-            f"tokens; up to {self.temporary_bytes / 1e9:.2f} GB while a function runs"
-        )
-
-
-def plan_pools(
+def plan_pages(
     needs: MemoryNeeds,
     config: RunnerConfig,
     *,
     memory: int,
     max_total_tokens: int | None,
     mem_fraction_static: float | None,
-) -> PoolPlan:
-    """Decide the number of pages; ``config.num_pages`` is not read.
+) -> int:
+    """Decide the number of pages, including the padding page; ``config.num_pages`` is ignored.
 
     ``max_total_tokens`` sets it directly (rounded up to pages). Otherwise weights and KV together
-    take ``mem_fraction_static`` of the device's ``memory``, as in SGLang, but never more than all
+    take ``mem_fraction_static`` of the device's ``memory``, as in SGLang, limited to what all
     requests can use. Temporary memory of functions stays free.
     """
     default = DEFAULT_MEM_FRACTION if config.on_gpu else DEFAULT_MEM_FRACTION_CPU
@@ -199,18 +183,18 @@ def plan_pools(
     available = memory - temporary - weight_bytes
     if available < 2 * page_bytes:
         raise ValueError(
-            f"no KV page fits: {memory / 1e9:.2f} GB hold {weight_bytes / 1e9:.2f} GB of weights "
-            f"and {temporary / 1e9:.2f} GB that functions take; lower max_running_requests, "
-            "context_length, speculative_num_steps, speculative_num_draft_tokens or "
-            "chunked_prefill_size"
+            f"no KV page fits into {memory / 1e9:.2f} GB with {weight_bytes / 1e9:.2f} GB of "
+            f"weights and {temporary / 1e9:.2f} GB of temporary memory; lower "
+            "max_running_requests, context_length, speculative_num_steps, "
+            "speculative_num_draft_tokens or chunked_prefill_size"
         )
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // config.page_size)
         if num_pages * page_bytes > available:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} needs {num_pages * page_bytes / 1e9:.2f} GB "
-                f"of KV, but {available / 1e9:.2f} GB are left beside weights and the "
-                f"{temporary / 1e9:.2f} GB that functions take; lower max_total_tokens"
+                f"of KV, but weights and {temporary / 1e9:.2f} GB of temporary memory leave "
+                f"{available / 1e9:.2f} GB; lower max_total_tokens"
             )
     else:
         budget = min(int(memory * fraction) - weight_bytes, available)
@@ -218,19 +202,18 @@ def plan_pools(
         num_pages = min(budget // page_bytes, usable + 1)
         if num_pages < 2:
             raise ValueError(
-                f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB leaves "
-                f"{budget / 1e9:.2f} GB beside {weight_bytes / 1e9:.2f} GB of weights; raise "
+                f"no KV page fits: mem_fraction_static={fraction} of {memory / 1e9:.2f} GB, less "
+                f"{weight_bytes / 1e9:.2f} GB of weights, leaves {budget / 1e9:.2f} GB; raise "
                 "mem_fraction_static"
             )
-    kv_bytes = num_pages * page_bytes
-    return PoolPlan(num_pages, config.page_size, weight_bytes, kv_bytes, temporary)
+    return num_pages
 
 
 def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
-    """The most that a round or a prefill takes beside weights and state, estimated from above.
+    """Upper bound of the temporary memory of any round or prefill; weights and state excluded.
 
-    ``num_features`` of the target's layers are read. XLA takes 0.93 to 1.25 GB of 1.18 to 1.31
-    planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). On a CPU attention comes on top.
+    ``num_features`` of the target's layers are kept. XLA uses 0.93 to 1.25 GB of 1.18 to 1.31
+    planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). A CPU adds attention's memory.
     """
     prefills = (
         _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
@@ -244,7 +227,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
-    """Of one layer: gate and up, their product, the residual stream, and what is kept of layers."""
+    """One layer's bytes: gate, up, their product, the residual stream, and kept features."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
     return rows * width * model.dtypes.activations.itemsize
 
@@ -269,55 +252,54 @@ def _prefill_bytes(
     chunks = config.max_chunks(width)
     logits = chunks * (PREFILL_LOGITS * model.vocab_size * 4 + HISTORY_BYTES * config.context)
     kept = width * (1 + num_features) * model.hidden_size * model.dtypes.activations.itemsize
-    if width in config.logprob_buckets:  # every row has logits there
+    if width in config.logprob_buckets:  # every row has logits
         logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
     return max(_activations(model, width, num_features), kept + logits)
 
 
-# Products of one row take XLA's matrix-vector path on a GPU, which has more kernels. Plain rounds:
-# 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B shape; H200). With
-# drafts only what the head computes for one token has one row: padded, a round of SmolLM2-135M with
-# five drafts takes 0.98 ms instead of 1.04, one of the 8B shape with seven 5.91 instead of 5.78.
+# On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.
+# Plain rounds take 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B
+# shape; H200). With drafts only the head has products of one row. Padding then changes a round with
+# five drafts from 1.04 to 0.98 ms (SmolLM2-135M), with seven from 5.78 to 5.91 ms (8B shape).
 PADDED_ROWS = 2
-# between those two models; below it launches bind a round: an H200 reads so much in 0.25 ms
+# between those two models; with less, launches limit a round: an H200 reads 1 GB in 0.25 ms
 LAUNCH_BOUND_BYTES = 1e9
-# tokens: fewer take as long on a GPU, since the weights are read
+# minimum width in tokens; smaller ones take as long, since all weights are read
 LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
-# prompt tokens of a step beside requests that decode: 12 ms of the Llama-3.1-8B shape on an H200
+# prompt tokens per step while requests decode: 12 ms (Llama-3.1-8B shape, H200)
 DEFAULT_CHUNK = 512
 
 
 def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
-    """Rows that a batch of one is padded to."""
+    """Number of rows that a batch of one is padded to."""
     pays = on_gpu and (not drafts or weight_bytes < LAUNCH_BOUND_BYTES)
     return PADDED_ROWS if pays else 1
 
 
-def batch_buckets(max_running_requests: int, smallest: int = 1) -> tuple[int, ...]:
-    """Powers of two from ``smallest`` up to ``max_running_requests``, and that number itself."""
-    doubled = takewhile(lambda size: size < max_running_requests, (smallest << i for i in count()))
-    return (*doubled, max(smallest, max_running_requests))
-
-
-def checked_buckets(
-    buckets: Sequence[int] | None, max_running_requests: int, smallest: int = 1
+def batch_buckets(
+    given: Sequence[int] | None, max_running_requests: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """Batch buckets as given, sorted, or the default ones for ``None``."""
-    if buckets is None:
-        return batch_buckets(max_running_requests, smallest)
-    ordered = tuple(sorted(set(buckets)))
+    """Batch sizes that rounds are compiled for: the given ones sorted, or for ``None`` a default.
+
+    The default is powers of two from ``smallest`` on, and ``max_running_requests``.
+    """
+    if given is None:
+        doubled = (smallest << i for i in count())
+        fewer = takewhile(lambda size: size < max_running_requests, doubled)
+        return (*fewer, max(smallest, max_running_requests))
+    ordered = tuple(sorted(set(given)))
     if not ordered or ordered[0] < 1 or ordered[-1] < max_running_requests:
         raise ValueError(
-            f"batch_buckets={tuple(buckets)} must be at least 1 and their largest at least "
+            f"batch_buckets={tuple(given)} must be at least 1, and the largest at least "
             f"max_running_requests={max_running_requests}"
         )
     return ordered
 
 
 def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
-    """Widths of a prefill: ``largest``, and a quarter of each as long as that saves time.
+    """Widths of a prefill: ``largest``, and a quarter of each width as long as that saves time.
 
-    On a GPU half of those that run beside rounds, which padding and further calls delay.
+    On a GPU, widths that run together with rounds are halved instead: padding delays the rounds.
     """
     least, halved = (LEAST_PREFILL_CPU, 0) if on_cpu else (LEAST_PREFILL, DEFAULT_CHUNK)
     widths = [largest]

@@ -1,10 +1,10 @@
-"""The target's own next token, greedy or sampled, with noise that does not depend on batching.
+"""Draw the target's next tokens, greedy or sampled, with noise that is independent of batching.
 
-Exactness rests on this rule: at every verified row the target draws its token with noise keyed by
+Losslessness rests on one rule: at every verified row the target draws its token with noise keyed by
 (request seed, absolute position of the drawn token). Plain decoding draws the same token at the
-same position, so accepting a draft only if it equals the draw keeps the output the same token for
-token, and accepts each draft with the target's own probability. The rules of
-:mod:`specjax.sampling.accept_draws`, which are asked for, replace these draws where drafts hang.
+same position. So accepting a draft only if it equals the draw keeps the output identical, token by
+token, and accepts each draft with the target's own probability. The optional rules of
+:mod:`specjax.sampling.accept_draws` replace the draws of rows with drafts.
 
 The order is SGLang's: logit processors, temperature, top-k, top-p, min-p.
 """
@@ -34,18 +34,18 @@ from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """What is static about sampling.
+    """Static configuration of sampling.
 
-    With ``greedy`` all rows take the most likely token, nothing changes logits, and nobody asks for
-    log-probabilities: only that is compiled. Log-probabilities are those of the raw logits, before
-    penalties, bias, temperature and filters, so that they equal what a prefill of the same text
-    reports; with ``processed`` those of the distribution that is drawn from, where a temperature of
-    0 counts as 1. With Pallas kernels there is no conditional (on a GPU each is a read-back by the
-    host in the middle of a round); plain XLA skips what no row needs.
-    ``acceptance`` changes nothing with ``greedy``.
+    With ``greedy`` only argmax is compiled: all rows take the most likely token, without logit
+    processors and log-probabilities. Log-probabilities are those of the raw logits, before
+    penalties, bias, temperature and filters, so they equal those that prefill reports for the same
+    text. With ``processed`` they are those of the sampling distribution, with temperature 0 counted
+    as 1. Pallas kernels avoid conditionals (on a GPU each one makes the host read back a value
+    within the round); plain XLA skips work that no row needs. ``acceptance`` has no effect with
+    ``greedy``.
     """
 
-    max_top_logprobs: int = 0  # most likely tokens that a row may ask for
+    max_top_logprobs: int = 0  # maximum number of most likely tokens reported per row
     greedy: bool = False
     processed: bool = False
     implementation: str | None = None
@@ -53,7 +53,7 @@ class SamplingConfig:
 
 
 def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
-    """Of tokens of ``shape`` where none are asked for."""
+    """Log-probabilities for tokens of ``shape`` that did not request any."""
     return Logprobs(
         chosen=jnp.zeros(shape, jnp.float32),
         top_ids=jnp.zeros((*shape, num_top), jnp.int32),
@@ -70,8 +70,8 @@ def target_tokens(
 ) -> tuple[jax.Array, Logprobs | None]:
     """The target's token i32 ``[B, T]`` after every node of the tree, and its log-probability.
 
-    Logits f32 ``[B, T, V]`` are raw; ``states`` are what logit processors keep, by request slot.
-    Log-probabilities of requests that do not ask for them are zeros.
+    Logits f32 ``[B, T, V]`` are raw; ``states`` are those of the logit processors, by request slot.
+    Log-probabilities of requests that did not ask for them are zeros.
     """
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
@@ -111,7 +111,7 @@ def target_tokens(
 def _thresholds(
     flat: jax.Array, sampling: SamplingTable, rows: int, implementation: str | None
 ) -> jax.Array:
-    """:func:`logit_thresholds` of logits f32 ``[B * rows, V]``, ``rows`` a request."""
+    """:func:`logit_thresholds` of logits f32 ``[B * rows, V]``, with ``rows`` per request."""
     limits = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     by_row = (jnp.repeat(limit, rows, axis=0) for limit in limits)
     return logit_thresholds(flat, *by_row, implementation=implementation)
@@ -125,27 +125,27 @@ def draft_tokens(
     config: SamplingConfig,
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The K columns of draft logits f32 ``[B, N, V]`` that the target is most likely to draw.
+    """Choose the K columns of draft logits f32 ``[B, N, V]`` that the target is likeliest to draw.
 
-    A row with a temperature takes the noise with which the target will draw its own token for that
-    position, and filters as the target does: both draws agree nearly as often as the distributions
-    overlap, and the text still depends on the seed alone. Known as Gumbel coupling, or
-    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling drafts take noise of
-    their own. Where they are accepted by thresholds there is none: the likeliest ones are best.
+    A row with a temperature uses the noise with which the target will draw its own token for that
+    position, and the target's filters. Both draws then agree nearly as often as the distributions
+    overlap, and the text still depends only on the seed. This is Gumbel coupling, or
+    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling, drafts use separate
+    noise. For acceptance by thresholds they use none, because the most likely tokens are best.
 
     Args:
-        logits: raw, of the draft.
-        ids: i32 ``[V]``, the tokens of the columns; ``None`` where a column is its token.
-        positions: i32 ``[B, N]``, absolute, of the drafted tokens.
+        logits: raw logits of the draft.
+        ids: i32 ``[V]``, token id of each column; ``None`` if columns are token ids.
+        positions: i32 ``[B, N]``, absolute positions of the drafted tokens.
         sampling: of the B requests.
         config: how the target draws.
         topk: K.
 
     Returns:
-        Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, the best first. A score
-        is a column's share of the softmax with the noise: without a temperature the probability,
-        with one how far the column stands out where both draw with this noise. A single column has
-        the score 1, since nothing is compared with it.
+        Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, best first. A score is
+        the column's share of the softmax with the noise: the probability without a temperature, or
+        with one, how clearly this column wins if both draw with this noise. With K = 1 the score is
+        always 1, because there is nothing to compare.
     """
     shape, implementation = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:
@@ -183,7 +183,7 @@ def draft_tokens(
         noisy = perturb()
     values, best = jax.lax.top_k(noisy, topk)
     scores = jnp.exp(values - jax.nn.logsumexp(noisy, axis=1, keepdims=True))
-    # rounding must not put a child before its parent, nor NaN before anything
+    # rounding must not rank a child before its parent, or NaN before any number
     scores = jnp.where(scores > 0, jnp.minimum(scores, 1.0), 0.0)
     return scores.reshape(*shape, topk), best.reshape(*shape, topk)
 
@@ -195,10 +195,10 @@ def draft_probs(
     config: SamplingConfig,
     vocab_size: int,
 ) -> jax.Array:
-    """What :func:`draft_tokens` draws from, f32 ``[B, N, V]`` over ``vocab_size`` target tokens.
+    """Distribution that :func:`draft_tokens` draws from: f32 ``[B, N, V]`` over target tokens.
 
-    Logits f32 ``[B, N, W]`` are raw, of the draft; ``ids`` i32 ``[W]`` are the tokens of its
-    columns. Tokens that the draft does not have get 0.
+    Logits f32 ``[B, N, W]`` are raw logits of the draft; ``ids`` i32 ``[W]`` are the token ids of
+    its columns. V is ``vocab_size``. Tokens outside the draft vocabulary get 0.
     """
     batch, rows = logits.shape[:2]
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), sampling.temperatures
@@ -211,7 +211,7 @@ def draft_probs(
 
 
 def num_best(sampling: SamplingTable) -> jax.Array:
-    """Best tokens i32 ``[B]`` that rows ask for beside the chosen one, -1 for nothing at all."""
+    """Best tokens i32 ``[B]`` to report in addition to the chosen one; -1 for no logprobs."""
     return jnp.where(sampling.wants_logprobs > 0, sampling.top_logprobs, -1)
 
 
@@ -223,7 +223,7 @@ def logprobs_of(
     temperatures: jax.Array | float = 1.0,
     thresholds: jax.Array | float = -jnp.inf,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """:func:`token_logprobs` of logits f32 ``[N, V]``; by default of all tokens as they are."""
+    """:func:`token_logprobs` of logits f32 ``[N, V]``; by default unscaled and unfiltered."""
     options = (
         jnp.broadcast_to(jnp.asarray(x, jnp.float32), tokens.shape)
         for x in (temperatures, thresholds)

@@ -1,14 +1,13 @@
-"""The seam for everything that changes the target's logits before the temperature.
+"""Interface for changes of the target's logits before the temperature.
 
-A :class:`LogitProcessor` is stateless. What it keeps of a request from one round to the next is its
-*state*, a pytree by request slot that lies on the device next to lengths and history. State is a
-function of the text: prefill computes it from the history, so that it is the same after a
-preemption, a prefix-cache hit and a prefill in another engine. Rounds advance it by the tokens that
-were accepted, so that drafts never reach it.
+A :class:`LogitProcessor` is stateless. Its per-request *state* is a pytree by request slot, on the
+device next to lengths and history. State is a function of the text: prefill computes it from the
+history, so it is the same after a preemption, a prefix-cache hit and a prefill in another engine.
+Rounds advance it only by accepted tokens, so drafts never enter it.
 
-Every node of a tree sees the tokens before it on its own path: those of the request, and the drafts
-between the root and the node. What a processor does at a node is therefore what plain decoding
-would have done at that position, and accepting drafts changes no token.
+Every node of a tree sees the tokens before it on its path: those of the request, and the drafts
+between the root and the node. So a processor changes the logits of a node exactly as plain decoding
+would at that position, and accepting drafts does not change any token.
 
 Axes: B batch, T tree nodes, V vocabulary, R request slots, C history.
 """
@@ -27,10 +26,10 @@ from specjax.types import SamplingTable, VerifyInput
 
 @dataclass(frozen=True)
 class LogitInputs:
-    """What a processor reads besides logits and state."""
+    """Inputs of a processor in addition to logits and state."""
 
-    sampling: SamplingTable  # of the B requests, as the host wrote it
-    tokens: jax.Array  # i32 [R, C], texts by position up to the roots of the trees
+    sampling: SamplingTable  # of the B requests, as written by the host
+    tokens: jax.Array  # i32 [R, C], texts by position, up to the roots of the trees
     slots: jax.Array  # i32 [B], request slots
 
     @property
@@ -41,19 +40,19 @@ class LogitInputs:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that joined the texts of B requests."""
+    """Tokens added to the texts of B requests."""
 
     tokens: jax.Array  # i32 [B, N]
-    counts: jax.Array  # i32 [B], how many of them are valid
+    counts: jax.Array  # i32 [B], number of valid tokens
     starts: jax.Array  # i32 [B], absolute position of the first
     sampling: SamplingTable  # of the requests
 
 
 class LogitProcessor(ABC):
-    """One change of the logits, at every node of a verified tree.
+    """Changes the logits at every node of a verified tree.
 
     Attributes:
-        needs_history: whether the history must be whole after a prefix-cache hit; state needs it.
+        needs_history: whether it needs the complete history after a prefix-cache hit; state does.
     """
 
     needs_history: ClassVar[bool] = True
@@ -61,11 +60,11 @@ class LogitProcessor(ABC):
     # host side
 
     def is_used(self, params: SamplingParams) -> bool:
-        """Whether a request needs the processor; a greedy batch that needs none skips them all."""
+        """Whether a request needs the processor. Greedy batches that need none skip them all."""
         return True
 
     def fill(self, row: np.void, params: SamplingParams) -> None:
-        """Write the fields of ``SamplingTable`` that the processor reads, if it is used."""
+        """Write the ``SamplingTable`` fields that the processor reads, if it is used."""
         return None
 
     def abstract_state(self, num_slots: int, vocab_size: int) -> Any:
@@ -81,12 +80,12 @@ class LogitProcessor(ABC):
         """New logits f32 ``[B, T, V]``; ``state`` ``[B, ...]`` covers the text up to the root."""
 
     def advance(self, state: Any, new: NewTokens) -> Any:
-        """The state ``[B, ...]`` of texts that have grown."""
+        """The state ``[B, ...]`` after texts have grown."""
         return state
 
 
 def at_tokens(values: jax.Array, ids: jax.Array) -> Any:
-    """``values`` ``[B, T, V]`` at tokens i32 ``[B, 1 or T, N]``, for updates; -1 is left out."""
+    """``values`` ``[B, T, V]`` at tokens i32 ``[B, 1 or T, N]``, for updates; skips -1."""
     batch, rows, vocab_size = values.shape
     # -1 would wrap to the last token
     ids = jnp.where(ids >= 0, ids, vocab_size)

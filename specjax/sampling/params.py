@@ -20,24 +20,24 @@ from specjax.checks import (
     short,
 )
 
-# below this SGLang treats a temperature as greedy
+# SGLang treats temperatures below this as greedy
 GREEDY_TEMPERATURE = 1e-6
-# every token is searched for all stop strings of its request, while all requests wait
+# limits because every token is searched for all stop strings of its request, delaying all requests
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 256
 INT32_MAX = np.iinfo(np.int32).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-# parameters of SGLang that are refused, with the reason
+# SGLang parameters that are rejected, with the reason
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 REFUSED = {
     **dict.fromkeys(_GRAMMARS, "constrained decoding is not supported"),
     "stop_regex": "stop takes plain strings; patterns are not supported",
-    "spaces_between_special_tokens": "special tokens are written as the tokenizer does",
+    "spaces_between_special_tokens": "the tokenizer decides how special tokens are written",
     "custom_params": "custom logit processors are not supported",
-    "stream_interval": "a stream yields as soon as there is something new",
+    "stream_interval": "a stream yields as soon as there are new tokens",
 }
-# what other engines call a parameter
+# names of the same parameters in other engines
 OTHER_NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -50,32 +50,32 @@ class SamplingParams:
     """How the tokens of a request are chosen and when it ends.
 
     Attributes:
-        max_new_tokens: completion tokens at most; the context limit may end a request earlier. 0
+        max_new_tokens: maximum completion tokens; the context limit may end a request earlier. 0
             only scores the prompt.
-        temperature: 0 (or below 1e-6) is greedy.
+        temperature: 0 (or below 1e-6) means greedy.
         top_k: keep the k most likely tokens; -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
-        min_p: keep tokens at least this many times as likely as the best one; 0 keeps all.
-        repetition_penalty: divides positive logits of tokens in prompt or completion, and
-            multiplies negative ones, from 0.01 to 2; 1 changes nothing.
-        frequency_penalty: taken off a logit for every time that its token is in the completion,
+        min_p: keep tokens with at least this fraction of the best one's probability; 0 keeps all.
+        repetition_penalty: divides positive logits of tokens in the prompt or completion, and
+            multiplies negative ones, from 0.01 to 2; 1 has no effect.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the completion,
             from -2 to 2.
-        presence_penalty: taken off once if it is there at all.
-        logit_bias: added to the logits of these tokens, from -100 to 100, by token id, an integer
-            or its digits.
-        min_new_tokens: completion tokens before an end token may come; stop strings are not held
+        presence_penalty: subtracted once if the token occurs in the completion, from -2 to 2.
+        logit_bias: added to token logits, from -100 to 100, by token id (an integer or its digits).
+        min_new_tokens: minimum completion tokens before an end token; does not hold back stop
+            strings.
             back.
-        n: completions of each prompt.
-        stop: strings that end the request, at most 128 of at most 256 characters; they are cut
+        n: number of completions per prompt.
+        stop: strings that end the request, at most 128 of at most 256 characters; they are removed
             from the text.
-        no_stop_trim: leave the stop string or end token that ended the request in the text.
+        no_stop_trim: keep the stop string or end token that ended the request in the text.
         skip_special_tokens: leave special tokens out of the text.
-        stop_token_ids: token ids that end the request, beside the model's own end tokens.
+        stop_token_ids: token ids that end the request, in addition to the model's end tokens.
         ignore_eos: do not stop at the model's own end tokens.
-        sampling_seed: with a seed the output of a request depends on nothing but the request.
-        speculative: whether drafts are proposed, where the engine drafts; the text is the same.
+        sampling_seed: with a seed, the output of a request depends only on the request.
+        speculative: whether to propose drafts, if the engine drafts; does not change the text.
 
-    What the caller gave is copied. ValueError names a value outside its range.
+    Arguments are copied. Raises ValueError for a value outside its range.
     """
 
     max_new_tokens: Natural = 128
@@ -120,7 +120,7 @@ class SamplingParams:
         strings = self.stop_strings
         if len(strings) > MAX_STOP_STRINGS:
             raise ParameterError(
-                f"stop has {len(strings)} strings; {MAX_STOP_STRINGS} are supported",
+                f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are supported",
                 param="stop",
                 limit=MAX_STOP_STRINGS,
             )
@@ -141,23 +141,23 @@ class SamplingParams:
         bias = dict(self.logit_bias)
         object.__setattr__(self, "logit_bias", bias)
         for token, value in bias.items():
-            # SGLang and OpenAI write the ids as digits, since JSON knows no other keys
+            # SGLang and OpenAI write the ids as digits, because JSON keys must be strings
             is_id = token.isdecimal() if isinstance(token, str) else is_integer(token)
             if not is_id or int(token) < 0:
                 message = f"logit_bias={short(bias)}: {short(token)} is not a token id"
                 raise ParameterError(message, param="logit_bias")
             check_number(f"logit_bias[{short(token)}]", value, at_least=-100, at_most=100)
         if len(dict(self.biases)) < len(self.biases):
-            raise refused("logit_bias", bias, "must not give a token twice")
+            raise refused("logit_bias", bias, "must not contain a token twice")
 
     @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """``logit_bias`` as pairs of token id and value, as they were at construction."""
+        """``logit_bias`` as pairs of token id and value, as given at construction."""
         return tuple((int(token), float(value)) for token, value in (self.logit_bias or {}).items())
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens are charged for what came before them."""
+        """Whether earlier tokens change the logits of tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     @property
@@ -185,7 +185,7 @@ class SamplingParams:
             if name in REFUSED:
                 raise refused(name, params[name], f"is not supported: {REFUSED[name]}")
             if name in OTHER_NAMES:
-                message = f"{short(name)} is called {OTHER_NAMES[name]!r} here"
+                message = f"{short(name)} is not supported; use {OTHER_NAMES[name]!r}"
                 raise ParameterError(message, param=name)
         if unknown:
             raise ParameterError(
@@ -196,7 +196,7 @@ class SamplingParams:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Annotations that say all about their parameter."""
+    """Type hints that fully describe the allowed values of their parameter."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     return {
         name: hint for name, hint in hints.items() if hint is bool or hasattr(hint, "__metadata__")

@@ -1,8 +1,8 @@
 """The logit processors in their order, masks first.
 
-The order of the others is SGLang's: frequency and presence, repetition, logit bias. A forbidden
-token stays forbidden, since -inf passes through penalties and bias. Temperature and filters come
-after.
+The others follow SGLang's order: frequency and presence, repetition, logit bias. A forbidden token
+stays forbidden, because -inf passes through penalties and bias. Temperature and filters come
+afterwards.
 """
 
 from functools import reduce
@@ -18,7 +18,7 @@ from specjax.types import VerifyInput
 
 
 class MinNewTokens(LogitProcessor):
-    """Forbids end tokens as long as a request has produced less than its minimum."""
+    """Forbids end tokens until a request has produced its minimum number of tokens."""
 
     needs_history = False
 
@@ -36,7 +36,7 @@ class MinNewTokens(LogitProcessor):
         is_too_early = (produced < sampling.min_new_tokens[:, None])[:, :, None]
         ends = jnp.where(is_too_early, sampling.end_token_ids[:, None], -1)
         tokens = jnp.arange(logits.shape[2], dtype=jnp.int32)
-        # comparisons join the pass of the penalties; a scatter would copy the raw logits first
+        # comparisons fuse with the penalties' pass; a scatter would first copy the raw logits
         is_forbidden = reduce(
             jnp.logical_or, (ends[:, :, e, None] == tokens for e in range(ends.shape[2]))
         )
@@ -44,10 +44,10 @@ class MinNewTokens(LogitProcessor):
 
 
 class Penalties(LogitProcessor):
-    """Charges tokens for having come before.
+    """Penalizes tokens that occurred before.
 
-    Frequency and presence count the tokens that the request produced; repetition takes those of the
-    prompt as well, as in vLLM and Hugging Face transformers.
+    Frequency and presence count the produced tokens; repetition also includes the prompt, as in
+    vLLM and Hugging Face transformers.
     """
 
     def is_used(self, params: SamplingParams) -> bool:
@@ -61,7 +61,7 @@ class Penalties(LogitProcessor):
     def adjust(
         self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
     ) -> jax.Array:
-        """Tokens of the history are counted once a request, those of a path at every node."""
+        """Count tokens of the history once per request, and those of a path at every node."""
         sampling, history = inputs.sampling, inputs.history
         batch, rows, vocab_size = logits.shape
         index = jnp.arange(history.shape[1], dtype=jnp.int32)
@@ -79,7 +79,7 @@ class Penalties(LogitProcessor):
 
         produced = jnp.broadcast_to(count(is_known & ~is_prompt), logits.shape)
         tokens = jnp.arange(vocab_size, dtype=jnp.int32)
-        # the root, in column 0, is in the history already; one pass over the logits with these sums
+        # the root, column 0, is already in the history; the sums fuse into one pass over the logits
         for i in range(1, rows):
             drafted = tree.draft_tokens[:, i, None, None] == tokens
             produced = produced + (tree.tree_mask[:, :, i, None] & drafted).astype(jnp.int32)
@@ -116,17 +116,17 @@ PROCESSORS: tuple[LogitProcessor, ...] = (MinNewTokens(), Penalties(), LogitBias
 
 
 def used_by(params: SamplingParams) -> list[LogitProcessor]:
-    """The processors that a request needs."""
+    """The processors used by a request."""
     return [processor for processor in PROCESSORS if processor.is_used(params)]
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Whether a request's history must be whole after a prefix-cache hit."""
+    """Whether a request needs the complete history after a prefix-cache hit."""
     return any(processor.needs_history for processor in used_by(params))
 
 
 def abstract_states(num_slots: int, vocab_size: int) -> tuple[Any, ...]:
-    """Shapes and dtypes of what all processors keep, by request slot."""
+    """Shapes and dtypes of the states of all processors, by request slot."""
     return tuple(each.abstract_state(num_slots, vocab_size) for each in PROCESSORS)
 
 

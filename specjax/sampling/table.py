@@ -1,6 +1,6 @@
 """Tables by request slot: pages and sampling parameters on the host, packed for the device.
 
-A change of any slot uploads the whole table; as one array that takes a fifteenth of the calls.
+A change of any slot uploads the whole table. As one array this takes 1/15 of the calls.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.sampling.processors import used_by
 from specjax.types import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingTable
 
-# a slot on the host: the fields of SamplingTable, in words of 32 bits
+# a slot on the host: the fields of SamplingTable, in 32-bit words
 SLOT = np.dtype(
     [
         (name, *hint.__metadata__)
@@ -27,26 +27,26 @@ SLOT = np.dtype(
 def check_slot_limits(
     params: SamplingParams, end_token_ids: Collection[int], vocab_size: int
 ) -> None:
-    """Refuse parameters that the tables cannot hold."""
+    """Reject parameters that the tables cannot hold."""
     outside = [token for token, _ in params.biases if token >= vocab_size]
     if outside:
-        message = f"logit_bias names {outside}, but the vocabulary ends at {vocab_size - 1}"
+        message = f"logit_bias token ids {outside} must be at most {vocab_size - 1} (vocabulary)"
         raise ParameterError(message, param="logit_bias", limit=vocab_size - 1)
     if len(params.biases) > MAX_LOGIT_BIAS:
-        message = f"logit_bias has {len(params.biases)} tokens; {MAX_LOGIT_BIAS} are supported"
+        message = f"logit_bias has {len(params.biases)} tokens; the limit is {MAX_LOGIT_BIAS}"
         raise ParameterError(message, param="logit_bias", limit=MAX_LOGIT_BIAS)
     num_ends = len(_known_ends(end_token_ids, vocab_size))
     if params.min_new_tokens and num_ends > MAX_END_TOKENS:
         raise ParameterError(
-            f"min_new_tokens={params.min_new_tokens} with {num_ends} end tokens: at most "
-            f"{MAX_END_TOKENS} can be held back; give fewer stop_token_ids or set ignore_eos",
+            f"min_new_tokens={params.min_new_tokens} supports at most {MAX_END_TOKENS} end tokens, "
+            f"but the request has {num_ends}; give fewer stop_token_ids or set ignore_eos",
             param="min_new_tokens",
             limit=MAX_END_TOKENS,
         )
 
 
 def _known_ends(end_token_ids: Collection[int], vocab_size: int) -> set[int]:
-    """End tokens that the model can produce; a checkpoint may name some beyond its vocabulary."""
+    """End tokens in the model's vocabulary; a checkpoint may also list ids beyond it."""
     return {i for i in end_token_ids if 0 <= i < vocab_size}
 
 
@@ -61,12 +61,12 @@ def neutral_sampling(num_slots: int, vocab_size: int) -> np.ndarray:
 
 
 def pack_sampling(table: np.ndarray) -> np.ndarray:
-    """A copy of the table's records ``[R]`` as i32 ``[R, K]``, bit by bit."""
+    """A bitwise copy of the table's records ``[R]`` as i32 ``[R, K]``."""
     return np.array(table).view(np.int32).reshape(len(table), -1)
 
 
 def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
-    """The rows of slots i32 ``[B]`` in what :func:`pack_sampling` gave, in a traced function."""
+    """Unpack the rows of slots i32 ``[B]`` from :func:`pack_sampling`, in a traced function."""
     rows = packed[slots]
 
     def column(name: str) -> jax.Array:
@@ -79,21 +79,21 @@ def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
 
 
 class HostTables:
-    """Host copies of the per-slot tables, at first of greedy rows without pages.
+    """Host copies of the per-slot tables; initially greedy rows without pages.
 
-    A change is uploaded before the next dispatch of its slot: an upload takes as long as a
-    dispatch, and the round's graph is changed for it.
+    A change is uploaded before the next dispatch of its slot. An upload takes as long as a
+    dispatch, and changes the round's CUDA graph.
     """
 
     def __init__(self, num_slots: int, pages_per_request: int, vocab_size: int) -> None:
         self.page_table = np.zeros((num_slots, pages_per_request), np.int32)  # [R, P]
         self.sampling = neutral_sampling(num_slots, vocab_size)
         self._neutral = self.sampling[0].copy()
-        # slots [R] that ask for nothing but the most likely token
+        # slots [R] that need only the most likely token
         self.is_greedy = np.ones(num_slots, np.bool_)
         self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
-        # slots [R] that the device has an older copy of
+        # slots [R] whose device copy is out of date
         self.pages_dirty, self.sampling_dirty = np.ones((2, num_slots), np.bool_)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
@@ -105,7 +105,7 @@ class HostTables:
     def clear(self, slot: int) -> None:
         """Make a slot like the padding slot 0.
 
-        Nothing is uploaded: no dispatch names the slot before it is set again.
+        Nothing is uploaded, because the slot is set again before any dispatch uses it.
         """
         self.page_table[slot] = 0
         self.sampling[slot] = self._neutral
@@ -118,15 +118,22 @@ class HostTables:
         params: SamplingParams,
         *,
         seed: int,
-        end_token_ids: Collection[int],
-        prompt_len: int,
-        top_logprobs: int | None,
+        end_token_ids: Collection[int] = (),
+        prompt_len: int = 0,
+        top_logprobs: int | None = None,
         hidden_states: bool = False,
     ) -> None:
-        """Write the parameters of a slot; they have passed :func:`check_slot_limits`.
+        """Write the parameters of a slot. Greedy rows get no filters, which would have no effect.
 
-        A greedy row has no filters, which would change nothing there. ``top_logprobs`` is ``None``
-        where no log-probabilities are wanted at all.
+        Args:
+            slot: request slot.
+            params: sampling parameters that passed :func:`check_slot_limits`.
+            seed: of the request's noise.
+            end_token_ids: tokens that end the request.
+            prompt_len: tokens of the request's prompt; tokens prefilled after it count as produced.
+            top_logprobs: number of most likely tokens to report per position; ``None`` for no
+                log-probabilities.
+            hidden_states: whether to report the hidden state that gives each token's logits.
         """
         self.sampling[slot] = self._neutral
         row = self.sampling[slot]

@@ -1,1 +1,1 @@
-"""Requests and the order in which they run."""
+"""Requests and their scheduling."""

@@ -1,4 +1,4 @@
-"""Dispatched results that the host has not read, and what reading them does to the requests."""
+"""Dispatched results that the host has not read yet, and their delivery to the requests."""
 
 import logging
 from collections import deque
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.metrics import Totals
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight:
-    """A queue of results; reading one gives its requests tokens, and tells the controller."""
+    """Queue of results. Reading one gives its requests tokens and informs the controller."""
 
     def __init__(
         self, metrics: Totals, controller: AdaptiveController | None, clock: Callable[[], float]
@@ -25,7 +26,7 @@ class InFlight:
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
-        # rows, result, padded batch size of rounds, pieces of a prefill
+        # rows, result, padded batch size (rounds), pieces (prefill)
         self._queue: deque[
             tuple[Sequence[RunningRequest], Dispatched, int, Sequence[PromptPiece]]
         ] = deque()
@@ -41,26 +42,28 @@ class InFlight:
         batch_size: int = 0,
         pieces: Sequence[PromptPiece] = (),
     ) -> None:
-        """Append the rounds of one call, with their padded batch size, or a piece for each row."""
+        """Append rounds of one call with their padded batch size, or prefill with its pieces."""
         self._queue.append((rows, result, batch_size, pieces))
 
     def clear(self) -> None:
         self._queue.clear()
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
-        """Wait for the oldest result; yields the rows that it ended, or what failed in them."""
+        """Wait for the oldest result; yields the rows that ended, each with its error, if any."""
         rows, result, batch_size, pieces = self._queue.popleft()
         if all(row.is_released for row in rows):
             return
-        # also waits for chunks that are not the last, so that the host is never far ahead
+        # waits for every chunk, not only the last, so that the host is never far ahead
         values: list[Any] = result.read().tolist()
         wants_logprobs = any(
             row.request.top_logprobs is not None and not row.is_released for row in rows
         )
         logprobs = result.read_logprobs() if wants_logprobs else None
-        states = result.read_hidden_states()
+        prompt, states = jax.tree.map(np.asarray, (result.prompt_logprobs, result.hidden_states))
+        if states is not None:
+            states = states.astype(np.float32)
         reports = () if logprobs is None and states is None else (logprobs, states)
-        prompt, at = result.read_prompt_logprobs(), 0
+        at = 0
         now = self._clock()
         if batch_size and self._controller is not None:
             self._report_accepted(self._controller, rows, values, result.tier, batch_size)
@@ -88,7 +91,7 @@ class InFlight:
     def take_first(
         self, row: RunningRequest, token: int, reports: tuple[Any, ...], now: float
     ) -> None:
-        """Give a request the token that prefill sampled, with its logprobs and hidden states."""
+        """Give a request the token sampled by prefill, with log-probabilities and hidden states."""
         request = row.request
         row.awaits_first = False
         request.append_first(token, *reports)
@@ -108,10 +111,10 @@ class InFlight:
         reports: tuple[Any, ...],
         now: float,
     ) -> None:
-        """Append the tokens of one call's rounds to a row, up to where its request ends.
+        """Append the tokens of one call's rounds to a row until its request ends.
 
-        Each round has at ``index`` the tokens, then the numbers of proposed drafts, of accepted
-        drafts and of tokens, which is 0 if the row had stopped before.
+        Entry ``index`` of each round has the tokens, then the numbers of proposed drafts, accepted
+        drafts and tokens. The last is 0 if the row had stopped before.
         """
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds)
@@ -142,14 +145,14 @@ class InFlight:
         tier: DraftShape,
         batch_size: int,
     ) -> None:
-        """Tell the controller what each round accepted of requests that had not ended by then."""
+        """Report the accepted drafts of each round to the controller, ended requests excluded."""
         for batch in rounds:
             live = [
                 (proposed, accepted)
                 for row, (*_, proposed, accepted, count) in zip(rows, batch, strict=False)
                 if count > 0 and not row.is_released
             ]
-            # rows that had nothing to propose say nothing about the tier; a round of them is plain
+            # rows without proposals say nothing about the tier; a round of only such rows is plain
             counts = [accepted for proposed, accepted in live if proposed]
             if tier.steps and not counts and NO_DRAFTS not in controller.tiers:
                 continue
@@ -158,5 +161,5 @@ class InFlight:
             try:
                 controller.on_verify_complete(counts, tier=executed, batch_size=batch_size)
             except ValueError as error:
-                # figures alone suffer; the requests' tokens have nothing to do with it
-                logger.warning("a round is left out of the choice of drafted tokens: %s", error)
+                # affects only the adaptive metrics, not the tokens of requests
+                logger.warning("the adaptive policy ignores a round: %s", error)

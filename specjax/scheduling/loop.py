@@ -1,4 +1,4 @@
-"""The engine loop: the one thread that steps the scheduler, and the calls that wait for it."""
+"""Engine loop: the one thread that steps the scheduler, and the calls that wait for it."""
 
 import asyncio
 import atexit
@@ -23,9 +23,9 @@ from specjax.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# The interpreter waits this long at its end for threads that call JAX.
+# maximum wait for threads that call JAX when the interpreter ends
 EXIT_SECONDS = 60.0
-# longer results are made outside the event loop's thread
+# longer results are built outside the event loop's thread
 MANY_TOKENS = 4096
 
 
@@ -35,25 +35,25 @@ Item = Outputs | BaseException | None
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """Requests that one caller submits together; it gets their outputs in the same order.
+    """Requests that one caller submits together; outputs have the same order.
 
-    Everything but ``is_pending`` is written by the loop's thread only.
+    Only the loop's thread writes the attributes, except ``is_pending``.
 
     Attributes:
         deliver: passes an item to the caller, from the loop's thread; set before the call is
-            submitted. With ``is_stream`` lists of outputs come first. The last item is ``None``
-            when all requests have ended, or an exception to raise. Returns ``False`` if the caller
-            has gone.
-        is_pending: outputs have been delivered and not been taken. Newer ones then wait for a
-            later step, so that a slow reader gets fewer outputs instead of a backlog.
+            submitted. With ``is_stream``, lists of outputs come first. The last item is an
+            exception to raise, or ``None`` if all requests have ended. Returns ``False`` if the
+            caller is gone.
+        is_pending: delivered outputs have not been taken yet. Later outputs then wait for a later
+            step, so that a slow reader gets fewer outputs instead of a backlog.
     """
 
-    requests: Sequence[Request]  # passed by `Scheduler.check`
+    requests: Sequence[Request]  # checked by `Scheduler.check`
     _: KW_ONLY
     is_stream: bool = False  # outputs are delivered as they grow
-    text_only: bool = False  # outputs of requests that have not ended are their text
-    is_batch: bool = False  # the caller gets a list, and outputs name their ``index`` in it
-    groups: Sequence[str] = ()  # another id for each request to abort it by, which may be shared
+    text_only: bool = False  # outputs of running requests have only the text
+    is_batch: bool = False  # the caller gets a list, and outputs have their ``index`` in it
+    groups: Sequence[str] = ()  # per request a second id to abort it by, which may be shared
     deliver: Callable[[Item], bool | None] = field(init=False)
     is_over: bool = field(default=False, init=False)  # the last item has been delivered
     is_pending: bool = field(default=False, init=False)
@@ -65,19 +65,19 @@ class Call:
 
     @property
     def named(self) -> Iterator[tuple[Request, str]]:
-        """Each request with each of the ids that it can be aborted by."""
+        """Pairs of each request and each id that aborts it."""
         for request, group in zip(self.requests, self.groups, strict=True):
             yield from ((request, name) for name in {request.rid, group})
 
     def results(self) -> Any:
-        """Final outputs: a list if ``is_batch``, otherwise that of the only request."""
+        """Final outputs: a list if ``is_batch``, else the output of the only request."""
         results = [request.result() for request in self.requests]
         return results if self.is_batch else results[0]
 
     def publish(self, fail: Callable[[Request, Exception], None]) -> bool:
-        """Deliver new outputs; returns ``False`` if the caller has gone.
+        """Deliver new outputs; returns ``False`` if the caller is gone.
 
-        ``fail`` ends a request whose output raised.
+        ``fail`` ends a request whose output raises.
         """
         has_reader = True
         if self.is_stream and (self._has_ended() or not self.is_pending):
@@ -118,10 +118,10 @@ class Call:
 
 
 class EngineFault(RuntimeError):
-    """The engine loop failed, and every request with it; ``__cause__`` is what happened."""
+    """The engine loop failed, and all requests with it; ``__cause__`` is the original error."""
 
 
-# Running threads that call JAX, with what makes each end soon. A forked process has none of them.
+# running threads that call JAX, each with the function that stops it; a forked process has none
 _device_threads: dict[threading.Thread, Callable[[], None]] = {}
 os.register_at_fork(after_in_child=_device_threads.clear)
 
@@ -129,13 +129,13 @@ os.register_at_fork(after_in_child=_device_threads.clear)
 def start_device_thread(
     run: Callable[[], None], name: str, stop: Callable[[], None]
 ) -> threading.Thread:
-    """Start a daemon thread that calls JAX; the end of the interpreter stops it and waits for it.
+    """Start a daemon thread that calls JAX. At exit the interpreter stops and joins it.
 
-    A daemon thread that returns from C++ code into an interpreter that has gone aborts the process.
+    A daemon thread that returns from C++ code after the interpreter's end aborts the process.
 
     Args:
-        run: what the thread does.
-        stop: makes ``run`` return soon; any thread may call it, several times.
+        run: body of the thread.
+        stop: makes ``run`` return soon; any thread may call it, more than once.
     """
 
     def run_to_end() -> None:
@@ -145,7 +145,7 @@ def start_device_thread(
             del _device_threads[thread]
 
     thread = threading.Thread(target=run_to_end, name=name, daemon=True)
-    # The last registered hook runs first: the threads need JAX's devices until they end.
+    # The hook registered last runs first: the threads need JAX's devices until they end.
     atexit.unregister(_end_device_threads)
     atexit.register(_end_device_threads)
     _device_threads[thread] = stop
@@ -161,26 +161,26 @@ def _end_device_threads() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     threads = dict(_device_threads)
     for stop in threads.values():
-        with suppress(Exception):  # all are joined
+        with suppress(Exception):  # the threads are joined in any case
             stop()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class EventLoopDelivery:
-    """Carries items from other threads to mailboxes of one event loop, all of a step at once.
+    """Delivers items from other threads to mailboxes of one event loop, in batches.
 
-    Waking an event loop is a system call, during which its thread takes the interpreter.
+    Waking an event loop costs a system call, during which its thread takes the interpreter.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = ref(event_loop)
-        # kept by the event loop alone: mailboxes refer to it, and would keep it alive
+        # only the event loop refers to it: mailboxes would keep it alive
         self._items: ref[deque[tuple[asyncio.Queue[Item], Item]]] | None = None
         self._is_awake = False
 
     def carry(self, mailbox: "asyncio.Queue[Item]", item: Item) -> bool:
-        """Put an item into a mailbox; returns ``False`` if the event loop has gone."""
+        """Put an item into a mailbox; returns ``False`` if the event loop is closed."""
         event_loop = self._event_loop()
         if event_loop is None or event_loop.is_closed():
             return False
@@ -198,25 +198,25 @@ class EventLoopDelivery:
         return True
 
     def _put_all(self, items: "deque[tuple[asyncio.Queue[Item], Item]]") -> None:
-        self._is_awake = False  # before it looks: what comes later wakes it again
+        self._is_awake = False  # before reading: later items wake the loop again
         while items:
             mailbox, item = items.popleft()
             mailbox.put_nowait(item)
 
 
 class EngineLoop:
-    """Steps a scheduler in a daemon thread of its own, the only one that touches it.
+    """Steps a scheduler in its own daemon thread, the only thread that uses the scheduler.
 
-    Callers put commands in a queue that is emptied between steps; with nothing to do the thread
-    sleeps in that queue. Putting a command does not block and may happen in the middle of another,
-    so that a garbage collection, in whatever thread and moment, can abort a call.
+    Callers put commands in a queue. The thread runs them between steps and sleeps on the queue if
+    idle. Putting a command never blocks and is reentrant, so that a garbage collection
+    can abort a call in any thread at any time.
 
-    The thread keeps this object alive, and this object nothing of its owner: an owner that is
-    collected calls :meth:`stop`.
+    The thread keeps this object alive, and this object does not refer to its owner. A finalizer of
+    the owner calls :meth:`stop`.
 
-    Requests are submitted when their result is first asked for, so that a stream that nobody reads
-    holds nothing. Leaving early in any way (an exception, Ctrl-C, a cancelled task, a stream that
-    is closed or forgotten) aborts what still runs.
+    Requests are submitted when their result is first requested, so that an unread stream uses
+    nothing. If the caller leaves early (an exception, Ctrl-C, a cancelled task, a stream closed or
+    dropped), its running requests are aborted.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -234,7 +234,7 @@ class EngineLoop:
         self._thread = start_device_thread(self._run, "specjax-engine", self.stop)
 
     def wait(self, call: Call) -> Any:
-        """Results of all requests of a call, when the last has ended."""
+        """Wait for all requests of a call and return their results."""
         for _ in self.stream(call):
             pass
         return call.results()
@@ -243,12 +243,12 @@ class EngineLoop:
         """:meth:`wait` as a coroutine."""
         async for _ in self.stream_async(call):
             pass
-        # results are decoded here, at 0.2 us a token
+        # results are decoded here, at 0.2 us per token
         is_short = sum(len(request.output_ids) for request in call.requests) < MANY_TOKENS
         return call.results() if is_short else await asyncio.to_thread(call.results)
 
     def stream(self, call: Call, *, owner: Any = None) -> Iterator[dict[str, Any]]:
-        """Cumulative results as they grow; the iterator keeps the loop's ``owner`` alive."""
+        """Yield cumulative results as they grow; the iterator keeps the loop's ``owner`` alive."""
         mailbox: SimpleQueue[Item] = SimpleQueue()
         with self._submitted(call, mailbox.put):
             while (outputs := _raise_error(mailbox.get())) is not None:
@@ -269,7 +269,7 @@ class EngineLoop:
 
     @contextmanager
     def _submitted(self, call: Call, deliver: Callable[[Item], bool | None]) -> Iterator[None]:
-        """Submit a call, and abort it if the block is left before it is over."""
+        """Submit a call; abort it if the block ends before the call is over."""
         call.deliver = deliver
         for request in call.requests:
             request.arrive()
@@ -281,38 +281,38 @@ class EngineLoop:
                 self.abort(call)
 
     def check_process(self) -> None:
-        """Refuse callers in a forked process, which has no such thread and would wait for ever."""
+        """Raise in a forked process: it lacks the loop's thread and would wait forever."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"the engine belongs to process {self._pid}, and this is {os.getpid()}, forked "
-                "from it; make an engine in the process that uses it"
+                f"the engine belongs to process {self._pid}, not to its fork {os.getpid()}; make "
+                "the engine in the process that uses it"
             )
 
     def check_health(self) -> None:
-        """Raise what a call would end with now, if anything; any thread may ask."""
+        """Raise the error that a new call would end with, if any; any thread may call this."""
         if (refusal := self._refusal()) is not None:
             raise refusal
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be served, with a ValueError; any thread may call it."""
+        """Raise ValueError for a request that can never be served; any thread may call this."""
         self._scheduler.check(request)
 
     def submit(self, call: Call) -> None:
-        """Queue the requests of a call; whatever happens to them, its last item is delivered."""
+        """Queue the requests of a call; its last item is always delivered."""
         self.check_process()
         self._put(partial(self._add, call))
 
     def abort(self, call: Call) -> None:
-        """End the requests of a call with finish reason ``abort``; the text so far stays."""
+        """Abort the requests of a call; they keep their text so far."""
         self._put(partial(self._abort, call))
 
     def abort_rid(self, rid: str | None) -> None:
-        """End the requests of an id or a group, or all with ``None``; unknown ids are ignored."""
+        """Abort the requests of an id or group, or all if ``None``; unknown ids are ignored."""
         self.check_process()
         self._put(partial(self._abort_rid, rid))
 
     def run(self, function: Callable[[], T], *, is_vital: bool = False) -> T:
-        """What ``function`` returns or raises when the loop's thread calls it between two steps.
+        """Call ``function`` in the loop's thread between two steps; returns or raises as it does.
 
         It may use the scheduler. With ``is_vital`` an exception is also a fault of the loop.
 
@@ -338,7 +338,7 @@ class EngineLoop:
         return reply.result()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Call ``function`` in the loop's thread, unless that has ended or failed by then."""
+        """Call ``function`` in the loop's thread unless the loop has ended or failed by then."""
 
         def command() -> None:
             if self._refusal() is None:
@@ -347,15 +347,15 @@ class EngineLoop:
         self._put(command)
 
     def debug_state(self) -> dict[str, int]:
-        """What the scheduler and this loop hold, once every command before has been done."""
+        """Counts of what the scheduler and this loop hold, after all earlier commands."""
         return self.run(lambda: self._scheduler.debug_state() | {"calls": len(self._calls)})
 
     def stop(self) -> None:
-        """Ask the thread to end all requests and itself; returns at once, in any thread."""
+        """Ask the thread to abort all requests and to end; any thread may call this."""
         self._put(self._stop)
 
     def close(self, timeout: float) -> bool:
-        """:meth:`stop`, and wait for the thread; returns whether it has ended in time."""
+        """Stop the thread and wait for it; returns whether it ended within ``timeout`` seconds."""
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -363,7 +363,7 @@ class EngineLoop:
 
     def _put(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        if self._has_ended:  # the thread may have looked for the last time before
+        if self._has_ended:  # the thread may have read the queue for the last time before
             self._drain()
 
     def _drain(self) -> None:
@@ -374,7 +374,7 @@ class EngineLoop:
                 return
             command()
 
-    # The thread's own. Commands after its end only refuse: no call is left then.
+    # Only the loop's thread calls these. After its end no call is left, and commands only refuse.
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -404,7 +404,7 @@ class EngineLoop:
         try:
             for _, name in call.named:
                 if not all(other.is_finished for other in self._by_rid.get(name, ())):
-                    raise refused("rid", name, "is that of a request that still runs")
+                    raise refused("rid", name, "is in use by a running request")
             self._scheduler.add(*call.requests)
         except Exception as error:
             call.end(error)
@@ -435,7 +435,7 @@ class EngineLoop:
 
     def _publish(self) -> None:
         for call in self._calls:
-            if not call.publish(self._scheduler.fail):  # nobody can be waiting for it
+            if not call.publish(self._scheduler.fail):  # the caller is gone
                 self._end(call.requests)
                 call.is_over = True
         over = [call for call in self._calls if call.is_over]
@@ -453,7 +453,7 @@ class EngineLoop:
         calls, self._calls = self._calls, []
         self._by_rid.clear()
         message = f"the engine loop failed: {error!r}"
-        # what failed may fail again; no caller waits for that
+        # this may fail again, but no caller waits for it
         with suppress(Exception):
             self._scheduler.fail_all(message)
         for call in calls:
@@ -462,7 +462,7 @@ class EngineLoop:
             call.end(self._refusal())
 
     def _refusal(self) -> Exception | None:
-        """Why nothing can run: a new exception each time, as a raised one collects a traceback."""
+        """The error of new calls, if any; always a new object, as raising one adds a traceback."""
         if self._fault is not None:
             fault = EngineFault(f"the engine loop failed: {self._fault!r}; make a new engine")
             fault.__cause__ = self._fault

@@ -1,4 +1,4 @@
-"""Requests: options, tokens, text, end and metrics, and the state of those that run."""
+"""Requests: options, tokens, text, end and metrics, and the state of running requests."""
 
 import heapq
 import itertools
@@ -20,34 +20,30 @@ from specjax.types import NO_DRAFTS, DraftShape, Logprobs
 
 @dataclass
 class SpecCounts:
-    """Counts of drafts, without bonus tokens and without drafts after a stop.
+    """Counts of drafts, without bonus tokens and drafts after a stop.
 
-    In the round that ends a request only drafts for the positions of kept tokens count as proposed.
-    All nodes of a tree count, since a node is not a position.
+    In a request's last round, a chain's drafts count as proposed only at positions of kept tokens.
+    The nodes of a tree all count, as a node is not a position.
     """
 
-    width: int  # accepted drafts of a round, at most
-    simulated: float | None = None  # tokens a round that were accepted right or wrong
-    num_plain_tokens: int = 0  # from rounds with speculation off, which are no verifies
+    histogram: list[int]  # number of verifies by accepted drafts
+    simulated: float | None = None  # tokens per round accepted right or wrong
+    num_plain_tokens: int = 0  # from rounds without speculation, which do not count as verifies
     num_switches: int = 0
     tier: DraftShape | None = None  # of the last round
     rounds_by_steps: dict[int, int] = field(default_factory=dict)
-    ema_accept_len: float | None = None  # the engine's, where the drafted tokens adapt
+    ema_accept_len: float | None = None  # of the engine, if drafting adapts
     num_accepted_drafts: int = 0
     num_proposed_drafts: int = 0
     num_verifies: int = 0
-    histogram: list[int] = field(default_factory=list)
-    # proposed drafts, and the accepted ones of each verify, that nobody has asked for
+    # proposed drafts and accepted drafts of each verify since the last take_new
     _new_proposed: int = 0
     _new_accepted: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.histogram = [0] * (self.width + 1)
 
     def add(
         self, tier: DraftShape, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
     ) -> None:
-        """Count one round of which ``num_kept`` tokens stay; plain if it had nothing to propose."""
+        """Count one round with ``num_kept`` kept tokens; it is plain if it proposed no drafts."""
         tier = tier if num_proposed else NO_DRAFTS
         self.num_switches += self.tier not in (None, tier)
         self.tier = tier
@@ -66,15 +62,15 @@ class SpecCounts:
         self._new_accepted.append(accepted)
 
     def take_new(self) -> tuple[int, list[int]]:
-        """Proposed drafts, and accepted ones of each verify, since this was asked for last."""
+        """Return proposed drafts and accepted drafts of each verify since the last call."""
         new = self._new_proposed, self._new_accepted
         self._new_proposed, self._new_accepted = 0, []
         return new
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:
         verifies, proposed = self.num_verifies, self.num_proposed_drafts
-        ema, speculated = self.ema_accept_len, completion_tokens - self.num_plain_tokens
-        return {
+        speculated = completion_tokens - self.num_plain_tokens
+        meta = {
             "spec_verify_ct": verifies,
             "spec_accept_length": speculated / verifies if verifies else 0.0,
             "spec_accept_rate": self.num_accepted_drafts / proposed if proposed else 0.0,
@@ -85,26 +81,24 @@ class SpecCounts:
             "spec_num_steps": None if self.tier is None else self.tier.steps,
             "spec_num_switches": self.num_switches,
             "spec_rounds_by_steps": {str(k): n for k, n in sorted(self.rounds_by_steps.items())},
-        } | {
-            name: value
-            for name, value in (
-                ("spec_ema_accept_len", ema),
-                ("spec_simulate_accept_length", self.simulated),
-            )
-            if value is not None
         }
+        if self.ema_accept_len is not None:
+            meta["spec_ema_accept_len"] = self.ema_accept_len
+        if self.simulated is not None:
+            meta["spec_simulate_accept_length"] = self.simulated
+        return meta
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """One input of :meth:`Engine.generate` with its options, under the same names.
 
-    It travels whole: an option of requests is declared and checked here, and read where it acts.
-    ValueError names a value that cannot be served.
+    The object is passed on as a whole: options are declared and checked here and read where they
+    act. Raises ValueError for an invalid value.
     """
 
     rid: str
-    input_ids: list[int]  # checked by the engine, which knows vocabulary and context
+    input_ids: list[int]  # the engine checks them against vocabulary and context length
     sampling_params: SamplingParams
     return_logprob: bool = False
     top_logprobs_num: int = 0
@@ -125,30 +119,30 @@ class GenerateRequest:
             check_number("timeout", self.timeout, above=0)
 
 
-# of the first prompt token that is reported the value is ``None``
+# (log-probability, token id, None); the first is None for the first reported prompt token
 TokenLogprob = tuple[float | None, int, None]
 
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """A request from the caller to its end."""
+    """A request from its submission to its end."""
 
     arguments: GenerateRequest
     _: KW_ONLY
-    seed: int  # keys its noise
-    max_new_tokens: int  # completion tokens at most, context limit included
-    end_token_ids: frozenset[int]  # none of the model's own with ``ignore_eos``
+    seed: int  # of the noise
+    max_new_tokens: int  # maximum number of completion tokens, limited by the context too
+    end_token_ids: frozenset[int]  # without those of the model if ``ignore_eos``
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
-    spec_width: InitVar[int]  # accepted drafts of a round, at most; 0 for plain decoding
-    spec_simulated: InitVar[float | None] = None  # accepted tokens a round, right or wrong
-    clock: Callable[[], float] = time.perf_counter  # the scheduler's
+    spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
+    spec_simulated: InitVar[float | None] = None  # tokens per round accepted right or wrong
+    clock: Callable[[], float] = time.perf_counter  # of the scheduler
 
     output_ids: list[int] = field(default_factory=list, init=False)
     output_is_draft: list[bool] = field(default_factory=list, init=False)
     output_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     output_hidden_states: list[np.ndarray] = field(default_factory=list, init=False)  # f32 [n, D]
-    # of prompt tokens after ``logprob_start_len``, as far as they are known
+    # of prompt tokens after ``logprob_start_len``, as far as they are computed
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     finish_reason: dict[str, Any] | None = field(default=None, init=False)
@@ -162,35 +156,19 @@ class Request:
     def __post_init__(
         self, decoder: IncrementalDecoder | None, spec_width: int, spec_simulated: float | None
     ) -> None:
+        arguments = self.arguments
+        self.rid, self.input_ids = arguments.rid, arguments.input_ids
+        self.params = arguments.sampling_params
+        # number of most likely tokens to report per token, and the first prompt token whose
+        # log-probability is reported; ``None``: report none
+        self.top_logprobs = arguments.top_logprobs_num if arguments.return_logprob else None
+        start = arguments.logprob_start_len
+        self.logprob_start_len = None if start < 0 else start
         is_speculative = spec_width > 0 and self.params.speculative
-        self.spec = SpecCounts(spec_width, spec_simulated) if is_speculative else None
+        self.spec = SpecCounts([0] * (spec_width + 1), spec_simulated) if is_speculative else None
         keeps_stop = self.params.no_stop_trim
         self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()
-
-    @property
-    def rid(self) -> str:
-        """Its id, unique in the engine."""
-        return self.arguments.rid
-
-    @property
-    def input_ids(self) -> list[int]:
-        return self.arguments.input_ids
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.arguments.sampling_params
-
-    @property
-    def top_logprobs(self) -> int | None:
-        """Best tokens to report with each token's log-probability; ``None``: report none."""
-        return self.arguments.top_logprobs_num if self.arguments.return_logprob else None
-
-    @property
-    def logprob_start_len(self) -> int | None:
-        """First prompt token whose log-probability is reported; ``None``: report none."""
-        start = self.arguments.logprob_start_len
-        return None if start < 0 else start
 
     @property
     def is_finished(self) -> bool:
@@ -198,12 +176,12 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Maximum tokens in the KV pool: the last one is never read back."""
+        """Maximum number of tokens in the KV pool; the last token is never stored."""
         return len(self.input_ids) + max(1, self.max_new_tokens) - 1
 
     @property
     def max_reported(self) -> int:
-        """Maximum number of reported log-probabilities, those of the best tokens included."""
+        """Maximum number of reported log-probabilities, including the most likely tokens."""
         if self.top_logprobs is None:
             return 0
         start = self.logprob_start_len
@@ -220,7 +198,7 @@ class Request:
 
     @property
     def latency(self) -> float:
-        """Seconds from when it was handed in to its end, or to now."""
+        """Seconds from submission to the end, or until now."""
         return (self.clock() if self.ended_time is None else self.ended_time) - self.created_time
 
     @property
@@ -228,33 +206,33 @@ class Request:
         return self._text.text
 
     def arrive(self) -> None:
-        """Count times from now on: the request is handed in, which may be later than made."""
+        """Measure times from now on: the request is submitted, maybe long after it was made."""
         self.created_time = self.clock()
 
     @property
     def num_cacheable(self) -> int:
-        """Maximum tokens whose KV may come out of the prefix cache."""
+        """Maximum number of tokens whose KV may come from the prefix cache."""
         missing = self.missing_logprobs
         return len(self.known_ids) if missing is None else missing
 
     @property
     def missing_logprobs(self) -> int | None:
-        """First prompt token that has to be computed for a missing prompt log-probability."""
+        """First prompt token to compute for a missing log-probability; ``None`` if none misses."""
         if self.logprob_start_len is None:
             return None
         first = self.logprob_start_len + len(self.input_token_logprobs)
         return first if first < len(self.input_ids) - 1 else None
 
     def forget_prompt_logprobs(self) -> None:
-        """Compute them again if there is no token yet: they may be of other weights."""
+        """Drop prompt log-probabilities if no token exists yet: weights may have changed."""
         if not self.output_ids:
             self.input_token_logprobs, self.input_top_logprobs = [], []
 
     def take_prompt_logprobs(self, start: int, logprobs: Logprobs) -> None:
-        """Take log-probabilities ``[tokens]`` of the tokens that follow those from ``start`` on."""
+        """Store log-probabilities ``[tokens]`` of the prompt tokens from ``start + 1`` on."""
         assert self.logprob_start_len is not None
         assert self.top_logprobs is not None
-        # what is known stays; nothing is known beyond the prompt
+        # skip those that are stored already and those after the prompt
         first = self.logprob_start_len + len(self.input_token_logprobs)
         ids = self.input_ids[first + 1 : start + 1 + len(logprobs.chosen)]
         known = slice(first - start, first - start + len(ids))
@@ -266,9 +244,9 @@ class Request:
     def append_first(
         self, token: int, logprobs: Logprobs | None = None, states: np.ndarray | None = None
     ) -> None:
-        """Take the token that prefill sampled, with log probabilities and hidden states ``[1]``.
+        """Append the token sampled by prefill, with log-probabilities and hidden states ``[1]``.
 
-        A request of no new tokens ends without it: its prompt is only scored.
+        A request with ``max_new_tokens=0`` ends without it: its prompt is only scored.
         """
         if not self.max_new_tokens:
             self.finish({"type": "length", "length": 0})
@@ -285,10 +263,10 @@ class Request:
         logprobs: Logprobs | None = None,
         states: np.ndarray | None = None,
     ) -> int:
-        """Take accepted drafts and the bonus token up to where the request ends.
+        """Append accepted drafts and the bonus token until the request ends.
 
-        ``logprobs`` ``[A]`` and hidden ``states`` f32 ``[A, D]`` are those of the tokens. Returns
-        how many tokens stay.
+        ``logprobs`` ``[A]`` and hidden ``states`` f32 ``[A, D]`` belong to the tokens. Returns the
+        number of tokens kept.
         """
         kept = self._append(tokens, num_accepted)
         if self.spec is not None:
@@ -297,17 +275,17 @@ class Request:
         return kept
 
     def finish(self, reason: dict[str, Any]) -> None:
-        """End the request, unless it has ended."""
+        """End the request unless it has ended."""
         if not self.is_finished:
             self.finish_reason = reason
             self.ended_time = self.clock()
 
     def fail(self) -> None:
-        """Keep the text as it is: decoding raised, and would raise again."""
+        """Stop decoding text after an error in it; the text so far stays."""
         self._text.stop()
 
     def _append(self, tokens: Sequence[int], num_drafts: int) -> int:
-        """Take tokens, drafts first, up to where the request ends; returns how many stay."""
+        """Append tokens, drafts first, until the request ends; returns the number kept."""
         left, ends = self.num_left, self.end_token_ids
         tokens = tokens[:left]
         end = None  # index of the first end token
@@ -345,10 +323,10 @@ class Request:
             self.output_top_logprobs += map(_triples, values, ids)
 
     def result(self) -> dict[str, Any]:
-        """What the caller gets: text, completion ids and ``meta_info``, cumulative.
+        """Cumulative result for the caller: text, completion ids and ``meta_info``.
 
         ``cached_tokens`` counts prompt tokens whose KV was in the prefix cache. Times are in
-        seconds from when the request was handed in; ``None`` for what has not happened.
+        seconds since the submission, or ``None`` if the event has not happened.
         """
         meta: dict[str, Any] = {
             "id": self.rid,
@@ -377,7 +355,7 @@ class Request:
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:
-        """Text that no later token can take back: the start of a stop string is held."""
+        """Text that later tokens cannot change; a possible start of a stop string is held back."""
         return self.text if self.is_finished else self._text.streamed()
 
     def _since_created(self, moment: float | None) -> float | None:
@@ -386,16 +364,16 @@ class Request:
 
 @dataclass(eq=False, kw_only=True)
 class RunningRequest(PageHolding):
-    """A request from its admission to its end or its retraction.
+    """A request from its admission to its end or preemption.
 
-    Once the first token is read, ``kv_len`` is one less than the known tokens, since the newest
-    token is in no pool yet.
+    After the first token is read, ``kv_len`` is one less than the number of known tokens: the last
+    token is not in the pool yet.
     """
 
     request: Request
-    awaits_first: bool = False  # the token that prefill sampled is not read
-    is_remote: bool = False  # its prompt is computed elsewhere, and not all of it has come
-    is_released: bool = False  # slot and pages are given back; what is in flight is ignored
+    awaits_first: bool = False  # the token sampled by prefill is not read yet
+    is_remote: bool = False  # the prompt is computed elsewhere and not complete here
+    is_released: bool = False  # slot and pages are freed; results in flight are ignored
 
     @property
     def is_prefilled(self) -> bool:
@@ -403,17 +381,17 @@ class RunningRequest(PageHolding):
         return self.kv_len >= len(self.prefill_ids) and not self.is_remote
 
     def can_advance(self) -> bool:
-        """Whether a further round may be of use.
+        """Whether another round may be needed.
 
-        Each unread round brings one token at least, so with as many of them as tokens are left, the
-        request is known to end with what is unread.
+        Each unread round gives at least one token. With as many unread rounds as tokens left, the
+        request ends with the unread results.
         """
         unread = self.unread_rounds + self.awaits_first
         return self.is_prefilled and self.request.num_left > unread
 
 
 class PromptPiece(NamedTuple):
-    """Tokens of a text that are computed in one call."""
+    """Tokens of a text to compute in one call."""
 
     row: RunningRequest
     start: int
@@ -425,12 +403,12 @@ class PromptPiece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether a token is sampled after it."""
+        """Whether the piece ends the text, so that a token is sampled after it."""
         return self.end == len(self.row.prefill_ids)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether it computes some that are missing, maybe after those of unread pieces."""
+        """Whether some log-probabilities that it computes are missing or still unread."""
         missing = self.row.request.missing_logprobs
         return missing is not None and missing < self.end
 
@@ -445,7 +423,7 @@ def _triples(values: list[float], ids: Sequence[int]) -> list[TokenLogprob]:
 
 
 class Deadlines:
-    """Requests with a timeout, the first to expire first."""
+    """Requests with a timeout, ordered by deadline."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[float, int, Request]] = []
@@ -453,25 +431,25 @@ class Deadlines:
         self._limit = 0
 
     def watch(self, request: Request) -> None:
-        """Expect the request to end within its timeout, if it has one."""
+        """Watch the timeout of a request, if it has one."""
         timeout = request.arguments.timeout
         if timeout is None:
             return
         deadline = request.created_time + timeout
         heapq.heappush(self._queue, (deadline, next(self._serial), request))
         if len(self._queue) > self._limit:
-            # ended requests are not kept until their deadline: at twice the number of the others
+            # drop ended requests whenever the queue doubles, instead of at their deadlines
             self._queue = [one for one in self._queue if not one[2].is_finished]
             heapq.heapify(self._queue)
             self._limit = 2 * len(self._queue) + 16
 
     @property
     def next(self) -> float | None:
-        """When the next one is, in seconds of the requests' clock; ``None`` without any."""
+        """The next deadline in seconds of the requests' clock; ``None`` if there is none."""
         return self._queue[0][0] if self._queue else None
 
     def expired(self, now: float) -> list[Request]:
-        """Requests that should have ended and have not; each is named once."""
+        """Remove and return the unfinished requests whose deadline has passed."""
         late = []
         while self._queue and self._queue[0][0] <= now:
             late.append(heapq.heappop(self._queue)[2])

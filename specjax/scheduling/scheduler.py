@@ -1,8 +1,8 @@
 """First come, first served: admission, prefill, rounds and preemption (retraction).
 
-Running requests are those that came first, in the order of their arrival, and a preempted request
-goes back to the head of the queue. So the oldest request is never preempted while another runs, and
-always advances.
+Running requests are the oldest ones, in the order of their arrival. A preempted request returns to
+the head of the queue. So the oldest request is never preempted while another one runs, and always
+advances.
 """
 
 import logging
@@ -15,7 +15,6 @@ from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
 from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
@@ -27,66 +26,64 @@ logger = logging.getLogger(__name__)
 
 # Retry a blocked admission after this many steps; the page reserve may have shrunk by then.
 RETRY_STEPS = 32
-MAX_SLEEP = 3600.0  # seconds; a queue cannot wait for an arbitrary number
-# prompt tokens that rounds wait for: those of 64 prompts of 1,024, 1.5 s of the Llama-3.1-8B shape
+MAX_SLEEP = 3600.0  # seconds; a queue's timeout has a limit
+# maximum prompt tokens that rounds wait for: 64 prompts of 1,024, 1.5 s (Llama-3.1-8B shape)
 MAX_STALL = 65_536
 
 
 def min_burst(num_slots: int) -> int:
-    """Minimum number of startable requests that counts as a burst: an eighth of the slots.
+    """Minimum number of startable requests that counts as a burst: one eighth of the slots.
 
-    With a quarter 128 requests of 1,024 and 256 tokens get 3 to 5 % less at 64 slots, and with a
-    sixteenth the others wait often (in virtual time, with rounds of the Llama-3.1-8B shape).
+    With a quarter, 128 requests of 1,024 and 256 tokens lose 3 to 5 % throughput at 64 slots; with
+    a sixteenth, decoding pauses often (simulated, with round times of the Llama-3.1-8B shape).
     """
     return max(2, -(-num_slots // 8))
 
 
 class QueueFullError(RuntimeError):
-    """A request came while ``max_waiting_requests`` wait."""
+    """More requests would wait than ``max_waiting_requests``."""
 
 
 class Scheduler:
     """Runs requests on a :class:`ModelRunner`; one thread uses it.
 
-    A step admits requests, dispatches chunks of their prompts, then one round of all rows that
-    decode, and reads results that are due. If requests decode, chunks have a smaller budget of
-    tokens, which bounds how long prompts delay them. In a burst rounds wait instead. Prompts are
-    packed in the order of their arrival; where one ends, the next one already finds its pages in
+    A step admits requests, dispatches chunks of their prompts and one round of all decoding rows,
+    and reads results that are due. While requests decode, chunks have a smaller token budget, which
+    bounds how long prompts delay them. In a burst, rounds wait instead. Prompts are packed in the
+    order of arrival. After the last chunk of one prompt, the next prompt already finds its pages in
     the prefix cache.
 
-    Results are read late. The device itself stops rows at their limit and at end tokens. Only the
-    host knows stop strings, aborts and timeouts; what rounds in flight bring such a request is
-    ignored. The device executes in dispatch order, so a slot or page that is given back while a
-    round is in flight can be handed out at once: its new owner is dispatched after that round.
+    Results are read late. The device stops rows at their limit and at end tokens. Only the host
+    handles stop strings, aborts and timeouts; later results of such a request are ignored. The
+    device executes in dispatch order, so a slot or page that is freed while a round is in flight
+    can be reused at once: its new owner is dispatched after that round.
 
     Args:
         run_ahead: dispatches left unread at the end of a step; outputs do not depend on it.
-        prefix_cache: keeps the pages of prompts and outputs for requests that start alike.
-        max_waiting_requests: how many may wait, in addition to those that a slot is free for.
-        clock: seconds, for timeouts and metrics; that of the requests.
-        controller: chooses the tier of each round, by what earlier ones accepted.
-        prompt_source: asked for the prompt of each newly admitted request; by default all are
+        caches_prefixes: cache the pages of prompts and outputs for requests with an equal start.
+        max_waiting_requests: maximum number of waiting requests that have no free slot.
+        clock: the clock of the requests in seconds, for timeouts and metrics.
+        controller: chooses the tier of each round from the acceptance of earlier rounds.
+        prompt_source: gets the prompt of each newly admitted request; by default all prompts are
             computed here.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        allocator: PageAllocator,
         *,
         run_ahead: int,
-        prefix_cache: PrefixCache | None = None,
+        caches_prefixes: bool = False,
         max_waiting_requests: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         metrics: Totals | None = None,
         controller: AdaptiveController | None = None,
         prompt_source: PromptSource | None = None,
     ) -> None:
-        self._runner = runner
-        self._allocator = allocator
-        self._budget = PageBudget(
-            allocator, prefix_cache, runner.config.kv_writes, runner.set_pages
-        )
+        self._runner, config = runner, runner.config
+        self._allocator = PageAllocator(config.num_pages, config.page_size)
+        lookahead = config.algorithm.lookahead if caches_prefixes else None
+        self._budget = PageBudget(self._allocator, config.kv_writes, runner.set_pages, lookahead)
         self._run_ahead = run_ahead
         self._max_waiting = max_waiting_requests
         self._clock = clock
@@ -95,16 +92,16 @@ class Scheduler:
         self.prompt_source = PromptSource() if prompt_source is None else prompt_source
         self._waiting: deque[Request] = deque()
         self._running: list[RunningRequest] = []
-        self._free_slots = list(range(runner.config.num_slots - 1, 0, -1))
+        self._free_slots = list(range(config.num_slots - 1, 0, -1))
         self._in_flight = InFlight(self._metrics, controller, clock)
         self._deadlines = Deadlines()
-        # steps that the next request still waits for pages, or until a running one gives some back
+        # steps until a blocked admission is retried; 0 as soon as a running request frees pages
         self._blocked_steps = 0
-        self._stalled_tokens = 0  # of prompts, that rounds waited for in this burst
+        self._stalled_tokens = 0  # prompt tokens that rounds waited for in this burst
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is of use now. Requests whose prompts are computed elsewhere need none."""
+        """Whether a step has work to do; it has none for prompts that are computed elsewhere."""
         if any(not row.is_remote for row in self._running):
             return True
         if self._waiting and self._free_slots and not self._blocked_steps:
@@ -113,7 +110,7 @@ class Scheduler:
 
     @property
     def idle_seconds(self) -> float | None:
-        """Seconds until a step is of use, if there is no work and no command comes."""
+        """Seconds until the next deadline, for sleeping without work; ``None`` if there is none."""
         if not self._running:
             return None
         deadlines = self._deadlines.next, self.prompt_source.deadline
@@ -122,13 +119,13 @@ class Scheduler:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and completion tokens of one request that fit into the KV pool."""
+        """Maximum prompt and completion tokens of one request that the KV pool holds."""
         tail = self._runner.config.kv_writes.tail
-        # the last token is never read back
+        # the last token is never stored
         return (self._allocator.num_pages - 1) * self._runner.config.page_size - tail + 1
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be served; any thread may call this."""
+        """Raise ValueError for a request that can never be served; any thread may call this."""
         self._runner.check(request.params, request.end_token_ids, request.top_logprobs)
         allocator, config = self._allocator, self._runner.config
         needed = allocator.pages_for(request.max_kv_tokens + config.kv_writes.tail)
@@ -138,21 +135,21 @@ class Scheduler:
         ):
             if needed > limit:
                 raise ParameterError(
-                    f"a request of {len(request.input_ids)} prompt tokens and max_new_tokens="
+                    f"a request with {len(request.input_ids)} prompt tokens and max_new_tokens="
                     f"{request.max_new_tokens} needs {needed * config.page_size} KV tokens, but "
                     f"{holder} {limit * config.page_size}; shorten it or raise {knobs}",
                     limit=limit * config.page_size,
                 )
 
     def check_queue(self, num_new: int) -> None:
-        """Refuse more requests than may wait; any thread may call this."""
+        """Raise QueueFullError if too many requests would wait; any thread may call this."""
         limit, count = self._max_waiting, len(self._waiting)
-        # those that the next step can give a slot do not count as waiting
+        # requests that get a slot in the next step do not count as waiting
         if limit is not None and count + num_new > limit + len(self._free_slots):
             raise QueueFullError(
-                f"{count} requests wait already for {len(self._free_slots)} free slots, "
-                f"{num_new} more came and max_waiting_requests={limit}; send fewer at once "
-                "or raise it"
+                f"max_waiting_requests={limit} exceeded: {count} requests wait for "
+                f"{len(self._free_slots)} free slots and {num_new} more were sent; send fewer at "
+                "once or raise max_waiting_requests"
             )
 
     def add(self, *requests: Request) -> None:
@@ -163,7 +160,7 @@ class Scheduler:
             self._deadlines.watch(request)
 
     def abort(self, request: Request, message: str | None = None) -> None:
-        """End a request wherever it is; the text so far stays."""
+        """End a waiting or running request; its text so far stays."""
         if request.is_finished:
             return
         self._finish(request, message)
@@ -176,14 +173,14 @@ class Scheduler:
         self._report_queue()
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request for an exception that concerns it alone; the others go on."""
+        """End a request after an exception that affects only this request."""
         logger.error("request %r failed", request.rid, exc_info=error)
         request.fail()
         self.abort(request, f"the request failed: {error!r}")
 
     def debug_state(self) -> dict[str, int]:
-        """Requests and pages, by whom they are held."""
-        free, cached = self._allocator.num_free, self._budget.num_cached_pages
+        """Number of requests and pages by state."""
+        free, cached = self._allocator.num_free, self._budget.cache.num_pages
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
@@ -193,10 +190,10 @@ class Scheduler:
         }
 
     def step(self) -> None:
-        """Admit what fits, dispatch prefill chunks and a round, and read results that are due."""
+        """Admit requests, dispatch prefill chunks and a round, and read results that are due."""
         self._receive_prompts()
         for request in self._deadlines.expired(self._clock()):
-            self.abort(request, f"the timeout of {request.arguments.timeout} s has passed")
+            self.abort(request, f"the request timed out after {request.arguments.timeout} s")
         has_unread = bool(self._in_flight)
         self._blocked_steps = max(0, self._blocked_steps - 1)
         num_starting = self._num_starting()
@@ -205,7 +202,7 @@ class Scheduler:
         rows = [] if has_dispatched and prefills_first else self._rows_with_pages()
         if rows:
             self._dispatch_round(rows)
-        # with nothing new to compute the device would idle while the host waits to read
+        # if nothing was dispatched, read everything: the device would idle meanwhile
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         here = [row for row in self._running if not row.is_remote]
         if here and not (has_dispatched or rows or has_unread):
@@ -213,14 +210,14 @@ class Scheduler:
         self._report_queue()
 
     def flush_cache(self) -> None:
-        """Forget all KV, cached prefixes too; running requests compute theirs again."""
+        """Drop all KV and cached prefixes; running requests compute their KV again."""
         self._read_until(0)
         while self._running:
             self._preempt(self._running[-1], is_cached=False)
-        self._budget.flush()
+        self._budget.cache.flush()
 
     def fail_all(self, message: str) -> None:
-        """End every request after a step raised; no result is read, and no KV is kept."""
+        """End all requests after a failed step, without reading results or keeping KV."""
         self._in_flight.clear()
         for request in (*(row.request for row in self._running), *self._waiting):
             if not request.is_finished:
@@ -228,13 +225,13 @@ class Scheduler:
         self._waiting.clear()
         while self._running:
             self._release(self._running[-1], is_cached=False)
-        self._budget.flush()
+        self._budget.cache.flush()
         self._report_queue()
 
     # prompts
 
     def _receive_prompts(self) -> None:
-        """Go on with prompts that were computed elsewhere, and compute here what was given up."""
+        """Continue prompts that were computed elsewhere; requeue those that were given up."""
         is_idle = all(row.is_remote for row in self._running)
         lost: set[RunningRequest] = set()
         for row, first in self.prompt_source.receive(is_idle=is_idle):
@@ -243,44 +240,43 @@ class Scheduler:
             else:
                 self._take_first(row, first)
         if lost:
-            # the oldest comes last, to the head of the queue; aborted ones do not run any more
+            # the oldest goes last, to the head of the queue; aborted rows are not running
             for row in [row for row in reversed(self._running) if row in lost]:
                 self._requeue(row, is_cached=False)
 
     def _take_first(self, row: RunningRequest, first: FirstToken) -> None:
-        """Go on as if the last chunk of the prompt had been computed and read here."""
+        """Continue as if the last chunk of the prompt had been computed and read here."""
         request = row.request
         row.is_remote = False
         self._budget.share(row, is_dispatched=True)
         if first.cached_tokens > request.cached_tokens:
             self._metrics.cached_tokens += first.cached_tokens - request.cached_tokens
             request.cached_tokens = first.cached_tokens
-        beside = first.logprobs, first.hidden_states
+        reports = first.logprobs, first.hidden_states
         try:
-            self._in_flight.take_first(row, first.token, beside, self._clock())
+            self._in_flight.take_first(row, first.token, reports, self._clock())
         except Exception as error:
             self.fail(request, error)
-        else:
-            if request.is_finished:
-                self._end(row)
+        if request.is_finished and not row.is_released:
+            self._end(row)
 
     @property
     def _is_prefilling(self) -> bool:
-        """Whether the prompt of the last running request, the only unfinished one, is not done."""
+        """Whether the last running request is prefilling; all others have finished their prompt."""
         newest = self._running[-1] if self._running else None
         return newest is not None and not (newest.is_prefilled or newest.is_remote)
 
     def _num_starting(self) -> int:
-        """Requests whose prompts could be computed now, if there are pages for them."""
+        """Number of requests whose prompts could be computed now if there are pages."""
         if self._blocked_steps:
             return int(self._is_prefilling)
         return self._is_prefilling + min(len(self._waiting), len(self._free_slots))
 
     def _prefills_first(self, num_starting: int) -> bool:
-        """Whether rounds wait until the requests that could start have started.
+        """Whether rounds wait until all requests that could start have started.
 
-        A round of few rows takes nearly as long as one of many. So it waits in a burst, for
-        ``MAX_STALL`` tokens at most.
+        A round of few rows takes nearly as long as one of many. So rounds wait in a burst, for at
+        most ``MAX_STALL`` prompt tokens.
         """
         is_idle = len(self._running) == self._is_prefilling
         is_burst = num_starting >= min_burst(self._runner.config.num_slots - 1)
@@ -289,11 +285,11 @@ class Scheduler:
         return is_idle or (is_burst and self._stalled_tokens < MAX_STALL)
 
     def _prefill(self, is_first: bool) -> bool:
-        """Dispatch chunks of prompts up to a budget of tokens; returns whether there were any."""
+        """Dispatch prompt chunks up to the token budget; returns whether there were any."""
         config = self._runner.config
         buckets = config.prefill_buckets
         if not self._in_flight:
-            # the device is idle: it gets the first tokens while others are admitted
+            # the device is idle: start with a smaller dispatch, then admit others meanwhile
             buckets = buckets[:-1] or buckets
         budget = buckets[-1] if is_first else min(buckets[-1], config.mixed_prefill_tokens)
         capacity = self._budget.capacity(self._running)
@@ -303,7 +299,7 @@ class Scheduler:
             end = min(row.kv_len + budget, len(row.prefill_ids))
             missing = row.request.missing_logprobs
             if missing is not None and row.kv_len < missing < end:
-                end = missing  # what comes before needs no logits
+                end = missing  # earlier tokens need no logits
             pieces.append(PromptPiece(row, row.kv_len, end))
             budget -= end - row.kv_len
             self._metrics.prefilled_tokens += end - row.kv_len
@@ -322,7 +318,7 @@ class Scheduler:
         return bool(rows)
 
     def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
-        """Dispatch the first pieces, at least one, in one call; returns the others."""
+        """Dispatch one or more of the first pieces in one call; returns the rest."""
         config = self._runner.config
         with_logprobs = pieces[0].wants_logprobs
         alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
@@ -343,7 +339,7 @@ class Scheduler:
         return list(rest)
 
     def _row_to_prefill(self, capacity: Capacity) -> RunningRequest | None:
-        """The running request whose prefill is not done, or the next one that can be admitted."""
+        """The running request that is prefilling, or else a newly admitted one."""
         if self._is_prefilling:
             return self._running[-1]
         while (row := self._admit(capacity)) is not None:
@@ -353,7 +349,7 @@ class Scheduler:
         return row
 
     def _admit(self, capacity: Capacity) -> RunningRequest | None:
-        """Give the next waiting request a slot and pages, if there are any."""
+        """Give the next waiting request a slot and pages, if both are free."""
         if not self._waiting or not self._free_slots or self._blocked_steps:
             return None
         request = self._waiting[0]
@@ -367,7 +363,7 @@ class Scheduler:
         if not self._budget.admit(row, self._running, capacity):
             self._blocked_steps = RETRY_STEPS
             return None
-        # from here on the request is among the running ones, whatever the runner raises
+        # from here on the request counts as running, even if the runner raises
         self._running.append(row)
         self._waiting.popleft()
         self._free_slots.pop()
@@ -395,20 +391,20 @@ class Scheduler:
         return row
 
     def _rows_with_pages(self) -> list[RunningRequest]:
-        """Rows for the next round, with pages for it; preempts the last row if they run out."""
+        """Give pages to the rows of the next round; preempts the last row if pages run out."""
         rows = [row for row in self._running if row.can_advance()]
         while rows and not self._budget.grow(rows, self._running):
             if self._in_flight:
-                # Exact counts may free pages, and a preempted request then has nothing in flight:
-                # its text is complete, neither lost nor doubled.
+                # Exact lengths may free pages. A preempted request must have nothing in flight, so
+                # that none of its tokens is lost or repeated.
                 self._read_until(0)
             elif len(self._running) > 1:
                 self._preempt(self._running[-1])
                 self._budget.raise_reserve()
             else:
                 raise RuntimeError(
-                    f"request {rows[0].request.rid!r} cannot grow though nothing else runs; "
-                    "pages were lost"
+                    f"request {rows[0].request.rid!r} cannot grow although it runs alone; pages "
+                    "were lost"
                 )
             rows = [row for row in self._running if row.can_advance()]
         return rows
@@ -424,7 +420,7 @@ class Scheduler:
         self._in_flight.add(rows, result, batch_size=batch_size)
 
     def _read_until(self, num_unread: int) -> None:
-        """Read results, oldest first, until ``num_unread`` are left or all requests have ended."""
+        """Read results, oldest first, until at most ``num_unread`` are left."""
         while len(self._in_flight) > num_unread:
             for row, error in self._in_flight.read():
                 if error is not None:
@@ -460,10 +456,10 @@ class Scheduler:
         self._metrics.request_finished(reason, request.latency, *lengths)
 
     def _preempt(self, row: RunningRequest, *, is_cached: bool = True) -> None:
-        """Preempt (retract) a row: its pages are freed, and it waits before all others to resume.
+        """Preempt (retract) a row: free its pages and put its request at the head of the queue.
 
-        It resumes by prefill of its prompt and its output so far. The noise of a token is keyed by
-        the request's seed and the token's position, so the output does not depend on it.
+        The request resumes with a prefill of its prompt and output so far. Noise depends only on
+        the request's seed and the token's position, so preemption does not change the output.
         """
         row.request.num_retractions += 1
         self._metrics.num_retracted += 1
@@ -480,7 +476,7 @@ class Scheduler:
         row.is_released = True
         self._blocked_steps = 0
         self._running.remove(row)
-        # what has come of remote KV is not kept: the rest may be of other weights
+        # partial remote KV is not cached: the rest may come from other weights
         is_kept = is_cached and not row.is_remote
         self._budget.release(row, row.request.known_ids if is_kept else None)
         self._free_slots.append(row.slot)

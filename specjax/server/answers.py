@@ -1,4 +1,4 @@
-"""Answers in OpenAI's formats: whole ones and the chunks of streams, log-probabilities, usage."""
+"""Responses in OpenAI's formats: whole or as chunks of a stream, log-probabilities, usage."""
 
 import time
 from abc import ABC, abstractmethod
@@ -14,12 +14,12 @@ from specjax.scheduling.request import TokenLogprob
 from specjax.server.exchange import dump
 from specjax.text.completion import AcceptPieces, TokenTexts
 
-Result = dict[str, Any]  # of the engine, or a part of an answer
+Result = dict[str, Any]  # of the engine, or a part of a response
 Tops = Sequence[Sequence[TokenLogprob] | None]
-# JSON has no infinity; a token that a filter has removed gets this.
+# JSON has no infinity; a token that a filter has removed gets this log-probability.
 LEAST = -9999.0
 _HOLE = "\0"
-# Parts of ``meta_info`` that an OpenAI answer has elsewhere or that are as long as the text.
+# Fields of ``meta_info`` that an OpenAI response has elsewhere or that are as long as the text.
 _LONG = frozenset(
     "id finish_reason output_token_logprobs output_top_logprobs input_token_logprobs "
     "input_top_logprobs output_is_draft".split()
@@ -28,20 +28,20 @@ _LONG = frozenset(
 
 @dataclass
 class Sent:
-    """How much of a choice its client has."""
+    """Progress of a choice: the part that its client already has."""
 
     chars: int = 0
     tokens: int = 0
-    offset: int = 0  # in the text, of the next token with a log-probability
-    ids: int = 0  # number of tokens, if they are reported
+    offset: int = 0  # text offset of the next token with a log-probability
+    ids: int = 0  # number of sent token ids, if they are reported
     pieces: AcceptPieces | None = None  # if drafts are reported
-    template: tuple[str, str] | None = None  # a chunk before and after its text
-    last: Result | None = None  # meta_info of a choice that has ended
+    template: tuple[str, str] | None = None  # the parts of a chunk before and after its text
+    last: Result | None = None  # meta_info of a finished choice
 
 
 @dataclass(eq=False, kw_only=True)
 class Answer(ABC):
-    """One request's answer. Chunks carry what is new; most of them are a template with a text."""
+    """Response to one request. Chunks carry new text only; most are a template with the text."""
 
     id: str
     model: str
@@ -54,7 +54,7 @@ class Answer(ABC):
     return_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
-    # whether prompt token ids are in the answer itself or in each choice, as vLLM has it
+    # whether prompt token ids are at the top level or in each choice, as in vLLM
     has_one_prompt: ClassVar[bool] = False
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -68,22 +68,21 @@ class Answer(ABC):
 
     @abstractmethod
     def message(self, index: int, text: str) -> Result:
-        """The fields of a choice that carry its whole text."""
+        """Fields of a choice with its whole text."""
 
     @abstractmethod
     def opening(self, index: int) -> Result | None:
-        """The fields of a choice's first chunk, if there is one before its text."""
+        """Fields of a choice's first chunk before its text; ``None`` if there is no such chunk."""
 
     @abstractmethod
     def part(self, text: str) -> Result:
-        """The fields of a choice that carry a piece of text."""
+        """Fields of a choice with a piece of its text."""
 
     @abstractmethod
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
-        """``logprobs`` of tokens that come next."""
+        """``logprobs`` of the next tokens."""
 
     def whole(self, results: Sequence[Result]) -> bytes:
-        """The whole answer."""
         choices = []
         for i, result in enumerate(results):
             meta, more = result["meta_info"], self._prompt_ids(i)
@@ -100,7 +99,7 @@ class Answer(ABC):
         return dump(head | {"choices": choices} | self._usage(metas)).encode()
 
     def chunk(self, result: Result) -> bytes:
-        """The events of a cumulative result; none if it has nothing new to send."""
+        """Return the events for a cumulative result; empty if it has no new text."""
         index = result.get("index", 0)
         sent, events = self._sent.get(index), ""
         if sent is None:
@@ -119,7 +118,7 @@ class Answer(ABC):
         text = result["text"]
         new = text[sent.chars :]
         sent.chars = len(text)
-        meta = result.get("meta_info")  # brief results have only the text
+        meta = result.get("meta_info")  # text-only results have no meta_info
         if meta is None:
             if new:
                 before, after = sent.template or self._template(index, sent)
@@ -201,7 +200,7 @@ def _end(meta: Result) -> Result:
 
 
 def usage(metas: Sequence[Result], num_samples: int) -> Result:
-    """Tokens of a request; samples of one prompt follow each other, and count it once."""
+    """Count tokens of a request. Samples of a prompt are adjacent; their prompt counts once."""
     firsts = metas[::num_samples]
     prompt = sum(meta["prompt_tokens"] for meta in firsts)
     completion = sum(meta["completion_tokens"] for meta in metas)
@@ -214,7 +213,7 @@ def usage(metas: Sequence[Result], num_samples: int) -> Result:
 
 
 def speculative_metrics(metas: Sequence[Result]) -> Result | None:
-    """Acceptance over all choices, under vLLM's names; ``None`` if none speculated."""
+    """Acceptance metrics over all choices with vLLM's names; ``None`` without speculation."""
     metas = [meta for meta in metas if "spec_verify_ct" in meta]
     if not metas:
         return None
@@ -243,10 +242,10 @@ def finite(value: float) -> float:
 def completion_logprobs(
     texts: TokenTexts, chosen: Sequence[TokenLogprob], tops: Tops, offset: int
 ) -> tuple[Result, int]:
-    """The lists over all tokens that ``logprobs`` of a completion has, and the next offset.
+    """Return the lists of a completion's ``logprobs``, and the next offset.
 
-    ``chosen`` and ``tops`` are as in ``meta_info``; a first prompt token has no value. ``offset``
-    is where the first token begins in the text, in characters.
+    ``chosen`` and ``tops`` are as in ``meta_info``; the first prompt token has no value. ``offset``
+    is the start of the first token in the text, in characters.
     """
     tokens: list[str] = []
     values: list[float | None] = []
@@ -257,7 +256,7 @@ def completion_logprobs(
         tokens.append(text)
         offsets.append(offset)
         if not texts.is_special(token):
-            # a character begins at a byte that continues no other
+            # count bytes that begin a character: all except UTF-8 continuation bytes
             offset += sum(byte & 0xC0 != 0x80 for byte in data)
         if value is None:
             values.append(None)
@@ -268,7 +267,7 @@ def completion_logprobs(
         for top, other, _ in (tops[i] or ()) if tops else ():
             assert top is not None
             found.setdefault(texts.of(other)[0], finite(top))
-        # of two tokens with one text the better counts
+        # if two tokens have the same text, the more likely one counts
         found[text] = max(found.get(text, LEAST), finite(value))
         best.append(found)
     lists = {
@@ -281,7 +280,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(texts: TokenTexts, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
-    """``logprobs`` of a chat's choice: an entry for each completion token."""
+    """Return ``logprobs`` of a chat choice: one entry per completion token."""
 
     def entry(value: float | None, token: int) -> Result:
         assert value is not None

@@ -1,4 +1,4 @@
-"""The application: all routes over one engine, who may use each, and what becomes of errors."""
+"""ASGI application: routes of one engine, access control and error responses."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -25,7 +25,7 @@ from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)
 
-# Answers an exchange, or returns what to answer it with: a JSON value, or one as bytes.
+# Sends the response itself and returns None, or returns a JSON value (possibly encoded as bytes).
 Handler = Callable[[Service, Exchange], Awaitable[Any]]
 
 
@@ -39,23 +39,22 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     cors_allow_origins: Sequence[str] = (),
 ) -> Router:
-    """An ASGI application that serves an engine; whoever made the engine closes it.
+    """Make an ASGI application that serves an engine; the caller closes the engine.
 
     Args:
-        engine: the engine, or a future of one that is being made: until then everything is
-            answered with 503.
-        served_model_name: what clients call the model; by default as the engine was told.
-        api_key: clients have to show it, except for ``/``, ``/health`` and ``/metrics``. Without
-            one everybody who reaches the application may use it, and callers on the same host
-            may flush the cache and replace weights.
-        admin_api_key: has to be shown for that instead.
-        max_requests: completions in hand at once, those that wait included; more are answered
-            with 429.
-        max_body_bytes: longer bodies are answered with 413.
-        cors_allow_origins: pages of these origins (``"*"``: of all) may call from a browser.
+        engine: the engine, or a future that resolves to it. Until it resolves, requests get 503.
+        served_model_name: model name for clients. Default: the name of the engine's target.
+        api_key: key that clients must send, except for ``/``, ``/health`` and ``/metrics``. Without
+            a key every caller is accepted, and callers on the same host may flush the cache and
+            replace weights.
+        admin_api_key: key that flushing the cache and replacing weights need instead.
+        max_requests: maximum number of completions in progress, including waiting ones; more get
+            429.
+        max_body_bytes: maximum size of a request body; longer bodies get 413.
+        cors_allow_origins: origins whose pages may call from a browser; ``"*"`` allows all.
 
     Raises:
-        ValueError: for limits below 1 and keys that nobody could show.
+        ValueError: if a limit is below 1, or a key has whitespace or is empty.
     """
     service = Service(
         engine,
@@ -68,9 +67,9 @@ def make_app(
 
 
 def route(service: Service) -> Router:
-    """All routes over a service.
+    """Make a bare router with all routes of a service.
 
-    A bare router: in a Starlette application each chunk of a stream passes two more layers.
+    A full Starlette application would pass each chunk of a stream through two more layers.
     """
 
     table: list[Route] = []
@@ -120,8 +119,8 @@ class Endpoint:
     handler: Handler
     methods: Collection[str]
     is_open: bool = False  # needs no API key
-    is_admin: bool = False  # for those who may change the server
-    needs_engine: bool = True  # if not, it is answered before there is one
+    is_admin: bool = False  # needs the admin key
+    needs_engine: bool = True  # if False, it is also served before the engine is ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -145,23 +144,21 @@ class Endpoint:
 
 
 def _api_error(scope: Scope, error: Exception) -> ApiError:
-    """What a client is told of an exception."""
     match error:
         case ApiError():
             return error
         case QueueFullError():
             return ApiError(429, str(error), code="queue_full")
         case EngineFault():
-            message = "the engine has failed; its log says why"
+            message = "the engine has failed; see the server log"
             return ApiError(503, message, code="engine_failed")
-        case RecursionError():  # of values that an error quotes, too
+        case RecursionError():  # also raised while an error message quotes a nested value
             return ApiError(400, "the request is nested too deeply")
     logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-    return ApiError(500, "the server failed; its log says why")
+    return ApiError(500, "internal error; see the server log")
 
 
 async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request that no route takes."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})
         return
@@ -170,5 +167,6 @@ async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _unknown_route(exchange: Exchange, status: int) -> ApiError:
-    message = f"{exchange.scope['method']} {exchange.scope['path']} is no route of this server"
+    reason = "Not found" if status == 404 else "Method not allowed"
+    message = f"{reason}: {exchange.scope['method']} {exchange.scope['path']}"
     return ApiError(status, message, code="unknown_route")

@@ -1,6 +1,5 @@
-"""``POST /v1/chat/completions``: the next message of a conversation as OpenAI writes it."""
+"""``POST /v1/chat/completions``: the next message of a conversation in OpenAI's format."""
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import msgspec
 
 from specjax.checks import short
-from specjax.engine.requests import encode_conversation
+from specjax.engine.requests import encode_conversation, new_id
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob
 from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs
@@ -18,13 +17,13 @@ from specjax.server.generating import MAX_REPORTED
 from specjax.server.service import Service
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# fields of the request itself
+# set by fields of the request
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
 @client_names("messages", top_logprobs_num="top_logprobs")
 def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
-    """Check a request, put it through the chat template and tokenise it."""
+    """Check a request, render its chat template and tokenise the text."""
     model = service.check_model(body)
     messages, variables = take_conversation(body)
     wants_logprobs = body.flag("logprobs")
@@ -36,7 +35,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
     older = body.take("max_tokens", newer)
     if newer is not None and older != newer:
         message = (
-            f"max_tokens={short(older)} and max_completion_tokens={short(newer)}: give one of them"
+            f"max_tokens={short(older)} and max_completion_tokens={short(newer)} differ; set one"
         )
         raise ApiError(400, message, param="max_completion_tokens")
     body.put("max_tokens", older)
@@ -49,7 +48,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
         most = MAX_REPORTED // (params.n * (1 + num_top))
         params = replace(params, max_new_tokens=min(length, most))
     ids = encode_conversation(service.tokenizer, length, messages, **variables)
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    request_id = f"chatcmpl-{new_id()}"
     call = service.engine.make_call(
         stream=is_stream,
         sampling_params=params,
@@ -70,7 +69,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
 
 
 def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages with plain text, and the variables of the chat template."""
+    """Take messages with plain text, and the variables of the chat template."""
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
@@ -81,7 +80,7 @@ def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]
             f"chat_template_kwargs must be an object without {', '.join(_RESERVED)}",
             param="chat_template_kwargs",
         )
-    body.put("tool_choice", choice := body.take("tool_choice"))  # refused later, if it is others
+    body.put("tool_choice", choice := body.take("tool_choice"))  # other values are refused later
     if choice == "none" and "tools" in body:
         variables["tools"] = tools = body.take("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -103,7 +102,7 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     if role not in ROLES:
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", param=where)
     plain = {
-        # the newer name of the same role, which templates do not know
+        # templates do not support developer, the newer name of the same role
         "role": "system" if role == "developer" else role,
         "content": _text(where, fields.take("content")),
     }
@@ -116,12 +115,12 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     for neutral in ("refusal", "annotations", "audio", "function_call"):
         if value := fields.take(neutral):
             raise ApiError(400, f"{where}.{neutral}={short(value)} is not supported", param=where)
-    # of a template's own making, such as the reasoning of an earlier answer
+    # fields of the template, for example the reasoning of an earlier message
     return plain | {name: fields.take(name) for name in fields.left}
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls of an earlier answer; templates want arguments as objects, and clients send JSON."""
+    """Tool calls of an earlier message; clients send arguments as JSON, templates need objects."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
@@ -139,7 +138,6 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(where: str, content: Any) -> str:
-    """The text of a message, which may come in parts."""
     if isinstance(content, str):
         return content
     if content is None:

@@ -1,10 +1,10 @@
-"""``POST /v1/completions``: texts that go on where a prompt ends."""
+"""``POST /v1/completions``: continues prompts in OpenAI's format."""
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specjax.checks import is_integer, short
+from specjax.engine.requests import new_id
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob
@@ -25,7 +25,6 @@ MAX_LOGPROBS = 20
 
 @client_names("prompt", top_logprobs_num="logprobs", input_ids="prompt")
 def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
-    """Check and tokenise a request."""
     model = service.check_model(body)
     prompt = service.take_inputs(body, "prompt")
     if not prompt and prompt != "":
@@ -37,7 +36,7 @@ def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
     params = take_params(body, DEFAULT_TOKENS)
     finish_fields(body, service.ignored_fields)
     service.check_count(len(prompts) * params.n)
-    request_id = f"cmpl-{uuid.uuid4().hex}"
+    request_id = f"cmpl-{new_id()}"
     is_batch = len(prompts) > 1
     call = service.engine.make_call(
         stream=is_stream,
@@ -65,7 +64,7 @@ def read_completion(service: Service, body: Body) -> tuple[Call, Answer]:
 
 
 def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
-    """Whether to stream, and what else is shown: usage and drafts of a stream, token ids."""
+    """Take ``stream`` and the flags of optional output: usage, drafts and token ids."""
     is_stream = body.flag("stream")
     has_options = "stream_options" in body
     options = body.fields("stream_options")
@@ -81,18 +80,18 @@ def take_shown(body: Body) -> tuple[bool, dict[str, bool]]:
 
 
 def take_params(body: Body, max_tokens: int) -> SamplingParams:
-    """Sampling parameters; ``best_of`` may only repeat ``n``."""
+    """Read sampling parameters; ``best_of`` must equal ``n``."""
     params = take_sampling(body, max_tokens)
     best_of = body.take("best_of", params.n)
     if best_of != params.n or isinstance(best_of, bool):
-        message = f"best_of={short(best_of)} must be n={params.n}: samples are not ranked"
+        message = f"best_of={short(best_of)} must equal n={params.n}; samples are not ranked"
         raise ApiError(400, message, param="best_of", code="unsupported_field")
     return params
 
 
 @dataclass(eq=False, kw_only=True)
 class CompletionAnswer(Answer):
-    """Choices with ``text``; ``echoed`` are the prompts that come before it."""
+    """Choices with ``text``; ``echoed`` are the prompts to put before it."""
 
     echoed: Sequence[str] | None = None
 

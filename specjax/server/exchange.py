@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, over the bare ASGI channels."""
+"""One HTTP request and its response over raw ASGI channels."""
 
 import asyncio
 import json
@@ -16,25 +16,25 @@ Header = tuple[bytes, bytes]
 
 JSON = b"application/json"
 RETRY_SECONDS = 1
-# a body that takes longer to come is given up
+# maximum time to receive a body
 READ_SECONDS = 60.0
-# A body of more bytes counts against a budget, has to come at a rate in bytes per second after some
-# seconds, and is read while at most one other such body is.
+# Bodies above LARGE_BYTES count against a budget. They must arrive at MIN_RATE bytes per second
+# after a grace time, and at most LARGE_AT_ONCE of them are parsed at once.
 LARGE_BYTES, LARGE_AT_ONCE = 2**20, 2
 MIN_RATE, RATE_GRACE_SECONDS = 2**20, 5.0
-# of a body that is too long, read as well: so many times what it may have, and not less than this
+# of a body that is too long, bytes to read and drop: this multiple of its limit, and at least this
 DISCARDED, LEAST_DISCARDED = 4, 2**24
-PIECE_BYTES = 2**18  # of a long answer
-# a client that takes nothing of its answer for so long, or twice that, is given up
+PIECE_BYTES = 2**18  # of a long response
+# drop a client that reads nothing of its response for once to twice this time
 STALL_SECONDS = 60.0
-# nginx would collect a stream
+# x-accel-buffering: nginx would buffer a stream
 EVENT_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-ABORT = "specjax.abort"  # an extension of the scope: closes the connection at once
-MAX_REQUEST_ID = 128  # characters of what a client calls its request
+ABORT = "specjax.abort"  # ASGI scope extension that closes the connection at once
+MAX_REQUEST_ID = 128  # characters of X-Request-Id
 DONE = b"data: [DONE]\n\n"
 
 
@@ -43,11 +43,11 @@ def dump(value: Any) -> str:
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 class LargeBodies:
-    """The budget of all connections for bodies of more than ``LARGE_BYTES``, in bytes."""
+    """Byte budget that all connections share for bodies above ``LARGE_BYTES``."""
 
     def __init__(self, max_bytes: int) -> None:
         self.left = max_bytes
@@ -55,7 +55,7 @@ class LargeBodies:
 
 
 class UnreadAnswers:
-    """Answers that their clients have not taken; of too many bytes the oldest is given up."""
+    """Tracks responses that clients have not read; above the byte limit it drops the oldest."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -63,7 +63,7 @@ class UnreadAnswers:
 
     @contextmanager
     def holding(self, exchange: "Exchange", size: int) -> Iterator[None]:
-        """Count the bytes of an answer while it is being sent."""
+        """Count the bytes of a response while it is being sent."""
         self._sizes[exchange] = size
         self._num_bytes += size
         while self._num_bytes > self._max_bytes and len(self._sizes) > 1:
@@ -80,7 +80,7 @@ class UnreadAnswers:
 
 
 class Exchange:
-    """Reads the request, and sends one answer: a whole one or a stream of server-sent events."""
+    """Reads a request and sends one response, either whole or as server-sent events."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -90,20 +90,20 @@ class Exchange:
         self._watch: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        """The value of a header, whose name is in lower case."""
+        """Return the value of a header; ``name`` is in lower case."""
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
     @asynccontextmanager
     async def body(self, limit: int, large: LargeBodies) -> AsyncIterator[bytearray]:
-        """The body of at most ``limit`` bytes; a large one may be used inside the block only."""
+        """Read a body of at most ``limit`` bytes; a large one is valid only inside the block."""
         if self.header(b"content-encoding") not in (None, b"identity"):
-            raise ApiError(415, "the body is compressed; send it as it is")
+            raise ApiError(415, "compressed bodies are not supported; send it uncompressed")
         total = min(limit, int(self.header(b"content-length") or limit))
         data, size, claimed, has_more, is_refused = bytearray(), 0, 0, True, False
         try:
             try:
                 async with asyncio.timeout(READ_SECONDS) as timeout:
-                    # many clients look for an answer only when they have sent all
+                    # many clients read a response only after they have sent the whole body
                     while has_more and size <= max(DISCARDED * limit, LEAST_DISCARDED):
                         message = await self._receive()
                         if message["type"] == "http.disconnect":
@@ -125,18 +125,16 @@ class Exchange:
             except TimeoutError:
                 raise ApiError(
                     408,
-                    f"the body did not come within {READ_SECONDS:g} s or, above {LARGE_BYTES} "
-                    f"bytes, at {MIN_RATE} bytes per second",
+                    f"the body must arrive within {READ_SECONDS:g} s; a body above {LARGE_BYTES} "
+                    f"bytes must arrive at {MIN_RATE} bytes per second or faster",
                 ) from None
             if size > limit:
-                too_long = (
-                    f"the body is longer than {limit} bytes; send less or raise max_body_bytes"
-                )
+                too_long = f"the body exceeds {limit} bytes; shorten it or raise max_body_bytes"
                 raise ApiError(413, too_long)
             if is_refused:
                 raise ApiError(
                     429,
-                    f"bodies above {LARGE_BYTES} bytes of other requests are in hand; "
+                    f"too many request bodies above {LARGE_BYTES} bytes are in progress; "
                     "try again later",
                     code="too_many_bytes",
                 )
@@ -146,18 +144,17 @@ class Exchange:
             large.left += claimed
 
     async def read_object(self, limit: int, large: LargeBodies) -> Body:
-        """A short body, a JSON object; no body at all is an empty one."""
+        """Read a short JSON object; a missing body is an empty object."""
         async with self.body(min(limit, LARGE_BYTES), large) as data:
             return Body(parse_object(data) if data else {})
 
     async def reply(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Iterable[Header] = ()
     ) -> None:
-        """Send the whole answer."""
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, [(b"content-type", kind), length, *headers])
         self._has_answered = True
-        # in pieces, each of which waits until the client has taken most of those before
+        # each piece waits until the client has read most of the earlier ones
         for start in range(0, len(body) or 1, PIECE_BYTES):
             piece, has_more = body[start : start + PIECE_BYTES], start + PIECE_BYTES < len(body)
             message = {"type": "http.response.body", "body": piece, "more_body": has_more}
@@ -168,16 +165,16 @@ class Exchange:
         self._is_streaming = True
 
     async def push(self, events: bytes) -> None:
-        """Send events, each a ``data:`` line and an empty one."""
+        """Send events; each is a ``data:`` line and an empty line."""
         await self._deliver({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes = b"") -> None:
-        """Send the last events and the mark behind them."""
+        """Send the last events and the end mark."""
         self._has_answered = True
         await self._deliver({"type": "http.response.body", "body": events + DONE})
 
     async def fail(self, error: ApiError) -> None:
-        """Answer with an error, in a stream that has begun as its last event."""
+        """Send an error response, or the last event if a stream has begun."""
         if self._has_answered:
             return
         if self._is_streaming:
@@ -188,12 +185,12 @@ class Exchange:
             headers = [(b"retry-after", str(RETRY_SECONDS).encode())]
         elif error.status == 401:
             headers = [(b"www-authenticate", b"Bearer")]
-        elif error.status in (408, 413):  # what is left of the body would be read as a request
+        elif error.status in (408, 413):  # the rest of the body would be parsed as a request
             headers = [(b"connection", b"close")]
         await self.reply(error.json(), error.status, headers=headers)
 
     async def while_connected(self, work: Awaitable[T]) -> T:
-        """The result of ``work``, which is cancelled when the client goes or takes nothing."""
+        """Await ``work``; cancel it if the client disconnects or stops reading."""
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -227,7 +224,7 @@ class Exchange:
             gone.cancel()
 
     def give_up(self) -> None:
-        """End :meth:`while_connected` as if the client had gone."""
+        """End :meth:`while_connected` as if the client had disconnected."""
         if self._watch is not None:
             self._watch.cancel()
 

@@ -1,7 +1,7 @@
-"""JSON bodies of requests: their fields, decoded as they are taken, and what is refused of them.
+"""JSON request bodies: decode fields on access and refuse unsupported ones.
 
-A field stays JSON text until it is taken with its type, so that a large body of wrong values costs
-nothing.
+A field stays JSON text until a reader takes it with its type, so a large body of wrong values is
+cheap.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from specjax.sampling.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# A message may quote a value of the request, which may be as long as the request.
+# An error message may quote a value that is as long as the request.
 MAX_MESSAGE = 1000
 KINDS = {
     401: "authentication_error",
@@ -31,18 +31,20 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# A value of any type: commas and brackets of a long one, and nesting. 2**19 objects take 120 MB.
+# Limits of untyped values: commas and brackets of a long one, and depth. 2**19 objects take 120 MB.
 LONG_VALUE, MAX_PARTS, MAX_DEPTH = 2**20, 2**19, 64
 QUOTED_BYTES = 80
 MAX_FIELDS = 256  # of one object, known and unknown
-INPUTS = "a text, a list of token ids, or a list of either"
+INPUTS = "a string, a list of token ids, or a list of either"
 _NULL = Raw(b"null")
 _INPUTS = re.compile(rb'\s*(\[?)\s*(["\[]?)')
+# a quoted value in a message, or a word
+_WORD = re.compile(r"""(?<!\w)(["'])(?:\\.|(?!\1)[^\\])*\1|\w+""", re.DOTALL)
 
-MAX_NAMES, MAX_NAME = 32, 64  # names that are logged, and characters of one
-LIKENESS = 0.8  # of a misspelt name, up to 1
-MAX_COMPARED = 16  # unknown names of a request that are compared with known ones, 70 us each
-# Fields with the name that the engine has for them.
+MAX_NAMES, MAX_NAME = 32, 64  # number of logged names, and characters of each
+LIKENESS = 0.8  # minimum similarity (0 to 1) that makes an unknown name a misspelling
+MAX_COMPARED = 16  # unknown names per request to compare with known ones, 70 us each
+# OpenAI's field names and the engine's names.
 NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -56,20 +58,20 @@ NAMES = {
     "include_stop_str_in_output": "no_stop_trim",
 }
 CLIENT_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
-# about the caller, the account or the transport: the text would be the same
+# fields about the caller, the account or the transport; they do not change the text
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "parallel_tool_calls prediction separate_reasoning stream_reasoning log_metrics "
     "no_logs priority request_id".split()
 )
 _GRAMMAR = "constrained decoding is not supported"
-_TOOLS = "tool calls are not supported; with tool_choice 'none' the template sees tools"
+_TOOLS = "tool calls are not supported; tool_choice 'none' passes tools to the chat template"
 _TEXT = "only text is supported"
 _BEAM = "beam search is not supported"
 _PROCESSORS = "custom logit processors are not supported"
-_TEMPLATE = "give it in chat_template_kwargs"
-_SCORES = "give return_logprob and top_logprobs_num"
-# Why a field is refused, and the values that ask for nothing.
+_TEMPLATE = "pass it in chat_template_kwargs"
+_SCORES = "use return_logprob and top_logprobs_num"
+# Reason to refuse a field, and the values that are accepted because they request nothing.
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     name: (reason, neutral)
     for names, reason, neutral in (
@@ -85,38 +87,38 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("modalities", _TEXT, (["text"],)),
         ("mm_processor_kwargs", _TEXT, ({},)),
         ("prompt_embeds", _TEXT, ()),
-        ("suffix", "text is only continued at its end", ("",)),
+        ("suffix", "text is only appended to the prompt", ("",)),
         ("use_beam_search", _BEAM, (False,)),
         ("length_penalty", _BEAM, (1, 1.0)),
-        ("prompt_logprobs", "give echo and logprobs, or use /generate with logprob_start_len", ()),
-        ("truncate_prompt_tokens", "prompts are not cut; shorten them", ()),
-        ("bad_words", "give their tokens a logit_bias of -100", ([],)),
+        ("prompt_logprobs", "set echo and logprobs, or use /generate with logprob_start_len", ()),
+        ("truncate_prompt_tokens", "prompts are not truncated; shorten them", ()),
+        ("bad_words", "set a logit_bias of -100 for their tokens", ([],)),
         ("logits_processors", _PROCESSORS, ([],)),
         ("custom_logit_processor", _PROCESSORS, ()),
-        ("stop_regex", "stop takes plain strings", ([],)),
-        ("spaces_between_special_tokens", "the tokenizer decides", (True, False)),
+        ("stop_regex", "use plain strings in stop", ([],)),
+        ("spaces_between_special_tokens", "the tokenizer decides it", (True, False)),
         (
             "typical_p top_a top_n_sigma tfs mirostat mirostat_mode dry_multiplier "
             "xtc_probability epsilon_cutoff eta_cutoff dynatemp_range",
-            "this way to sample is not supported",
+            "use temperature, top_p, top_k or min_p",
             (0, 0.0),
         ),
         ("lora_path lora_request", "adapters are not supported", ()),
-        ("chat_template", "the checkpoint's own is used", ()),
-        ("documents", "give them in chat_template_kwargs", ([],)),
+        ("chat_template", "the checkpoint's template is used", ()),
+        ("documents", "pass them in chat_template_kwargs", ([],)),
         ("reasoning_effort reasoning thinking enable_thinking verbosity", _TEMPLATE, ()),
-        ("do_sample", "give temperature, which is 0 for the likeliest tokens", ()),
-        ("session_params", "a request has its whole text", ()),
+        ("do_sample", "set temperature; 0 decodes greedily", ()),
+        ("session_params", "each request has its whole text", ()),
         ("token_ids_logprob", _SCORES, ([],)),
         ("return_entropy", _SCORES, (False,)),
-        ("return_hidden_states", "they are not sent over HTTP", (False,)),
+        ("return_hidden_states", "HTTP answers do not have them", (False,)),
         ("return_bytes", "answers are text", (False,)),
-        ("background", "an answer is waited for", (False,)),
+        ("background", "requests are synchronous", (False,)),
         ("return_tokens_as_token_ids", "logprobs name tokens by their text", (False,)),
     )
     for name in names.split()
 }
-# Fields that one route takes and another does not.
+# Fields that some routes accept and others do not.
 SAMPLING = frozenset((*NAMES, *NAMES.values()))
 ELSEWHERE = SAMPLING | frozenset(
     "prompt messages text input_ids sampling_params echo logprobs top_logprobs return_logprob "
@@ -125,7 +127,7 @@ ELSEWHERE = SAMPLING | frozenset(
 
 
 class ApiError(Exception):
-    """An error answer: an HTTP status, and what OpenAI's ``error`` object says."""
+    """An error response: an HTTP status and the content of OpenAI's ``error`` object."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -144,14 +146,14 @@ class ApiError(Exception):
 
 
 class _Name(str):
-    """The name of a field; decoding counts the names of an object by this type."""
+    """A field name. The decoder calls its hook for this type, which counts the fields."""
 
 
 _OBJECT = dict[_Name, Raw]
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:
-    """The fields of a JSON object as JSON text; ApiError if it is not an object of valid JSON."""
+    """Split a JSON object into fields, each as JSON text; ApiError if the JSON is not valid."""
     try:
         return _decode(data, _OBJECT)
     except RecursionError:
@@ -165,13 +167,13 @@ def parse_object(data: bytes | bytearray) -> dict[str, Any]:
 class Body:
     """Fields of a JSON object, each taken once; null counts as absent.
 
-    Every method raises an ApiError of status 400 that names the field if its value does not fit.
+    If a value does not fit, methods raise an ApiError with status 400 and the field's name.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         absent = (None, _NULL)
         self._left = {name: value for name, value in values.items() if value not in absent}
-        self.known: set[str] = set()  # names that were asked for
+        self.known: set[str] = set()  # names that readers have looked up
 
     def __contains__(self, name: str) -> bool:
         self.known.add(name)
@@ -179,11 +181,10 @@ class Body:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Names of fields that were not taken."""
         return tuple(self._left)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A value of any type, bounded in size and depth."""
+        """Take a value of any type with bounded size and depth."""
         value = self._pop(name, default)
         if not isinstance(value, Raw):
             return value
@@ -193,7 +194,7 @@ class Body:
         return value
 
     def put(self, name: str, value: Any) -> None:
-        """Add a field that came under another name, or that was only looked at."""
+        """Add a field that came under another name, or put back one that was only read."""
         if value is not None:
             self._left[name] = value
 
@@ -204,7 +205,7 @@ class Body:
         return self._typed(name, default, str, "a string")
 
     def fields(self, name: str) -> "Body":
-        """A nested object, empty if it is absent."""
+        """Take a nested object; an absent one is empty."""
         return Body(self._typed(name, {}, _OBJECT, f"an object of at most {MAX_FIELDS} fields"))
 
     def integer(self, name: str, default: Any = None, *, at_least: int, at_most: int) -> Any:
@@ -215,12 +216,12 @@ class Body:
         return value
 
     def inputs(self, name: str, *, max_ids: int, max_rows: int) -> Any:
-        """A text, a list of token ids, or a list of either; ``None`` if it is absent.
+        """Take a string, a list of token ids, or a list of either; ``None`` if it is absent.
 
         Args:
             name: the field.
-            max_ids: token ids of one input. ValueError for more, before they are decoded.
-            max_rows: inputs in a list of lists.
+            max_ids: maximum token ids per input. More raise a ValueError before they are decoded.
+            max_rows: maximum number of inputs in a list of lists.
         """
         value = self._pop(name)
         if not isinstance(value, Raw):
@@ -274,7 +275,7 @@ def _decode(data: Any, kind: Any) -> Any:
 
 
 def _check_parts(name: str, value: Raw, limit: int, *marks: bytes) -> None:
-    """Refuse a long value of too many parts before it is decoded, by the marks of a part."""
+    """Refuse a long value with too many parts before decoding; ``marks`` identify the parts."""
     if len(value) > LONG_VALUE and sum(map(bytes(value).count, marks)) > limit:
         raise ApiError(400, f"{name} has more than {limit} values", param=name)
 
@@ -289,11 +290,11 @@ def _check_depth(name: str, value: Any, left: int) -> None:
 
 
 def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
-    """Sampling parameters from OpenAI's fields; ``max_tokens`` applies if the request has none."""
+    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is the default."""
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
-        given["top_k"] = -1  # vLLM's other way to turn it off
+        given["top_k"] = -1  # vLLM also accepts 0 to turn it off
     seed = given.get("sampling_seed")
     if isinstance(seed, int) and -(2**63) <= seed < 0:
         given["sampling_seed"] = seed % 2**64
@@ -302,30 +303,31 @@ def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
 
 @contextmanager
 def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
-    """Turn a ValueError into status 400, with OpenAI's names of fields; decorates readers too.
+    """Turn a ValueError into status 400 with OpenAI's field names; also works as a decorator.
+
+    Quoted values in the message are not changed.
 
     Args:
-        prompt: the field that the prompt comes from; ``None`` keeps the engine's names.
-        **others: further names of the engine with the client's.
+        prompt: the field that holds the prompt; ``None`` keeps the engine's names.
+        **others: further pairs of the engine's name and the client's name.
     """
     try:
         yield
     except ValueError as error:
         message, param, code = str(error), None, None
         names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others
-        for ours, theirs in names.items():
-            message = message.replace(ours, theirs) if ours != theirs else message
+        message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):
             param, code = names.get(error.param or ""), error.code
             if code == CONTEXT_LENGTH_EXCEEDED:
-                # by these words clients know the error, and turn to another model or shorten it
+                # clients recognise this wording, then shorten the prompt or use another model
                 message = f"This model's maximum context length is {error.limit} tokens; {message}"
                 param = prompt
         raise ApiError(400, message, param=param, code=code) from error
 
 
 class IgnoredFields:
-    """Counts unknown fields of requests, and logs the first names once each."""
+    """Counts unknown request fields and logs each of the first names once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -336,32 +338,31 @@ class IgnoredFields:
         name = name[:MAX_NAME]
         if len(self._names) < MAX_NAMES and name not in self._names:
             self._names.add(name)
-            logger.warning("the field %r of requests is unknown and ignored", name)
+            logger.warning("ignoring unknown request field %r", name)
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether a field that is not supported asks for nothing."""
     if name in REFUSED:
         choices = REFUSED[name][1]
         return any(value == one and type(value) is type(one) for one in choices)
-    return name not in SAMPLING and not value  # such as false, 0, "" or []
+    return name not in SAMPLING and not value  # for example false, 0, "" or []
 
 
 def finish_fields(body: Body, ignored: IgnoredFields) -> None:
-    """Ignore the fields that nobody has taken, but refuse those that would change the answer.
+    """Ignore the fields that no reader has taken, but refuse those that would change the response.
 
-    What looks like a misspelt name of a known field is refused too.
+    A name that looks like a misspelling of a known field is refused too.
     """
     is_native = "sampling_params" in body.known
     known = {*body.known, *REFUSED}
-    elsewhere = "give it in sampling_params" if is_native else "other routes do"
+    elsewhere = "pass it in sampling_params" if is_native else "other routes do"
     num_compared = 0
     for name in body.left:
         value = body.take(name)
         if name in REFUSED or name in ELSEWHERE:
             if is_neutral(name, value):
                 continue
-            message = f"this route does not take {name}; {elsewhere}"
+            message = f"this route does not accept {name}; {elsewhere}"
             if name in REFUSED:
                 message = f"{name} is not supported: {REFUSED[name][0]}"
             raise ApiError(400, message, param=name, code="unsupported_field")

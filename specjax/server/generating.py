@@ -1,61 +1,46 @@
-"""From the body of a request to the engine and back to its client."""
+"""Runs a request: read the body, call the engine and send the response."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from specjax.scheduling.loop import Call
+from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
 from specjax.server.fields import ApiError, Body, parse_object
+from specjax.server.native import NativeAnswer
 from specjax.server.service import Service
 
 T = TypeVar("T")
-# A longer request is read and tokenised in another thread. To go there and back takes longer than
-# to do a short one here: with 64 clients 10 ms and more, as threads wait for the interpreter.
+# Longer requests are read and tokenised in another thread. For short ones the thread switch costs
+# more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
-# results of so many tokens with log-probabilities are put into shape in another thread
+# Log-probabilities of more tokens are formatted in another thread.
 INLINE_LOGPROBS = 256
-# Log-probabilities of one request, of prompt and completion tokens with the best others: 25 MB.
+# Log-probabilities per request: prompt and completion tokens with their top tokens, 25 MB.
 MAX_REPORTED = 2**19
-ENTRY_BYTES = 130  # of one while its request is in hand
+ENTRY_BYTES = 130  # of each of them while the request is in progress
 
-
-class Format(Protocol):
-    """How the answer to a request is written."""
-
-    @property
-    def wants_logprobs(self) -> bool: ...
-
-    @property
-    def text_only(self) -> bool:
-        """Whether chunks before the last need nothing but the text."""
-
-    def whole(self, results: Sequence[dict[str, Any]]) -> bytes: ...
-
-    def chunk(self, result: dict[str, Any]) -> bytes: ...
-
-    def closing(self) -> bytes: ...
-
-
+Format = Answer | NativeAnswer  # formats the response
 Read = Callable[[Service, Body], tuple[Call, Format]]
 
 
 async def generate(
     service: Service, exchange: Exchange, read: Read, *, renders: bool = False
 ) -> None:
-    """Answer a request for text, which ``read`` checks and tokenises."""
+    """Answer a generation request; ``read`` checks and tokenises it."""
     service.check_open()
     call, answer = await read_body(service, exchange, read, renders=renders)
     num_reported = max_reported(call)
     if num_reported > MAX_REPORTED:
         raise ApiError(
             400,
-            f"up to {num_reported} log-probabilities in one request; at most {MAX_REPORTED} "
-            "are reported; lower max_tokens (max_new_tokens), n or the number of best tokens",
+            f"up to {num_reported} log-probabilities requested; the limit is {MAX_REPORTED}; "
+            "lower max_tokens (max_new_tokens), n or the number of top log-probabilities",
         )
     with service.admitted(len(call.requests)):
         work = (_stream if call.is_stream else _reply)(service, exchange, call, answer)
-        del call, answer  # a client that reads slowly must not keep what was reported
+        del call, answer  # a slow client must not keep the results in memory
         await exchange.while_connected(work)
 
 
@@ -67,20 +52,19 @@ async def read_body(
     renders: bool,
     max_bytes: int | None = None,
 ) -> T:
-    """What ``read`` makes of the body, in another thread if it is long or renders a template."""
-    # in a function of its own, since its frame holds the body
+    """Apply ``read`` to the body, in another thread if it is long or renders a template."""
+    # a separate function, because its frame holds the body
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:
         if len(data) <= INLINE_BYTES and not renders:
             return read(service, Body(parse_object(data)))
-        # templates have threads of their own, since one may take seconds
+        # templates have their own threads because one can take seconds
         threads = service.renderers if renders else None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, lambda: read(service, Body(parse_object(data))))
 
 
 def max_reported(call: Call) -> int:
-    """The most log-probabilities that a call reports."""
     return sum(request.max_reported for request in call.requests)
 
 
@@ -109,7 +93,7 @@ async def _stream(service: Service, exchange: Exchange, call: Call, answer: Form
     try:
         with service.refusals():
             output = await anext(outputs)
-        # only now: what the queue refuses still gets a status of its own
+        # not earlier: a request that the queue refuses needs another status
         await exchange.start_events()
         while output is not None:
             if events := chunk(output):

@@ -1,4 +1,4 @@
-"""``POST /generate`` and ``/abort_request``: SGLang's own way to ask for text."""
+"""``POST /generate`` and ``/abort_request``: SGLang's native routes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,15 +25,15 @@ _TOPS = ("output_top_logprobs", "input_top_logprobs")
 
 @client_names()
 def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
-    """Check and tokenise a request; the names are those of :meth:`specjax.Engine.generate`."""
+    """Check and tokenise a request; fields as in :meth:`specjax.Engine.generate`."""
     service.check_model(body)
     text, ids = (service.take_inputs(body, name) for name in ("text", "input_ids"))
     if (text is None) == (ids is None):
-        raise ApiError(400, "give exactly one of text and input_ids", param="text")
+        raise ApiError(400, "set exactly one of text and input_ids", param="text")
     inputs = text if ids is None else ids
     if inputs == []:
         raise ApiError(400, "text or input_ids is an empty list; give at least one input")
-    # what is no list of inputs is refused by the engine, with the reason
+    # the engine refuses other lists with the reason
     is_batch = isinstance(inputs, list) and isinstance(inputs[0], str | list)
     count = len(inputs) if is_batch else 1
     sampling = body.take("sampling_params")
@@ -45,7 +45,7 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     service.check_count(count)
     given = sampling if isinstance(sampling, list) else [sampling]
     if given is sampling and len(given) != count:
-        message = f"{len(given)} sampling_params for {count} inputs"
+        message = f"sampling_params has {len(given)} values for {count} inputs; give one per input"
         raise ApiError(400, message, param="sampling_params")
     made = [_sampling(one) for one in given]
     service.check_count(count * max((params.n for params in made), default=1))
@@ -57,7 +57,7 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
 
 
 def _sampling(given: Any) -> SamplingParams:
-    """Sampling parameters, without what is null or asks for nothing that is not supported."""
+    """Read sampling parameters without nulls and without neutral values of unsupported fields."""
     if isinstance(given, dict):
         given = {
             name: value
@@ -69,13 +69,13 @@ def _sampling(given: Any) -> SamplingParams:
 
 @dataclass
 class NativeAnswer:
-    """Results as the engine gives them; those of a stream are cumulative or incremental."""
+    """Engine results as they are; streamed results are cumulative or incremental."""
 
     is_batch: bool
     wants_logprobs: bool
-    texts: TokenTexts | None  # of tokens, where log-probabilities are to name them
+    texts: TokenTexts | None  # set if log-probabilities include the text of tokens
     is_incremental: bool = False
-    # of each choice, the characters and tokens that its client has
+    # characters and tokens that the client already has, by choice
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     text_only = False
 
@@ -91,7 +91,7 @@ class NativeAnswer:
         return b""
 
     def _new(self, result: dict[str, Any]) -> dict[str, Any]:
-        """What of a result no earlier chunk has had."""
+        """Return the part of a result that earlier chunks do not have."""
         index, text, ids = result.get("index", 0), result["text"], result["output_ids"]
         chars, tokens = self.sent.get(index, (0, 0))
         self.sent[index] = len(text), len(ids)
@@ -124,7 +124,6 @@ class NativeAnswer:
 
 
 async def answer_abort(service: Service, exchange: Exchange) -> dict[str, Any]:
-    """End a request by its id, or all of them."""
     body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     rid, abort_all = body.text("rid", ""), body.flag("abort_all")
     finish_fields(body, service.ignored_fields)

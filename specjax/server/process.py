@@ -1,7 +1,7 @@
-"""A process that serves: limits of its connections, its start with an engine, and its end.
+"""Server process: connection limits, start-up with an engine, and shutdown.
 
-uvicorn bounds neither the bytes nor the seconds of a request's head, and keeps connections that
-never complete one.
+uvicorn limits neither the size nor the time of a request's head, and keeps connections that never
+complete one.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ from specjax.server.service import Access, Service, is_loopback
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75  # more than the minute that load balancers keep idle connections
+KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for 60 s
 BACKLOG = 2048  # connections that wait to be accepted
-# what was aborted is answered at once; a client that does not read may keep its answer waiting
+# time to send the responses of aborted requests at shutdown; a client may not read its response
 ANSWER_SECONDS = 5
-# Request line and headers of one request; also what may come between two pieces of a body.
+# Maximum size of the request line and headers, and of the bytes between two pieces of a body.
 HEAD_BYTES = 2**16
 HEAD_SECONDS = 15.0
-# The rest of a body whose request was answered before, by a refusal.
+# Maximum time for the rest of a body after its request was refused.
 DRAIN_SECONDS = 60.0
 MAX_DESCRIPTORS = 65_536
-# Connections that are accepted before the first of them is looked at.
+# Maximum connections to accept before any of them is handled.
 ACCEPT_BATCH = 64
-# Descriptors that connections leave for files and devices, and connections that there are anyway.
+# Descriptors reserved for files and devices, and the minimum of the connection limit.
 RESERVED_DESCRIPTORS, LEAST_CONNECTIONS = 64 + ACCEPT_BATCH, 16
 LOG_SECONDS = 60.0
-# Requests that may wait behind the one in hand; more on one connection close it.
+# Requests that may wait on a connection while one runs; one more closes the connection.
 MAX_PIPELINED = 16
-# uvicorn warns of each request that is broken or asks for an upgrade: strangers could fill the log.
+# uvicorn logs a warning for each malformed or upgrade request; clients could fill the log.
 _errors = logging.getLogger("uvicorn.error.connection")
 _errors.setLevel(logging.ERROR)
 
@@ -60,21 +60,21 @@ def serve(
     access: Access,
     **options: Any,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; the engine is closed then.
+    """Serve until SIGINT or SIGTERM, then close the engine.
 
-    The port answers from the start on, with 503 until the engine is there. A signal stops new
-    requests, which get 503, and lets those in hand end for ``shutdown_timeout`` seconds; what
-    runs then is aborted, and its clients get what there is. A second signal aborts at once.
+    The port answers 503 until the engine is ready. After a signal new requests get 503, and those
+    in progress have ``shutdown_timeout`` seconds to finish. Requests that still run then are
+    aborted, and their clients get the partial results. A second signal aborts at once.
 
     Args:
-        make_engine: called in a thread of its own.
-        port: 0 chooses one.
-        access: who may use which routes.
+        make_engine: called in a separate thread.
+        port: 0 picks a free port.
+        access: access control.
         **options: of :class:`~specjax.server.service.Service`.
 
     Raises:
         OSError: if the address cannot be bound.
-        Exception: what ``make_engine`` raised.
+        Exception: any exception of ``make_engine``.
     """
     future: Future[Engine] = Future()
     service = Service(future, access=access, **options)
@@ -84,14 +84,14 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="off",
-        # uvloop keeps the interpreter while it writes to a socket, and rounds need it too: of
-        # 4,800 writes 2 let another thread in, and 145 to 240 of asyncio's
+        # uvloop holds the interpreter lock while it writes to a socket, which delays rounds: other
+        # threads got it in 2 of 4,800 writes, and in 145 to 240 with asyncio
         loop="asyncio",
         http=LimitedProtocol,
-        # connections accepted at once; the socket has its own queue
+        # connections per accept batch; the socket has its own queue
         backlog=ACCEPT_BATCH,
         server_header=False,
-        proxy_headers=False,  # who is on the same host is told by the connection
+        proxy_headers=False,  # the connection's address tells if a caller is on the same host
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=ANSWER_SECONDS,
         ws="none",
@@ -100,7 +100,7 @@ def serve(
     server = Server(config, service, shutdown_timeout)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if not is_loopback(host) and access.api_key is None:
-        logger.warning("%s is open to everybody who reaches it; set --api-key", address)
+        logger.warning("%s accepts requests without an API key; set --api-key", address)
 
     def make() -> None:
         try:
@@ -110,7 +110,7 @@ def serve(
             server.has_begun.wait()
             server.should_exit = True
         else:
-            # To look through the 300,000 objects that compiling leaves takes all threads 0.2 s.
+            # A collection of the 300,000 objects left by compiling stops all threads for 0.2 s.
             gc.collect()
             gc.freeze()
             future.set_result(engine)
@@ -124,36 +124,36 @@ def serve(
         server.has_begun.set()
         listener.close()
         if maker.is_alive():
-            # compiling cannot be interrupted, and would crash in the interpreter's end
+            # compiling cannot be interrupted, and would crash at interpreter exit
             sys.stderr.flush()
             os._exit(0)
         if future.exception() is None:
             future.result().close()
-    future.result()  # raises what ended it before it was ready
+    future.result()  # raises the exception of make_engine
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 chooses one."""
+    """Open a listening socket; port 0 picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # connections inherit it; asyncio sets it for sockets it opened itself only, and without it
-        # an answer's second packet waits for the client's delayed acknowledgement, 40 ms
+        # connections inherit it; asyncio sets it only for sockets that it opened. Without it a
+        # response's second packet waits 40 ms for the client's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
-        raise OSError(f"cannot listen at {host}:{port}: {error}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     return listener
 
 
 class Server(uvicorn.Server):
-    """Lets what is in hand end before it closes its sockets."""
+    """Lets requests in progress finish before it closes the sockets."""
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
         super().__init__(config)
         self._service, self._seconds = service, seconds
         self._deadline: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.has_begun = threading.Event()  # what ends it before that may leave its sockets open
+        self.has_begun = threading.Event()  # an earlier exit could leave the sockets open
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # uvicorn has shortened the queue
+            listener.listen(BACKLOG)  # uvicorn has shortened its queue
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(AcceptFailures())
         self.has_begun.set()
@@ -180,15 +180,15 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         last = time.monotonic() + ANSWER_SECONDS
         while self._service.num_requests and time.monotonic() < last:
-            self._service.abort_all()  # again: one may have come to the engine meanwhile
+            self._service.abort_all()  # repeated: a request may have reached the engine meanwhile
             await asyncio.sleep(0.05)
         self.should_exit = True
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection, which is closed if a request's head is too long (431) or too slow (408).
+    """One connection. A request head that is too long (431) or too slow (408) closes it.
 
-    Beyond ``max_connections``, the one that has waited for a request for longest is closed.
+    Above ``max_connections``, the connection that has waited longest for a request is closed.
     """
 
     max_connections = MAX_DESCRIPTORS
@@ -221,11 +221,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._num_bytes += len(piece)
             super().data_received(piece)
             if self._num_bytes >= HEAD_BYTES:
-                self._refuse(431, f"a request line with headers has {HEAD_BYTES} bytes at most")
+                self._refuse(431, f"the request line and headers exceed {HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # closing would wait for what a client does not read
+        # close() would wait until the client has read everything
         self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
@@ -243,7 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_bytes = True, 0
         super().on_message_complete()
-        if self._is_answered:  # uvicorn has stopped its own timer
+        if self._is_answered:  # uvicorn has stopped its timer
             self._stop_waiting()
             self._wait(HEAD_SECONDS)
 
@@ -257,7 +257,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """Whether no request is in hand."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait(self, seconds: float) -> None:
@@ -272,7 +271,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         if self._num_bytes:
-            self._refuse(408, f"a request line with headers has to come in {HEAD_SECONDS:g} s")
+            self._refuse(408, f"the request line and headers must arrive in {HEAD_SECONDS:g} s")
         else:
             self.transport.close()
 
@@ -286,7 +285,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def raise_descriptor_limit() -> int:
-    """Let the process open many files; returns how many connections that leaves room for."""
+    """Raise the limit of open files; return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -296,7 +295,7 @@ def raise_descriptor_limit() -> int:
 
 
 class AcceptFailures:
-    """An exception handler of an event loop that logs failures to accept once a minute."""
+    """Event loop exception handler that logs accept failures at most once per minute."""
 
     def __init__(self) -> None:
         self._last = -LOG_SECONDS

@@ -1,4 +1,4 @@
-"""Routes that generate no text: the page, health, models, metrics, tokens, and control."""
+"""Routes that generate no text: page, health, models, metrics, tokens and administration."""
 
 import asyncio
 import base64
@@ -26,21 +26,21 @@ from specjax.server.fields import ApiError, Body, client_names, finish_fields
 from specjax.server.service import Service
 
 HEALTH_SECONDS = 20.0
-MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # ids of one text, and bytes of a body of ids
+MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # ids per text, and bytes of a body of ids
 METRICS_KIND = b"text/plain; version=0.0.4; charset=utf-8"
 _STARTED = int(time.time())
 _REASON = "finished_reason"
-_SUCCESS = "Number of requests that ended, by reason."
+_SUCCESS = "Number of finished requests, by reason."
 # vLLM's names, which benchmarks, dashboards and gateways look for
 ALIASES = (
     Metric("num_requests_running", "gauge", "num_running", "Number of running requests."),
     Metric("num_requests_waiting", "gauge", "num_waiting", "Number of waiting requests."),
-    Metric("kv_cache_usage_perc", "gauge", "token_usage", "Used share of the KV pool, up to 1."),
+    Metric("kv_cache_usage_perc", "gauge", "token_usage", "Used fraction of the KV pool, 0 to 1."),
     Metric("num_preemptions", "counter", "num_retracted", "Number of preemptions."),
     Metric("prompt_tokens", "counter", "prompt_tokens", "Number of prompt tokens."),
     Metric("generation_tokens", "counter", "generated_tokens", "Number of completion tokens."),
     Metric("prefix_cache_queries", "counter", "prompt_tokens", "Prompt tokens looked up."),
-    Metric("prefix_cache_hits", "counter", "cached_tokens", "Prompt tokens found in the cache."),
+    Metric("prefix_cache_hits", "counter", "cached_tokens", "Prompt tokens served from cache."),
     Metric("request_success", "counter", "num_stopped", _SUCCESS, label=(_REASON, "stop")),
     Metric("request_success", "counter", "num_cut", _SUCCESS, label=(_REASON, "length")),
     Metric("request_success", "counter", "num_aborted", _SUCCESS, label=(_REASON, "abort")),
@@ -51,10 +51,10 @@ ALIASES = (
         "completion_length",
         "Completion tokens per request.",
     ),
-    Metric("request_queue_time_seconds", "histogram", "queue_time", "Seconds until prefill."),
-    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "Seconds."),
-    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "Seconds."),
-    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds until the end."),
+    Metric("request_queue_time_seconds", "histogram", "queue_time", "Seconds in the queue."),
+    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "TTFT in seconds."),
+    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "ITL in seconds."),
+    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds per request."),
     Metric("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
     Metric("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
     Metric("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
@@ -65,18 +65,17 @@ Json = dict[str, Any]
 
 
 async def page(service: Service, exchange: Exchange) -> None:
-    """A page to chat with the model and to watch the engine."""
     body, headers = load_page()
     await exchange.reply(body, kind=b"text/html; charset=utf-8", headers=headers)
 
 
 @cache
 def load_page() -> tuple[bytes, list[Header]]:
-    """The page, and headers that let it run its own script and talk to this server alone."""
+    """Return the page and headers that allow only its own script and requests to this server."""
     body = files(__package__).joinpath("page.html").read_bytes()
 
     def digest(tag: bytes) -> str:
-        """What a content security policy calls the page's only element of a kind."""
+        """Return the content security policy's hash of the page's only element of this kind."""
         (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
         return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 
@@ -94,18 +93,18 @@ def load_page() -> tuple[bytes, list[Header]]:
 
 
 async def health(service: Service, exchange: Exchange) -> Json:
-    """200 if a request would be served now, else 503."""
+    """Answer 200 if requests are accepted, else 503."""
     service.check_open()
     return {}
 
 
 async def health_generate(service: Service, exchange: Exchange) -> Json:
-    """200 if a token has come out of the engine."""
+    """Answer 200 if the engine generates a token."""
     service.check_open()
     with service.refusals():
         result = await service.engine.async_run(service.engine.make_probe(HEALTH_SECONDS))
     if not result["output_ids"]:
-        raise ApiError(503, f"no token came within {HEALTH_SECONDS:g} s", code="engine_slow")
+        raise ApiError(503, f"no token generated in {HEALTH_SECONDS:g} s", code="engine_slow")
     return {}
 
 
@@ -154,7 +153,6 @@ async def model_info(service: Service, exchange: Exchange) -> Json:
 
 
 async def tokenizer_info(service: Service, exchange: Exchange) -> Json:
-    """The chat template and what texts are made of."""
     tokenizer = service.engine.tokenizer
     if tokenizer is None:
         raise ApiError(404, "the server has no tokenizer (skip_tokenizer_init)")
@@ -169,7 +167,6 @@ async def tokenizer_info(service: Service, exchange: Exchange) -> Json:
 
 
 async def loads(service: Service, exchange: Exchange) -> Json:
-    """Load of the engine, as gateways compare it."""
     totals = service.engine.metrics.snapshot()
     load = {
         "dp_rank": 0,
@@ -192,7 +189,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 @dataclass(frozen=True)
 class ServerMetrics:
-    """All families of a server, as a registry gives them."""
+    """All metric families of a server, in the form of a Prometheus registry."""
 
     service: Service
 
@@ -203,17 +200,17 @@ class ServerMetrics:
         yield from families(totals, ALIASES, "vllm:", name)
         accepted = totals.accepted_by_position
         labels = ["model_name", "position"]
-        metric = CounterMetricFamily(PER_POSITION, "Drafts accepted at a position.", labels=labels)
+        metric = CounterMetricFamily(PER_POSITION, "Accepted drafts by position.", labels=labels)
         for position in range(config.kv_writes.accept_width - 1):
             count = accepted[position] if position < len(accepted) else 0
             metric.add_metric([name, str(position)], count)
         yield metric
         sizes = {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages - 1)}
         sizes["model_name"] = name
-        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes.", labels=list(sizes))
+        info = GaugeMetricFamily("vllm:cache_config_info", "KV cache sizes.", labels=list(sizes))
         info.add_metric(list(sizes.values()), 1)
         yield info
-        text = "Number of unknown request fields that were ignored."
+        text = "Number of ignored unknown request fields."
         ignored = CounterMetricFamily(f"{PREFIX}ignored_request_fields", text)
         ignored.add_metric([], self.service.ignored_fields.count)
         yield ignored
@@ -221,7 +218,7 @@ class ServerMetrics:
 
 @client_names("prompt")
 def tokenize(service: Service, body: Body) -> bytes:
-    """Ids of a ``prompt``, of several or of ``messages``, with the fields of vLLM and SGLang."""
+    """Tokenize one or several ``prompt`` or ``messages``; field names as in vLLM and SGLang."""
     service.check_model(body)
     tokenizer, length = service.tokenizer, service.engine.context_length
     conversation = take_conversation(body) if "messages" in body else None
@@ -237,7 +234,7 @@ def tokenize(service: Service, body: Body) -> bytes:
     else:
         texts = prompt if is_batch else [prompt]
         if not all(isinstance(text, str) for text in texts):
-            raise ApiError(400, "prompt must be a text or a list of texts", param="prompt")
+            raise ApiError(400, "prompt must be a string or a list of strings", param="prompt")
         for text in texts:
             tokenizer.check_length(len(text), length)
         ids = [tokenizer.encode(text, adds_special) for text in texts]
@@ -259,13 +256,12 @@ def tokenize(service: Service, body: Body) -> bytes:
 
 
 def detokenize(service: Service, body: Body) -> bytes:
-    """The text of ``tokens``, or the texts of several lists of them."""
     service.check_model(body)
     tokenizer = service.tokenizer
     try:
         tokens = body.inputs("tokens", max_ids=MAX_DETOKENIZED, max_rows=service.max_requests)
     except ParameterError:
-        message = f"tokens has a list of more than {MAX_DETOKENIZED} ids"
+        message = f"tokens must have at most {MAX_DETOKENIZED} ids per list"
         raise ApiError(400, message, param="tokens") from None
     skips_special = body.flag("skip_special_tokens", False)
     finish_fields(body, service.ignored_fields)
@@ -282,24 +278,24 @@ def detokenize(service: Service, body: Body) -> bytes:
 
 
 async def flush_cache(service: Service, exchange: Exchange) -> Json:
-    """Forget all KV; running requests compute theirs again."""
+    """Drop all cached KV; running requests recompute theirs."""
     with service.refusals():
         await asyncio.to_thread(service.engine.flush_cache)
     return {"success": True, "message": "the cache is empty"}
 
 
 async def update_weights(service: Service, exchange: Exchange) -> Json:
-    """Put the weights of a checkpoint on the server's disk in place of those that run."""
+    """Replace the weights by those of a checkpoint on the server's disk."""
     body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     paths = {name: body.text(name) for name in ("model_path", "draft_path")}
     for name, path in paths.items():
-        # a caller from elsewhere must not make the server ask the hub
+        # a remote caller must not make the server download from the hub
         if path is not None and not os.path.exists(path):
             message = f"{name}={short(path)} does not exist on the server"
             raise ApiError(400, message, param=name)
     finish_fields(body, service.ignored_fields)
     if service.is_updating:
-        raise ApiError(409, "weights are being replaced already; wait for that", code="updating")
+        raise ApiError(409, "a weight update is already running; wait for its end", code="updating")
     service.is_updating = True
     try:
         with service.refusals():
@@ -309,4 +305,4 @@ async def update_weights(service: Service, exchange: Exchange) -> Json:
         raise ApiError(400, str(error)) from error
     finally:
         service.is_updating = False
-    return {"success": True, "message": "the weights are replaced"}
+    return {"success": True, "message": "the weights were replaced"}

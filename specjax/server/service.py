@@ -1,4 +1,4 @@
-"""What all routes share: the engine once it is there, requests in hand, and who may use what."""
+"""State that all routes share: the engine, requests in progress and access control."""
 
 import hmac
 import re
@@ -19,57 +19,57 @@ from specjax.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
 MAX_BODY_BYTES = 32 * 2**20
-MAX_UNREAD_BYTES = 128 * 2**20  # of finished answers whose clients do not read
-# A name or address, with or without a port.
+MAX_UNREAD_BYTES = 128 * 2**20  # of finished responses that clients do not read
+# Host name or address with an optional port.
 _HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Access:
-    """Who may use which routes: keys, callers on the same host, and pages of other sites.
+    """Access control: API keys, local callers, and pages of other sites.
 
-    ValueError for a key that nobody could show.
+    A key that is empty, has whitespace or is not printable raises a ValueError.
     """
 
-    api_key: str | None = None  # clients have to show it, for all but open routes
-    # Administrators have to show it. By default they show the API key or, if there is none either,
-    # have to be on the same host.
+    api_key: str | None = None  # required on all routes that are not open
+    # Required on administration routes. Default: the API key. If that is missing too, the caller
+    # must be on the same host.
     admin_api_key: str | None = None
-    # The server listens at a loopback address. Without a key it then refuses pages of other sites,
-    # which a browser on this host may have.
+    # Whether the server listens on a loopback address. Without a key it then refuses pages of other
+    # sites that are open in a browser on this host.
     is_private: bool = False
-    allowed_hosts: Collection[str] = ()  # in the Host header of local callers, besides loopback
-    origins: Collection[str] = ()  # of pages that may call from a browser; "*" for all
+    allowed_hosts: Collection[str] = ()  # accepted Host headers in addition to loopback names
+    origins: Collection[str] = ()  # origins whose pages may call from a browser; "*" allows all
 
     def __post_init__(self) -> None:
         for name, key in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key)):
             if key is not None and (key.split() != [key] or not key.isprintable()):
                 raise ValueError(
-                    f"{name} of {len(key)} characters must have no whitespace and at least one "
-                    f"character; set another one, or none ({name}, --{name.replace('_', '-')}, "
-                    f"SPECJAX_{name.upper()})"
+                    f"{name} of {len(key)} characters must be printable, not empty and without "
+                    f"whitespace; change or unset {name}, --{name.replace('_', '-')} or "
+                    f"SPECJAX_{name.upper()}"
                 )
 
     def check(self, exchange: Exchange) -> None:
-        """Refuse a caller who may not use the server; ApiError."""
+        """Raise ApiError if the caller may not use the server."""
         if self.api_key is not None:
             _check_key(exchange, self.api_key, self.admin_api_key)
         elif self.is_private:
             self._check_site(exchange)
 
     def check_admin(self, exchange: Exchange) -> None:
-        """Refuse a caller who may not change the server; ApiError."""
+        """Raise ApiError if the caller may not administer the server."""
         if self.admin_api_key is not None:
             _check_key(exchange, self.admin_api_key)
         elif self.api_key is None:
             client = exchange.scope.get("client")
             if client is not None and not is_loopback(client[0]):
-                message = "without a key this is for callers on the same host; set --admin-api-key"
+                message = "without an API key only callers on the server's host may use this route"
                 raise ApiError(403, message, code="not_local")
             self._check_site(exchange)
 
     def _check_site(self, exchange: Exchange) -> None:
-        """Refuse what browsers send for pages of other sites, and foreign names of this host."""
+        """Refuse browser requests from pages of other sites, and unknown names of this host."""
         host = (_only(exchange, b"host") or b"localhost").decode("latin-1")
         origin = _only(exchange, b"origin")
         site = _only(exchange, b"sec-fetch-site")
@@ -82,7 +82,7 @@ class Access:
             return
         is_own = origin is None or origin.decode("latin-1").partition("://")[2] == host
         if not is_own or site not in (None, b"none", b"same-origin"):
-            message = "pages of other sites may not use this server; see --cors-allow-origin"
+            message = "pages of other sites are refused; allow an origin with --cors-allow-origin"
             raise ApiError(403, message, code="cross_site")
 
 
@@ -90,30 +90,29 @@ def _check_key(exchange: Exchange, *keys: str | None) -> None:
     scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
     if scheme.lower() != b"bearer":
         given = exchange.header(b"x-api-key") or b""
-    # bytes: text beyond ASCII cannot be compared in constant time
+    # bytes: hmac cannot compare non-ASCII strings in constant time
     known = [key.encode() for key in keys if key is not None]
     if not any(hmac.compare_digest(given.strip(), key) for key in known):
-        message = "give the API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        message = "API key missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise ApiError(401, message, code="invalid_api_key")
 
 
 def _only(exchange: Exchange, name: bytes) -> bytes | None:
-    """The value of a header that may not come twice."""
     values = [value for key, value in exchange.scope["headers"] if key == name]
     if len(values) > 1:
-        raise ApiError(400, f"the header {name.decode()} comes {len(values)} times")
+        raise ApiError(400, f"header {name.decode()} was sent {len(values)} times; send it once")
     return values[0] if values else None
 
 
 class Service:
-    """Serves one engine, from before it is made to after its end.
+    """Serves one engine, also before it is ready and after it is closed.
 
     Args:
-        engine: the engine, or a future of one that is being made.
-        name: model name that clients give; by default what the engine was made with.
-        access: who may use which routes; everybody by default.
-        max_requests: completions in hand at once; samples and entries of a batch count each.
-        max_body_bytes: longer bodies are refused.
+        engine: the engine, or a future that resolves to it.
+        name: model name for clients. Default: the name of the engine's target.
+        access: access control. Default: everybody may use all routes.
+        max_requests: maximum completions in progress; each sample and batch entry counts.
+        max_body_bytes: maximum size of a request body.
     """
 
     def __init__(
@@ -135,15 +134,15 @@ class Service:
         self.large_bodies = LargeBodies(2 * max_body_bytes)  # two of the longest
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
         self._is_stopping = False
-        self.is_updating = False  # its weights
+        self.is_updating = False  # a weight update is running
 
     @property
     def engine(self) -> Engine:
-        """The engine; ApiError 503 if it is not there yet, has failed or is closed."""
+        """The engine; ApiError 503 if it is not ready, has failed or is closed."""
         engine = self._engine
         if isinstance(engine, Future):
             if not engine.done():
-                raise ApiError(503, "the model is being loaded", code="starting")
+                raise ApiError(503, "the model is still loading", code="starting")
             if engine.exception() is not None:
                 raise ApiError(503, "the model could not be loaded", code="engine_failed")
             engine = self._engine = engine.result()
@@ -170,41 +169,40 @@ class Service:
         return tokenizer
 
     def take_inputs(self, body: Body, name: str) -> Any:
-        """A text, a list of token ids that may fit the context, or a list of either."""
+        """Take a string, a list of token ids within the context length, or a list of either."""
         return body.inputs(name, max_ids=self.engine.context_length, max_rows=self.max_requests)
 
     def check_model(self, body: Body) -> str:
-        """The name of the model that a request asks for, by its name or by what it is made of."""
+        """Return the requested model; the served name and the target's name are accepted."""
         model = body.text("model", self.name)
         if model not in (self.name, self.engine.target.name):
             raise self.unknown_model(model)
         return model
 
     def unknown_model(self, name: str) -> ApiError:
-        message = f"the model {name!r} does not exist; there is {self.name!r}"
+        message = f"the model {name!r} does not exist; this server has {self.name!r}"
         return ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
-        """Refuse new requests if the server is stopping."""
         if self._is_stopping:
             raise ApiError(503, "the server is shutting down", code="stopping")
 
     def check_count(self, count: int) -> None:
-        """Refuse a request of more completions than are ever in hand."""
+        """Refuse a request for more completions than ``max_requests``."""
         if count > self.max_requests:
             raise ApiError(
-                400, f"{count} completions in one request; at most {self.max_requests} are served"
+                400, f"the request needs {count} completions; the limit is {self.max_requests}"
             )
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """Count completions as in hand, until their client has the answer."""
+        """Count completions as in progress until the client has the response."""
         self.check_open()
         if self.num_requests + count > self.max_requests:
             raise ApiError(
                 429,
-                f"{self.num_requests} completions are in hand, {count} more came and at most "
-                f"{self.max_requests} are served at once; try again later",
+                f"the limit of {self.max_requests} completions in progress is reached: "
+                f"{self.num_requests} are running or waiting, {count} are new; try again later",
                 code="too_many_requests",
             )
         self.num_requests += count
@@ -215,7 +213,7 @@ class Service:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """What an engine that could serve refuses is the client's matter."""
+        """Turn a ValueError of a healthy engine into status 400."""
         try:
             yield
         except ValueError as error:
@@ -223,10 +221,10 @@ class Service:
             raise ApiError(400, str(error)) from error
 
     def stop(self) -> None:
-        """Refuse new requests from now on; those in hand go on."""
+        """Refuse new requests from now on; those in progress continue."""
         self._is_stopping = True
 
     def abort_all(self) -> None:
-        """End what is in hand with finish reason ``abort``; its clients get what there is."""
-        if isinstance(self._engine, Engine):  # before its first use there is nothing in hand
+        """End all requests with finish reason ``abort``; clients get the partial results."""
+        if isinstance(self._engine, Engine):  # no request can run before its first use
             self._engine.abort_request(abort_all=True)

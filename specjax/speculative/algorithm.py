@@ -1,7 +1,7 @@
-"""The seam between the engine and a speculative algorithm.
+"""Interface between the engine and a speculative algorithm.
 
-An algorithm says how tokens are drafted. Verification, acceptance, pages, scheduling and the
-compiled rounds are shared; they ask the algorithm and never which one it is.
+An algorithm defines how tokens are drafted. All algorithms share verification, acceptance, pages,
+scheduling and the compiled rounds. This shared code never asks which algorithm it runs.
 """
 
 from abc import ABC, abstractmethod
@@ -25,71 +25,71 @@ if TYPE_CHECKING:
     from specjax.speculative.registry import CustomSpecAlgo as CustomSpecAlgo
     from specjax.speculative.registry import register_algorithm as register_algorithm
 
-# An algorithm's own pytrees. State is read and written as a whole (KV pools, tables); rows are what
-# a request brings from one round to the next. Both are donated through every call.
+# Pytrees of the algorithm. State (KV pools, tables) is read and written as a whole. Rows hold what
+# a request carries from one round to the next. Both are donated in every call.
 State = Any
 Rows = Any
-# how the names of engine arguments begin that only drafting reads
+# prefixes of the engine arguments that only drafting reads
 DRAFTING = ("speculative_", "draft", "simulate_")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What every stage of a round may read; rows of no request have slot 0."""
+    """Inputs of every stage of a round. Padding rows have slot 0."""
 
     target: CausalLM
-    draft: Any  # the algorithm's network, ``None`` where it has none
-    pages: PageView  # of the rows
-    sampling: SamplingTable  # of the rows
+    draft: Any  # the algorithm's network, ``None`` if it has none
+    pages: PageView  # of these rows
+    sampling: SamplingTable  # of these rows
     slots: jax.Array  # i32 [B], request slots
     seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
-    bonus_tokens: jax.Array  # i32 [B], the newest token, not in the pool yet
+    bonus_tokens: jax.Array  # i32 [B], the last token of each request, not in the pool yet
     tokens: jax.Array  # i32 [R, C], the history by request slot
     draw: SamplingConfig  # how the target draws its tokens
 
     @property
     def history(self) -> jax.Array:
-        """Tokens i32 ``[B, C]`` by absolute position, bonus token included; garbage behind it.
+        """Tokens i32 ``[B, C]`` by absolute position, up to the bonus token; garbage after it.
 
-        The start of a text whose KV came out of the prefix cache is there only for requests with
-        penalties and where the algorithm has ``needs_history``.
+        After a prefix-cache hit, the start of the text is missing unless the request has penalties
+        or the algorithm has ``needs_history``.
         """
         return self.tokens[self.slots]
 
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """Prompt tokens that the target has just read: a chunk a row of the batch, packed.
+    """Prompt tokens that the target has just processed: one chunk per batch row, packed.
 
-    All chunks stand in one row of P tokens, one behind the other, padding at the end; a model takes
+    All chunks are concatenated into one row of P tokens, with padding at the end. A model processes
     that row as a batch of one.
     """
 
     tokens: jax.Array  # i32 [1, P]
-    next_tokens: jax.Array  # i32 [1, P], the token behind each: the sampled one at a prompt's end
-    positions: jax.Array  # i32 [1, P], in the chunk's own text
-    last: jax.Array  # i32 [B], where in P the last token of each chunk stands
-    is_final: jax.Array  # bool [B], whether the prompt ends with this chunk
-    # stores at these positions, and attends or not, for a pool over the same pages
+    next_tokens: jax.Array  # i32 [1, P], the token after each; at a prompt's end the sampled one
+    positions: jax.Array  # i32 [1, P], position in the chunk's own text
+    last: jax.Array  # i32 [B], index in P of the last token of each chunk
+    is_final: jax.Array  # bool [B], whether this chunk is the last of its prompt
+    # stores KV at these positions and optionally attends, for any pool over the same pages
     attend: PagedAttend
-    segments: Segments  # where each chunk stands in P, and in its own text
-    # i32 [B], first tokens of each text whose KV, the algorithm's too, came out of the prefix cache
+    segments: Segments  # position of each chunk in P, and in its own text
+    # i32 [B], leading tokens of each text whose KV, draft KV included, came from the prefix cache
     num_cached: jax.Array
 
 
 class StateSizes(NamedTuple):
-    """Sizes that an algorithm's state and rows are made for."""
+    """Sizes of an algorithm's state and rows."""
 
-    num_slots: int  # R, the padding slot included
-    num_kv: int  # KV indices: pages times page size, the padding page included
-    context: int  # C, tokens of a request
+    num_slots: int  # R, including the padding slot
+    num_kv: int  # KV indices: pages times page size, including the padding page
+    context: int  # C, maximum tokens of a request
     shape: DraftShape  # the largest tier
 
 
 class CommonAlgorithm:
-    """What built-in and registered algorithms share, under SGLang's names."""
+    """Methods shared by built-in and registered algorithms, named as in SGLang."""
 
-    # which one it is: for authors; the engine does not ask
+    # identity of the algorithm, for authors; the engine does not call these
 
     def is_none(self) -> bool:
         return False
@@ -116,9 +116,9 @@ class CommonAlgorithm:
         return False
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether drafting is one pass of its network over all T rows, as a verify is one.
+        """Whether drafting runs the draft network once over all T rows, like a verify pass.
 
-        Only the memory planner reads it: such a pass has the logits of all rows at once.
+        Only the memory planner reads it: such a pass holds the logits of all rows at once.
         """
         return self.is_dflash()
 
@@ -131,16 +131,12 @@ class CommonAlgorithm:
         *,
         rows: Any = (),
     ) -> FutureMap:
-        """Shapes and dtypes of all that waits for the next round, by request slot.
+        """Shapes and dtypes, by request slot, of all state carried to the next round.
 
-        Stages read and write its rows alone, so an engine refuses a subclass with further leaves.
+        Stages read and write only ``rows``, so the engine rejects a subclass with more leaves.
 
-        Args:
-            max_running_requests: requests decoded at once; slot 0, the padding, is one more.
-            chunked_prefill_size: prompt tokens that are computed beside a round.
-            context_len: C, tokens of a request.
-            device: that it will lie on.
-            rows: what ``abstract_rows`` gave.
+        Padding slot 0 comes in addition to ``max_running_requests``. ``rows`` is the result of
+        ``abstract_rows``.
         """
         return FutureMap.abstract(max_running_requests + 1, context_len, rows)
 
@@ -155,21 +151,21 @@ class CommonAlgorithm:
         """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
 
         Args:
-            rows: what prefill left there, ``None`` where they did not come along.
+            rows: left by the prefill engine, ``None`` if they were not sent.
             bonus_tokens: i32 ``[B]``.
             seq_lens: i32 ``[B]``, tokens in the KV pools.
-            slots: i32 ``[B]``, request slots here.
-            future: of this side, which has lengths, bonus tokens and history of the slots already.
+            slots: i32 ``[B]``, request slots of this engine.
+            future: of this engine; the slots' lengths, bonus tokens and history are already set.
 
         Returns:
-            What the first round here starts from. ``None`` stands for zeros: that round drafts
-            nothing, the later ones as usual.
+            Rows for the first round on this engine. ``None`` means zeros: the first round drafts
+            nothing, and later rounds draft as usual.
         """
         return rows
 
 
 class _BuiltIn:
-    """A built-in algorithm as a class attribute of its name, imported when it is read."""
+    """Class attribute that imports the built-in algorithm of its name on first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -180,10 +176,10 @@ class _BuiltIn:
 
 @dataclass(frozen=True)
 class SpeculativeAlgorithm(CommonAlgorithm, ABC):
-    """How tokens are drafted. Stateless: what it keeps are its ``State`` and ``Rows`` pytrees.
+    """How tokens are drafted. Stateless: all state is in the ``State`` and ``Rows`` pytrees.
 
     Attributes:
-        name: under which the registry has it.
+        name: the registered name.
     """
 
     NONE = _BuiltIn()
@@ -200,10 +196,10 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
-        """Take in chunks of prompts; rows ``[B, ...]`` matter where a prompt ends.
+        """Process prompt chunks. The returned rows ``[B, ...]`` matter only if the prompt ends.
 
-        ``batch.seq_lens`` are before the chunks, ``rows`` left by earlier ones; ``features``
-        ``[1, P, F]`` are what the target's ``feature_layers`` gave for the tokens.
+        ``batch.seq_lens`` excludes the chunks, and ``rows`` come from earlier chunks. ``features``
+        ``[1, P, F]`` are the outputs of the target's ``feature_layers`` for these tokens.
         """
         return state, rows
 
@@ -211,69 +207,69 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft a tree of ``shape.nodes`` rows behind each bonus token, which is its root.
+        """Draft a tree of ``shape.nodes`` rows whose root is the bonus token.
 
-        Of more rows the first ones are verified.
-        With ``batch.draw.acceptance.uses_rejection`` it is a chain with ``draft_probs``, drawn with
-        noise that the target does not use.
+        If the tree has more rows, only the first ``shape.nodes`` are verified.
+        With ``batch.draw.acceptance.uses_rejection`` the tree must be a chain with ``draft_probs``,
+        drawn with noise that the target does not use.
         """
 
     def extend(
         self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
     ) -> tuple[State, Rows]:
-        """Take in what was accepted, and return what the next round starts from.
+        """Process the accepted tokens and return the rows for the next round.
 
-        ``batch`` and ``rows`` are as when the round began: lengths and bonus tokens before
-        acceptance. With 0 steps the next round is not expected to draft.
+        ``batch`` and ``rows`` are those at the start of the round, with lengths and bonus tokens
+        before acceptance. With 0 steps the next round is not expected to draft.
         """
         return state, rows
 
     # host side
 
     def create_worker(self, args: Any) -> "SpeculativeAlgorithm":
-        """This algorithm, which needs no engine arguments to be made.
+        """Return the algorithm for these engine arguments; a built-in one returns itself.
 
-        ValueError for ``overlap=True`` where it is not supported.
+        Raises ValueError if ``overlap=True`` is not supported.
         """
         if args.overlap and not self.supports_overlap:
-            raise ValueError(f"overlap=True, which {self.name} does not support; leave it None")
+            raise ValueError(f"overlap=True is not supported by {self.name}; leave it None")
         return self
 
     def validate(self, args: Any) -> None:
-        """Refuse engine arguments that do not fit together; also those that nothing would read.
+        """Reject engine arguments that do not fit together or that nothing would read.
 
-        ValueError with value, limit and knob.
+        Raises ValueError with the value, the limit and the option.
         """
         options = [option for option in fields(args) if option.name.startswith(DRAFTING)]
         given = [option.name for option in options if getattr(args, option.name) != option.default]
         if unread := [name for name in given if not self.reads(name)]:
             raise ValueError(
-                f"{unread} are given, but nothing reads them with speculative_algorithm="
-                f"{args.speculative_algorithm!r}; leave them out, or set another"
+                f"{unread} have no effect with speculative_algorithm="
+                f"{args.speculative_algorithm!r}; leave them out, or choose another algorithm"
             )
         self.draft_shape(args)
 
     def reads(self, option: str) -> bool:
-        """Whether an engine argument of drafting means anything here; else it keeps its default."""
+        """Whether this algorithm uses a drafting argument; otherwise it must keep its default."""
         return not option.startswith("speculative_ngram_")
 
     @abstractmethod
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """The tier of so many steps; of the engine arguments' own or default ones for ``None``.
+        """The tier with ``steps`` steps; ``None`` means those of the arguments, or the default.
 
-        That of 0 steps is ``NO_DRAFTS``. ValueError for sizes that the algorithm cannot draft.
+        0 steps give ``NO_DRAFTS``. Raises ValueError for sizes that the algorithm cannot draft.
         """
 
     def open_draft(self, args: Any, target: Any, draft: Any) -> tuple[Any, ...]:
-        """Checkpoints of the draft network: none, or one.
+        """Open the checkpoint of the draft network: a tuple of none or one.
 
-        ``draft`` is that of the engine arguments, or what comes in its place when weights are
-        replaced. ValueError if there is none for the opened target, or it does not fit.
+        ``draft`` is the engine argument, or its replacement in a weight update. Raises ValueError
+        if the target has no such draft, or the draft does not fit the target.
         """
         return ()
 
     def draft_model(self, config: Any, implementation: str | None) -> FlatModel[Any]:
-        """Structure of the draft network of a configuration."""
+        """Structure of the draft network with this configuration."""
         return FlatModel.empty()
 
     def networks(
@@ -284,7 +280,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         implementation: str | None = None,
         placement: Placement | None = None,
     ) -> Networks:
-        """Structures of a target and this algorithm's draft."""
+        """Structures of the target and of this algorithm's draft."""
         model = FlatModel.of(partial(CausalLM, target, implementation=implementation))
         draft = self.draft_model(draft_config, implementation)
         return Networks(model, draft, target, draft_config, placement or Placement.on())
@@ -295,7 +291,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> Rows:
         """Shapes and dtypes of the rows by request slot, ``[R, ...]``.
 
-        They begin as zeros, from which nothing is to be drafted.
+        Rows start as zeros, which must mean that there is nothing to draft from.
         """
         return ()
 
@@ -305,36 +301,36 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a position that its state there depends on: a key of the prefix cache."""
+        """Tokens after a position that the state there depends on; part of the prefix-cache key."""
         return 0
 
     @property
     def needs_history(self) -> bool:
-        """Whether :attr:`Batch.history` has to be whole also behind a prefix-cache hit."""
+        """Whether :attr:`Batch.history` must be complete even after a prefix-cache hit."""
         return False
 
     def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
-        """Upper bound of the device memory that ``propose`` takes besides logits, for the plan."""
+        """Upper bound of the device memory of ``propose`` in bytes, without logits."""
         return 0
 
     @property
     def supports_overlap(self) -> bool:
-        """Whether a round may be dispatched before the one before it is read."""
+        """Whether a round may be dispatched before the host has read the previous one."""
         return True
 
     @property
     def supports_rejection_sampling(self) -> bool:
-        """Whether drafted chains come with the probabilities that they were drawn from."""
+        """Whether drafted chains come with the probabilities they were drawn from."""
         return False
 
     def adaptive_unsupported_reason(self, args: Any) -> str | None:
-        """Why the number of drafted steps cannot adapt; ``None`` where it can."""
+        """Why the number of drafted steps cannot adapt; ``None`` if it can."""
         return None
 
     def cache_facts(self) -> tuple[str, ...]:
-        """What a compiled function depends on beside the sources of specjax and this object's repr.
+        """Inputs of the compile-cache key, in addition to specjax's sources and this object's repr.
 
-        These are the sources of the packages that the class comes from. Extend them by what else is
+        By default: the sources of the packages that define the class. Add everything else that is
         traced: code of other packages, and arrays, which a repr shortens.
         """
         from specjax.speculative.registry import source_facts
@@ -343,17 +339,17 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     @staticmethod
     def from_string(name: str | None) -> "SpeculativeAlgorithm | CustomSpecAlgo":
-        """The algorithm of a name in any case; plain decoding for ``None``.
+        """The algorithm with this name, in any case; plain decoding for ``None``.
 
-        One of another package is a :class:`CustomSpecAlgo` until ``create_worker`` makes it.
-        ValueError for a name that is not registered.
+        An algorithm of another package is a :class:`CustomSpecAlgo` until ``create_worker``.
+        Raises ValueError for a name that is not registered.
         """
         from specjax.speculative.registry import find
 
         return find(name)
 
 
-if not TYPE_CHECKING:  # registry imports this module, and authors import from here alone
+if not TYPE_CHECKING:  # registry imports this module, and authors import only from here
 
     def __getattr__(name: str) -> Any:
         if name not in ("CustomSpecAlgo", "register_algorithm"):
@@ -371,7 +367,7 @@ def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Plain(SpeculativeAlgorithm):
-    """A draft of no tokens, without state and rows."""
+    """Plain decoding: drafts no tokens, and has no state or rows."""
 
     def reads(self, option: str) -> bool:
         return option == "speculative_algorithm"

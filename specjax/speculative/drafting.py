@@ -1,13 +1,13 @@
-"""Drafting with a network, one level after the other: chains, trees, and the sizes they may have.
+"""Drafting with a network, level by level: chains, trees, and the limits on their sizes.
 
-What network it is stays with the algorithm, which brings a :data:`Step`. Of ``batch.draft`` only
-``logits``, ``vocabulary`` and ``target_ids`` are used. Positions are those of the text: with
-``seq_lens`` n the bonus token stands at n, the first drafted level at n + 1.
+The algorithm chooses the network and provides a :data:`Step`. Of ``batch.draft`` only ``logits``,
+``vocabulary`` and ``target_ids`` are used. Positions are absolute: with ``seq_lens`` n the bonus
+token is at position n, and the first drafted level at n + 1.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,22 @@ from specjax.models.flat import Networks
 from specjax.models.layers import Attend
 from specjax.sampling.draw import draft_probs, draft_tokens
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm, State, StateSizes, kv_pool
-from specjax.speculative.tree import DraftTree, chain_input, select_tree
+from specjax.speculative.tree import chain_input, select_tree
 from specjax.types import DraftShape, VerifyInput
 
-DEFAULT_STEPS = 5
 # step(level, tokens i32 [B, N], hidden [B, N, D], positions i32 [B, N], state, attend) -> (hidden
-# [B, N, D], state): a pass over drafted tokens of level 0, 1, 2 and so on, each with the recurrent
-# state that predicted it. The new states predict the tokens of the level behind it.
+# [B, N, D], state): one pass over the drafted tokens of a level (0, 1, 2, ...), each with the
+# recurrent state that predicted it. The new states predict the tokens of the next level.
 Step = Callable[[int, jax.Array, jax.Array, jax.Array, State, Attend], tuple[jax.Array, State]]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftInput:
-    """What the draft of a row starts from, beside its bonus token and its length."""
+    """Input of a request's next draft, in addition to its bonus token and length."""
 
-    # f32 [B, K], scores; 1 in a chain, where a softmax would change nothing; 0 where a round left
-    # nothing to draft from, whose tokens are no proposals then
+    # f32 [B, K], scores; always 1 in a chain, where a softmax would change nothing. 0 means that
+    # the round left nothing to draft from: its tokens are not proposed.
     topk_probs: jax.Array
     topk_ids: jax.Array  # i32 [B, K], target token ids of the first drafted level
     hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids
@@ -47,10 +46,46 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class NetworkAlgorithm(SpeculativeAlgorithm):
-    """Drafts with a network; its state is that network's KV pool ``[L, num_kv, 2, KV, H]``."""
+    """Drafts with a network. The state is the network's KV pool ``[L, num_kv, 2, KV, H]``."""
+
+    default_steps: ClassVar[int] = 5
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        return draft_shape(args, steps)
+        topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
+        if steps is not None:  # a tier, which may have fewer candidates than the largest tier
+            if topk > 1 and steps > 0:
+                return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
+            # num_steps + 1 rows cover the whole chain and do not limit the other tiers
+            is_cut = nodes is not None and nodes <= args.speculative_num_steps
+            return DraftShape.chain(steps, nodes if is_cut else None)
+        steps = args.speculative_num_steps
+        if steps is None and nodes is not None:
+            raise ValueError(
+                f"speculative_num_draft_tokens={nodes} needs speculative_num_steps, which is None; "
+                "set both"
+            )
+        steps = self.default_steps if steps is None else steps
+        least = 0 if args.speculative_adaptive else 1
+        if type(steps) is not int or not least <= steps <= MAX_STEPS:
+            raise ValueError(
+                f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
+                "set speculative_algorithm=None to decode without speculation"
+            )
+        if args.speculative_adaptive and topk > 1:  # any tier may be the first
+            if nodes is not None and not 2 <= nodes <= MAX_NODES:
+                raise ValueError(
+                    f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}"
+                )
+            return self.draft_shape(args, steps)
+        if topk == 1:
+            if nodes is not None and not min(2, steps + 1) <= nodes <= steps + 1:
+                raise ValueError(
+                    f"speculative_num_draft_tokens={nodes} must be from {min(2, steps + 1)} to "
+                    f"speculative_num_steps + 1 = {steps + 1} for a chain "
+                    "(speculative_eagle_topk=1)"
+                )
+            return DraftShape.chain(steps, nodes)
+        return tree_shape(steps, topk, nodes)
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
         return kv_pool(networks.draft_config, sizes.num_kv)
@@ -63,70 +98,32 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
 # sizes
 
 
-def draft_shape(args: Any, steps: int | None = None, *, default: int = DEFAULT_STEPS) -> DraftShape:
-    """The tier of so many steps; of the engine arguments' own or ``default`` ones for ``None``.
-
-    ValueError for sizes that cannot be drafted.
-    """
-    topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
-    if steps is not None:  # a tier, which may have fewer candidates than the largest
-        if topk > 1 and steps > 0:
-            return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
-        # num_steps + 1 rows are the whole chain, which does not bound the other tiers
-        is_cut = nodes is not None and nodes <= args.speculative_num_steps
-        return DraftShape.chain(steps, nodes if is_cut else None)
-    steps = args.speculative_num_steps
-    if steps is None and nodes is not None:
-        raise ValueError(
-            f"speculative_num_draft_tokens={nodes}, but speculative_num_steps is None; set it too"
-        )
-    steps = default if steps is None else steps
-    least = 0 if args.speculative_adaptive else 1
-    if type(steps) is not int or not least <= steps <= MAX_STEPS:
-        raise ValueError(
-            f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
-            "set speculative_algorithm=None to decode without speculation"
-        )
-    if args.speculative_adaptive and topk > 1:  # any tier may be the first
-        if nodes is not None and not 2 <= nodes <= MAX_NODES:
-            raise ValueError(f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}")
-        return draft_shape(args, steps)
-    if topk == 1:
-        if nodes is not None and not min(2, steps + 1) <= nodes <= steps + 1:
-            raise ValueError(
-                f"speculative_num_draft_tokens={nodes} must be from {min(2, steps + 1)} to "
-                f"speculative_num_steps + 1 = {steps + 1} for a chain (speculative_eagle_topk=1)"
-            )
-        return DraftShape.chain(steps, nodes)
-    return tree_shape(steps, topk, nodes)
-
-
 def most_nodes(steps: int, topk: int) -> int:
-    """Rows of a verify, at most, that a tree can fill."""
+    """Maximum number of verified rows that a tree can fill."""
     return min(DraftShape(steps, topk, 0).num_candidates + 1, MAX_NODES)
 
 
 def tree_shape(steps: int, topk: int, nodes: int | None) -> DraftShape:
-    """The shape of a tree; by default one node a branch and level. ValueError with the limits."""
+    """The shape of a tree; by default one node per branch and level. Raises ValueError."""
     most = most_nodes(steps, topk)
     nodes = min(steps * topk + 1, most) if nodes is None else nodes
     shape = DraftShape(steps, topk, nodes)
     if shape.draft_rows > MAX_MASKED:
         raise ValueError(
             f"speculative_eagle_topk={topk} times speculative_num_steps - 1 = {steps - 1} must be "
-            f"at most {MAX_MASKED}, the rows that drafting attends over"
+            f"at most {MAX_MASKED}, the number of rows that drafting can attend over"
         )
     if not 2 <= nodes <= most:
         raise ValueError(
             f"speculative_num_draft_tokens={nodes} must be from 2 to {most}: a tree of "
-            f"{steps} steps and topk {topk} has {shape.num_candidates} candidates beside its root, "
+            f"{steps} steps and topk {topk} has {shape.num_candidates} candidates and a root, "
             f"and at most {MAX_NODES} rows are verified"
         )
     return shape
 
 
 def check_topk(topk: int, vocab_size: int) -> None:
-    """Refuse more branches than the draft has tokens."""
+    """Reject more branches than the draft vocabulary has tokens."""
     if topk > vocab_size:
         raise ValueError(
             f"speculative_eagle_topk={topk} exceeds the draft vocabulary of {vocab_size} tokens"
@@ -139,15 +136,13 @@ def check_topk(topk: int, vocab_size: int) -> None:
 def draft_levels(
     batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int = 0
 ) -> tuple[VerifyInput, State]:
-    """Draft a chain or a tree behind each bonus token, whose first level is there already.
+    """Draft a chain or a tree from each bonus token, given its first drafted level.
 
-    Each level but the last takes one pass, of which the first sits ``start`` behind ``seq_lens``.
+    Every level except the last needs one draft pass. The first pass runs at ``seq_lens + start``.
     """
     num_proposed = jnp.where(first.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
     if shape.topk > 1:
-        tree, rows, state = draft_tree(batch, state, first, shape, step, start)
-        verified = tree.verify_input(batch.seq_lens, num_proposed)
-        return replace(verified, draft_rows=rows), state
+        return draft_tree(batch, state, first, num_proposed, shape, step, start)
     tokens = [batch.bonus_tokens]
     hidden, ids = first.hidden[:, None], first.topk_ids[:, 0]
     states = [hidden]
@@ -160,27 +155,28 @@ def draft_levels(
         hidden, state = step(level, ids[:, None], hidden, lens[:, None], state, attend)
         ids = best_tokens(batch, hidden, lens[:, None] + (2 - start), 1)[1][:, 0, 0]
         states.append(hidden)
-    chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
-    if batch.draw.acceptance.uses_rejection and shape.steps:
-        hidden = jnp.concatenate(states[: shape.nodes - 1], axis=1)
-        chain = replace(chain, draft_probs=chain_probs(batch, hidden))
-    return chain, state
+    return drafted_chain(batch, tokens, num_proposed, states, shape), state
 
 
 def draft_tree(
-    batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int
-) -> tuple[DraftTree, jax.Array, State]:
-    """A pass of the draft for each level but the last, over the K best candidates of the level.
+    batch: Batch,
+    state: State,
+    first: DraftInput,
+    num_proposed: jax.Array,
+    shape: DraftShape,
+    step: Step,
+    start: int,
+) -> tuple[VerifyInput, State]:
+    """Draft a tree: one pass over the K best candidates of each level except the last.
 
-    Their keys and values lie behind the text, K rows a level, and each sees its own ancestors. Also
-    returned is where those of the tree's rows lie, i32 ``[B, T]`` as :class:`VerifyInput` has it.
+    Their keys and values are stored after the text, K rows per level. Each row sees its ancestors.
     """
     topk, begin = shape.topk, batch.seq_lens + start
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
-    roots = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
-    # a larger tier has more branches
+    above = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
+    # rows of a larger tier have more branches
     best, ids, mask = first.topk_probs[:, :topk], first.topk_ids[:, :topk], own
-    scores, tokens, parents = [best], [ids], [roots]
+    scores, tokens, parents = [best], [ids], [above]
     hidden = jnp.repeat(first.hidden[:, None], topk, axis=1)
     for level in range(shape.steps - 1):
         positions = jnp.broadcast_to(begin[:, None] + level, ids.shape)
@@ -197,20 +193,22 @@ def draft_tree(
         hidden = jnp.take_along_axis(hidden, origin, axis=1)
         mask = jnp.concatenate([jnp.take_along_axis(mask, origin, axis=1), own], axis=2)
     joined = [jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents)]
-    tree = select_tree(batch.bonus_tokens, *joined, topk=topk, num_draft_tokens=shape.nodes)
-    # the candidates that were drafted from, in the order of their rows
-    passed = joined[2][:, None, 1 : 1 + shape.draft_rows] == tree.candidates[:, :, None]
+    roots = batch.bonus_tokens, batch.seq_lens, num_proposed
+    tree, candidates = select_tree(*roots, *joined, topk=topk, num_draft_tokens=shape.nodes)
+    # the candidates that were passed through the draft, in the order of their rows
+    passed = joined[2][:, None, 1 : 1 + shape.draft_rows] == candidates[:, :, None]
     places = jnp.arange(start, start + shape.draft_rows, dtype=jnp.int32)
     rows = jnp.max(jnp.where(passed, places, -1), axis=2, initial=-1)
-    return tree, jnp.pad(rows, ((0, 0), (1, 0)), constant_values=start - 1), state
+    rows = jnp.pad(rows, ((0, 0), (1, 0)), constant_values=start - 1)
+    return replace(tree, draft_rows=rows), state
 
 
 def best_tokens(
     batch: Batch, hidden: jax.Array, positions: jax.Array, topk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The draft's K tokens for positions i32 ``[B, N]``, behind recurrent states ``[B, N, D]``.
+    """Choose K draft tokens for positions i32 ``[B, N]`` from recurrent states ``[B, N, D]``.
 
-    Scores f32 ``[B, N, K]`` and target token ids i32 ``[B, N, K]``.
+    Returns scores f32 ``[B, N, K]`` and target token ids i32 ``[B, N, K]``.
     """
     draft, logits = batch.draft, batch.draft.logits(hidden, batch.target)
     probs, best = draft_tokens(
@@ -219,21 +217,31 @@ def best_tokens(
     return probs, draft.target_ids(best)
 
 
-def chain_probs(batch: Batch, hidden: jax.Array) -> jax.Array:
-    """What the drafts of a chain were drawn from, f32 ``[B, S, V]`` over the target's vocabulary.
+def drafted_chain(
+    batch: Batch,
+    tokens: list[jax.Array],
+    num_proposed: jax.Array,
+    states: list[jax.Array],
+    shape: DraftShape,
+) -> VerifyInput:
+    """Build a chain of tokens i32 ``[B]``, root first; states ``[B, 1, D]`` predicted the drafts.
 
-    The logits are computed again from the recurrent states ``[B, S, D]``: those of the first level
-    would have to be kept from the round before, and all levels are one product.
+    For rejection sampling the draft logits are computed again: otherwise those of the first level
+    would have to be kept from the previous round, and this way all levels are one product.
     """
+    chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
+    if not (batch.draw.acceptance.uses_rejection and shape.steps):
+        return chain
     draft, size = batch.draft, batch.target.config.vocab_size
-    logits = draft.logits(hidden, batch.target)
-    return draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, size)
+    logits = draft.logits(jnp.concatenate(states[: shape.nodes - 1], axis=1), batch.target)
+    probs = draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, size)
+    return replace(chain, draft_probs=probs)
 
 
 def first_level(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, topk: int) -> DraftInput:
-    """What a round drafts from, behind recurrent states ``[B, D]``.
+    """Choose the first level of the next draft from recurrent states ``[B, D]``.
 
-    ``seq_lens`` i32 ``[B]`` are those of that round, whose bonus token stands there.
+    ``seq_lens`` i32 ``[B]`` are the lengths in that round, and the positions of its bonus tokens.
     """
     probs, ids = best_tokens(batch, hidden[:, None], seq_lens[:, None] + 1, topk)
     return DraftInput(probs[:, 0], ids[:, 0], hidden)

@@ -1,7 +1,7 @@
-"""EAGLE-1/2 and EAGLE-3: a draft of one to a few layers that reads the target's own features.
+"""EAGLE-1/2 and EAGLE-3: a draft of one or a few layers that reads features of the target.
 
 Positions and alignment: the draft's KV index ``i`` holds the pair (target feature of token ``i``,
-token ``i + 1``), so the first recurrent draft pass sits at position ``seq_len``. See
+token ``i + 1``), so the first recurrent draft pass runs at position ``seq_len``. See
 ``docs/how_it_works.md`` for a worked example.
 """
 
@@ -31,12 +31,12 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 @dataclass(frozen=True)
 class Eagle(NetworkAlgorithm):
-    """Chains and trees of drafts, one pass of the draft for each level but the first.
+    """Drafts chains and trees; each level except the first takes one pass of the draft.
 
     Rows are a :class:`DraftInput`.
 
     Attributes:
-        checkpoint_format: of the drafts that it opens, ``"eagle-1"`` or ``"eagle-3"``.
+        checkpoint_format: format of the drafts that it opens, ``"eagle-1"`` or ``"eagle-3"``.
     """
 
     checkpoint_format: str
@@ -46,7 +46,7 @@ class Eagle(NetworkAlgorithm):
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[DraftCheckpoint, ...]:
-        """The checkpoint that ``draft`` names, or the one that comes with the target."""
+        """The checkpoint that ``draft`` names, or the target's default draft."""
         theta = args.draft_rope_theta
         opened = open_draft(
             draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
@@ -69,13 +69,13 @@ class Eagle(NetworkAlgorithm):
         return DraftInput(**fields)
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        """Those of the checkpoint; none for EAGLE-1/2, which reads the last hidden state."""
+        """Layers of the checkpoint; none for EAGLE-1/2, which reads the last hidden state."""
         layers: tuple[int, ...] = networks.draft_config.feature_layers
         return layers
 
     @property
     def lookahead(self) -> int:
-        """A KV index holds the token behind its position."""
+        """The KV at a position depends on the token after it."""
         return 1
 
     def is_eagle(self) -> bool:
@@ -94,7 +94,7 @@ class Eagle(NetworkAlgorithm):
         slots: jax.Array,
         future: FutureMap,
     ) -> DraftInput | None:
-        """The first K branches, where prefill drafted more of them."""
+        """The first K branches; the prefill engine may have drafted more."""
         if rows is None:
             return None
         topk = future.rows.topk
@@ -124,7 +124,7 @@ class Eagle(NetworkAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: DraftInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """The first level comes with the rows; the others take one pass of the draft each."""
+        """Draft from the rows' first level; each further level takes one pass of the draft."""
         draft, target = batch.draft, batch.target
         return draft_levels(
             batch,
@@ -144,10 +144,10 @@ class Eagle(NetworkAlgorithm):
     ) -> tuple[State, DraftInput]:
         """Draft-extend: one pass over the accepted tokens with their true target features.
 
-        It replaces what the recurrent passes left in the draft's KV pool; rows behind the accepted
-        ones leave values that the next round overwrites. A round without drafts keeps the KV only,
-        so that drafting can begin again later: attention, feed-forward and output head are not
-        computed for a draft of one layer.
+        It overwrites the draft KV that the recurrent passes wrote. Rows after the accepted ones
+        write values that the next round overwrites. A round without drafts keeps only the KV, so
+        that drafting can resume later: a draft of one layer then skips attention, feed-forward and
+        output head.
         """
         draft = batch.draft
         width = verified.accept_tokens.shape[1]

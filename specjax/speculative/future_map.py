@@ -1,7 +1,7 @@
-"""What the next round starts from, by request slot, resident on the device.
+"""Device-resident state that the next round starts from, by request slot.
 
-A round takes its rows from here and leaves the next round's rows here, so that the host can
-dispatch a round before it has read the one before. Slot 0 is padding. Contract of SGLang's
+A round reads its rows here and writes the next round's rows here. So the host can dispatch a round
+before it has read the previous one. Slot 0 is padding. Follows the contract of SGLang's
 ``FutureMap``.
 """
 
@@ -21,22 +21,22 @@ from specjax.types import KVPools, SamplingTable
 class FutureMap:
     """Rows of R request slots.
 
-    ``remaining`` is the number of tokens that a request may still produce; a row without any is
-    treated as padding, so a request that ended is not advanced by the rounds already dispatched.
-    ``tokens`` is the history by absolute position: prompt and produced tokens, the bonus token
-    included. Behind them it holds anything.
+    ``remaining`` is the number of tokens that a request may still produce. A row with 0 is treated
+    as padding, so rounds that are already dispatched do not advance a request that has ended.
+    ``tokens`` is the history by absolute position: prompt and produced tokens, including the bonus
+    token, then garbage.
     """
 
-    rows: Any  # the algorithm's own, [R, ...]
-    bonus_tokens: jax.Array  # i32 [R], the newest token; not in the KV pool yet
+    rows: Any  # of the algorithm, [R, ...]
+    bonus_tokens: jax.Array  # i32 [R], the last token of each request; not in the KV pool yet
     seq_lens: jax.Array  # i32 [R], tokens in the target's KV pool
     remaining: jax.Array  # i32 [R]
     tokens: jax.Array  # i32 [R, C]
-    logit_states: tuple[Any, ...] = ()  # what each logit processor keeps, [R, ...]
+    logit_states: tuple[Any, ...] = ()  # one per logit processor, [R, ...]
 
     @classmethod
     def abstract(cls, num_slots: int, context: int, rows: Any) -> "FutureMap":
-        """Shapes and dtypes for ``num_slots`` slots of ``context`` tokens, padding included."""
+        """Shapes and dtypes for ``num_slots`` slots, including padding, of ``context`` tokens."""
 
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32))
@@ -53,7 +53,7 @@ class FutureMap:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """All that rounds and prefill read and write, donated through every call."""
+    """Everything that rounds and prefill read and write; donated in every call."""
 
     pools: KVPools
     future: FutureMap
@@ -71,23 +71,23 @@ def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
 
 
 def stash_handover(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
-    """Record the rows that ``build_disagg_draft_input`` gave; zeros for ``None``.
+    """Record rows returned by ``build_disagg_draft_input``; zeros for ``None``.
 
-    ValueError where they are not as wide as those here.
+    Raises ValueError if their width differs from that of the rows here.
     """
     if rows is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[slots]), future.rows)
     for own, given in zip(jax.tree.leaves(future.rows), jax.tree.leaves(rows), strict=True):
         if own.shape[1:] != given.shape[1:]:
             raise ValueError(
-                f"rows of width {given.shape[1:]} come to an engine whose rows have width "
-                f"{own.shape[1:]}; give both the same speculative arguments"
+                f"received rows of width {given.shape[1:]} must have width "
+                f"{own.shape[1:]}; give both engines the same speculative arguments"
             )
     return stash(future, slots, rows)
 
 
 def advance(future: FutureMap, slots: jax.Array, new: NewTokens) -> FutureMap:
-    """Let the logit processors read what joined the texts of slots i32 ``[B]``."""
+    """Let the logit processors read the tokens added to slots i32 ``[B]``."""
     return replace(future, logit_states=advance_states(future.logit_states, slots, new))
 
 
@@ -100,48 +100,6 @@ def restart(
     states = jax.tree.map(lambda leaf: leaf.at[slots].set(0), future.logit_states)
     new = NewTokens(future.tokens[slots], counts, jnp.zeros_like(counts), sampling)
     return advance(replace(future, logit_states=states), slots, new)
-
-
-def publish(
-    future: FutureMap, slots: jax.Array, seq_lens: jax.Array, bonus_tokens: jax.Array
-) -> FutureMap:
-    """Record new lengths and bonus tokens i32 ``[B]``; known as soon as verification ends."""
-    kept = jnp.where(slots > 0, seq_lens, 0)
-    return replace(
-        future,
-        seq_lens=future.seq_lens.at[slots].set(kept),
-        bonus_tokens=future.bonus_tokens.at[slots].set(bonus_tokens),
-    )
-
-
-def consume(
-    future: FutureMap, slots: jax.Array, tokens: jax.Array, counts: jax.Array, ends: jax.Array
-) -> FutureMap:
-    """Take produced tokens off what the requests may still produce; nothing is left at an end.
-
-    ``counts`` i32 ``[B]`` of the tokens i32 ``[B, A]`` are valid; ``ends`` i32 ``[B, E]`` are the
-    rows' end tokens, padded with -1.
-    """
-    valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
-    ended = jnp.any((tokens[:, :, None] == ends[:, None, :]) & valid[:, :, None], axis=(1, 2))
-    left = jnp.where(ended, 0, jnp.maximum(future.remaining[slots] - counts, 0))
-    left = jnp.where(slots > 0, left, 0)
-    return replace(future, remaining=future.remaining.at[slots].set(left))
-
-
-def record(
-    future: FutureMap, slots: jax.Array, starts: jax.Array, tokens: jax.Array, counts: jax.Array
-) -> FutureMap:
-    """Write the first ``counts`` i32 ``[B]`` of tokens i32 ``[B, N]`` into the history.
-
-    ``starts`` i32 ``[B]`` are the absolute positions of the first ones.
-    """
-    context = future.tokens.shape[1]
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    is_valid = (offsets < counts[:, None]) & (slots > 0)[:, None]
-    places = jnp.where(is_valid, starts[:, None] + offsets, context)
-    written = future.tokens.at[slots[:, None], places].set(tokens, mode="drop")
-    return replace(future, tokens=written)
 
 
 def record_cached(future: FutureMap, slot: jax.Array, tokens: jax.Array) -> FutureMap:

@@ -1,29 +1,29 @@
-"""Multi-token prediction: chains drafted by one module (layer) a drafted token, each with its KV.
+"""Multi-token prediction: chains in which one module (layer) with its own KV drafts each token.
 
-Positions and alignment: KV index ``i`` of module ``k`` holds the pair (state of token ``i`` that
-module ``k - 1`` gave, token ``i + k + 1``), whose output predicts token ``i + k + 2``. With L
-tokens in the target's pool, token L is known and those behind it are drafted. So module ``k`` is
-final up to index ``L - 1 - k``, and its last ``k`` indices depend on drafts.
+Positions and alignment: KV index ``i`` of module ``k`` holds the pair (state of token ``i`` from
+module ``k - 1``, token ``i + k + 1``). Its output predicts token ``i + k + 2``. With L tokens in
+the target's pool, token L is the bonus token and tokens after it are drafts. So the KV of module
+``k`` is final up to index ``L - 1 - k``, and its last ``k`` indices depend on drafts.
 
-Each pass works on rows: row ``r`` of module ``k`` stands at position ``r - k``. All modules then
-read the same tokens at the same rows, and what module ``k`` reads of module ``k - 1`` is one row
-earlier. Of a round it takes
+Each pass works on rows: row ``r`` of module ``k`` is at position ``r - k``. All modules then read
+the same tokens at the same rows, and module ``k`` reads the state of module ``k - 1`` from one row
+earlier. A round runs two of the stages here:
 
-* ``extend``: every module over the A accepted tokens, rows ``L .. L + A - 1``. What it gives at the
-  last accepted row is kept, for the next module's first row of the passes to come;
-* ``propose``: module ``k`` over the ``k`` tokens drafted so far, the rows behind the text. Its last
-  row stands at the text's last token and drafts the next one. These rows hold the KV that depends
-  on drafts; the next ``extend`` begins at the same rows, with the tokens that came true.
+* ``extend`` runs every module over the A accepted tokens, rows ``L .. L + A - 1``. It keeps each
+  module's state at the last accepted row, which the next module's first row needs in later passes.
+* ``propose`` runs module ``k`` over the ``k`` tokens drafted so far, in rows after the text. Its
+  last row is at the text's last token and drafts the next token. The KV of these rows depends on
+  drafts; the next ``extend`` starts at the same rows with the accepted tokens.
 
-So each draft is what a dense computation over the text and the drafts before it gives, and no row
-is computed twice but those of drafts. Near the start of a text, and behind what came out of the
-prefix cache, the first rows of a module have no position, or one that must not be written:
+So each draft equals that of a dense computation over the text and all earlier drafts, and only rows
+that depend on drafts are computed twice. Near the start of a text, and after a prefix-cache hit,
+the first rows of a module have no position, or a position that must not be overwritten:
 :func:`skip_rows` leaves them out.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,41 +35,41 @@ from specjax.models.eagle import MtpHead
 from specjax.models.flat import FlatModel, Networks
 from specjax.models.layers import pick_row
 from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
-from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, chain_probs, draft_shape
+from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, drafted_chain
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModuleInput:
-    """What the modules of a row start from, beside its bonus token and its length."""
+    """Input of the modules for a request, in addition to its bonus token and length."""
 
     first_ids: jax.Array  # i32 [B], the first drafted token
-    is_drafted: jax.Array  # i32 [B], 0 where a round left nothing to draft from
-    hidden: jax.Array  # [B, M, D], what each module gave at the newest row
+    is_drafted: jax.Array  # i32 [B], 0 if the round left nothing to draft from
+    hidden: jax.Array  # [B, M, D], state of each module at the last row
 
 
 @dataclass(frozen=True)
 class MultiLayerEagle(NetworkAlgorithm):
-    """Chains of at most as many drafts as there are modules.
+    """Drafts chains of at most as many tokens as there are modules.
 
-    Trees are refused: the last ``k`` KV indices of module ``k`` stand at tokens of the text but
-    depend on drafts, so every branch would need its own values at the same indices.
+    Trees are rejected: the last ``k`` KV indices of module ``k`` are at tokens of the text but
+    depend on drafts, so each branch would need different values at the same indices.
 
     Rows are a :class:`ModuleInput`.
 
     Attributes:
-        num_modules: M, those that are loaded and kept up to date: the steps of the largest tier.
+        num_modules: M, modules to load and keep up to date: the steps of the largest tier.
     """
 
     num_modules: int = 1
+    default_steps: ClassVar[int] = 1  # every MTP checkpoint has at least one module
 
     # host side
 
     def create_worker(self, args: Any) -> "MultiLayerEagle":
-        """With as many modules as the arguments' largest tier has steps."""
+        """The algorithm with one module per step of the largest tier."""
         super().create_worker(args)
         steps = [1, args.speculative_num_steps or 1]
         if args.adaptive is not None:
@@ -77,19 +77,18 @@ class MultiLayerEagle(NetworkAlgorithm):
         return replace(self, num_modules=max(steps))
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """One drafted token by default, which every checkpoint with modules has one for."""
         topk = args.speculative_eagle_topk
         if topk != 1:
             raise ValueError(
-                f"speculative_eagle_topk={topk} must be 1: {self.name} drafts chains, since drafts "
-                "change keys and values of the text itself, which branches would have to share"
+                f"speculative_eagle_topk={topk} must be 1: {self.name} drafts only chains, because "
+                "drafts change the KV of the text, which all branches of a tree share"
             )
-        return draft_shape(args, steps, default=1)
+        return super().draft_shape(args, steps)
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[MtpCheckpoint, ...]:
-        """The modules of the checkpoint that ``draft`` names, or of the target's own."""
+        """The modules of the checkpoint that ``draft`` names, or of the target."""
         theta = args.draft_rope_theta
         return (open_mtp(draft, target, num_modules=self.num_modules, rope_theta=theta),)
 
@@ -121,7 +120,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         slots: jax.Array,
         future: FutureMap,
     ) -> ModuleInput | None:
-        """States of the first M modules, where prefill ran more of them."""
+        """States of the first M modules; the prefill engine may have run more."""
         if rows is None:
             return None
         return replace(rows, hidden=rows.hidden[:, : future.rows.hidden.shape[1]])
@@ -134,7 +133,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         chunks: PromptChunks,
         features: jax.Array,
     ) -> tuple[State, ModuleInput]:
-        """Every module over the chunks' rows; earlier chunks left what comes before the first."""
+        """Run every module over the chunks; rows of earlier chunks precede the first row."""
         draft, segments = batch.draft, chunks.segments
         owner, last = segments.index, segments.last
         place = jnp.arange(owner.shape[0], dtype=jnp.int32)
@@ -162,7 +161,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """The first draft comes with the rows; the others take one pass of their module each."""
+        """Draft from the rows' first token; each further token takes one pass of its module."""
         num_proposed = jnp.where(rows.is_drafted > 0, jnp.int32(shape.steps), 0)
         drafts = [rows.first_ids] if shape.steps else []
         hidden, states = rows.hidden[:, :1], [rows.hidden[:, :1]]
@@ -173,12 +172,8 @@ class MultiLayerEagle(NetworkAlgorithm):
             drafts.append(best_tokens(batch, given[:, -1:], lens, 1)[1][:, 0, 0])
             hidden = jnp.concatenate([rows.hidden[:, module, None], given], axis=1)
             states.append(given[:, -1:])
-        tokens = jnp.stack([batch.bonus_tokens, *drafts], axis=1)
-        chain = chain_input(tokens, batch.seq_lens, num_proposed)
-        if batch.draw.acceptance.uses_rejection and shape.steps:
-            hidden = jnp.concatenate(states[: shape.nodes - 1], axis=1)
-            chain = replace(chain, draft_probs=chain_probs(batch, hidden))
-        return chain, state
+        tokens = [batch.bonus_tokens, *drafts]
+        return drafted_chain(batch, tokens, num_proposed, states, shape), state
 
     def extend(
         self,
@@ -188,7 +183,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         verified: VerifyOutput,
         shape: DraftShape,
     ) -> tuple[State, ModuleInput]:
-        """Every module over the accepted tokens, whatever the tier: all KV stays up to date."""
+        """Run every module over the accepted tokens in every tier, to keep all KV up to date."""
         counts = verified.num_accepted_tokens
         embeds = batch.draft.embed(verified.accept_tokens, batch.target)
         hidden, newest = verified.features, []
@@ -213,10 +208,10 @@ def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
 def run_module(
     batch: Batch, state: State, module: int, embeds: jax.Array, hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """States ``[B, T, D]`` of a module at the T rows behind the texts, and the KV pool.
+    """Run a module over T rows after the texts; return states ``[B, T, D]`` and the KV pool.
 
-    The first row is that of the first token behind the ``seq_lens`` in the pool. States at
-    positions before a text's start are of no meaning.
+    The first row is the first token after the ``seq_lens`` tokens in the pool. States at
+    positions before the start of a text are invalid.
     """
     width = embeds.shape[1]
     starts = jnp.maximum(batch.seq_lens - module, 0)
@@ -230,9 +225,9 @@ def run_module(
 
 
 def next_input(batch: Batch, hidden: jax.Array, seq_lens: jax.Array) -> ModuleInput:
-    """What the next round drafts from, behind the modules' newest states ``[B, M, D]``.
+    """Draft the next round's first token from the modules' last states ``[B, M, D]``.
 
-    ``seq_lens`` i32 ``[B]`` are those of the next round, whose bonus token stands there.
+    ``seq_lens`` i32 ``[B]`` are the lengths in that round, and the positions of its bonus tokens.
     """
     _, ids = best_tokens(batch, hidden[:, :1], seq_lens[:, None] + 1, 1)
     return ModuleInput(ids[:, 0, 0], jnp.ones_like(seq_lens), hidden)

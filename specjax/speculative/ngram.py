@@ -1,7 +1,7 @@
-"""N-gram drafts: what followed the last tokens before, in the request's own text or in a corpus.
+"""N-gram drafting: propose what followed the last tokens earlier in the text or in a corpus.
 
-No network drafts and nothing is kept between rounds. The text is the device's history of the
-request, so that a round needs nothing of the host and may run ahead.
+It needs no draft network and keeps no state between rounds. It reads the request's history on the
+device, so a round needs nothing from the host and may be dispatched ahead.
 """
 
 from dataclasses import dataclass, replace
@@ -35,12 +35,12 @@ SEPARATOR = -1
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """Sizes of a corpus: what a function that reads it is compiled for.
+    """Static sizes of a corpus, which compiled functions depend on.
 
     Attributes:
-        num_tokens: N, of documents and what separates them.
-        num_places: P, tokens that others follow.
-        window: tokens that places are sorted by.
+        num_tokens: N, tokens of all documents, including separators.
+        num_places: P, positions that another token follows.
+        window: number of tokens by which positions are sorted.
     """
 
     num_tokens: int
@@ -50,7 +50,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sorted corpus of a file; stands where other algorithms have a draft checkpoint."""
+    """The sorted corpus of a file, used in place of a draft checkpoint."""
 
     path: Path
     config: CorpusConfig
@@ -61,7 +61,7 @@ class Corpus:
         return f"corpus {self.path}: {self.config.num_places:,} tokens"
 
     def check_weights(self) -> None:
-        """Nothing is left to be read."""
+        """Nothing to check: the corpus is already in memory."""
 
     def load_weights(self) -> dict[str, np.ndarray]:
         return {"tokens": self.tokens, "order": self.order}
@@ -71,7 +71,7 @@ class Corpus:
 
     def recipes(self) -> Recipes:
         raise ValueError(
-            f"named_tensors of a draft that is the corpus {self.path}; write another file, and "
+            f"named_tensors do not apply to the corpus {self.path}; write another file, and "
             "pass draft_path"
         )
 
@@ -79,9 +79,9 @@ class Corpus:
 def open_corpus(
     path: str | Path, tokenizer: Any, *, vocab_size: int, max_tokens: int, window: int
 ) -> Corpus:
-    """Read a file of JSON lines, each a document: a string, or a list of token ids.
+    """Read a file of JSON lines; each document is a string or a list of token ids.
 
-    ValueError with the line for anything else, and for more than ``max_tokens``.
+    Raises ValueError with the line for anything else, and if it exceeds ``max_tokens``.
     """
     left = max_tokens
 
@@ -92,7 +92,7 @@ def open_corpus(
         if left < 0:
             raise ValueError(
                 f"more than speculative_ngram_external_corpus_max_tokens={max_tokens} tokens up "
-                "to here; shorten the corpus, or raise the limit"
+                "to this line; shorten the corpus, or raise the limit"
             )
         return ids
 
@@ -108,24 +108,24 @@ def open_corpus(
 def _token_ids(document: Any, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(document, str):
         if tokenizer is None:
-            raise ValueError("a text, but there is no tokenizer; give token ids")
+            raise ValueError("a text needs a tokenizer, but none is loaded; give token ids")
         document = tokenizer.encode(document, add_special_tokens=False)
     if not isinstance(document, list) or not all(map(is_integer, document)):
         raise ValueError("neither a string nor a list of token ids")
     if document and not 0 <= min(document) <= max(document) < vocab_size:
         raise ValueError(
-            f"token ids from {min(document)} to {max(document)}, but the target has "
-            f"vocab_size={vocab_size}"
+            f"token ids must be in [0, vocab_size={vocab_size}) of the target; got values from "
+            f"{min(document)} to {max(document)}"
         )
     return document
 
 
 def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents as one array, and the places of their tokens in the order of what ends there.
+    """Concatenate documents, and sort token positions by the tokens that end there.
 
-    Tokens i32 ``[N]`` have a separator before, between and behind documents. Places i32 ``[P]`` are
-    those that a token follows, sorted by the ``window`` tokens of the document that end there, the
-    last one first, then by place. ValueError where there are none.
+    Tokens i32 ``[N]`` have a separator before and after each document. Positions i32 ``[P]`` are
+    those that another token follows. They are sorted by the last ``window`` tokens of the document
+    that end there, last token first, then by position. Raises ValueError if there are none.
     """
     tokens = np.array([SEPARATOR, *(t for text in documents for t in (*text, SEPARATOR))], np.int32)
     ranks, _ = _context_ranks(tokens.astype(np.int64) + 1, window)
@@ -138,9 +138,9 @@ def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np
 
 
 def _context_ranks(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks of the ``width`` tokens that end at each place, none of them before a separator.
+    """Rank the ``width`` tokens that end at each position, ignoring all up to a separator.
 
-    Halves are ranked, then their pairs. Also whether there is a separator among the tokens.
+    Ranks halves, then pairs of halves. Also returns whether the tokens include a separator.
     """
     if width == 1:
         return tokens, tokens == SEPARATOR + 1
@@ -158,7 +158,7 @@ MAX_WINDOW = MAX_BREADTH = 16
 
 
 class NgramShape(DraftShape):
-    """A tree whose branches have no KV while they are drafted."""
+    """A tree whose nodes have no KV while they are drafted."""
 
     __slots__ = ()
 
@@ -168,7 +168,7 @@ class NgramShape(DraftShape):
 
 
 class CorpusTable(nnx.Module):
-    """A sorted corpus on the device, as ``sort_corpus`` makes it."""
+    """A corpus on the device, as sorted by ``sort_corpus``."""
 
     def __init__(self, config: CorpusConfig) -> None:
         self.tokens = nnx.Variable(jnp.zeros((config.num_tokens,), jnp.int32))
@@ -177,13 +177,13 @@ class CorpusTable(nnx.Module):
 
 @dataclass(frozen=True)
 class Ngram(SpeculativeAlgorithm):
-    """Trees of continuations, without state and rows.
+    """Drafts trees of continuations, without state or rows.
 
     Attributes:
-        window: least and most tokens at the text's end that have to agree.
-        breadth: continuations that a tree is made of, at most.
-        by_frequency: whether the tree prefers what followed often to what followed last.
-        has_corpus: whether a corpus is looked through beside the text.
+        window: minimum and maximum number of tokens to match at the end of the text.
+        breadth: maximum number of continuations in a tree.
+        by_frequency: whether to prefer frequent continuations over recent ones.
+        has_corpus: whether to search a corpus in addition to the text.
     """
 
     window: tuple[int, int] = (1, 12)
@@ -194,7 +194,7 @@ class Ngram(SpeculativeAlgorithm):
     # host side
 
     def create_worker(self, args: Any) -> "Ngram":
-        """The algorithm with an engine's options. ValueError for those that do not fit."""
+        """The algorithm with the engine's options. Raises ValueError if they do not fit."""
         super().create_worker(args)
         least, widest = (
             args.speculative_ngram_min_match_window_size,
@@ -222,12 +222,12 @@ class Ngram(SpeculativeAlgorithm):
         return option not in ("speculative_eagle_topk", "draft", "draft_rope_theta")
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """A tree of depth S; a tier has a row for each of its steps, in whatever branches."""
+        """A tree of depth S. A tier has one row per step, in any branches, plus the root."""
         nodes = args.speculative_num_draft_tokens
         if args.speculative_adaptive and nodes is not None:
             raise ValueError(
                 f"speculative_num_draft_tokens={nodes} with speculative_adaptive=True: a tier of "
-                f"{self.name} has as many as steps, and one; leave it None"
+                f"{self.name} always has one row per step, plus the root; leave it None"
             )
         if steps is None:
             steps = args.speculative_num_steps
@@ -242,16 +242,16 @@ class Ngram(SpeculativeAlgorithm):
         most = min(MAX_NODES, 1 + steps * self.breadth)
         if not steps < nodes <= most:
             raise ValueError(
-                f"speculative_num_draft_tokens={nodes} must be from {steps + 1}, a row for each of "
-                f"speculative_num_steps={steps} and one, to {most}, which "
-                f"speculative_ngram_max_bfs_breadth={self.breadth} can fill"
+                f"speculative_num_draft_tokens={nodes} must be from speculative_num_steps + 1 = "
+                f"{steps + 1} to {most}, the capacity of a tree of {steps} steps with "
+                f"speculative_ngram_max_bfs_breadth={self.breadth}"
             )
         if self.breadth == 1 or nodes <= 2:
             return DraftShape(steps, 1, nodes)
         return NgramShape(steps, self.breadth, nodes)
 
     def open_draft(self, args: Any, target: TargetCheckpoint, draft: Any) -> tuple[Corpus, ...]:
-        """The corpus, if there is one; ``draft`` is another one as large, in a weight update."""
+        """The corpus, if any. A weight update passes another one of the same size as ``draft``."""
         path = args.speculative_ngram_external_corpus_path if draft is None else draft
         if path is None:
             return ()
@@ -274,8 +274,8 @@ class Ngram(SpeculativeAlgorithm):
         return True
 
     def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
-        # The search has arrays [B, C], and the tree compares all candidates with each other. On a
-        # CPU XLA takes 12.1 bytes per token of a history, and 4.2 to 4.6 per pair.
+        # The search allocates arrays [B, C], and the tree compares all pairs of candidates. XLA on
+        # CPU takes 12.1 bytes per token of history, and 4.2 to 4.6 per pair.
         return batch * (16 * context + 5 * (shape.steps * self.breadth) ** 2)
 
     def is_ngram(self) -> bool:
@@ -286,7 +286,7 @@ class Ngram(SpeculativeAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """A row whose text's end is new proposes nothing."""
+        """Draft a tree per row; a row without a match proposes nothing."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         history, num_tokens = batch.history, batch.seq_lens + 1
@@ -296,10 +296,8 @@ class Ngram(SpeculativeAlgorithm):
             ends = last_tokens(history, num_tokens, self.window[1])
             table = batch.draft
             found = joined(found, from_corpus(table.tokens[...], table.order[...], ends, **sizes))
-        tree, count = ngram_tree(
-            batch.bonus_tokens, found, num_draft_tokens=shape.nodes, by_frequency=self.by_frequency
-        )
-        return tree.verify_input(batch.seq_lens, count), state
+        sizes = {"num_draft_tokens": shape.nodes, "by_frequency": self.by_frequency}
+        return ngram_tree(batch.bonus_tokens, batch.seq_lens, found, **sizes), state
 
 
 NGRAM = Ngram("NGRAM")

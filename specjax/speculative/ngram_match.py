@@ -1,6 +1,6 @@
-"""Where a text ended like this before, and what followed: continuations, and the tree of them.
+"""Find earlier occurrences of a text's end, and build a tree of the tokens that followed them.
 
-Axes: B batch, C history, W window, M continuations, S their length, T tree rows.
+Axes: B batch, C history, W window, M continuations, S tokens of each, T tree rows.
 """
 
 from dataclasses import dataclass
@@ -8,39 +8,39 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from specjax.speculative.tree import DraftTree
+from specjax.types import VerifyInput
 
 NO_TOKEN = -1
-# no token of any text: what stands before the beginning of the text that is looked for
+# not a token of any text: fills positions before the start of the text to match
 OUTSIDE = -2
-# pivots of one step of the search in a corpus: 10 million tokens take four steps
+# pivots per step of the corpus search: 10 million tokens take four steps
 PIVOTS = 64
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Continuations:
-    """What followed earlier occurrences of a text's end, best first.
+    """Tokens that followed earlier occurrences of a text's end, best first.
 
-    The longer the match the better, and the more recent among equals.
+    A longer match is better; among equals, a more recent one.
     """
 
-    tokens: jax.Array  # i32 [B, M, S], -1 behind the last one
-    matched: jax.Array  # i32 [B, M], tokens before it that agree with the text's end; 0 for none
+    tokens: jax.Array  # i32 [B, M, S], -1 after the last one
+    matched: jax.Array  # i32 [B, M], length of the match before it; 0 for none
 
 
 def from_history(
     history: jax.Array, num_tokens: jax.Array, *, window: tuple[int, int], most: int, length: int
 ) -> Continuations:
-    """The ``most`` best continuations out of the text itself.
+    """Find the ``most`` best continuations in the text itself.
 
-    A continuation that reaches the text's end goes on from its own beginning, as a text does that
-    repeats itself.
+    A continuation that reaches the end of the text repeats from its own beginning, as periodic text
+    does.
 
     Args:
-        history: i32 ``[B, C]``, garbage behind the text; W * C is below 2**31.
-        num_tokens: i32 ``[B]`` of the text.
-        window: least and most tokens that have to agree.
+        history: i32 ``[B, C]``, garbage after the text; W * C is below 2**31.
+        num_tokens: i32 ``[B]``, length of the text.
+        window: minimum and maximum length of a match.
         most: M.
         length: S.
     """
@@ -56,8 +56,8 @@ def from_history(
         agrees &= padded[:, begin : begin + context] == ends[:, back, None]
         matched += agrees.astype(jnp.int32)
     matched = jnp.where((place < last) & (matched >= least), matched, 0)
-    # Ranks are unique, so that the next one is the largest below the last. Ten such passes take a
-    # third of what top_k takes (H200, 2,600 tokens, 1 to 32 rows: 70 us).
+    # Ranks are unique, so the next best rank is the largest one below the last. Ten such passes
+    # take a third of the time of top_k (H200, 2,600 tokens, 1 to 32 rows: 70 us).
     rank = jnp.where(matched > 0, (matched - 1) * context + place, -1)
     best, below = [], jnp.full((len(history), 1), widest * context, jnp.int32)
     for _ in range(most):
@@ -83,17 +83,17 @@ def from_corpus(
     most: int,
     length: int,
 ) -> Continuations:
-    """The ``most`` best continuations out of those that stand beside the text's end, sorted.
+    """Find the ``most`` best continuations among the sorted neighbors of the text's end.
 
-    Of more places with as long a match those with more alike tokens before it stand nearer, and
-    where all W agree the latest.
+    Among equally long matches, prefer the one whose preceding context sorts nearer. If all W tokens
+    match, prefer the most recent.
 
     Args:
-        tokens: i32 ``[N]``, documents with -1 before, between and behind them.
-        order: i32 ``[P]``, places that a token follows, sorted by the W tokens that end there, the
-            last one first; of equal ones the more recent last.
+        tokens: i32 ``[N]``, documents with -1 before and after each.
+        order: i32 ``[P]``, positions that another token follows, sorted by the W tokens that end
+            there, last token first; among equals the most recent is last.
         ends: i32 ``[B, W]`` of :func:`last_tokens`.
-        window: least and most tokens that have to agree.
+        window: minimum and maximum length of a match.
         most: M.
         length: S.
     """
@@ -105,7 +105,7 @@ def from_corpus(
         return tokens[jnp.maximum(places[..., None] - back, 0)]
 
     def is_before(index: jax.Array) -> jax.Array:
-        """Whether entries ``[B, n]`` are not behind where the text's end would stand."""
+        """Whether entries ``[B, n]`` do not sort after the text's end."""
         found = ending_at(index)
         differs = found != ends[:, None, :]
         first = jnp.argmax(differs, axis=2)[:, :, None]
@@ -135,7 +135,7 @@ def from_corpus(
 
 
 def best_of(some: Continuations, recency: jax.Array, most: int) -> Continuations:
-    """The best M of some continuations ``[B, N]``; ``recency`` i32 ``[B, N]`` is higher later."""
+    """The best M of continuations ``[B, N]``; a higher ``recency`` i32 ``[B, N]`` is later."""
     matched, count = some.matched, some.matched.shape[1]
     index = jnp.arange(count, dtype=jnp.int32)
     longer = matched[:, None, :] > matched[:, :, None]
@@ -153,7 +153,7 @@ def best_of(some: Continuations, recency: jax.Array, most: int) -> Continuations
 
 
 def joined(own: Continuations, others: Continuations) -> Continuations:
-    """The best of a text's own continuations and others; its own among equals."""
+    """The best of a text's own continuations and others; among equals its own."""
     both: Continuations = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, others)
     most, total = own.matched.shape[1], both.matched.shape[1]
     recency = jnp.broadcast_to(-jnp.arange(total, dtype=jnp.int32), both.matched.shape)
@@ -161,48 +161,53 @@ def joined(own: Continuations, others: Continuations) -> Continuations:
 
 
 def last_tokens(history: jax.Array, num_tokens: jax.Array, widest: int) -> jax.Array:
-    """The last W tokens of texts i32 ``[B, C]``, the last one first; -2 before the first one."""
+    """The last W tokens of texts i32 ``[B, C]``, last token first; -2 before the text's start."""
     index = num_tokens[:, None] - 1 - jnp.arange(widest, dtype=jnp.int32)
     found = jnp.take_along_axis(history, jnp.maximum(index, 0), axis=1)
     return jnp.where(index >= 0, found, OUTSIDE)
 
 
 def confidence(matched: jax.Array) -> jax.Array:
-    """How likely the token behind a match of so many tokens comes again, f32.
+    """Probability f32 that the token after a match of this length occurs again.
 
-    Of several such curves the one with the most tokens a round on 48 answers of SmolLM2: 3.64 where
-    texts are edited and 1.81 elsewhere, with 12 rows. They differ by 2 percent.
+    Of the curves tried, this one gave the most tokens per round on 48 answers of SmolLM2 with 12
+    rows: 3.64 for edited texts and 1.81 for others. The curves differ by 2 percent.
     """
     return 1.0 - 0.55 * 0.6 ** matched.astype(jnp.float32)
 
 
 def ngram_tree(
-    bonus_tokens: jax.Array, some: Continuations, *, num_draft_tokens: int, by_frequency: bool
-) -> tuple[DraftTree, jax.Array]:
-    """The tree of the T - 1 likeliest nodes of continuations, and how many it has i32 ``[B]``.
+    bonus_tokens: jax.Array,
+    seq_lens: jax.Array,
+    some: Continuations,
+    *,
+    num_draft_tokens: int,
+    by_frequency: bool,
+) -> VerifyInput:
+    """Build a tree of the T - 1 likeliest nodes after texts of i32 ``[B]`` tokens.
 
-    Equal beginnings are one node. A node is as likely as its match and those above it are sure;
-    ``by_frequency`` times the share of the continuations that it is the beginning of. That never
-    grows along a path, and among equals the lower level wins: parents are chosen with their
-    children, and come before them. Nodes that are missing are children of the root, token 0.
+    Continuations share a node as long as their tokens are equal. A node's score is the product of
+    the confidences on its path; ``by_frequency`` multiplies it by the share of continuations that
+    begin with that path. Scores never grow along a path, and ties go to the lower level: parents
+    are chosen with their children and precede them. Missing nodes are children of the root, id 0.
     """
     batch, most, steps = some.tokens.shape
     rows = num_draft_tokens
     index = jnp.arange(most, dtype=jnp.int32)
     is_real = some.tokens >= 0  # [B, M, S]
     equal = some.tokens[:, :, None] == some.tokens[:, None]
-    # whether two begin with the same level + 1 tokens, [B, M, M, S]
+    # whether two continuations begin with the same level + 1 tokens, [B, M, M, S]
     same = jnp.cumprod((equal & is_real[:, None]).astype(jnp.int32), axis=3) > 0
-    leader = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best one with this beginning
+    leader = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best continuation with this beginning
     is_node = is_real & (leader == index[:, None])
-    # a match grows by what is accepted
+    # the match grows with every accepted token
     matched = some.matched[:, :, None] + jnp.arange(steps, dtype=jnp.int32)
     score = jnp.cumprod(confidence(matched), axis=2)
     if by_frequency:
         total = jnp.sum(some.matched > 0, axis=1, dtype=jnp.float32)[:, None, None]
         score = score * jnp.sum(same, axis=2, dtype=jnp.float32) / jnp.maximum(total, 1.0)
-    # Candidates in the order of rows: by level, and the preferred one of equals last, which is the
-    # recent one by recency and the early one by frequency.
+    # Candidates in row order: by level, then among equals the preferred one last. By recency that
+    # is the recent one, by frequency the early one.
     turn = slice(None) if by_frequency else slice(None, None, -1)
 
     def flat(grid: jax.Array) -> jax.Array:
@@ -219,7 +224,7 @@ def ngram_tree(
     first = (depth < depth[:, None]) | ((depth == depth[:, None]) & (place > place[:, None]))
     rank = jnp.sum((higher | ties & first) & nodes[:, None, :], axis=2, dtype=jnp.int32)
     chosen = nodes & (rank < rows - 1)
-    row = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)  # of a chosen candidate, from 1 on
+    row = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)  # row of a chosen candidate, from 1
     wanted = jnp.arange(1, rows, dtype=jnp.int32)
     picks = chosen[:, None, :] & (row[:, None, :] == wanted[:, None])  # [B, T - 1, P]
     source = jnp.argmax(picks, axis=2)
@@ -230,7 +235,7 @@ def ngram_tree(
         return jnp.take_along_axis(jnp.broadcast_to(values, nodes.shape), source, axis=1)
 
     drafts = jnp.where(is_filled, of_rows(flat(some.tokens)), 0)
-    # the row of the node above: that of the leader one level up
+    # the parent's row: that of the leader one level up
     by_grid = jnp.swapaxes(row.reshape(batch, steps, most), 1, 2)[:, turn]
     above = jnp.take_along_axis(by_grid, leader, axis=1)[:, :, :-1]
     above = flat(jnp.pad(above, ((0, 0), (0, 0), (1, 0))))
@@ -239,18 +244,17 @@ def ngram_tree(
     depths = jnp.where(is_filled, of_rows(depth) + 1, 1)
     depths = jnp.pad(depths, ((0, 0), (1, 0)))
     branch = of_rows(flat(jnp.broadcast_to(index[:, None], is_real.shape)))
-    # a row sees those that its own continuation begins with, itself, and the root
+    # a row sees the rows on its own continuation's path, itself, and the root
     owners = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     sees = same[owners, branch[:, :, None], branch[:, None, :], depths[:, None, 1:] - 1]
     sees &= is_filled[:, None] & is_filled[:, :, None]
     sees &= depths[:, None, 1:] <= depths[:, 1:, None]
     sees |= wanted[:, None] == wanted
     mask = jnp.pad(sees, ((0, 0), (1, 0), (1, 0))).at[:, :, 0].set(True)
-    tree = DraftTree(
+    return VerifyInput(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
+        num_proposed=count,
         parents=parents,
-        depths=depths,
+        positions=seq_lens[:, None] + depths,
         tree_mask=mask,
-        candidates=source,
     )
-    return tree, count

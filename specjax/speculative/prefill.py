@@ -1,4 +1,4 @@
-"""Prefill: chunks of several prompts in one row of tokens, through target and draft."""
+"""Prefill: run prompt chunks, packed into one row of tokens, through target and draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,34 +14,25 @@ from specjax.sampling.draw import logprobs_of, num_best, target_tokens
 from specjax.sampling.logit_processor import LogitInputs, NewTokens
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import PromptChunks
-from specjax.speculative.future_map import (
-    DeviceState,
-    advance,
-    consume,
-    publish,
-    record,
-    resolve,
-    restart,
-    stash,
-)
+from specjax.speculative.future_map import DeviceState, advance, resolve, restart, stash
 from specjax.speculative.round import Resident, RoundConfig, make_batch
-from specjax.speculative.tree import chain_input
-from specjax.types import KVPools, Logprobs, RoundOutput
+from specjax.speculative.tree import accept, chain_input
+from specjax.types import NO_DRAFTS, KVPools, Logprobs, NodeOutputs, RoundOutput
 
-# numbers before the tokens of a packed chunk
+# integers in the header of a packed chunk
 HEADER = 7
 UNLIMITED = 2**31 - 1
 
 
 class Chunk(NamedTuple):
-    """Tokens of one prompt that are computed together."""
+    """Tokens of one prompt that are computed in one pass."""
 
     slot: int  # request slot
     tokens: Sequence[int]
-    start: int = 0  # tokens of the prompt that are in the pool already
-    following: int | None = None  # the prompt token behind them, ``None`` where the prompt ends
-    budget: int = UNLIMITED  # tokens that the request may produce
-    num_cached: int = 0  # first tokens whose KV came out of the prefix cache
+    start: int = 0  # tokens of the prompt that are already in the pool
+    following: int | None = None  # the prompt token after them, ``None`` at the prompt's end
+    budget: int = UNLIMITED  # maximum number of tokens to generate
+    num_cached: int = 0  # leading tokens whose KV came from the prefix cache
 
     @classmethod
     def of(
@@ -53,16 +44,16 @@ class Chunk(NamedTuple):
         budget: int = UNLIMITED,
         num_cached: int = 0,
     ) -> "Chunk":
-        """The tokens of a text from ``start`` to ``end``, or to its own end."""
+        """The tokens of a text from ``start`` to ``end``, or to the end of the text."""
         following = text[end] if end < len(text) else None
         return cls(slot, text[start:end], start, following, budget, num_cached)
 
 
 def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
-    """At most ``limit`` chunks of together at most ``width`` tokens as one array for the device.
+    """Pack at most ``limit`` chunks of at most ``width`` tokens in total for the device.
 
-    i32 ``[limit * HEADER + width]``: the headers of all chunks, then their tokens one behind the
-    other.
+    Returns i32 ``[limit * HEADER + width]``: the headers of all chunks, then their tokens
+    concatenated.
     """
     headers = np.zeros((limit, HEADER), np.int32)
     tokens = np.zeros(width, np.int32)
@@ -84,12 +75,12 @@ def prefill_chunks(
     limit: int,
     with_logprobs: bool = False,
 ) -> tuple[DeviceState, RoundOutput]:
-    """Run the chunks that :func:`pack_chunks` packed, ``limit`` of them, through target and draft.
+    """Run ``limit`` chunks packed by :func:`pack_chunks` through target and draft.
 
-    What the host reads is ``packed`` i32 ``[limit]``, the sampled tokens, their log-probabilities
-    ``[limit]`` and hidden states ``[limit, D]``, of meaning only where a prompt ends. With
-    ``with_logprobs`` also log-probabilities of the prompt token behind each of the W tokens, from
-    the raw logits; at the end of a prompt they mean nothing.
+    The host reads ``packed`` i32 ``[limit]`` (the sampled tokens), their log-probabilities
+    ``[limit]`` and hidden states ``[limit, D]``; they are valid only if the prompt ends there. With
+    ``with_logprobs`` it also reads the log-probability, from raw logits, of the prompt token after
+    each of the W tokens; the value at the end of a prompt is invalid.
     """
     pools, future = state.pools, state.future
     headers = packed[: limit * HEADER].reshape(limit, HEADER)
@@ -102,7 +93,7 @@ def prefill_chunks(
         tokens[None], segments.positions[None], pools.target, attend, config.feature_layers
     )
     last, index = segments.last, segments.index
-    # the prompt token behind each; 0 where the prompt ends
+    # the prompt token after each token; 0 at the prompt's end
     is_last = segments.is_real & (jnp.arange(tokens.shape[0], dtype=jnp.int32) == last[index])
     behind = jnp.where(is_last, following[index], jnp.roll(tokens, -1))
     prompt_logprobs, states = None, pick_row(hidden, last[None])
@@ -115,9 +106,13 @@ def prefill_chunks(
         logits = resident.target.logits(states)[0]
     new_lens = starts + counts
     owners = jnp.where(segments.is_real, slots[index], 0)
-    ones = segments.is_real.astype(jnp.int32)
-    future = record(future, owners, segments.positions, tokens[:, None], ones)
-    # slot 0 is greedy: no noise before a prompt's end
+    places = jnp.where(segments.is_real, segments.positions, future.tokens.shape[1])
+    future = replace(
+        future,
+        remaining=future.remaining.at[slots].set(budgets),
+        tokens=future.tokens.at[owners, places].set(tokens, mode="drop"),
+    )
+    # slot 0 is greedy, so that no noise is drawn before a prompt's end
     params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slots, 0))
     roots = chain_input(tokens[last][:, None], new_lens - 1)
     future = restart(future, slots, new_lens, params)
@@ -126,10 +121,16 @@ def prefill_chunks(
         logits[:, None], roots, inputs, config.sampling, future.logit_states
     )
     future = advance(future, slots, NewTokens(drawn, is_final, new_lens, params))
-    future = publish(future, slots, new_lens, drawn[:, 0])
-    future = record(future, slots, new_lens, drawn, is_final)
-    future = replace(future, remaining=future.remaining.at[slots].set(budgets))
-    future = consume(future, slots, drawn, is_final, params.end_token_ids)
+    # invalid before the end of a prompt; the next chunk overwrites it
+    _, future = accept(
+        roots,
+        NodeOutputs(drawn, drawn),
+        future,
+        slots,
+        params.end_token_ids,
+        NO_DRAFTS,
+        implementation=config.sampling.implementation,
+    )
     is_end = is_last & (is_final > 0)[index]
     chunks = PromptChunks(
         tokens=tokens[None],

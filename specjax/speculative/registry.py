@@ -1,4 +1,4 @@
-"""Algorithms by name: those that are built in, and those of other packages."""
+"""Registry of algorithms by name: built-in ones and those of other packages."""
 
 import os
 import sys
@@ -19,13 +19,13 @@ from specjax.speculative.algorithm import CommonAlgorithm, SpeculativeAlgorithm
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
 HINT = (
-    "for drafts set draft to an EAGLE-3 head, or speculative_algorithm to 'NGRAM', which needs none"
+    "for drafts set draft to an EAGLE-3 head, or speculative_algorithm to 'NGRAM', without a draft"
 )
 ALIASES = {"NEXTN": "EAGLE"}
-# of installed packages: a name, and the module that registers it
+# entry points of installed packages: name, and the module that registers it
 GROUP = "specjax.algorithms"
 
-# name: where the instance is; imported when it is asked for
+# name: location of the instance, imported on first use
 _FACTORIES = {
     PLAIN: "specjax.speculative.algorithm:PLAIN",
     "EAGLE": "specjax.speculative.eagle:EAGLE",
@@ -34,26 +34,26 @@ _FACTORIES = {
     "STANDALONE": "specjax.speculative.standalone:STANDALONE",
     "MULTI_LAYER_EAGLE": "specjax.speculative.multi_layer_eagle:MULTI_LAYER_EAGLE",
 }
-# names that mean something in SGLang, which no package may take
+# names with a meaning in SGLang, which packages must not use
 RESERVED = (*_FACTORIES, *ALIASES, "DFLASH", "DSPARK")
 _custom: dict[str, "CustomSpecAlgo"] = {}
-# digests of packages when they were first looked at: what this process runs
+# digest of each package at first use: the code that this process runs
 _first_digests: dict[str, str] = {}
-_loading = RLock()  # held while a package is imported, whose names are there before it is done
+_loading = RLock()  # held during a package's import, which registers names before it finishes
 
 
 @dataclass(frozen=True)
 class CustomSpecAlgo(CommonAlgorithm):
-    """A registered algorithm, before an engine's arguments make one of it.
+    """A registered algorithm, before ``create_worker`` builds it from engine arguments.
 
-    It is none of the algorithms that are built in. The methods of :class:`CommonAlgorithm` that a
-    subclass overrides take the place of those of the ``SpeculativeAlgorithm`` that it makes.
+    It is not one of the built-in algorithms. If a subclass overrides methods of
+    :class:`CommonAlgorithm`, they replace those of the ``SpeculativeAlgorithm`` it creates.
 
     Attributes:
-        name: under which it is registered.
-        factory: makes the ``SpeculativeAlgorithm`` of an engine's arguments.
-        supports_overlap: whether a round may be dispatched before the one before it is read.
-        validate_server_args: refuses an engine's arguments by a ValueError.
+        name: the registered name.
+        factory: builds the ``SpeculativeAlgorithm`` from engine arguments.
+        supports_overlap: whether a round may be dispatched before the previous one is read.
+        validate_server_args: rejects engine arguments by raising ValueError.
     """
 
     name: str
@@ -62,12 +62,12 @@ class CustomSpecAlgo(CommonAlgorithm):
     validate_server_args: Callable[[Any], object] | None = None
 
     def create_worker(self, args: Any) -> SpeculativeAlgorithm:
-        """The ``SpeculativeAlgorithm`` of engine arguments.
+        """Build the ``SpeculativeAlgorithm`` for engine arguments.
 
-        ValueError where they do not fit, or the factory made something else.
+        Raises ValueError if they do not fit, or if the factory returns another type.
         """
         if args.overlap and not self.supports_overlap:
-            raise ValueError(f"overlap=True, which {self.name} does not support; leave it None")
+            raise ValueError(f"overlap=True is not supported by {self.name}; leave it None")
         if self.validate_server_args is not None:
             self.validate_server_args(args)
         knob = f"speculative_algorithm={self.name!r}"
@@ -78,44 +78,38 @@ class CustomSpecAlgo(CommonAlgorithm):
         except Exception as error:
             raise ValueError(f"the factory of {knob} failed: {error!r}") from error
         if not isinstance(worker, SpeculativeAlgorithm):
-            raise ValueError(f"the factory of {knob} made {worker!r}, no SpeculativeAlgorithm")
+            raise ValueError(f"factory of {knob} returned {worker!r}, not a SpeculativeAlgorithm")
         return worker.create_worker(args)
 
     def overridden(self, worker: SpeculativeAlgorithm) -> SpeculativeAlgorithm:
-        """The worker with the methods that this class overrides, and their sources in its facts."""
+        """The worker with the methods this class overrides, and their sources in its cache key."""
         own = {
             name: getattr(self, name)
             for name, common in vars(CommonAlgorithm).items()
             if name[0] != "_" and getattr(type(self), name) is not common
         }
         if own:
-            worker = copy(worker)  # the factory may give one to all engines
+            worker = copy(worker)  # the factory may return one object to all engines
             facts = (*worker.cache_facts(), *source_facts(type(self)))
             for name, value in (own | {"cache_facts": lambda: facts}).items():
                 object.__setattr__(worker, name, value)  # a frozen dataclass
         return worker
 
 
-# what a class in the place of CustomSpecAlgo must have
-_METHODS = [
-    name
-    for name in dir(CustomSpecAlgo)
-    if name[0] != "_" and callable(getattr(CustomSpecAlgo, name))
-]
 Factory = TypeVar("Factory", bound=Callable[[Any], Any])
 
 
 def names() -> tuple[str, ...]:
-    """Every name that can be asked for; packages are not imported."""
+    """All available names; packages are not imported."""
     installed = (point.name.upper() for point in entry_points(group=GROUP))
     return tuple(dict.fromkeys((*_FACTORIES, *_custom, *sorted(installed))))
 
 
 def find(name: str | None) -> Any:
-    """The algorithm of a name in any case; plain decoding for ``None``.
+    """Find an algorithm by name, in any case; plain decoding for ``None``.
 
-    A ``SpeculativeAlgorithm``, or what :func:`register_algorithm` made. ValueError for a name that
-    is not registered, or whose package cannot be loaded.
+    Returns a ``SpeculativeAlgorithm``, or the result of :func:`register_algorithm`. Raises
+    ValueError if the name is not registered or its package cannot be loaded.
     """
     key = PLAIN if name is None else name.upper() if isinstance(name, str) else ""
     place = _FACTORIES.get(ALIASES.get(key, key))
@@ -133,7 +127,7 @@ def find(name: str | None) -> Any:
 
 
 def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
-    """Import the module that is to register a name."""
+    """Import the module that should register a name."""
     owners = [f"{point.value} of {point.dist and point.dist.name}" for point in points]
     if len(set(owners)) > 1:
         raise ValueError(f"speculative_algorithm={name!r} is in {owners}; uninstall all but one")
@@ -148,8 +142,8 @@ def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
         ) from error
     if key not in _custom:
         raise ValueError(
-            f"speculative_algorithm={name!r}: {owners[0]} registers no such name; decorate its "
-            f"factory with register_algorithm({name!r})"
+            f"speculative_algorithm={name!r}: {owners[0]} does not register this name; decorate "
+            f"its factory with register_algorithm({name!r})"
         )
 
 
@@ -160,60 +154,54 @@ def register_algorithm(
     validate_server_args: Callable[[Any], object] | None = None,
     spec_class: Any = CustomSpecAlgo,
 ) -> Callable[[Factory], Factory]:
-    """A decorator that registers ``factory(args)``, which makes a ``SpeculativeAlgorithm``.
+    """Decorator: register ``factory(args)``, which builds a ``SpeculativeAlgorithm``.
 
-    The factory is returned unchanged, and called with the arguments of each engine that names the
-    algorithm. A package that is installed needs no import: it names the module that registers as
-    an entry point of the group ``specjax.algorithms``.
+    The factory is returned unchanged. It is called with the arguments of each engine that names the
+    algorithm. An installed package needs no explicit import if it declares the module that
+    registers as an entry point of the group ``specjax.algorithms``.
 
     Args:
         name: in any case.
-        supports_overlap: whether a round may be dispatched before the one before it is read, which
-            ``overlap=None`` follows.
-        validate_server_args: called with an engine's arguments first; refuses by a ValueError.
-        spec_class: takes name, factory and both options in the place of :class:`CustomSpecAlgo`;
-            what a subclass overrides is called.
+        supports_overlap: whether a round may be dispatched before the previous one is read;
+            ``overlap=None`` follows it.
+        validate_server_args: called first with the engine's arguments; rejects with ValueError.
+        spec_class: called with name, factory and both options in place of :class:`CustomSpecAlgo`;
+            methods that a subclass overrides are used.
 
     Raises:
         ValueError: the name is reserved or taken, or ``spec_class`` lacks a method or has one that
             belongs in the ``SpeculativeAlgorithm``.
     """
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
-        raise ValueError(f"name={name!r} of an algorithm must be letters, digits, _ and -")
+        raise ValueError(f"algorithm name={name!r} may contain only letters, digits, _ and -")
     key = name.upper()
     if key in RESERVED:
-        raise ValueError(f"name={name!r} is reserved, as are {list(RESERVED)}")
-    if missing := [
-        method for method in _METHODS if not callable(getattr(spec_class, method, None))
-    ]:
+        raise ValueError(f"name={name!r} is reserved; reserved names are {list(RESERVED)}")
+    common, seam = _public(CustomSpecAlgo), _public(SpeculativeAlgorithm)
+    methods = [each for each in common if callable(getattr(CustomSpecAlgo, each))]
+    if missing := [each for each in methods if not callable(getattr(spec_class, each, None))]:
         raise ValueError(f"spec_class={spec_class!r} of {name!r} lacks {missing}")
-    unread = [
-        each
-        for each in dir(spec_class)
-        if each[0] != "_"
-        and hasattr(SpeculativeAlgorithm, each)
-        and not hasattr(CustomSpecAlgo, each)
-    ]
+    unread = [each for each in _public(spec_class) if each in seam and each not in common]
     if "supports_overlap" in vars(spec_class) and spec_class is not CustomSpecAlgo:
         raise ValueError(
-            f"spec_class={spec_class!r} of {name!r} has supports_overlap; give it to "
+            f"spec_class={spec_class!r} of {name!r} has supports_overlap; pass it to "
             "register_algorithm"
         )
     if unread:
         raise ValueError(
-            f"spec_class={spec_class!r} of {name!r} has {unread}, which nothing reads there; they "
-            "belong in the SpeculativeAlgorithm that the factory makes"
+            f"spec_class={spec_class!r} of {name!r} has {unread}, which have no effect there; move "
+            "them to the SpeculativeAlgorithm that the factory returns"
         )
 
     def register(factory: Factory) -> Factory:
         if not callable(factory):
             raise ValueError(f"the factory {factory!r} of {name!r} must be callable")
         taken = getattr(_custom.get(key), "factory", None)
-        # a module may be reloaded, the cell of a notebook run again
+        # allow reloading a module and running a notebook cell again
         if key in _custom and _origin(taken) != _origin(factory):
             raise ValueError(
-                f"name={name!r} is taken by {_origin(taken)}; a function of the same name may "
-                "replace that one, a lambda or object may not"
+                f"name={name!r} is taken by {_origin(taken)}; only a named function or class with "
+                "the same name may replace it"
             )
         try:
             made = spec_class(key, factory, supports_overlap, validate_server_args)
@@ -226,18 +214,22 @@ def register_algorithm(
     return register
 
 
+def _public(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name[0] != "_"]
+
+
 def _origin(factory: Any) -> str:
-    """Where a factory is defined; a lambda, local function or object is known by its identity."""
+    """Where a factory is defined; a lambda, local function or object is identified by its id."""
     name = getattr(factory, "__qualname__", "<object>")
     is_named = isinstance(factory, type | FunctionType) and "<" not in name
     return f"{factory.__module__}.{name}" if is_named else f"{factory!r} at {id(factory)}"
 
 
 def source_facts(kind: type) -> tuple[str, ...]:
-    """What a class outside specjax is made of: names, distributions, versions, sources.
+    """Cache-key facts of a class outside specjax: names, distributions, versions, sources.
 
-    A package counts as a whole, as it was when this process first looked at it. Where its sources
-    cannot be read, or have changed since, the facts are those of no other process.
+    A package counts as a whole, as it was at first use in this process. If its sources cannot be
+    read or have changed since, the facts are unique, so no other process shares them.
     """
     foreign = [base for base in kind.__mro__ if _top_of(base) not in _OWN]
     if _top_of(kind) in sys.stdlib_module_names:  # made by exec or make_dataclass
@@ -247,7 +239,7 @@ def source_facts(kind: type) -> tuple[str, ...]:
 
 
 def record_sources(module: str) -> None:
-    """Remember a module's package as it is now, since what it imports is what will run."""
+    """Record the digest of a module's package now, right after the import of the code to run."""
     _facts_of(module.partition(".")[0])
 
 
@@ -266,7 +258,7 @@ def _facts_of(top: str) -> str:
         digest = _digest(top)
         names = {str(name) for name in packages_distributions().get(top, ()) if name}
         versions = [f"{name}=={version(name)}" for name in sorted(names)]
-    except Exception:  # a zip file, a broken link, metadata that are damaged
+    except Exception:  # a zip file, a broken link, damaged metadata
         return f"{top} {uuid4().hex}"
     if _first_digests.setdefault(top, digest) != digest:
         return f"{top} {uuid4().hex}"
@@ -274,14 +266,14 @@ def _facts_of(top: str) -> str:
 
 
 def _digest(top: str) -> str:
-    """SHA-256 of all files of a package, or of the one of a module. OSError where there is none."""
+    """SHA-256 of all files of a package, or of a module's file. Raises OSError if there is none."""
     module = sys.modules[top]
     roots = [Path(path) for path in getattr(module, "__path__", ())]
     return digest_files(roots or [Path(module.__file__ or "")])
 
 
 def digest_files(roots: Iterable[Path], ending: str = "") -> str:
-    """SHA-256 of the names and contents of all files below ``roots`` with an ending."""
+    """SHA-256 of names and contents of all files below ``roots`` whose name has the ending."""
     digest = sha256()
     for root in roots:
         for path in _files(root):
@@ -293,7 +285,7 @@ def digest_files(roots: Iterable[Path], ending: str = "") -> str:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Files below a folder by name, through links too; the root itself where it is a file."""
+    """Files below a folder, sorted, following links; the root itself if it is a file."""
     if not root.is_dir():
         yield root
     seen = set()

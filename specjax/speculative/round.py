@@ -1,8 +1,7 @@
-"""The round over request slots: draft, verify, extend; and several rounds in one call.
+"""The round over request slots (draft, verify, extend), and several rounds in one call.
 
-All functions here take what is only read first, then the state on the device, which they return
-first, so that it can be donated. A row whose request has nothing left to produce is treated as
-padding.
+All functions take read-only arguments first, then the device state, which they return first so that
+it can be donated. A row whose request may not produce more tokens is treated as padding.
 """
 
 from dataclasses import dataclass, replace
@@ -23,19 +22,19 @@ from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, Ver
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig:
-    """What is static about a round."""
+    """Static configuration of a round."""
 
     algorithm: SpeculativeAlgorithm
     shape: DraftShape
     sampling: SamplingConfig
-    feature_layers: tuple[int, ...] = ()  # of the target, that the algorithm reads
-    num_rounds: int = 1  # in one call
-    simulate_accept_length: float | None = None  # tokens accepted on average, to measure speed
+    feature_layers: tuple[int, ...] = ()  # target layers that the algorithm reads
+    num_rounds: int = 1  # rounds per call
+    simulate_accept_length: float | None = None  # mean accepted tokens, for speed measurements
 
 
 @dataclass(frozen=True)
 class Resident:
-    """What every call reads and none writes; pages and parameters are by request slot."""
+    """Read-only inputs of every call; pages and sampling parameters are by request slot."""
 
     target: CausalLM
     draft: object
@@ -63,17 +62,17 @@ def make_batch(
 def active_batch(
     resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
 ) -> Batch:
-    """The batch of those slots that may still produce tokens."""
+    """The batch of request slots, with slots that may not produce more tokens as padding."""
     return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0), config)
 
 
 def verify(
     batch: Batch, kv: jax.Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
 ) -> tuple[VerifyOutput, jax.Array, FutureMap]:
-    """One target pass over a drafted tree: draw the target's token at every row, accept, record.
+    """Run the target once over a drafted tree: draw a token at every row, accept, record.
 
-    The mask of a chain is causal, so the attention needs none. The accepted path of a tree is moved
-    to where a chain would have stored it.
+    A chain needs no attention mask, because its mask is causal. The accepted path of a tree is
+    moved to where a chain would have stored it.
     """
     target, layers, is_chain = batch.target, config.feature_layers, config.shape.topk == 1
     mask = None if is_chain else tree.tree_mask
@@ -96,7 +95,7 @@ def verify(
         implementation=batch.draw.implementation,
         simulate_accept_length=config.simulate_accept_length,
     )
-    if not batch.draw.greedy:  # nothing in a greedy batch needs a processor
+    if not batch.draw.greedy:  # a greedy batch has no active logit processors
         new = NewTokens(
             verified.accept_tokens, verified.num_accepted_tokens, batch.seq_lens + 1, batch.sampling
         )
@@ -106,27 +105,61 @@ def verify(
     return verified, kv, future
 
 
-def _draft(
-    batch: Batch, state: DeviceState, config: RoundConfig
-) -> tuple[VerifyInput, DeviceState]:
+# Stages of a round. If one is compiled separately, for tests and profiles, it builds the batch.
+
+
+def draft_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: jax.Array,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
+) -> tuple[DeviceState, VerifyInput]:
+    """Draft a tree for each of the slots i32 ``[B]``."""
+    batch = batch or active_batch(resident, state.future, slots, config)
     pools, rows = state.pools, resolve(state.future, batch.slots)
     tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
-    # a request that wants no speculation is decoded plainly inside the batch
+    # a request without speculation is decoded plainly inside the batch
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
     tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
-    return tree, replace(state, pools=replace(pools, draft=draft))
+    return replace(state, pools=replace(pools, draft=draft)), tree
 
 
-def _verify(
-    batch: Batch, state: DeviceState, tree: VerifyInput, config: RoundConfig
-) -> tuple[VerifyOutput, DeviceState]:
+def verify_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: jax.Array,
+    tree: VerifyInput,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
+) -> tuple[DeviceState, VerifyOutput]:
+    """Verify the trees and record the accepted tokens."""
+    batch = batch or active_batch(resident, state.future, slots, config)
     verified, kv, future = verify(batch, state.pools.target, state.future, tree, config)
-    return verified, DeviceState(replace(state.pools, target=kv), future)
+    return DeviceState(replace(state.pools, target=kv), future), verified
 
 
-def _extend(
-    batch: Batch, state: DeviceState, verified: VerifyOutput, config: RoundConfig
+def extend_stage(
+    resident: Resident,
+    state: DeviceState,
+    slots: jax.Array,
+    verified: VerifyOutput,
+    *,
+    config: RoundConfig,
+    batch: Batch | None = None,
 ) -> tuple[DeviceState, RoundOutput]:
+    """Let the algorithm process the accepted tokens, and pack the outputs for the host."""
+    if batch is None:  # rebuild it as before verification, which updated lengths and ended requests
+        counts = verified.num_accepted_tokens
+        slots = jnp.where(counts > 0, slots, 0)
+        before = state.future.seq_lens[slots] - counts
+        batch = replace(
+            make_batch(resident, state.future, slots, config),
+            seq_lens=before,
+            bonus_tokens=state.future.tokens[slots, before],
+        )
     pools, rows = state.pools, resolve(state.future, batch.slots)
     draft, rows = config.algorithm.extend(batch, pools.draft, rows, verified, config.shape)
     state = DeviceState(replace(pools, draft=draft), stash(state.future, batch.slots, rows))
@@ -137,19 +170,19 @@ def _extend(
 def spec_round(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
-    """One round of request slots i32 ``[B]``, 0 for padding: draft, verify and extend."""
+    """Run one round for request slots i32 ``[B]`` (0 for padding): draft, verify and extend."""
     batch = active_batch(resident, state.future, slots, config)
-    tree, state = _draft(batch, state, config)
-    verified, state = _verify(batch, state, tree, config)
-    return _extend(batch, state, verified, config)
+    state, tree = draft_stage(resident, state, slots, config=config, batch=batch)
+    state, verified = verify_stage(resident, state, slots, tree, config=config, batch=batch)
+    return extend_stage(resident, state, slots, verified, config=config, batch=batch)
 
 
 def spec_rounds(
     resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
 ) -> tuple[DeviceState, RoundOutput]:
-    """``config.num_rounds`` rounds in one call, for models whose round is short.
+    """Run ``config.num_rounds`` rounds in one call, for models whose rounds are short.
 
-    What the host reads has a leading axis of ``num_rounds``.
+    The outputs for the host have a leading axis of ``num_rounds``.
     """
     if config.num_rounds == 1:
         state, out = spec_round(resident, state, slots, config=config)
@@ -172,49 +205,3 @@ def spec_rounds(
             hidden_states=jnp.zeros((*rounds, width, model.hidden_size), model.dtypes.activations),
         )
     return jax.lax.fori_loop(0, config.num_rounds, step, (state, outs))
-
-
-# the stages as functions of their own, for tests and profiles: the three in turn are a round
-
-
-def draft_stage(
-    resident: Resident, state: DeviceState, slots: jax.Array, *, config: RoundConfig
-) -> tuple[DeviceState, VerifyInput]:
-    """Draft a tree for each of the slots i32 ``[B]``."""
-    tree, state = _draft(active_batch(resident, state.future, slots, config), state, config)
-    return state, tree
-
-
-def verify_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: jax.Array,
-    tree: VerifyInput,
-    *,
-    config: RoundConfig,
-) -> tuple[DeviceState, VerifyOutput]:
-    """Verify the trees and record what was accepted."""
-    batch = active_batch(resident, state.future, slots, config)
-    verified, state = _verify(batch, state, tree, config)
-    return state, verified
-
-
-def extend_stage(
-    resident: Resident,
-    state: DeviceState,
-    slots: jax.Array,
-    verified: VerifyOutput,
-    *,
-    config: RoundConfig,
-) -> tuple[DeviceState, RoundOutput]:
-    """Let the algorithm read what was accepted, and pack what the host wants to know."""
-    counts = verified.num_accepted_tokens
-    # the batch as it was: verification has published new lengths, and the end of a request
-    slots = jnp.where(counts > 0, slots, 0)
-    before = state.future.seq_lens[slots] - counts
-    batch = replace(
-        make_batch(resident, state.future, slots, config),
-        seq_lens=before,
-        bonus_tokens=state.future.tokens[slots, before],
-    )
-    return _extend(batch, state, verified, config)

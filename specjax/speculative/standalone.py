@@ -1,10 +1,10 @@
-"""STANDALONE: another language model drafts, and reads the text alone.
+"""STANDALONE: a separate language model drafts, from the text alone.
 
 Positions and alignment: the draft's KV index ``i`` holds token ``i``. With ``seq_lens`` n, a round
-begins with the KV of all tokens before n - 1. Its first pass reads the last two tokens, at n - 1
-and n (the bonus token), and gives the first drafted level; each further level but the last is one
-pass behind n. So S levels take S passes, and what was drafted and accepted has its KV already, all
-but the last draft, which the first pass of the next round reads. In a tree it is moved into place.
+starts with the draft KV of all tokens before n - 1. The first pass reads the last two tokens, at
+n - 1 and n (the bonus token), and gives the first drafted level. Each further level except the last
+is one pass at positions after n. So S levels take S passes. Accepted drafts already have their KV,
+except the last draft, which the next round's first pass reads. In a tree, that KV is moved.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 @dataclass(frozen=True)
 class Standalone(NetworkAlgorithm):
-    """Chains and trees of a draft model's own, one pass for each level.
+    """Drafts chains and trees with a draft model; each level takes one pass.
 
-    Nothing but its KV pool waits between rounds.
+    Its KV pool is the only state between rounds.
     """
 
     # host side
@@ -38,7 +38,7 @@ class Standalone(NetworkAlgorithm):
         super().validate(args)
         if args.draft is None:
             raise ValueError(
-                f"draft=None, but speculative_algorithm={self.name} drafts with another model; "
+                f"draft=None, but speculative_algorithm={self.name} needs a draft model; "
                 "pass a directory, a GGUF file or a repo id"
             )
 
@@ -48,7 +48,7 @@ class Standalone(NetworkAlgorithm):
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[TargetCheckpoint, ...]:
-        """The model that ``draft`` names, over the same tokens and for texts as long."""
+        """The model that ``draft`` names, with the target's tokens and context length."""
         opened = open_draft_model(
             draft,
             target,
@@ -63,7 +63,7 @@ class Standalone(NetworkAlgorithm):
 
     @property
     def lookahead(self) -> int:
-        """The KV of a token is there for sure once two more are known."""
+        """The KV of a token is guaranteed only once two more tokens follow it."""
         return 2
 
     def is_standalone(self) -> bool:
@@ -74,14 +74,14 @@ class Standalone(NetworkAlgorithm):
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
-        """One pass over the same tokens, which leaves their KV."""
+        """Run the draft over the same tokens, to store their KV."""
         _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
         return state, rows
 
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """A pass over the last two tokens, then one for each level but the last."""
+        """Run the draft over the last two tokens, then once per level except the last."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         hidden, state = _read(batch, state, 2)
@@ -98,10 +98,10 @@ class Standalone(NetworkAlgorithm):
     def extend(
         self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
     ) -> tuple[State, Rows]:
-        """Bring the KV of an accepted path of a tree into the order of the text.
+        """Move the draft KV of a tree's accepted path to its positions in the text.
 
-        A round without drafts reads the token before its bonus token, so that drafting can begin
-        again in any round.
+        A round without drafts stores the KV of the token before its bonus token, so that drafting
+        can resume in any round.
         """
         if shape.steps == 0:
             return _read(batch, state, 1)[1], rows
@@ -112,8 +112,8 @@ class Standalone(NetworkAlgorithm):
 
 
 def _read(batch: Batch, state: State, count: int) -> tuple[jax.Array, jax.Array]:
-    """A pass over the ``count`` tokens, 1 or 2, from n - 1 on: hidden ``[B, D]`` of the last."""
-    begin = jnp.maximum(batch.seq_lens - 1, 0)  # rows of no request have no token
+    """Run the draft over ``count`` tokens (1 or 2) from n - 1 on; hidden ``[B, D]`` of the last."""
+    begin = jnp.maximum(batch.seq_lens - 1, 0)  # padding rows have no token
     tokens = jnp.stack([batch.tokens[batch.slots, begin], batch.bonus_tokens], axis=1)[:, :count]
     positions = begin[:, None] + jnp.arange(count, dtype=jnp.int32)
     attend = batch.pages.attend(begin, count)

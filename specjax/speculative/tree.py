@@ -1,9 +1,9 @@
-"""Drafted trees: which candidates become nodes, and the walk that finds what the target accepts.
+"""Drafted trees: select candidates as nodes, and walk the tree to find the accepted path.
 
-Axes: B batch, T tree rows, S steps, A accept width, K branches of a level, P candidates.
+Axes: B batch, T tree rows, S steps, A accept width, K branches per level, P candidates.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ def chain_input(
 ) -> VerifyInput:
     """The verify input of a chain: row ``i`` is the child of row ``i - 1``.
 
-    Tokens are i32 ``[B, T]``, the root first; ``num_proposed`` i32 ``[B]`` of the T - 1 drafts are
-    real, all by default.
+    Tokens are i32 ``[B, T]``, root first. ``num_proposed`` i32 ``[B]`` of the T - 1 drafts are
+    proposals; all by default.
     """
     batch, rows = draft_tokens.shape
     depth = jnp.arange(rows, dtype=jnp.int32)
@@ -50,53 +50,38 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DraftTree:
-    """The nodes of a tree, parents before children; column 0 is the root."""
-
-    draft_tokens: jax.Array  # i32 [B, T]
-    parents: jax.Array  # i32 [B, T], rows; -1 for the root
-    depths: jax.Array  # i32 [B, T], 0 for the root
-    tree_mask: jax.Array  # bool [B, T, T], whether a row sees another: itself and its ancestors
-    candidates: jax.Array  # i32 [B, T - 1], which of the P the rows behind the root are
-
-    def verify_input(self, seq_lens: jax.Array, num_proposed: jax.Array) -> VerifyInput:
-        """The tree behind texts of i32 ``[B]`` tokens, of whose nodes ``[B]`` are real."""
-        return VerifyInput(
-            draft_tokens=self.draft_tokens,
-            num_proposed=num_proposed,
-            parents=self.parents,
-            positions=seq_lens[:, None] + self.depths,
-            tree_mask=self.tree_mask,
-        )
-
-
 def select_tree(
     bonus_tokens: jax.Array,
+    seq_lens: jax.Array,
+    num_proposed: jax.Array,
     scores: jax.Array,
     tokens: jax.Array,
     parent_list: jax.Array,
     *,
     topk: int,
     num_draft_tokens: int,
-) -> DraftTree:
-    """The best T - 1 of P candidates, behind the root.
+) -> tuple[VerifyInput, jax.Array]:
+    """Select the best T - 1 of P candidates as the nodes of a tree.
 
-    A candidate's score is the product of those along its path, none above 1. So a parent's is never
-    below its child's, and among equals the lower index wins: parents are chosen with their
-    children, and come before them, since the chosen ones stay in the order of their indices.
+    A candidate's score is the product of the scores on its path, each at most 1. So a parent never
+    scores below its child, and ties go to the lower index: parents are chosen with their children.
+    The chosen candidates stay in index order, so parents also precede their children.
 
     Args:
         bonus_tokens: i32 ``[B]``, the roots.
-        scores: f32 ``[B, P]`` of K candidates, then of K * K a level.
+        seq_lens: i32 ``[B]``, their positions.
+        num_proposed: i32 ``[B]``, number of nodes that are proposals.
+        scores: f32 ``[B, P]``: K candidates, then K * K per level.
         tokens: i32 ``[B, P]``.
-        parent_list: i32 ``[B, 1 + (S - 1) * K]``: -1, the indices ``0 .. K - 1``, and for each
-            level but the last two the indices of the K candidates that were drafted from. Candidate
-            ``c`` hangs under the root if ``c < K``, else under ``parent_list[(c - K) // K + 1]``.
-            SGLang's layout.
+        parent_list: i32 ``[B, 1 + (S - 1) * K]``, in SGLang's layout: -1, the indices
+            ``0 .. K - 1``, and for each level except the last two the indices of the K candidates
+            that were drafted from. The parent of candidate ``c`` is the root if ``c < K``, else
+            ``parent_list[(c - K) // K + 1]``.
         topk: K.
         num_draft_tokens: T.
+
+    Returns:
+        The tree, and the candidate index i32 ``[B, T - 1]`` of each node after the root.
     """
     batch, pool = scores.shape
     rows = num_draft_tokens
@@ -108,7 +93,7 @@ def select_tree(
     is_first = chosen < topk
     above = jnp.where(is_first, 0, (chosen - topk) // topk + 1)
     parent = jnp.take_along_axis(parent_list, above, axis=1)
-    # a candidate's row is 1 + the number of chosen ones before it
+    # a candidate's row is 1 + the number of chosen candidates before it
     before = jnp.sum(chosen[:, None, :] < parent[:, :, None], axis=2, dtype=jnp.int32)
     root = jnp.full((batch, 1), -1, jnp.int32)
     parents = jnp.concatenate([root, jnp.where(is_first, 0, before + 1)], axis=1)
@@ -120,27 +105,29 @@ def select_tree(
         ancestor = jnp.where(
             ancestor > 0, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1), -1
         )
-    return DraftTree(
+    # counted from the mask, so that rotary positions agree with it, whatever was chosen
+    depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
+    tree = VerifyInput(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
+        num_proposed=num_proposed,
         parents=parents,
-        # counted, so that rotary positions agree with what a row sees, whatever was chosen
-        depths=jnp.sum(mask, axis=2, dtype=jnp.int32) - 1,
+        positions=seq_lens[:, None] + depths,
         tree_mask=mask,
-        candidates=chosen,
     )
+    return tree, chosen
 
 
 def simulated_path(
     tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
-) -> tuple[jax.Array, jax.Array]:
-    """An accepted path to the first of the deepest rows, as far as ``accept_length`` on average.
+) -> jax.Array:
+    """Path i32 ``[B, S + 1]`` to the first of the deepest rows, ``accept_length`` long on average.
 
-    For measurements of speed without a trained head; the text is of no meaning. Lengths are the two
+    Only for speed measurements without a trained head: the text is meaningless. Lengths are the two
     integers around ``accept_length``, spread evenly over sequence lengths.
     """
     drafts = min(max(accept_length - 1.0, 0.0), float(num_steps))
     share = drafts - int(drafts)
-    # multiples of the golden ratio fall evenly on [0, 1)
+    # multiples of the golden ratio are spread evenly on [0, 1)
     phase = jnp.mod(tree.positions[:, 0].astype(jnp.float32) * 0.6180339887, 1.0)
     count = int(drafts) + (phase < share).astype(jnp.int32)
     index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
@@ -149,17 +136,17 @@ def simulated_path(
     goal = jnp.argmax(depths, axis=1)[:, None, None]
     on_path = jnp.take_along_axis(tree.tree_mask, goal, axis=1)
     count = jnp.where(valid, jnp.minimum(count, jnp.max(depths, axis=1)), -1)
-    # one row of a path at each depth
+    # the row of the path at each depth
     depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
     is_row = on_path & (depths[:, None, :] == depth[:, None])
     path = jnp.argmax(is_row, axis=2).astype(jnp.int32)
-    return jnp.where(depth <= count[:, None], path, -1), jnp.maximum(count, 0)
+    return jnp.where(depth <= count[:, None], path, -1)
 
 
 def simulated_tokens(tree: VerifyInput, path: jax.Array, end_token_ids: jax.Array) -> jax.Array:
-    """Target tokens i32 ``[B, T]`` that accept a path ``[B, A]`` of rows, and nothing behind it."""
+    """Target tokens i32 ``[B, T]`` that accept exactly a path ``[B, A]`` of rows."""
     rows = tree.draft_tokens.shape[1]
-    # a token that no row drafts, so that no child has it, and that does not end the request
+    # a token that is not drafted in any row, so no child matches it, and is not an end token
     taken = jnp.concatenate([tree.draft_tokens, end_token_ids], axis=1)
     few = jnp.arange(taken.shape[1] + 1, dtype=jnp.int32)
     is_free = jnp.all(taken[:, None, :] != few[:, None], axis=2)
@@ -183,13 +170,13 @@ def accept(
     implementation: str | None = None,
     simulate_accept_length: float | None = None,
 ) -> tuple[VerifyOutput, FutureMap]:
-    """Accept what agrees with the target, record it, and compact all that the target gave.
+    """Accept the path that agrees with the target, record it, and compact the target's outputs.
 
-    Each draft is accepted with the target's probability. With ``simulate_accept_length`` so many
-    tokens are accepted on average, right or wrong.
+    Each draft is accepted with the target's probability. ``simulate_accept_length`` instead accepts
+    that many tokens on average, right or wrong.
     """
     if simulate_accept_length is not None:
-        path, _ = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
+        path = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
         outputs = replace(outputs, tokens=simulated_tokens(tree, path, end_token_ids))
     accepted, rows = accept_tree(
         tree.draft_tokens,
@@ -203,7 +190,7 @@ def accept(
         num_steps=shape.depth,
         implementation=implementation,
     )
-    # a chain has its rows in place: XLA clears those behind them in what reads them
+    # rows of a chain are already in place: XLA only clears later rows, fused into their reader
     moves = "xla" if shape.topk == 1 else implementation
     compacted = jax.tree.map(
         lambda leaf: compact_tree(leaf, accepted.accept_index, implementation=moves), outputs

@@ -1,7 +1,7 @@
-"""Tiny models, their files, engines over them, and a server: for tests of specjax and of plugins.
+"""Tiny models, their files, engines and a server for tests of specjax and of plugins.
 
-Nothing here needs pytest. Models have 61 or 98 tokens and two layers, so that an engine compiles in
-seconds. Their weights are constructed so that drafts are often accepted and often rejected.
+Nothing here needs pytest. Models have a vocabulary of 61 or 98 tokens and two layers, so that an
+engine compiles in seconds. With their weights, drafts are often accepted and often rejected.
 """
 
 from specjax.testing.dense import (

@@ -1,7 +1,7 @@
-"""Plain decoding from its definition: one full pass per token, and sampling in numpy.
+"""Reference implementation of plain decoding: one full pass per token, and sampling in numpy.
 
-There is no KV cache, no page, no batch and no round, so it can judge all of them. It shares only
-the network's layers and the seeded noise with the engine.
+It has no KV cache, pages, batches or rounds, so tests can check all of these against it. It shares
+only the network's layers and the seeded noise with the engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,12 +21,12 @@ from specjax.models.layers import dense_attend
 from specjax.sampling.params import SamplingParams
 from specjax.testing.models import TARGET
 
-WIDTH = 128  # tokens of the longest text
+WIDTH = 128  # maximum length of a text, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request; ``done`` is output of an earlier run that it resumes from."""
+    """A request; it resumes after ``done``, the output of an earlier run."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -43,14 +43,14 @@ class Job:
 
 @dataclass
 class Output:
-    """Tokens of a job, and their log-probabilities if the job asks for them."""
+    """Tokens of a job, and their log-probabilities if requested."""
 
     tokens: list[int] = field(default_factory=list)
     chosen: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
 
     def is_over(self, job: Job) -> bool:
-        """Whether the job has all its tokens."""
+        """Whether the job is finished."""
         left = job.params.max_new_tokens - len(job.done)
         return len(self.tokens) >= left or bool(set(self.tokens[-1:]) & set(job.ends))
 
@@ -69,7 +69,7 @@ def _dense_function(config: ModelConfig) -> Callable[..., jax.Array]:
 
 
 def dense_logits(weights: Weights, ids: Sequence[int], config: ModelConfig = TARGET) -> np.ndarray:
-    """Raw logits f32 ``[N, V]`` of a whole text."""
+    """Compute the raw logits f32 ``[N, V]`` of a whole text."""
     padded = np.zeros((1, WIDTH), np.int32)
     padded[0, : len(ids)] = ids
     return np.asarray(_dense_function(config)(weights, padded))[: len(ids)]
@@ -108,7 +108,7 @@ def adjusted_logits(
     params: SamplingParams,
     end_token_ids: Iterable[int] = (),
 ) -> np.ndarray:
-    """Logits f64 ``[V]`` after a text, with penalties, bias and the minimum length."""
+    """Apply penalties, bias and minimum length to the logits f64 ``[V]`` after a text."""
     logits = np.array(logits, np.float64)
     for token in range(len(logits)):
         times = produced.count(token)
@@ -129,11 +129,11 @@ def adjusted_logits(
 def kept_by_sorting(
     logits: Any, top_k: int, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[set[int], float]:
-    """Top-k with ties, then the smallest set that reaches top-p with ties, then min-p.
+    """Filter by top-k with ties, then by the smallest set that reaches top-p with ties, then min-p.
 
     Returns:
-        The kept tokens, and the distance of the closest share from the limit that it is compared
-        with: rounding may decide if that is near 0.
+        The kept tokens, and the smallest distance of a share from its limit. If that distance is
+        near 0, rounding may change the result.
     """
     logits = np.asarray(logits, np.float64)
     kept = logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]

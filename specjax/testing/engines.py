@@ -1,4 +1,4 @@
-"""Engines over the tiny checkpoints, and questions to them."""
+"""Engines over the tiny checkpoints, and checks of their state."""
 
 import time
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ STEPS = 3
 
 @dataclass
 class Files:
-    """Folders of a target and its EAGLE-3 head, and of compiled functions that engines share."""
+    """Folders of a target, of its EAGLE-3 head, and of the compile cache that engines share."""
 
     target: Path
     head: Path
     cache: Path | None = None
 
     def arguments(self, *, speculative: bool = True, **changes: Any) -> dict[str, Any]:
-        """Engine arguments for the tiny model, or for a ``target`` of its kind."""
+        """Engine arguments for the tiny model, or for a similar ``target``."""
         arguments: dict[str, Any] = {
             "model": changes.pop("target", self.target),
             "page_size": 4,
@@ -42,12 +42,12 @@ class Files:
     def engine(
         self, *, speculative: bool = True, kind: type[Engine] = Engine, **changes: Any
     ) -> Engine:
-        """An engine of these arguments; it drafts with the head unless ``speculative`` is off."""
+        """Create an engine; it drafts with the head unless ``speculative`` is False."""
         arguments = self.arguments(speculative=speculative, **changes)
         return kind(arguments.pop("model"), **arguments)
 
     def small(self, **changes: Any) -> Engine:
-        """An engine with the least to compile: one request, one prompt token at a time."""
+        """Create an engine that compiles as little as possible: one request, 1-token chunks."""
         sizes: dict[str, Any] = {
             "max_running_requests": 1,
             "batch_buckets": (1,),
@@ -57,12 +57,12 @@ class Files:
 
 
 def write_files(folder: Path, cache: Path | None = None) -> Files:
-    """Write the tiny checkpoints into a folder; engines compile anew without a ``cache`` folder."""
+    """Write the tiny checkpoints; without a ``cache`` folder, every engine compiles again."""
     return Files(write_target(folder / "target"), write_head(folder / "head"), cache)
 
 
 def check_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int = 24) -> int:
-    """Compare a float32 engine's tokens with dense decoding, greedy and seeded.
+    """Check a float32 engine's tokens, greedy and seeded, against dense decoding.
 
     Returns:
         The number of accepted drafts.
@@ -82,17 +82,17 @@ def check_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int = 
 
 
 def num_held(engine: Engine) -> int:
-    """Pages of running requests, after the engine's thread has done all that it was asked."""
+    """Pages of running requests, after the engine's thread has processed all commands."""
     return engine.debug_state()["pages_held"]
 
 
 def is_idle(engine: Engine) -> bool:
-    """Whether the engine has forgotten every call, after its thread did all that it was asked."""
+    """Whether the engine keeps no call, after its thread has processed all commands."""
     state = engine.debug_state()
     if state["running"] or state["waiting"]:
         return False
     deadline = time.monotonic() + 5.0
-    while engine.debug_state()["calls"]:  # their callers are told last
+    while engine.debug_state()["calls"]:  # callers are notified last
         if time.monotonic() > deadline:
             return False
     return True

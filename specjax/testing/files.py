@@ -19,7 +19,7 @@ LETTERS = string.ascii_letters + string.digits + string.punctuation
 EOS = "</s>"
 EOS_ID = len(LETTERS) + 1
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-# two ids more than the tokenizer has, as padded vocabularies are
+# two more ids than the tokenizer has, as in padded vocabularies
 CONFIG = dataclasses.replace(
     TARGET,
     vocab_size=EOS_ID + 3,
@@ -37,7 +37,7 @@ HEAD = dataclasses.replace(
 
 
 def letter_tokenizer() -> Tokenizer:
-    """One token a character of printable ASCII, and an end token."""
+    """Tokenizer with one token per character of printable ASCII, and an end token."""
     vocabulary = {letter: i for i, letter in enumerate([*LETTERS, "Ġ", EOS])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def letter_tokenizer() -> Tokenizer:
 
 
 def write_target(path: Path) -> Path:
-    """The copying target as a Hugging Face directory, written without the package's name maps."""
+    """Write the copying target as a Hugging Face directory, without the package's name maps."""
     named = copying_target(CONFIG, HEAD)
     dim = CONFIG.head_dim
     q_size, kv_size = CONFIG.num_heads * dim, CONFIG.num_kv_heads * dim
@@ -93,13 +93,13 @@ def write_target(path: Path) -> Path:
 
 
 def write_head(path: Path) -> Path:
-    """The EAGLE-3 head of :func:`write_target` in the published format."""
+    """Write the EAGLE-3 head for :func:`write_target` in the published format."""
     export_draft(path, HEAD, copying_head(HEAD, copying_target(CONFIG, HEAD)))
     return path
 
 
 def write_eagle_head(path: Path, target: Path) -> Path:
-    """An EAGLE-1 head: the target's first layer over the last token's embedding."""
+    """Write an EAGLE-1 head: the target's first layer over the last token's embedding."""
     config, tensors = _read(target)
     size, name = CONFIG.hidden_size, "layers.0."
     head = {
@@ -107,14 +107,14 @@ def write_eagle_head(path: Path, target: Path) -> Path:
         for key, value in tensors.items()
         if key.startswith(f"model.{name}") and "input_layernorm" not in key
     }
-    # embeddings as long as states after the target's final norm
+    # scale embeddings to the norm of states after the target's final norm
     head["fc.weight"] = np.eye(size, 2 * size, dtype=np.float32) * np.float32(size / 10) ** 0.5
     config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "bias": False}
     return _write(path, config, head)
 
 
 def write_draft_model(path: Path, target: Path) -> Path:
-    """The target without its last layer."""
+    """Write the target without its last layer."""
     config, tensors = _read(target)
     count = CONFIG.num_layers - 1
     kept = {name: x for name, x in tensors.items() if f"model.layers.{count}." not in name}
@@ -122,7 +122,7 @@ def write_draft_model(path: Path, target: Path) -> Path:
 
 
 def write_modules(path: Path, target: Path, count: int) -> Path:
-    """Modules of multi-token prediction: the target's layers over the last token's embedding."""
+    """Write multi-token prediction modules: the target's layers over the last token's embedding."""
     config, tensors = _read(target)
     size, ones = CONFIG.hidden_size, np.ones(CONFIG.hidden_size, np.float32)
     modules = {name: x for name, x in tensors.items() if ".layers." not in name}

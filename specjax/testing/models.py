@@ -1,9 +1,9 @@
-"""Tiny networks: random ones, and a target with an EAGLE-3 head that is right often, untrained.
+"""Tiny networks: random ones, and a target with an untrained EAGLE-3 head that is often right.
 
 The copying target is close to a Markov chain: its attention and feed-forward layers only perturb
-the embedding of the last token. The attention of its head sees only its own node (a rotary score
-of huge scale peaks at distance 0), copies the last token's embedding, and applies the target's own
-output head. So the head is wrong if the perturbation decides or its smaller vocabulary ends.
+the embedding of the last token. The attention of its head sees only its own node, as its very large
+rotary score peaks at distance 0. The head copies the last token's embedding and applies the
+target's output head. It errs if the perturbation decides or its smaller vocabulary lacks a token.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ Named = dict[str, np.ndarray]
 
 
 def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
-    """Weights as the models' own initialisers make them, in numpy, which compiles nothing."""
+    """Make weights like the models' initialisers do, but in numpy, without compiling."""
     rng = np.random.default_rng(seed)
     weights = []
     for name, leaf in zip(flat.names, flat.abstract, strict=True):
@@ -62,10 +62,10 @@ def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
 
 
 def copying_target(config: ModelConfig, head: DraftConfig) -> Named:
-    """Weights of the copying target by flat name.
+    """Make the weights of the copying target by flat name.
 
-    Embeddings lie in the first coordinates, as many as the head's values can carry; they have equal
-    length, so that every norm scales them alike, and the first coordinate is constant.
+    Embeddings use only the first coordinates, as many as the head's values have. They have equal
+    length, so that every norm scales them equally. The first coordinate is constant.
     """
     named = _random(partial(CausalLM, config), 0)
     width = head.num_kv_heads * head.head_dim
@@ -82,7 +82,7 @@ def copying_target(config: ModelConfig, head: DraftConfig) -> Named:
 
 
 def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named:
-    """Weights of the head by flat name; its output is the last token's embedding."""
+    """Make the weights of the head by flat name; its output is the last token's embedding."""
     named = _random(partial(build_head, config), 1)
     size, dim = config.hidden_size, config.head_dim
     q_size, width = config.num_heads * dim, config.num_kv_heads * dim
@@ -90,7 +90,7 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     qkv[0, 0:q_size:dim] = 1e3  # queries and keys: the constant coordinate, in the fastest pair
     qkv[0, q_size : q_size + width : dim] = 1e3
     qkv[:width, q_size + width :] = np.eye(width)
-    # takes the residual back: a recurrent state is such a copy itself, and its norm changes nothing
+    # subtract the residual: a recurrent state is such a copy itself, and its norm changes nothing
     qkv[size : size + width, q_size + width :] = -np.eye(width)
     output = np.zeros((q_size, size), np.float32)
     group = config.num_heads // config.num_kv_heads
@@ -99,7 +99,7 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     named |= {"attention.qkv.kernel": qkv, "attention.output.kernel": output}
     named["fc.kernel"] = np.zeros_like(named["fc.kernel"])
     named["mlp.down.kernel"] = np.zeros_like(named["mlp.down.kernel"])
-    # the head knows the tokens that the unperturbed chain writes, and fills up with others
+    # the head has the tokens that the unperturbed chain writes, then others up to its size
     written = np.unique(np.argmax(target["embedding.table"] @ target["lm_head.kernel"], axis=1))
     others = np.setdiff1d(np.arange(config.vocab_size), written)
     ids = np.sort(np.concatenate([written, others])[: config.draft_vocab_size])

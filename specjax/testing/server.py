@@ -1,4 +1,4 @@
-"""A server of the application in a thread, and a client of the standard library for it."""
+"""Run the server application in a thread, with a client from the standard library."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from specjax import Engine
 
 @dataclass
 class Answer:
-    """A whole answer."""
+    """A complete HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -24,7 +24,7 @@ class Answer:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """Those of a stream, which has to end with its mark."""
+        """Events of a stream, after checking that it ends with ``[DONE]``."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *found, last, nothing = self.body.decode().split("\n\n")
         assert (last, nothing) == ("data: [DONE]", "")
@@ -36,13 +36,13 @@ class Answer:
 
 
 class Client:
-    """Asks one server; a connection for each request."""
+    """Client of one server, with a new connection for each request."""
 
     def __init__(self, port: int, **headers: str) -> None:
         self.port, self.headers = port, headers
 
     def connect(self, method: str, path: str, body: Any = None, **headers: str) -> HTTPConnection:
-        """A connection that a request has been sent on; ``body`` is bytes or a JSON value."""
+        """Send a request and return its connection; ``body`` is bytes or a JSON value."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in (self.headers | headers).items()}
@@ -69,7 +69,7 @@ class Client:
         return self.ask("POST", path, {} if body is None else body, **headers)
 
     def stream(self, path: str, body: dict[str, Any], **headers: str) -> list[Any]:
-        """The events of a stream."""
+        """Request a stream and return its events."""
         answer = self.post(path, body | {"stream": True}, **headers)
         assert answer.status == 200, answer.body
         return answer.events()
@@ -77,8 +77,8 @@ class Client:
 
 @contextmanager
 def serve(engine: Engine, **options: Any) -> Iterator[Client]:
-    """Serve an engine in a thread on a free port; options are those of ``make_app``."""
-    from specjax.server import make_app  # needs the extra "serve", as nothing else here does
+    """Serve an engine in a thread on a free port; ``options`` go to ``make_app``."""
+    from specjax.server import make_app  # only this function needs the extra "serve"
 
     with running(make_app(engine, **options)) as port:
         yield Client(port)

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizers, chat templates, stop strings."""
+"""Text processing: tokenizers, chat templates, stop strings."""

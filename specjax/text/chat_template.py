@@ -1,6 +1,6 @@
-"""Rendering of chat templates, which come with checkpoints and are not to be trusted.
+"""Renders chat templates. They come with checkpoints and are not trusted.
 
-Jinja's immutable sandbox renders them, in a process that is bounded in time and memory. The helpers
+Jinja's immutable sandbox renders them in a process with limits of time and memory. The helpers
 that templates rely on (``raise_exception``, ``tojson``, ``strftime_now``, loop controls,
 ``{% generation %}``) behave as in transformers.
 """
@@ -20,12 +20,12 @@ from specjax.checks import short
 
 MAX_SECONDS = 5.0
 GRACE_SECONDS = 1.0
-MAX_ANSWER = 2**27  # bytes; the process refuses to make a text that would need more
+MAX_ANSWER = 2**27  # bytes; the process refuses to render a longer text
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 
 
 class _Renderer:
-    """The process, started when it is needed and after it has died."""
+    """The rendering process; starts on demand, and again after it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -35,8 +35,8 @@ class _Renderer:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                # -P: nothing here may hide a module of the standard library; a session of its own:
-                # an interrupt from the terminal is for this process
+                # -P: no file in this folder may shadow a module of the standard library; a new
+                # session: an interrupt from the terminal must only reach the parent
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_SANDBOX)],
                     stdin=subprocess.PIPE,
@@ -49,20 +49,20 @@ class _Renderer:
         try:
             request = pickle.dumps((template, variables, MAX_SECONDS))
         except Exception as error:  # pickle raises several unrelated types
-            raise ValueError(f"a variable cannot be copied: {error}") from error
+            raise ValueError(f"a template variable cannot be copied: {error}") from error
         with self._lock:
             process, answer = self.start(), b""
-            # the process ends itself after MAX_SECONDS, unless a signal has stopped it
+            # the process ends itself after MAX_SECONDS; if a signal has stopped it, kill it
             timer = threading.Timer(MAX_SECONDS + GRACE_SECONDS, process.kill)
             timer.start()
             try:
                 answer = _ask(process, request)
-            finally:  # also when interrupted: the next answer must not be this one
+            finally:  # also when interrupted: the next call must not read this answer
                 timer.cancel()
                 if not answer.endswith(b"\n"):
                     self.close()
         if not answer.endswith(b"\n"):
-            raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
+            raise ValueError(f"rendering takes more than {MAX_SECONDS:g} s or too much memory")
         went_well, text = json.loads(answer)
         if not went_well:
             raise ValueError(text)
@@ -76,7 +76,7 @@ class _Renderer:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """The answer's line, incomplete if the process ends or the answer is too long."""
+    """Return the answer's line; incomplete if the process ends or the answer is too long."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -89,28 +89,28 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 _RENDERER = _Renderer()
 atexit.register(_RENDERER.close)
-# the process and a lock that may be held belong to the parent
+# after a fork the process, and the lock if it is held, belong to the parent
 os.register_at_fork(after_in_child=_RENDERER.__init__)  # type: ignore[misc]
-start_renderer = _RENDERER.start  # ahead of the first conversation, which would wait 0.1 to 0.3 s
+start_renderer = _RENDERER.start  # early start: saves the first conversation 0.1 to 0.3 s
 
 
 def render_chat_template(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Text of a conversation by Jinja source, which sees the messages and ``variables``.
+    """Render a conversation with a Jinja template, which gets the messages and ``variables``.
 
-    It waits for another process: call it from a thread that may wait.
+    Blocks until another process has rendered the text.
 
     Raises:
-        ValueError: if there is no message, one is malformed, the template refuses them or fails,
-            or it takes more than ``MAX_SECONDS`` or more memory than any context needs.
+        ValueError: if there is no message, a message is malformed, the template refuses them or
+            fails, or rendering takes more than ``MAX_SECONDS`` or too much memory.
     """
     if not messages:
-        raise ValueError("messages=[] is a conversation without turns; give at least one")
+        raise ValueError("messages=[] is empty; pass at least one message")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
-                f"messages[{i}]={short(message)} must be a mapping with 'role', a text"
+                f"messages[{i}]={short(message)} must be a mapping with 'role', a string"
             )
     try:
         plain = [dict(message) for message in messages]

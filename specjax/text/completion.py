@@ -1,4 +1,4 @@
-"""Text of a completion and of single tokens: decoded when asked for, searched for stop strings."""
+"""Text of completions and single tokens: lazy decoding and search for stop strings."""
 
 import re
 from bisect import bisect_right
@@ -13,9 +13,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class CompletionText:
     """Text of a growing completion.
 
-    With stop strings every token is decoded as it comes, because the token that completes one ends
-    the request. Without, tokens pile up until the text is read, which takes the decoding out of the
-    scheduler's step. Without a decoder, the text stays empty.
+    With stop strings every token is decoded on arrival, because the token that completes a stop
+    string ends the request. Without stop strings, tokens are decoded when the text is read, outside
+    the scheduler's step. Without a decoder, the text stays empty.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class CompletionText:
     ) -> None:
         self._decoder = decoder
         self._keeps_stop = keeps_stop
-        # a stop string that begins with another is never the one found, so it is left out
+        # a stop string that begins with another one is never found first, so it is left out
         self._stops: list[str] = []
         for stop in sorted(stops):
             if not self._stops or not stop.startswith(self._stops[-1]):
@@ -37,9 +37,9 @@ class CompletionText:
         self._is_flush_pending = False
 
     def add(self, tokens: Sequence[int], *, flush: bool) -> tuple[int, str | None]:
-        """Add text up to the first stop string; how many tokens came in, and the string, if any.
+        """Add text up to the first stop string; return the number of used tokens and that string.
 
-        With ``flush`` the text that was held back as half a character comes behind the tokens.
+        With ``flush`` the text of an incomplete character is added after the tokens.
         """
         if self._decoder is None:
             return len(tokens), None
@@ -55,7 +55,7 @@ class CompletionText:
         return len(tokens), self._find_stop(self._starts) if flush else None
 
     def stop(self) -> None:
-        """Decode no further: the text stays as it is."""
+        """Stop decoding; the text stays as it is."""
         self._decoder = None
 
     @property
@@ -64,7 +64,7 @@ class CompletionText:
         return self._text
 
     def streamed(self) -> str:
-        """Text that no later token can take back: the start of a stop string is held."""
+        """Text that no later token can remove; a possible start of a stop string is held back."""
         return self.text if self._starts is None else self._text[: self._num_safe]
 
     def _decode(self) -> None:
@@ -78,17 +78,17 @@ class CompletionText:
             self._is_flush_pending = False
 
     def _find_stop(self, starts: re.Pattern[str]) -> str | None:
-        """Cut the text at the first stop string in it, the shortest of those that start there.
+        """Cut the text at the first stop string; among those at one position the shortest wins.
 
-        With ``keeps_stop`` it is cut after that string.
+        With ``keeps_stop`` the text is cut after that string.
         """
         self._decode()
         held = None
         for first in starts.finditer(self._text, self._num_safe):
             at = first.start()
             rest = self._text[at : at + self._longest]
-            # none begins with another, so the only one that `rest` can begin with is the last one
-            # up to it in sorted order, and what begins with `rest` would come next
+            # no stop string begins with another: `rest` can only begin with the last one that sorts
+            # up to it, and a stop string that begins with `rest` would be the next one
             i = bisect_right(self._stops, rest)
             if i > 0 and rest.startswith(self._stops[i - 1]):
                 stop = self._stops[i - 1]
@@ -101,25 +101,25 @@ class CompletionText:
 
 
 class AcceptPieces:
-    """Tells the accepted drafts in a growing completion from the target's own tokens.
+    """Splits a growing completion into accepted draft tokens and the target's tokens.
 
     With byte-level BPE a token may hold a part of a character. A character belongs to the token
-    that completes it, so the pieces always join to the text itself. ``push`` takes new token ids
+    that completes it, so the pieces always join to the whole text. ``push`` takes new token ids
     and returns the text that they complete, as :meth:`IncrementalDecoder.push` does.
     """
 
     def __init__(self, push: Callable[[list[int]], str]) -> None:
         self._push = push
-        self._pending: deque[tuple[int, bool]] = deque()  # length and flag of tokens not told yet
+        self._pending: deque[tuple[int, bool]] = deque()  # length and flag of pending tokens
         self._num_tokens = self._num_chars = 0
 
     def take(
         self, text: str, output_ids: Sequence[int], is_draft: Sequence[bool], *, final: bool
     ) -> list[tuple[str, bool]]:
-        """What is new since the last call, in pieces with whether they were accepted drafts.
+        """Return the new text since the last call as pieces, each with its accepted-draft flag.
 
-        The ``text`` may lag behind the tokens by what could become a stop string. With ``final``
-        nothing follows: a token that is not whole in it is cut there.
+        ``text`` may lack the last tokens if they could become a stop string. With ``final``
+        no text follows: a token that ``text`` has only in part is cut there.
         """
         for i in range(self._num_tokens, len(output_ids)):
             self._pending.append((len(self._push([output_ids[i]])), is_draft[i]))
@@ -136,7 +136,7 @@ class AcceptPieces:
 
 
 class TokenTexts:
-    """What each token adds to a text; without a tokenizer nothing."""
+    """Text and bytes of single tokens; empty without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -154,21 +154,20 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def is_special(self, token: int) -> bool:
-        """Whether it is left out of the text."""
+        """Return whether a token is left out of the text."""
         return token in self._special
 
     def decode(self, ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids)
 
     def accept_pieces(self, skips_special: bool) -> AcceptPieces:
-        """Finds the accepted drafts in a completion's text."""
         if self._tokenizer is None:
             return AcceptPieces(lambda ids: "")
         decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=skips_special)
         return AcceptPieces(decoder.push)
 
     def of(self, token: int) -> tuple[str, bytes]:
-        """Text and bytes; ``bytes:\\xe2``, as OpenAI writes it, for a part of a character."""
+        """Return text and bytes; a part of a character is ``bytes:\\xe2``, as OpenAI writes it."""
         known = self._known.get(token)
         if known is None:
             data = self._bytes(token)
@@ -195,9 +194,9 @@ class TokenTexts:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Bytes by the characters that byte-level BPE writes them as.
+    """Map the characters of byte-level BPE to the bytes that they stand for.
 
-    Printable bytes are written as they are, the others by characters from U+0100 on, in order.
+    Printable bytes stand for themselves; the others map to characters from U+0100 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]

@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own, which imports nothing else of the package.
+"""Renders chat templates in a separate process, which imports nothing else of the package.
 
-The process runs this file. Requests come on its standard input: a length of 8 bytes and a pickle of
-template, variables and seconds. Answers go out as lines of JSON: whether it went well, and the text
-or the complaint. A rendering that takes too long ends the process, wherever it is.
+The process runs this file. Requests come on standard input: 8 bytes of length, then a pickle of the
+template, the variables and the time limit in seconds. Answers are lines of JSON: a success flag,
+and the text or the error message. A rendering that takes too long ends the process.
 """
 
 import datetime
@@ -39,7 +39,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    # jinja2's own filter escapes <, > and &, which would reach the model
+    # jinja2's filter escapes <, > and &; the model would see the escapes
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
@@ -58,9 +58,9 @@ def _answer(request: bytes) -> tuple[bool, str]:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         text = _compile(template).render(variables)
         if len(text) > _MAX_CHARACTERS:
-            raise ValueError("it makes too much text")
+            raise ValueError("the rendered text is too long")
         return True, text
-    except Exception as error:  # whatever Python raises, a template can make it raise
+    except Exception as error:  # a template can cause any exception
         is_own = isinstance(error, jinja2.TemplateError | ValueError)
         return False, str(error) if is_own else f"{type(error).__name__}: {error}"
     finally:
@@ -69,7 +69,7 @@ def _answer(request: bytes) -> tuple[bool, str]:
 
 def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     while size := sys.stdin.buffer.read(8):
         print(json.dumps(_answer(sys.stdin.buffer.read(int.from_bytes(size)))), flush=True)
 

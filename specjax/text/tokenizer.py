@@ -1,4 +1,4 @@
-"""Tokenizer of a checkpoint: text to ids and back, chat templates, and streaming decoding."""
+"""Tokenizer of a checkpoint: encoding, decoding, chat templates and incremental decoding."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from specjax.json_file import Fields, Flag, Size, read_text
 from specjax.text.chat_template import render_chat_template
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Longer texts are encoded as a batch, which leaves other threads the interpreter. A text alone
-# holds it: 0.9 s per million characters (tokenizers 0.23).
+# Longer texts are encoded as a batch, which releases the interpreter lock. Encoding a single text
+# holds it for 0.9 s per million characters (tokenizers 0.23).
 LONG_TEXT = 4096
 _REPLACEMENT = "\ufffd"
 
@@ -25,8 +25,8 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer:
     """A ``tokenizers`` tokenizer with the special tokens and chat template of its checkpoint.
 
-    ``special_tokens`` are those that the checkpoint names; a ValueError if one is not in the
-    vocabulary. ``eos_token_ids`` are all ids that end a text, the main one first.
+    ``special_tokens`` must be in the vocabulary; otherwise a ValueError is raised.
+    ``eos_token_ids`` are all ids that end a text, the main one first.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """The tokenizer of a Hugging Face directory.
+        """Load the tokenizer of a Hugging Face directory.
 
         Reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json`` and the
         chat template in ``chat_template.jinja``, ``chat_template.json`` or the configuration.
@@ -73,7 +73,7 @@ class Tokenizer:
         config = Fields({**older.values, **config.values}, config.where)
         _add_tokens(backend, config)
         special = _special_tokens(config)
-        # a checkpoint may name tokens that its tokenizer.json does not have: transformers adds them
+        # like transformers, add tokens that the checkpoint names but tokenizer.json does not have
         absent = [token for token in special.values() if backend.token_to_id(token) is None]
         backend.add_special_tokens(list(dict.fromkeys(absent)))
         if "add_bos_token" in config or "add_eos_token" in config:
@@ -85,7 +85,6 @@ class Tokenizer:
             raise ValueError(f"{config.where}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the files that :meth:`from_pretrained` reads."""
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(directory / "tokenizer.json"))
@@ -96,29 +95,29 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included; a model's own vocabulary may be padded beyond."""
+        """Number of ids including added tokens; a model may pad its vocabulary beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Upper bound of the characters of a text that become one token."""
+        """Maximum number of characters per token."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
     def check_length(self, num_chars: int, context_length: float) -> None:
-        """Refuse a text that cannot fit a context before it is encoded, by its characters."""
+        """Refuse a text before encoding if its length shows that it cannot fit the context."""
         if num_chars > context_length * self.max_token_chars:
             raise ParameterError(
-                f"a prompt of {num_chars} characters leaves no room in context_length="
-                f"{context_length}, as no token has more than {self.max_token_chars}; "
+                f"a prompt of {num_chars} characters cannot fit context_length={context_length}: "
+                f"a token has at most {self.max_token_chars} characters; "
                 "shorten it or raise context_length",
                 limit=context_length,
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; ``add_special_tokens`` adds what the checkpoint asks for.
+        """Encode ``text``; ``add_special_tokens`` adds the special tokens of the checkpoint.
 
-        ValueError if the text holds half a surrogate pair, as undecodable bytes do.
+        Raises a ValueError if the text has a lone surrogate, for example from undecodable bytes.
         """
         text.encode("utf-8")  # raises UnicodeEncodeError; the backend would raise a TypeError
         if len(text) < LONG_TEXT:
@@ -127,9 +126,9 @@ class Tokenizer:
         return found.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that form no complete character appear as U+FFFD.
+        """Decode token ids. Bytes of an incomplete character become U+FFFD.
 
-        ValueError if an id is negative.
+        Raises a ValueError if an id is negative.
         """
         plain = [int(i) for i in ids]
         if plain and min(plain) < 0:
@@ -143,12 +142,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Text of a conversation, to be encoded with ``add_special_tokens=False``.
+        """Render a conversation; encode the text with ``add_special_tokens=False``.
 
-        ``variables`` are more for the template, for example ``tools`` or ``enable_thinking``.
+        ``variables`` go to the template, for example ``tools`` or ``enable_thinking``.
         """
         if self.chat_template is None:
-            raise ValueError("the checkpoint has no chat template; pass a prompt, not messages")
+            raise ValueError("the checkpoint has no chat template; pass prompt instead of messages")
         scope = {"tools": None, "documents": None} | self.special_tokens | variables
         scope["add_generation_prompt"] = add_generation_prompt
         return render_chat_template(self.chat_template, messages, scope)
@@ -159,7 +158,7 @@ def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
 
 
 def _special_tokens(config: Fields) -> dict[str, str]:
-    """Named special tokens of a tokenizer configuration: plain strings or added-token objects."""
+    """Read special tokens from a tokenizer configuration: strings or added-token objects."""
     return {
         name: config.fields(name).get("content", str)
         if isinstance(config.get(name, Any), Mapping)
@@ -170,7 +169,7 @@ def _special_tokens(config: Fields) -> dict[str, str]:
 
 
 def find_eos_token_id(directory: Path) -> int | None:
-    """Id of a Hugging Face directory's ``eos_token``, without building its tokenizer."""
+    """Find the id of a Hugging Face directory's ``eos_token`` without building its tokenizer."""
     config = Fields.read_if_there(directory / "tokenizer_config.json")
     eos = _special_tokens(config).get("eos_token")
     if eos is None:
@@ -184,24 +183,24 @@ def find_eos_token_id(directory: Path) -> int | None:
         if entry.get("content", str) == eos:
             return entry.get("id", Size)
     model = tokenizer.fields("model")
-    # the vocabulary of some kinds of model is a list
+    # some tokenizer models have a list as vocabulary
     is_mapping = isinstance(model.get("vocab", Any, None), Mapping)
     return model.fields("vocab").get(eos, Size, None) if is_mapping else None
 
 
 def _added_tokens(config: Fields) -> list[tuple[int, Fields]]:
-    """Tokens that ``tokenizer_config.json`` lists, in id order."""
+    """Read the added tokens in ``tokenizer_config.json``, in id order."""
     decoder = config.fields("added_tokens_decoder")
     for key in decoder.values:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise decoder.wrong(key, "is not under the number of a token")
+            raise decoder.wrong(key, "needs a token id as its key")
     return [(int(key), decoder.fields(key)) for key in sorted(decoder.values, key=int)]
 
 
 def set_template(
     backend: tokenizers.Tokenizer, special: Mapping[str, str], config: Fields, prefix: str = ""
 ) -> None:
-    """Make encoding add the tokens that ``add_bos_token`` and ``add_eos_token`` ask for."""
+    """Make the encoder add BOS and EOS according to ``add_bos_token`` and ``add_eos_token``."""
     bos, eos = (
         [token]
         if config.get(f"{prefix}add_{name}", Flag, False) and (token := special.get(name))
@@ -214,7 +213,7 @@ def set_template(
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
-    """Tokens that only ``tokenizer_config.json`` lists."""
+    """Add the tokens that only ``tokenizer_config.json`` lists."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     known = backend.get_added_tokens_decoder()
     for token_id, entry in _added_tokens(config):
@@ -238,37 +237,37 @@ def _find_template(directory: Path, config: Fields) -> str | None:
 
 
 class IncrementalDecoder:
-    """Text of a growing token sequence, for streaming.
+    """Decodes a growing token sequence for streaming.
 
-    A token can end inside a multi-byte character, and decoders treat the start of a text specially
-    (a leading space is dropped). So each step decodes the tokens of the last emitted piece, which
-    ends with a whole character, together with the new ones, and emits nothing behind the last whole
-    character. The pieces add up to ``tokenizer.decode`` of all tokens. Where tokens are but bytes
-    the new ones are decoded alone.
+    A token can end inside a multi-byte character, and decoders drop a leading space at the start of
+    a text. Each step therefore decodes the tokens of the last emitted piece, which ends with a
+    whole character, together with the new ones, and emits text up to the last whole character. The
+    pieces add up to ``tokenizer.decode`` of all tokens. Byte-level decoders need no context, so
+    their new tokens are decoded alone.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        # ids of tokens need no check
+        # generated ids need no check
         self._decode = partial(tokenizer.backend.decode, skip_special_tokens=skip_special_tokens)
         self._is_bytewise = isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Append tokens and return the text that became certain."""
+        """Append tokens and return the text that later tokens cannot change."""
         new = [int(i) for i in ids]
         text = self._take(new)
-        if text is None and len(new) > 1:  # how far it is certain shows token by token
+        if text is None and len(new) > 1:  # the last token is incomplete: emit token by token
             del self._pending[-len(new) :]
             return "".join(self._take([token]) or "" for token in new)
         return text or ""
 
     def flush(self) -> str:
-        """The text still held back, incomplete characters as U+FFFD."""
+        """Return the text that is still held back; incomplete characters become U+FFFD."""
         return self._release(self._new_text()) if self._pending else ""
 
     def _take(self, ids: list[int]) -> str | None:
-        """The text up to the end of ``ids``, unless that lies in a character."""
+        """Return the text up to the end of ``ids``; ``None`` if they end inside a character."""
         self._pending += ids
         text = self._new_text()
         return None if text.endswith(_REPLACEMENT) else self._release(text)
@@ -278,8 +277,8 @@ class IncrementalDecoder:
         return self._decode(self._context + self._pending)[len(before) :]
 
     def _release(self, text: str) -> str:
-        # tokens without text (skipped, or a space that a decoder drops at the start of a text) are
-        # context only together with what came before them
+        # tokens without text (skipped, or a leading space that the decoder drops) are context only
+        # together with the tokens before them
         if not self._is_bytewise:
             self._context = self._pending if text else self._context + self._pending
         self._pending = []

@@ -1,12 +1,12 @@
-"""From prompts, or from nothing, to a corpus of the target's own answers.
+"""Collect a corpus of the target's own answers, to prompts of files or to sampled prompts.
 
-Every prompt of a file is answered once greedily and ``file_samples`` times at
-``ANSWER_TEMPERATURE``. Of the self-sampled prompts ``SAMPLED_FRACTION`` are answered at that
-temperature and the others greedily; ``TEXT_FRACTION`` of them are plain text, continued without
-the chat template.
+The target answers every prompt of a file once greedily and ``file_samples`` times at
+``ANSWER_TEMPERATURE``. It answers a share of ``SAMPLED_FRACTION`` of the self-sampled prompts at
+that temperature and the rest greedily. ``TEXT_FRACTION`` of the self-sampled prompts are plain
+text, which the target continues without the chat template.
 
-A user turn is sampled from its first words, an opening of ``openings.json``, whose slots in braces
-are filled at random from its lists.
+To sample a user turn, the target continues an opening from ``openings.json``. The slots in its
+braces are filled at random from the lists of that file.
 """
 
 import json
@@ -40,13 +40,13 @@ ANSWER_TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig:
-    """How many prompts are sampled and answered, and how long both may be.
+    """Numbers and maximum lengths of prompts and answers.
 
     Attributes:
-        self_sample: prompts sampled from the target.
-        file_samples: sampled answers for each prompt of a file, besides the greedy one.
-        max_user_tokens: longest sampled user turn, in tokens.
-        max_answer_tokens: longest answer, in tokens.
+        self_sample: number of prompts to sample from the target.
+        file_samples: sampled answers per prompt of a file, in addition to the greedy answer.
+        max_user_tokens: maximum length of a sampled user turn, in tokens.
+        max_answer_tokens: maximum length of an answer, in tokens.
     """
 
     self_sample: int = 0
@@ -57,36 +57,45 @@ class CollectConfig:
 
 
 class Prompt(NamedTuple):
-    """Token ids to continue, and where they come from."""
+    """Token ids to continue, and the name of their source."""
 
     ids: tuple[int, ...]
     source: str
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Category and first user message of each line of a Spec-Bench style ``.jsonl`` file.
+def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Read a file with one JSON object per line.
 
-    ValueError if a line is not an object with a non-empty list ``turns`` of strings.
+    Each object needs ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
+    and all ``required`` keys. If a line has another form, the ``ValueError`` names it.
     """
+    wanted = " and ".join(required) or "prompt, messages or turns"
 
-    def read(entry: Any) -> tuple[str, str]:
-        if not isinstance(entry, dict):
-            raise ValueError("it has no turns")
-        return str(entry.get("category", path.stem)), check_turns(entry.get("turns"))[0]
+    def read(row: Any) -> dict[str, Any]:
+        keys = row.keys() if isinstance(row, dict) else set()
+        if not {"prompt", "messages", "turns"} & keys or not keys >= set(required):
+            raise ValueError(f"it lacks {wanted}")
+        turns = row.get("turns", [""])
+        if not (isinstance(turns, list) and turns and all(isinstance(x, str) for x in turns)):
+            raise ValueError(f"turns={turns!r} must be a list of at least one string")
+        return row
 
-    return read_json_lines(path, read)
+    rows = read_json_lines(path, read)
+    if not rows:
+        raise ValueError(f"{path.name} contains no prompts")
+    return rows
 
 
-def check_turns(turns: Any) -> list[str]:
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise ValueError(f"turns={turns!r} must be a list of at least one string")
-    return turns
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """Category and first user message of each line of a ``.jsonl`` file in Spec-Bench form."""
+    rows = read_lines(path, ["turns"])
+    return [(str(row.get("category", path.stem)), row["turns"][0]) for row in rows]
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the chat template puts before and after the text of a first user turn.
+    """Return the text that the chat template puts before and after the first user turn.
 
-    ValueError if the template changes the user's text.
+    Raises ValueError if the template changes the user's text.
     """
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])
     before, found, after = text.partition(_MARK)
@@ -98,9 +107,9 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
 def file_prompts(
     tokenizer: Tokenizer, entries: Sequence[tuple[str, str]], longest: int
 ) -> list[Prompt]:
-    """Chat prompts of ``(category, message)`` pairs; plain text if there is no chat template.
+    """Encode ``(category, message)`` pairs with the chat template, or as plain text without one.
 
-    Those of more than ``longest`` tokens are left out, with a warning.
+    Prompts of more than ``longest`` tokens are skipped with a warning.
     """
     prompts = []
     for category, message in entries:
@@ -112,18 +121,18 @@ def file_prompts(
         if len(ids) <= longest:
             prompts.append(Prompt(tuple(ids), category))
     if left_out := len(entries) - len(prompts):
-        logger.warning("%d prompts longer than %d tokens are left out", left_out, longest)
+        logger.warning("skipped %d prompts that are longer than %d tokens", left_out, longest)
     return prompts
 
 
 def sample_prompts(
     sampler: Sampler, tokenizer: Tokenizer, config: CollectConfig, progress: Progress | None = None
 ) -> list[Prompt]:
-    """Prompts in the target's own words: user turns that continue topic openings, and plain text.
+    """Sample prompts from the target: user turns that continue topic openings, and plain text.
 
-    A user turn ends where the target ends it; one that runs into ``max_user_tokens`` is cut after
-    its last full sentence or line. Equal prompts are kept once. Without a chat template all of
-    them are plain text.
+    The target ends a user turn with an end token. A turn that reaches ``max_user_tokens`` is cut
+    after its last full sentence or line. Duplicates are removed. Without a chat template, all
+    prompts are plain text.
     """
     text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
     num_text = round(config.self_sample * text_fraction)
@@ -137,7 +146,7 @@ def sample_prompts(
         warm = [PROMPT_TEMPERATURE] * num_turns
         turns = sampler.generate(starts, warm, config.max_user_tokens, config.seed, progress)
         for (topic, opening), ids in zip(begun, turns, strict=True):
-            ended = ids[-1] in sampler.stop_ids
+            ended = ids[-1] in sampler.end_ids
             words = tokenizer.decode(ids[:-1] if ended else ids)
             text = before + opening + (words.rstrip() if ended else cut_at_sentence(words)) + after
             prompts.append(Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)), topic))
@@ -145,7 +154,7 @@ def sample_prompts(
 
 
 def cut_at_sentence(text: str) -> str:
-    """The text up to its last sentence end or line end; all of it if there is none."""
+    """Cut a text after its last full sentence or line; if there is none, keep all of it."""
     end = max(text.rfind(mark) for mark in (". ", "? ", "! ", "\n"))
     return (text[: end + 1] if end > 0 else text).rstrip()
 
@@ -157,7 +166,7 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
-    """The target's answers to both kinds of prompts; those of fewer than 2 tokens are dropped."""
+    """Let the target answer both kinds of prompts; answers of fewer than 2 tokens are dropped."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
     given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
@@ -179,13 +188,13 @@ def opening_tables() -> dict[str, Any]:
 
 
 def fill_slots(template: str, rng: np.random.Generator) -> str:
-    """The template with every slot replaced by a random choice."""
+    """Replace every slot of a template by a random choice."""
     slots = opening_tables()["slots"]
     return re.sub(r"\{(\w+)\}", lambda slot: _choose(slots[slot[1]], rng), template)
 
 
 def openings(topics: Mapping[str, Any], count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """``count`` pairs of topic and opening, the topics in turn, without spaces at their ends."""
+    """Yield ``count`` pairs of topic and opening, cycling through the topics."""
     rng = np.random.default_rng(seed)
     for topic in islice(cycle(topics), count):
         yield topic, fill_slots(_choose(topics[topic], rng), rng).rstrip(" ")

@@ -1,10 +1,10 @@
 """Token sequences for draft training: storage, splitting, packing and the draft vocabulary."""
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -12,131 +12,118 @@ import numpy as np
 from specjax.training.ttt import PackedBatch
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Prompt and answer token sequences, stored back to back.
+class Example(NamedTuple):
+    """Token ids of a prompt followed by its answer."""
 
-    Sequence i is ``tokens[offsets[i]:offsets[i + 1]]``; its first ``prompt_lens[i]`` tokens are the
-    prompt. ``sources[i]`` indexes ``source_names``.
-    """
-
-    tokens: np.ndarray  # i32[total]
-    offsets: np.ndarray  # i64[sequences + 1]
-    prompt_lens: np.ndarray  # i32[sequences]
-    sources: np.ndarray  # i32[sequences]
-    source_names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> "Corpus":
-        """Build from ``(prompt, answer, source)`` triples."""
-        names = tuple(sorted({source for _, _, source in pairs}))
-        lengths = [len(prompt) + len(answer) for prompt, answer, _ in pairs]
-        flat = [token for prompt, answer, _ in pairs for part in (prompt, answer) for token in part]
-        return cls(
-            tokens=np.asarray(flat, np.int32),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            prompt_lens=np.asarray([len(prompt) for prompt, _, _ in pairs], np.int32),
-            sources=np.asarray([names.index(source) for _, _, source in pairs], np.int32),
-            source_names=names,
-        )
-
-    def __len__(self) -> int:
-        return len(self.prompt_lens)
+    tokens: np.ndarray  # i32[N]
+    prompt_len: int
+    source: str
 
     @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
+    def prompt(self) -> bytes:
+        return self.tokens[: self.prompt_len].tobytes()
+
+    @property
+    def answer(self) -> np.ndarray:
+        return self.tokens[self.prompt_len :]
+
+
+class Corpus(list[Example]):
+    """A list of prompts with their answers."""
+
+    @classmethod
+    def of(cls, triples: Iterable[tuple[Sequence[int], Sequence[int], str]]) -> "Corpus":
+        """Build from ``(prompt, answer, source)`` triples."""
+        return cls(
+            Example(np.asarray([*prompt, *answer], np.int32), len(prompt), source)
+            for prompt, answer, source in triples
+        )
 
     @property
     def answer_tokens(self) -> int:
-        return int(self.lengths.sum() - self.prompt_lens.sum())
-
-    def sequence(self, index: int) -> np.ndarray:
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        return sum(len(example.answer) for example in self)
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Number of sequences and of answer tokens by source."""
+        """Return the number of sequences and of answer tokens by source."""
         found = {}
-        for i, name in enumerate(self.source_names):
-            part = self.select(np.flatnonzero(self.sources == i))
+        for name in sorted({example.source for example in self}):
+            part = Corpus(example for example in self if example.source == name)
             found[name] = {"sequences": len(part), "answer_tokens": part.answer_tokens}
         return found
 
-    def select(self, indices: np.ndarray) -> "Corpus":
-        parts = [self.sequence(i) for i in indices]
-        return Corpus(
-            tokens=np.concatenate([np.zeros((0,), np.int32), *parts]),
-            offsets=np.concatenate([[0], np.cumsum(self.lengths[indices])]).astype(np.int64),
-            prompt_lens=self.prompt_lens[indices],
-            sources=self.sources[indices],
-            source_names=self.source_names,
-        )
-
     def split(self, fraction: float, seed: int) -> tuple["Corpus", "Corpus"]:
-        """A training part and a held-out part of ``fraction`` of the prompts.
+        """Split into a training part and a held-out part with ``fraction`` of the prompts.
 
         Sequences with equal prompts go to the same part.
         """
-        groups: dict[bytes, list[int]] = {}
-        for i in range(len(self)):
-            groups.setdefault(self.sequence(i)[: self.prompt_lens[i]].tobytes(), []).append(i)
-        members = list(groups.values())
-        order = np.random.default_rng(seed).permutation(len(members))
-        num_held = max(1, round(fraction * len(members))) if fraction > 0 else 0
-        if num_held >= len(members):
+        prompts = list(dict.fromkeys(example.prompt for example in self))
+        order = np.random.default_rng(seed).permutation(len(prompts))
+        num_held = max(1, round(fraction * len(prompts))) if fraction > 0 else 0
+        if num_held >= len(prompts):
             raise ValueError(
-                f"holding out {fraction} of {len(members)} distinct prompts leaves nothing to "
+                f"--held-out={fraction} of {len(prompts)} distinct prompts leaves nothing to "
                 "train on; lower --held-out or use more prompts"
             )
-        held = np.isin(np.arange(len(self)), [i for g in order[:num_held] for i in members[g]])
-        return self.select(np.flatnonzero(~held)), self.select(np.flatnonzero(held))
+        held = {prompts[i] for i in order[:num_held]}
+        kept = Corpus(example for example in self if example.prompt not in held)
+        return kept, Corpus(example for example in self if example.prompt in held)
 
     def save(self, path: Path) -> None:
-        """Write an ``.npz`` file under exactly this name, whole or not at all."""
+        """Write an ``.npz`` file atomically, under exactly this name."""
+        names, sources = np.unique([example.source for example in self], return_inverse=True)
+        arrays: dict[str, Any] = {
+            "tokens": np.concatenate([np.zeros(0, np.int32), *(x.tokens for x in self)]),
+            "offsets": np.cumsum([0, *(len(x.tokens) for x in self)]),
+            "prompt_lens": np.asarray([x.prompt_len for x in self], np.int32),
+            "sources": sources,
+            "source_names": names,
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
-                np.savez(file, **vars(self))
+                np.savez(file, **arrays)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
-        """Read what :meth:`save` wrote."""
+        """Read a file written by :meth:`save`."""
         try:
             with path.open("rb") as stream, np.load(stream) as file:
-                arrays = {name: file[name] for name in file.files}
-            names = tuple(str(name) for name in arrays.pop("source_names"))
-            return cls(**arrays, source_names=names)
-        except (ValueError, BadZipFile, EOFError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no complete corpus: {error!r}") from error
+                tokens, names = file["tokens"], file["source_names"]
+                names_of_columns = ("offsets", "prompt_lens", "sources")
+                offsets, lengths, sources = (file[name].tolist() for name in names_of_columns)
+            rows = zip(pairwise(offsets), lengths, sources, strict=True)
+            return cls(Example(tokens[a:b], n, str(names[source])) for (a, b), n, source in rows)
+        except (ValueError, BadZipFile, EOFError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{path} is not a complete corpus: {error!r}") from error
 
 
 def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
-    """Target ids i32[size] of the most frequent answer tokens, ascending.
+    """Return the target ids i32[size] of the most frequent answer tokens, ascending.
 
-    Ties, and tokens that never occur, are filled with the lowest ids.
+    Among equally frequent tokens, also unused ones, the lowest ids come first.
     """
-    answers = [corpus.sequence(i)[length:] for i, length in enumerate(corpus.prompt_lens)]
-    counts = np.bincount(np.concatenate(answers), minlength=vocab_size)
+    answers = np.concatenate([example.answer for example in corpus])
+    counts = np.bincount(answers, minlength=vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
-    """All sequences as packed rows ``[R, row_length]`` of numpy arrays, rows in random order.
+    """Pack all sequences into rows ``[R, row_length]`` of numpy arrays, in random order.
 
-    Sequences longer than a row are cut at its end; those without an answer after the cut are
-    dropped. Best fit, longest first.
+    Sequences longer than a row are cut. A sequence that has no answer after the cut is dropped.
+    The method is best fit, longest first.
     """
-    lengths = np.minimum(corpus.lengths, row_length)
-    usable = np.flatnonzero(lengths - corpus.prompt_lens >= 2)
+    lengths = np.asarray([min(len(example.tokens), row_length) for example in corpus], np.int64)
+    usable = np.flatnonzero(lengths - [example.prompt_len for example in corpus] >= 2)
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(usable)
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    # open_rows[space]: rows with exactly so many free tokens
+    # open_rows[space]: rows with exactly ``space`` free tokens
     open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]
     for i in order:
         length = int(lengths[i])
@@ -153,34 +140,34 @@ def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
 
 
 def place_rows(corpus: Corpus, rows: Sequence[Sequence[int]], row_length: int) -> PackedBatch:
-    """Numpy arrays ``[len(rows), row_length]`` of the sequences in each row, cut at its end."""
+    """Place the sequences of each row in numpy arrays ``[len(rows), row_length]``; cut the rest."""
     shape = (len(rows), row_length)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     starts = np.zeros(shape, bool)
     for row, indices in enumerate(rows):
         end = 0
         for segment, i in enumerate(indices, start=1):
-            sequence = corpus.sequence(i)[: row_length - end]
+            sequence = corpus[i].tokens[: row_length - end]
             where = slice(end, end + len(sequence))
             tokens[row, where] = sequence
             segments[row, where] = segment
             positions[row, where] = np.arange(len(sequence))
-            starts[row, end + corpus.prompt_lens[i] - 1 : where.stop] = True
+            starts[row, end + corpus[i].prompt_len - 1 : where.stop] = True
             end = where.stop
     return PackedBatch(tokens, segments, positions, starts)  # type: ignore[arg-type]
 
 
 def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> Iterator[PackedBatch]:
-    """Endless batches of ``batch_rows`` rows; batch ``first`` is the first one.
+    """Yield batches of ``batch_rows`` rows without end, from batch number ``first``.
 
-    Every epoch visits all rows once, in an order that depends on ``seed`` and the epoch only, so
-    a run that resumes at a step sees the batches that it would have seen.
+    Every epoch visits all rows once. The order depends only on ``seed`` and the epoch, so a
+    resumed run sees the same batches as an uninterrupted one.
     """
     num_rows = len(rows.tokens)
     if num_rows < batch_rows:
         raise ValueError(
-            f"--batch-rows={batch_rows} is more than the {num_rows} packed rows of the training "
-            "data; lower --batch-rows or --row-length, or generate more data"
+            f"--batch-rows={batch_rows} exceeds the {num_rows} packed rows of the training data; "
+            "lower --batch-rows or --row-length, or generate more data"
         )
     for index in count(first):
         epoch, at = divmod(index, num_rows // batch_rows)

@@ -1,4 +1,4 @@
-"""A whole training run: the target's own text, a draft trained on it, and its export."""
+"""A whole training run: generate the target's text, train a draft on it, and export the draft."""
 
 import argparse
 import dataclasses
@@ -15,12 +15,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from specjax.checkpoints import open_target
+from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.export import export_draft
 from specjax.checks import check_integer, check_number, is_integer
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.text.tokenizer import Tokenizer
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
@@ -36,7 +35,7 @@ from specjax.training.ttt import PackedBatch, StepStatistics
 
 logger = logging.getLogger(__name__)
 
-# small files travel better than one large file
+# several small files are easier to transfer than one large file
 SHARD_BYTES = 15_000_000
 
 
@@ -52,7 +51,7 @@ def option(name: str) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse arguments that would fail later, before anything is loaded."""
+    """Reject invalid arguments before anything is loaded."""
     for name, value in vars(args).items():
         if is_integer(value):
             least = 0 if name in ("seed", "self_sample", "file_samples", "warmup_steps") else 1
@@ -62,11 +61,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.generate_only and args.data is None:
         raise ValueError("--generate-only needs --data")
     if not args.generate_only and args.output is None:
-        raise ValueError("--output is needed, unless --generate-only")
+        raise ValueError("--output is needed; only --generate-only can omit it")
     if not (args.self_sample or args.prompts or (args.data is not None and args.data.exists())):
         raise ValueError(
-            "nothing to train on: give prompt files (--prompts), or a number of prompts to sample "
-            "from the target itself (--self-sample), or both"
+            "nothing to train on: pass prompt files (--prompts), or the number of prompts to "
+            "sample from the target (--self-sample), or both"
         )
     for name in ("output", "checkpoint_dir", "data", "report"):
         path = getattr(args, name)
@@ -78,16 +77,16 @@ def check_arguments(args: argparse.Namespace) -> None:
         folder = path.absolute().parent if is_file else path.absolute()
         there = next(p for p in (folder, *folder.parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(f"{option(name)} {path}: {there} is no directory to write to")
+            raise ValueError(f"{option(name)} {path}: {there} is not a writable directory")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generate, train and export what the options of ``scripts/train_draft.py`` ask for."""
+    """Generate, train and export as the options of ``scripts/train_draft.py`` say."""
     entries = [entry for path in args.prompts for entry in read_prompts(path)]
     on_gpu = jax.default_backend() == "gpu"
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
-    model, tokenizer = target.config, target.load_tokenizer()
+    model = target.config
     draft = default_draft_config(
         model,
         intermediate_size=args.intermediate_size or model.intermediate_size,
@@ -99,29 +98,26 @@ def run(args: argparse.Namespace) -> None:
     num_answers = args.self_sample + len(entries) * (1 + args.file_samples)
     if args.batch_rows > num_answers and not (args.generate_only or args.data.exists()):
         raise ValueError(
-            f"--batch-rows={args.batch_rows} is more than the {num_answers} answers to generate; "
+            f"--batch-rows={args.batch_rows} exceeds the {num_answers} answers to generate; "
             "lower it, or use more prompts (--prompts, --self-sample)"
         )
-    longest = args.max_prompt_len + max(args.max_answer_tokens, args.max_user_tokens)
-    flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
-    weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
-    sampler = Sampler(
-        flat=flat,
-        weights=weights,
-        model=model,
-        stop_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})),
-        num_rows=args.generator_rows,
-        prefill_rows=args.prefill_rows,
-        max_prompt_len=args.max_prompt_len,
-        max_new_tokens=max(args.max_answer_tokens, args.max_user_tokens),
-    )
-    corpus = make_corpus(args, entries, sampler, tokenizer)
+    max_new_tokens = max(args.max_answer_tokens, args.max_user_tokens)
+    longest = args.max_prompt_len + max_new_tokens
+    if longest > model.context_limit:
+        raise ValueError(
+            f"--max-prompt-len={args.max_prompt_len} plus {max_new_tokens} tokens (the larger of "
+            "--max-answer-tokens and --max-user-tokens) exceeds the model's context of "
+            f"{model.context_limit} tokens"
+        )
+    corpus = make_corpus(args, entries, target, dtype, max_new_tokens)
     report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
     if not args.generate_only:
         kept, held = corpus.split(args.held_out, args.seed)
         args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
         args.warmup_steps = min(args.warmup_steps, args.steps - 1)
         config = TrainConfig(**chosen(args, TrainConfig))
+        flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
+        weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
         trainer = Trainer(config, draft, flat, weights, vocabulary)
         held_rows = pack(held, config.row_length, args.seed)
@@ -144,7 +140,7 @@ def chosen(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, str]]) -> Path:
-    """File of ``--output`` for the text that these options, prompts and model files give."""
+    """Return the default path of ``--data``, derived from the options, prompts and model files."""
     files = [path for path in (model, *model.glob("*")) if path.is_file()]
     stamps = sorted((str(path.resolve()), path.stat().st_mtime_ns) for path in files)
     options = (args.dtype, args.max_prompt_len, chosen(args, CollectConfig))
@@ -153,16 +149,31 @@ def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, st
 
 
 def make_corpus(
-    args: argparse.Namespace, entries: list[tuple[str, str]], sampler: Sampler, tokenizer: Tokenizer
+    args: argparse.Namespace,
+    entries: list[tuple[str, str]],
+    target: TargetCheckpoint,
+    dtype: str,
+    max_new_tokens: int,
 ) -> Corpus:
     if args.data.exists():
         logger.info("using the text in %s", args.data)
         corpus = Corpus.load(args.data)
-        if (token := corpus.tokens.max(initial=0)) >= (limit := sampler.model.vocab_size):
-            raise ValueError(f"{args.data} is another model's: token {token} of {limit}")
+        largest, limit = max((x.tokens.max() for x in corpus), default=0), target.config.vocab_size
+        if largest >= limit:
+            raise ValueError(f"{args.data} is for another model: token {largest} of {limit}")
         return corpus
-    config = CollectConfig(**chosen(args, CollectConfig))
-    with tqdm(unit="tok", unit_scale=True, mininterval=2.0, disable=None, desc="generating") as bar:
+    config, tokenizer = CollectConfig(**chosen(args, CollectConfig)), target.load_tokenizer()
+    sampler = Sampler.open(
+        args.model,
+        dtype,
+        stop_ids=tokenizer.eos_token_ids,
+        num_rows=args.generator_rows,
+        prefill_rows=args.prefill_rows,
+        max_prompt_len=args.max_prompt_len,
+        max_new_tokens=max_new_tokens,
+    )
+    bar = tqdm(unit="tok", unit_scale=True, mininterval=2.0, disable=None, desc="generating")
+    with sampler.engine, bar:
         corpus = collect(sampler, tokenizer, config, entries, lambda _, count: bar.update(count))
     logger.info("%d sequences, %d answer tokens", len(corpus), corpus.answer_tokens)
     corpus.save(args.data)
@@ -170,7 +181,7 @@ def make_corpus(
 
 
 def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: PackedBatch) -> Any:
-    """The state after the training loop, which resumes from ``--checkpoint-dir``."""
+    """Run the training loop, which resumes from ``--checkpoint-dir``, and return its state."""
     config = trainer.config
     rows = pack(kept, config.row_length, args.seed)
     fill = float((rows.segments > 0).mean())
@@ -199,7 +210,7 @@ def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: Packed
                     save_state(manager, state, trainer.vocabulary)
                 if len(held.tokens):
                     figures = trainer.evaluate(state.params, held)
-                    tqdm.write(f"step {done} held out: {summary(figures)}", file=sys.stderr)
+                    tqdm.write(f"step {done}, held-out data: {summary(figures)}", file=sys.stderr)
     return state
 
 

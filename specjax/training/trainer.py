@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 draft: initialisation, the compiled step, statistics, accept length."""
+"""Training of an EAGLE-3 draft: initialisation, compiled step, statistics and checkpoints."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from specjax.checkpoints.orbax import check_digests, write_digests
+from specjax.checkpoints.digests import check_digests, write_digests
 from specjax.config import DraftConfig, ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
@@ -23,7 +23,7 @@ from specjax.models.flat import FlatModel, Weights
 from specjax.training.ttt import PackedBatch, StepStatistics, target_outputs, ttt_loss
 
 FINAL_RATE_FRACTION = 0.02
-# Adam after clipping, without a rate: the training step applies it
+# clipping, then Adam; the training step applies the learning rate
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.scale_by_adam(b1=0.9, b2=0.95))
 
 
@@ -33,12 +33,12 @@ class TrainConfig:
 
     Attributes:
         steps: optimiser steps of the whole run.
-        batch_rows: packed rows of a step.
-        row_length: tokens of a packed row.
+        batch_rows: packed rows per step.
+        row_length: tokens per packed row.
         ttt_steps: unrolled steps of training-time test.
-        learning_rate: at its peak; by default 3e-3, less for drafts wider than 576.
-        warmup_steps: steps in which the rate rises to its peak.
-        hard_weight: share of the one-hot label.
+        learning_rate: peak learning rate; by default 3e-3, less for drafts wider than 576.
+        warmup_steps: steps in which the learning rate rises to its peak.
+        hard_weight: weight of the one-hot label, from 0 to 1; the rest is the target's softmax.
     """
 
     steps: int = 2000
@@ -51,7 +51,7 @@ class TrainConfig:
     seed: int = 0
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then a cosine to a fraction of the peak."""
+        """Learning rate of a step: linear warm-up, then cosine decay to a fraction of the peak."""
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=self.learning_rate,
@@ -65,7 +65,7 @@ class TrainConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint holds: float32 parameters by name, optimizer moments, the next step."""
+    """Contents of a checkpoint: float32 parameters by name, optimizer moments, the next step."""
 
     params: dict[str, jax.Array]
     moments: Any
@@ -73,7 +73,7 @@ class TrainState:
 
 
 def default_draft_config(model: ModelConfig, **changes: Any) -> DraftConfig:
-    """An EAGLE 3.1 draft in the shape of the target's own layers, but for the changes."""
+    """Configure an EAGLE 3.1 draft with the target's layer shape, except for ``changes``."""
     if min(model.default_feature_layers) < 0:
         raise ValueError(f"--model has {model.num_layers} layers; EAGLE-3 needs 4 or more")
     shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
@@ -92,7 +92,7 @@ def default_draft_config(model: ModelConfig, **changes: Any) -> DraftConfig:
 class Trainer:
     """Compiled functions that train one draft for one target.
 
-    ``target_weights`` are frozen, in the order of ``target`` and in the dtype of computation.
+    ``target_weights`` are frozen. They have the order of ``target`` and the dtype of computation.
     ``vocabulary`` i32[W] holds the target ids of the draft vocabulary, ascending.
     """
 
@@ -107,7 +107,7 @@ class Trainer:
         return FlatModel.of(partial(Eagle3Head, self.draft, implementation="xla"))
 
     def init(self) -> TrainState:
-        """Random parameters, but for the target's final norm and its rows of the output head."""
+        """Random parameters, except the final norm and the output head: copies of the target's."""
         named = dict(zip(self.flat.names, self.flat.random(self.config.seed), strict=True))
         named.pop("d2t", None)  # an integer table: not trained
         target = dict(zip(self.target.names, self.target_weights, strict=True))
@@ -121,7 +121,7 @@ class Trainer:
         return TrainState(params, _OPTIMIZER.init(params), jnp.zeros((), jnp.int32))
 
     def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The draft's weights by name, in its dtype, from named float32 parameters."""
+        """Convert named float32 parameters to the draft's weights, in its dtype."""
         named = {name: value.astype(self.draft.dtypes.weights) for name, value in params.items()}
         if "d2t" in self.flat.names:
             offsets = self.vocabulary - np.arange(len(self.vocabulary))
@@ -142,7 +142,7 @@ class Trainer:
 
     @cached_property
     def step(self) -> Any:
-        """Compiled: (donated state, target_weights, batch, rate) to (state, statistics)."""
+        """Compiled step: (donated state, target_weights, batch, rate) to (state, statistics)."""
 
         def step(
             state: TrainState, target_weights: Weights, batch: PackedBatch, rate: jax.Array
@@ -160,10 +160,10 @@ class Trainer:
         return jax.jit(lambda *arguments: self._loss(*arguments)[1])
 
     def evaluate(self, params: Any, rows: PackedBatch) -> StepStatistics:
-        """Statistics over all whole batches of packed rows, of which there is at least one."""
+        """Return the statistics over all full batches of packed rows."""
         size = min(self.config.batch_rows, len(rows.tokens))
         if not size:
-            raise ValueError("there are no held-out rows to evaluate on")
+            raise ValueError("evaluation needs held-out data, but there are 0 rows")
         ends = range(size, len(rows.tokens) + 1, size)
         whole = (PackedBatch(*(x[end - size : end] for x in rows)) for end in ends)
         parts = [self._statistics(params, self.target_weights, batch) for batch in whole]
@@ -174,7 +174,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
-    """Write a checkpoint of ``state``, and its digests, with an orbax ``CheckpointManager``."""
+    """Write a checkpoint of ``state`` and its digests with an orbax ``CheckpointManager``."""
     step = int(state.step)
     items = ocp.args.Composite(
         vocabulary=ocp.args.JsonSave({"target_ids": vocabulary.tolist()}),
@@ -186,10 +186,10 @@ def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
 
 
 def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> TrainState | None:
-    """The newest checkpoint that is whole, in the structure of ``like``; None if there is none.
+    """Restore the latest intact checkpoint in the structure of ``like``; None if there are none.
 
-    Newer ones are renamed to ``damaged-STEP-...``, with a warning. ValueError if there are
-    checkpoints and none of them is whole and for this draft vocabulary.
+    Later, damaged checkpoints are renamed to ``damaged-STEP-...`` with a warning. Raises ValueError
+    if there are checkpoints, but none of them is intact and for this draft vocabulary.
     """
     failures: dict[int, str] = {}
     for step in sorted(manager.all_steps(), reverse=True):
@@ -202,15 +202,15 @@ def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> Tra
         for bad, reason in failures.items():
             moved = mkdtemp(prefix=f"damaged-{bad}-", dir=manager.directory)
             os.rename(Path(manager.directory, str(bad)), moved)
-            logger.warning("step %d cannot be restored (%s) and is now %s", bad, reason, moved)
-        manager.reload()  # it would skip all saves up to a step that it knows
+            logger.warning("cannot restore step %d (%s); moved it to %s", bad, reason, moved)
+        manager.reload()  # else it skips all saves up to the latest step that it has listed
         return state
     if failures:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in failures.items())
         raise ValueError(
-            f"no checkpoint in {manager.directory} can be restored ({reasons}); go on with the "
-            "options and data of the run that wrote them, or if their files are damaged, name "
-            "another --checkpoint-dir to begin again"
+            f"no checkpoint in {manager.directory} can be restored ({reasons}); continue with the "
+            "options and data of the run that wrote them, or if their files are damaged, pass "
+            "another --checkpoint-dir to start over"
         )
     return None
 
@@ -219,12 +219,12 @@ def _restored(manager: Any, step: int, like: TrainState, vocabulary: np.ndarray)
     items = ocp.args.Composite(vocabulary=ocp.args.JsonRestore())
     saved = manager.restore(step, args=items)["vocabulary"]["target_ids"]
     if saved != vocabulary.tolist():
-        raise ValueError("it is for another draft vocabulary (data, --draft-vocab-size)")
+        raise ValueError("its draft vocabulary differs (data, --draft-vocab-size)")
     items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
     return manager.restore(step, args=items)["state"]
 
 
 def checkpoint_manager(directory: Path) -> Any:
-    """Orbax manager that keeps the newest two checkpoints in ``directory``."""
+    """Create an orbax manager that keeps the latest two checkpoints in ``directory``."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     return ocp.CheckpointManager(directory.resolve(), options=options)

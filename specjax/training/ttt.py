@@ -1,8 +1,8 @@
-"""Training-time test: the draft unrolled over its own outputs, and its loss.
+"""Training-time test: unroll the draft over its own outputs, and compute its loss.
 
 Row i of a sequence pairs the target feature ``f_i`` with the embedding of token ``t_{i+1}`` at
-position i and predicts ``t_{i+2}``, that is the target's distribution at row i + 1. In step j the
-token and the prediction move on by j, the rotary position is i + j and the hidden input is the
+position i. It predicts ``t_{i+2}``, that is, the target's distribution at row i + 1. In step j the
+token and the prediction move on by j, and the rotary position is i + j. The hidden input is the
 draft's own output of step j - 1 at row i. Sources: EAGLE-3 (arXiv 2503.01840) and its training
 code.
 
@@ -27,7 +27,7 @@ STEP_DECAY = 0.8
 class PackedBatch(NamedTuple):
     """Packed rows of sequences. Segment 0 is padding; positions restart in each segment.
 
-    ``starts`` marks the rows from which a draft may start when serving: the last prompt token and
+    ``starts`` marks the rows at which drafting may start during serving: the last prompt token and
     every answer token.
     """
 
@@ -38,7 +38,7 @@ class PackedBatch(NamedTuple):
 
 
 class TargetOutputs(NamedTuple):
-    """What the frozen target says at each row of a packed batch."""
+    """Outputs of the frozen target at each row of a packed batch."""
 
     features: jax.Array  # [B, T, F]
     draft_logits: jax.Array  # f32[B, T, W], over the draft vocabulary
@@ -46,16 +46,16 @@ class TargetOutputs(NamedTuple):
 
 
 class StepStatistics(NamedTuple):
-    """Sums over a batch by draft step; divide to get means. Statistics of batches may be added."""
+    """Sums over a batch by draft step. Divide them to get means; add them to combine batches."""
 
     loss: jax.Array  # f32[S], summed over `weight` rows
     weight: jax.Array  # f32[S], rows that carry loss
     rows: jax.Array  # f32[S], rows whose prediction is in the answer
-    reached: jax.Array  # f32[S], of these, rows where all earlier steps hit
-    accepted: jax.Array  # f32[S], of `reached`, rows where this step hits too
+    reached: jax.Array  # f32[S], those of `rows` whose earlier steps all hit
+    accepted: jax.Array  # f32[S], those of `reached` whose prediction hits in this step too
 
     def acceptance(self) -> jax.Array:
-        """Acceptance f32[S] of each step given that the earlier ones were accepted."""
+        """Acceptance rate f32[S] of each step, given that the earlier steps were accepted."""
         return self.accepted / jnp.maximum(self.reached, 1.0)
 
     def accept_length(self) -> float:
@@ -64,7 +64,7 @@ class StepStatistics(NamedTuple):
 
 
 def _shift_left(x: jax.Array, count: int) -> jax.Array:
-    """``x [B, T, ...]`` moved ``count`` rows towards the front, zero-filled at the end."""
+    """Shift ``x [B, T, ...]`` by ``count`` rows to the left, with zeros at the end."""
     return jnp.pad(x[:, count:], [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2))
 
 
@@ -75,14 +75,14 @@ def target_outputs(
     attend = packed_attend(batch.segments)
     hidden, features, _ = target(batch.tokens, batch.positions, None, attend, feature_layers)
     argmax = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
-    # a second, small product: gathering columns of [B, T, V] logits reads all of them again
+    # a second, small product is cheaper: a gather from [B, T, V] logits would read all of them
     return TargetOutputs(features, target.logits_of(hidden, vocabulary), argmax)
 
 
 def ttt_states(
     draft: Eagle3Head, target: CausalLM, batch: PackedBatch, features: jax.Array, num_steps: int
 ) -> Iterator[jax.Array]:
-    """Recurrent states ``[B, T, D]`` of steps 0 to ``num_steps - 1`` at every row."""
+    """Yield the recurrent states ``[B, T, D]`` of steps 0 to ``num_steps - 1``."""
     hidden = draft.fuse(features)
     attend = ttt_attend(batch.segments)
     kv: tuple[tuple[jax.Array, jax.Array], ...] = ()
@@ -93,7 +93,7 @@ def ttt_states(
 
 
 def step_mask(batch: PackedBatch, step: int) -> jax.Array:
-    """Rows bool ``[B, T]`` whose step-``step`` prediction is a token of their own answer."""
+    """Mark the rows, bool ``[B, T]``, that predict a token of their own answer in ``step``."""
     in_answer = _shift_left(batch.segments, step + 2) == batch.segments
     return batch.starts & in_answer & (batch.segments > 0)
 
@@ -107,11 +107,11 @@ def ttt_loss(
     num_steps: int,
     hard_weight: float,
 ) -> tuple[jax.Array, StepStatistics]:
-    """Loss of the unrolled draft, ``sum_j 0.8^j loss_j``, and its statistics.
+    """Compute the loss of the unrolled draft, ``sum_j 0.8^j loss_j``, and its statistics.
 
     The label of a row is ``(1 - hard_weight)`` times the target's softmax over the draft
-    vocabulary (i32[W], ascending) plus ``hard_weight`` times its most probable token; rows whose
-    most probable token lies outside the draft vocabulary carry no loss and count as misses.
+    vocabulary (i32[W], ascending) plus ``hard_weight`` times its most probable token. If that token
+    is outside the draft vocabulary, the row carries no loss and counts as a miss.
     """
     width = vocabulary.shape[0]
     label = jnp.minimum(jnp.searchsorted(vocabulary, outputs.argmax), width - 1).astype(jnp.int32)
@@ -146,31 +146,30 @@ def ttt_loss(
 _NEGATIVE = -1e30
 
 
-def masked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, **fused: Any
-) -> jax.Array:
-    """Grouped-query attention ``[B, T, N, H]`` of q over keys and values ``[B, L, KV, H]``.
-
-    ``mask`` is bool, broadcastable to ``[B, 1, T, L]``. Scores and softmax are float32. In half
-    precision on a GPU cuDNN computes it; ``fused`` says the mask in arguments that cost it less.
-    """
-    if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
-        return dense_attention(q, k, v, implementation="cudnn", **(fused or {"mask": mask}))
-    return dense_attention(q, k, v, mask=mask)
-
-
 def packed_attend(segments: jax.Array) -> Attend:
-    """Causal attention within the segments ``i32[B, T]`` of packed rows; threads no cache."""
+    """Causal attention within the segments ``i32[B, T]`` of packed rows, without a KV cache.
+
+    Scores and softmax are float32. On a GPU, cuDNN computes it in bfloat16.
+    """
     mask = _causal_mask(segments)[:, None]
-    return rotated(lambda kv, layer, q, k, v: (kv, masked_attention(q, k, v, mask)))
+
+    @rotated
+    def attend(
+        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+        implementation = "cudnn" if is_fused else None
+        return kv, dense_attention(q, k, v, mask=mask, implementation=implementation)
+
+    return attend
 
 
 def ttt_attend(segments: jax.Array) -> Attend:
     """Attention of the unrolled draft steps of training-time test over packed rows.
 
-    ``kv`` is the tuple of the earlier steps' ``(k, v)``. A query of row i at step j sees step 0's
-    keys at rows up to i of its segment and, of each later step including its own, row i only: the
-    keys that a chain drafted from row i sees when serving.
+    ``kv`` is the tuple of the earlier steps' ``(k, v)``. A query of row i at step j sees the keys
+    of step 0 at rows up to i of its segment. Of steps 1 to j it sees only row i. A chain that is
+    drafted from row i during serving sees the same keys.
     """
     mask = _causal_mask(segments)[:, None, None]
 
@@ -180,10 +179,12 @@ def ttt_attend(segments: jax.Array) -> Attend:
     ) -> tuple[Any, jax.Array]:
         kv = (*kv, (k, v))
         (first_k, first_v), later = kv[0], kv[1:]
-        grouped, scale = _grouped(q, k), q.shape[-1] ** -0.5
+        # [B, T, KV, G, H]
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+        scale = q.shape[-1] ** -0.5
         causal = _product("btkgh,blkh->bkgtl", grouped, first_k) * scale
         causal = jnp.where(mask, causal, _NEGATIVE)
-        # [B, KV, G, T] each: products of a row with its own later keys
+        # [B, KV, G, T] each: products of a row with its own keys of the later steps
         own = [_product("btkgh,btkh->bkgt", grouped, step_k) * scale for step_k, _ in later]
         peak = jax.lax.stop_gradient(reduce(jnp.maximum, own, causal.max(axis=-1)))
         weights = jnp.exp(causal - peak[..., None])
@@ -200,15 +201,10 @@ def ttt_attend(segments: jax.Array) -> Attend:
 
 
 def _causal_mask(segments: jax.Array) -> jax.Array:
-    # bool [B, T, T] of packed rows: earlier tokens of the same segment and oneself
+    # bool [B, T, T] of packed rows: the token itself and earlier tokens of the same segment
     rows = jnp.arange(segments.shape[1])
     same = segments[:, :, None] == segments[:, None, :]
     return same & (rows[:, None] >= rows[None, :])
-
-
-def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
-    # [B, T, N, H] to [B, T, KV, G, H]
-    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A model of decoding: drafts are accepted by chance, rounds take the measured time."""
+"""A model of decoding: drafts are accepted at random, and rounds take the measured time."""
 
 import random
 from collections import deque
@@ -11,7 +11,7 @@ from specjax.types import DraftShape
 Times = Mapping[int, tuple[float, ...]]
 Seconds = Mapping[tuple[DraftShape, int], float]
 
-# milliseconds of a round with 0, 1, 3 and 7 steps on an H200
+# milliseconds per round with 0, 1, 3 and 7 steps on an H200
 LLAMA_8B: Times = {
     1: (4.19, 4.44, 4.89, 5.75),
     8: (4.52, 4.73, 5.19, 6.60),
@@ -21,7 +21,7 @@ SMOLLM2: Times = {1: (0.95, 1.30, 1.75, 2.65)}
 
 
 def chain_seconds(seconds: Mapping[tuple[int, int], float]) -> Seconds:
-    """Round times by steps and batch as those of chains."""
+    """Round times by chain shape and batch, from times by steps and batch."""
     return {(DraftShape.chain(steps), batch): value for (steps, batch), value in seconds.items()}
 
 
@@ -56,7 +56,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Phase:
-    """Tokens that each row generates, and the chance of the first drafts (the last one repeats)."""
+    """Tokens per row, and the acceptance rate of the first drafts (the last one repeats)."""
 
     tokens: int
     acceptance: tuple[float, ...]
@@ -69,7 +69,7 @@ class Phase:
 class Outcome:
     tokens: int
     seconds: float
-    tiers: tuple[int, ...]  # of each round
+    tiers: tuple[int, ...]  # one per round
 
     @property
     def rate(self) -> float:
@@ -85,7 +85,7 @@ def simulate(
     delay: int = 2,
     seed: int = 0,
 ) -> Outcome:
-    """Run the phases; a result reaches the policy after ``delay`` further rounds were started."""
+    """Run the phases; the policy gets a round's result after ``delay`` more rounds started."""
     rng = random.Random(seed)
     results: deque[tuple[DraftShape, list[int]]] = deque()
     tokens, seconds, tiers = 0, 0.0, []

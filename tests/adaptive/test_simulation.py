@@ -1,4 +1,4 @@
-"""Throughput of the policies in a model of decoding; see simulation.py."""
+"""Throughput of the policies in the model of decoding of simulation.py."""
 
 from itertools import pairwise
 
@@ -19,13 +19,13 @@ from .simulation import (
 )
 
 TIERS = (0, 1, 3, 7)
-TOKENS = 500  # of each row and phase
+TOKENS = 500  # per row and phase
 CASES = [(SMOLLM2, 1), (LLAMA_8B, 1), (LLAMA_8B, 8), (LLAMA_8B, 32)]
 IDS = ["smollm2-1", "8b-1", "8b-8", "8b-32"]
 
 
 def acceptance(first: float) -> tuple[float, ...]:
-    """Deeper drafts are a little worse."""
+    """Acceptance rates that fall slightly with depth."""
     return tuple(first * 0.97**i for i in range(7))
 
 
@@ -80,7 +80,7 @@ def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: fl
     assert adaptive >= 0.97 * fixed[0]
 
 
-def test_the_ema_policy_does_not_know_what_a_round_costs() -> None:
+def test_the_ema_policy_ignores_round_times() -> None:
     times = round_seconds(SMOLLM2)
     phases = [Phase(TOKENS, acceptance(0.1))]
     plain = rate(0, phases, times, 1)
@@ -89,13 +89,13 @@ def test_the_ema_policy_does_not_know_what_a_round_costs() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
-def test_late_results_are_put_up_with(delay: int) -> None:
+def test_late_results_are_tolerated(delay: int) -> None:
     times = round_seconds(SMOLLM2)
     phases = transition(0.1, 0.9)
     plain = simulate(Static(0), phases, times).rate
     outcome = simulate(CostAwarePolicy(times, 3), phases, times, delay=delay)
     assert outcome.rate > 1.1 * plain
-    # both high phases are found
+    # both phases with high acceptance are detected
     middle = [i for i, steps in enumerate(outcome.tiers) if steps == 7]
     gaps = [b - a for a, b in pairwise(middle)]
     assert max(gaps) > 200

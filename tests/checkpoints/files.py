@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk, written without the package's own name maps."""
+"""Write tiny checkpoints without the package's own name maps."""
 
 import json
 from pathlib import Path
@@ -28,18 +28,12 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "torch_dtype": "float32",
 }
+_NOT_OF_HEADS = ("rope_theta", "tie_word_embeddings", "eos_token_id", "bos_token_id", "torch_dtype")
 HEAD_CONFIG: dict[str, Any] = {
+    **{key: value for key, value in CONFIG.items() if key not in _NOT_OF_HEADS},
     "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": VOCAB,
     "draft_vocab_size": 20,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
     "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": 1e-5,
     "max_position_embeddings": 64,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }
@@ -64,7 +58,7 @@ def _layer(rng: np.random.Generator, prefix: str, in_size: int, dim: int = DIM) 
 
 
 def target_tensors(*, tied: bool = False, seed: int = 0, dim: int = DIM) -> Tensors:
-    """Random tensors of a Llama model in Hugging Face names."""
+    """Random tensors of a Llama model under Hugging Face names."""
     rng = np.random.default_rng(seed)
 
     def noise(*shape: int) -> np.ndarray:
@@ -83,7 +77,7 @@ def target_tensors(*, tied: bool = False, seed: int = 0, dim: int = DIM) -> Tens
 
 
 def add_biases(tensors: Tensors, names: tuple[str, ...], seed: int = 1) -> Tensors:
-    """The tensors with a random bias beside each projection named."""
+    """Add a random bias to each named projection."""
     rng = np.random.default_rng(seed)
     biases = {
         name.removesuffix("weight") + "bias": rng.normal(size=value.shape[:1]).astype(np.float32)
@@ -94,7 +88,7 @@ def add_biases(tensors: Tensors, names: tuple[str, ...], seed: int = 1) -> Tenso
 
 
 def write_directory(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """A Hugging Face directory with one safetensors file."""
+    """Write a Hugging Face directory with one safetensors file."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
@@ -102,7 +96,7 @@ def write_directory(path: Path, config: dict[str, Any], tensors: Tensors) -> Pat
 
 
 def write_sharded(path: Path, config: dict[str, Any], tensors: Tensors, count: int = 3) -> Path:
-    """A Hugging Face directory with an index and several safetensors files."""
+    """Write a Hugging Face directory with an index and several safetensors files."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     weight_map = {}
@@ -126,7 +120,7 @@ def head_tensors(
     num_features: int = 3,
     seed: int = 2,
 ) -> Tensors:
-    """Random tensors of an EAGLE-3 head in published names."""
+    """Random tensors of an EAGLE-3 head under published names."""
     rng = np.random.default_rng(seed)
 
     def noise(*shape: int) -> np.ndarray:
@@ -148,7 +142,7 @@ def head_tensors(
 
 
 def eagle_tensors(seed: int = 3, *, bias: bool = True) -> Tensors:
-    """Random tensors of an EAGLE-1/2 head in published names."""
+    """Random tensors of an EAGLE-1/2 head under published names."""
     rng = np.random.default_rng(seed)
     tensors = _layer(rng, "layers.0", HIDDEN)
     tensors["fc.weight"] = rng.normal(size=(HIDDEN, 2 * HIDDEN)).astype(np.float32)
@@ -177,7 +171,7 @@ GGUF_NAMES = {
 
 
 def to_gguf_rows(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Query or key rows as llama.cpp's converter orders them for architecture ``llama``."""
+    """Order query or key rows like llama.cpp's converter for architecture ``llama``."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
@@ -192,10 +186,10 @@ def write_gguf(
     drop: tuple[str, ...] = (),
     kind: gguf.GGMLQuantizationType | None = None,
 ) -> Path:
-    """A GGUF file of Hugging Face tensors, in llama.cpp's names and layout.
+    """Write Hugging Face tensors to a GGUF file with llama.cpp's names and layout.
 
-    ``keys`` replaces or adds metadata under the architecture's prefix, ``drop`` removes some,
-    ``extra`` adds tensors as they are, ``kind`` quantises the matrices.
+    ``keys`` replaces or adds metadata under the architecture's prefix, and ``drop`` removes
+    metadata. ``extra`` adds unchanged tensors. ``kind`` quantises the matrices.
     """
     writer = gguf.GGUFWriter(path, arch)
     metadata: dict[str, Any] = {
@@ -208,18 +202,9 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 5000.0,
     } | (keys or {})
-    for key, value in metadata.items():
-        if key in drop:
-            continue
-        name = f"{arch}.{key}"
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, list):
-            writer.add_array(name, value)
-        else:
-            writer.add_uint32(name, value)
+    for key in sorted(metadata.keys() - set(drop)):
+        value = metadata[key]
+        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
     writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
     for name, value in tensors.items():
@@ -230,7 +215,7 @@ def write_gguf(
             block = f"blk.{index}."
         if arch == "llama" and base.endswith(("q_proj", "k_proj")):
             heads = "head_count" if base.endswith("q_proj") else "head_count_kv"
-            value = to_gguf_rows(value, metadata[f"attention.{heads}"] or 1)  # a test says 0
+            value = to_gguf_rows(value, metadata[f"attention.{heads}"] or 1)  # one test passes 0
         stored = f"{block}{GGUF_NAMES[base]}.{suffix}"
         if kind is not None and value.ndim > 1:
             writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)

@@ -1,10 +1,11 @@
-"""Damaged checkpoints: whatever is wrong in a file, the error is a ValueError that names it."""
+"""Damaged checkpoints: any damage in a file raises a ValueError that names the file."""
 
 import json
 import random
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ WRONG: list[Any] = [
 
 
 def damaged(value: Any, rng: random.Random) -> Any:
-    """The value with one thing in it of another type, gone, or in the place of another."""
+    """Copy a value and change the type of one part, drop it, or put it in another's position."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         if rng.random() < 0.1:
@@ -84,16 +85,33 @@ def damage_bytes(file: Path, rng: random.Random, header: int = 2500) -> None:
     file.write_bytes(data)
 
 
-def check(path: Path, act: Callable[[], Any], num_opened: list[int]) -> None:
-    """Works, or is refused with the place."""
-    before, refusal = time.monotonic(), str(path)
-    try:
-        act()
-        num_opened[0] += 1
-    except ValueError as error:
-        refusal = str(error)
-    assert str(path) in refusal
-    assert time.monotonic() - before < 5
+def fuzz(
+    folder: Path,
+    names: list[str],
+    damage: Callable[[Path, random.Random], None],
+    act: Callable[[str], Any],
+    count: int,
+) -> int:
+    """Damage one file at a time: ``act(name)`` succeeds, or its error names the location.
+
+    Returns the number of successes.
+    """
+    whole = {name: (folder / name).read_bytes() for name in names}
+    num_opened = 0
+    for seed in range(count):
+        rng = random.Random(seed)
+        name = rng.choice(names)
+        damage(folder / name, rng)
+        before, refusal = time.monotonic(), str(folder)
+        try:
+            act(name)
+            num_opened += 1
+        except ValueError as error:
+            refusal = str(error)
+        assert str(folder) in refusal
+        assert time.monotonic() - before < 5
+        (folder / name).write_bytes(whole[name])
+    return num_opened
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +138,12 @@ def test_damaged_directories(tmp_path: Path, tokenizer_files: dict[str, str]) ->
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     names = [*files, "config.json", "model.safetensors.index.json"]
-    whole = {name: (tmp_path / name).read_bytes() for name in names}
-    num_opened = [0]
-    for seed in range(400):
-        rng = random.Random(seed)
-        name = rng.choice(names)
-        damage_json(tmp_path / name, rng)
-        check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
-        if "token" in name:
-            check(tmp_path, lambda: open_target(tmp_path).load_tokenizer(), num_opened)
-        (tmp_path / name).write_bytes(whole[name])
-    assert num_opened[0] > 40
+
+    def act(name: str) -> None:
+        target = open_target(tmp_path)
+        (target.load_tokenizer if "token" in name else target.check_weights)()
+
+    assert fuzz(tmp_path, names, damage_json, act, 400) > 40
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -142,30 +155,21 @@ def test_damaged_heads(tmp_path: Path, nested: bool) -> None:
         eagle = HEAD_CONFIG["eagle_config"]
         config = {"transformer_layer_config": layer, "draft_vocab_size": 20, "eagle_config": eagle}
     head = write_directory(tmp_path / "head", config, head_tensors())
-    whole = (head / "config.json").read_bytes()
-    num_opened = [0]
-    for seed in range(200):
-        damage_json(head / "config.json", random.Random(seed))
-        check(head, lambda: open_draft(head, target).check_weights(), num_opened)
-        (head / "config.json").write_bytes(whole)
-    assert num_opened[0] > 10
+    act = partial(open_draft, head, target)
+    assert fuzz(head, ["config.json"], damage_json, lambda _: act().check_weights(), 200) > 10
 
 
 def test_damaged_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     keys = {"rope.scaling.type": "linear", "tokens": ["a", "b"], "attention.sliding_window": 32}
-    whole = write_gguf(path, target_tensors(), keys=keys).read_bytes()
-    num_opened = [0]
-    for seed in range(300):
-        damage_bytes(path, random.Random(seed))
-        check(path, lambda: open_target(path).check_weights(), num_opened)
-        path.write_bytes(whole)
-    assert num_opened[0] > 20
+    write_gguf(path, target_tensors(), keys=keys)
+    act = partial(open_target, path)
+    assert fuzz(tmp_path, [path.name], damage_bytes, lambda _: act().check_weights(), 300) > 20
 
 
 @pytest.mark.parametrize("kind", [0, 8, 9])
 def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
-    """Of bytes, of strings and of arrays, which the file's size bounds before anything is read."""
+    """Lengths of bytes, strings and arrays are checked against the file's size before reading."""
     path = tmp_path / "model.gguf"
     head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k"
     path.write_bytes(head + struct.pack("<IIQ", 9, kind, 2**40))
@@ -179,13 +183,8 @@ def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
 
 
 def test_damaged_safetensors(tmp_path: Path) -> None:
-    path = write_directory(tmp_path, CONFIG, target_tensors()) / "model.safetensors"
-    whole = path.read_bytes()
-    num_opened = [0]
-    for seed in range(100):
-        damage_bytes(path, random.Random(seed))
-        check(tmp_path, lambda: open_target(tmp_path).check_weights(), num_opened)
-        path.write_bytes(whole)
+    act = partial(open_target, write_directory(tmp_path, CONFIG, target_tensors()))
+    fuzz(tmp_path, ["model.safetensors"], damage_bytes, lambda _: act().check_weights(), 100)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +193,9 @@ def test_damaged_safetensors(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
     tmp_path: Path, count: int | None
 ) -> None:
-    """One in each file of an orbax directory, or ``count`` evenly over all bytes."""
-    original = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
-    weights = original.load_weights()
-    save_orbax(tmp_path / "saved", original.config, weights)
-    # config.json is for people to edit
+    """Flip one bit in each file of an orbax directory, or ``count`` evenly over all bytes."""
+    weights = save_target(tmp_path)
+    # users may edit config.json
     for _ in Saved(tmp_path / "saved" / "weights").flips(count):
         with pytest.raises(ValueError, match=f"{tmp_path / 'saved' / 'weights'}"):
             open_target(tmp_path / "saved").load_weights()
@@ -207,17 +204,23 @@ def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
 
 
 def test_saved_weights_without_a_digest_load(tmp_path: Path) -> None:
-    """What older versions saved."""
-    original = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
-    weights = original.load_weights()
-    save_orbax(tmp_path / "saved", original.config, weights)
+    """Older versions saved no digests."""
+    weights = save_target(tmp_path)
     ocp.save(tmp_path / "saved" / "weights", weights, overwrite=True)
     found = open_target(tmp_path / "saved").load_weights()
     assert all(np.array_equal(found[name], weights[name]) for name in weights)
 
 
+def save_target(path: Path) -> dict[str, np.ndarray]:
+    """Save a target under ``saved`` and return its weights."""
+    original = open_target(write_directory(path / "hf", CONFIG, target_tensors()))
+    weights = original.load_weights()
+    save_orbax(path / "saved", original.config, weights)
+    return weights
+
+
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])
-def test_layer_count_is_compared_before_anything_is_built(tmp_path: Path, layers: int) -> None:
+def test_layer_count_is_checked_before_building(tmp_path: Path, layers: int) -> None:
     write_directory(tmp_path, CONFIG | {"num_hidden_layers": layers}, target_tensors())
     with pytest.raises(
         ValueError, match=r"_layers=214748364\d .* (1024|2147483647)|lacks \d+ tensor"
@@ -226,13 +229,13 @@ def test_layer_count_is_compared_before_anything_is_built(tmp_path: Path, layers
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64"])
-def test_weights_that_are_no_floats_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
+def test_weights_must_be_floats(tmp_path: Path, dtype: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = target_tensors()
     write_directory(tmp_path, CONFIG, tensors)
     try:
         save_file(tensors | {name: tensors[name].astype(dtype)}, tmp_path / "model.safetensors")
-    except Exception:  # a version of safetensors without the dtype
+    except Exception:  # this version of safetensors lacks the dtype
         pytest.skip(f"safetensors stores no {dtype}")
     with pytest.raises(ValueError, match=rf"{name}' in .*\.safetensors is {dtype}; .* bfloat16"):
         open_target(tmp_path).load_weights()

@@ -1,4 +1,4 @@
-"""GGUF files: the reader, and weights against the tensors they were made from."""
+"""GGUF files: the reader, and weights compared with their original tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ LLAMA3 = RopeScaling(
 
 
 def llama3_divisors(theta: float, scaling: RopeScaling, dim: int) -> np.ndarray:
-    """What llama.cpp's converter writes for Llama 3.1 scaling, frequency by frequency."""
+    """Divisors that llama.cpp's converter writes for Llama 3.1 scaling, one per frequency."""
     divisors = []
     original = scaling.original_max_position_embeddings
     for i in range(0, dim, 2):
@@ -50,16 +50,18 @@ def llama3_divisors(theta: float, scaling: RopeScaling, dim: int) -> np.ndarray:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_equals_the_tensors_it_was_made_from(tmp_path: Path, arch: str, tied: bool) -> None:
-    tensors = target_tensors(tied=tied)
-    path = write_gguf(tmp_path / "model.gguf", tensors, arch=arch)
-    checkpoint = open_target(path)
+def test_weights_equal_the_original_tensors(tmp_path: Path, arch: str, tied: bool) -> None:
+    tensors = add_biases(target_tensors(tied=tied), QKV)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert not np.array_equal(to_gguf_rows(tensors[name], 2), tensors[name])
+    checkpoint = open_target(write_gguf(tmp_path / "model.gguf", tensors, arch=arch))
+    assert checkpoint.config.qkv_bias
     assert checkpoint.config.dtype == "float32"
     assert checkpoint.config.tie_word_embeddings is tied
     check_layout(checkpoint, tensors)
 
 
-def test_equals_a_directory_of_the_same_weights(tmp_path: Path) -> None:
+def test_weights_equal_a_directory_of_the_same_tensors(tmp_path: Path) -> None:
     tensors = target_tensors()
     directory = open_target(write_directory(tmp_path / "hf", CONFIG, tensors))
     file = open_target(write_gguf(tmp_path / "model.gguf", tensors))
@@ -68,23 +70,12 @@ def test_equals_a_directory_of_the_same_weights(tmp_path: Path) -> None:
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_rows_are_permuted_for_llama_only(tmp_path: Path) -> None:
-    """The inverse is checked against rows that are told apart, with biases beside the weights."""
-    tensors = add_biases(target_tensors(), QKV)
-    name = "model.layers.0.self_attn.k_proj.weight"
-    assert not np.array_equal(to_gguf_rows(tensors[name], 2), tensors[name])
-    for arch in ("llama", "qwen2"):
-        checkpoint = open_target(write_gguf(tmp_path / f"{arch}.gguf", tensors, arch=arch))
-        assert checkpoint.config.qkv_bias
-        check_layout(checkpoint, tensors)
-
-
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0", "BF16", "F16"])
 def test_stored_types(tmp_path: Path, kind: str) -> None:
-    """Quantised and half-precision matrices load as the gguf library decodes them."""
+    """Quantised and half-precision matrices load with the values that the gguf library decodes."""
     number = gguf.GGMLQuantizationType[kind]
     tensors = target_tensors()
-    # rows of down_proj, 48 wide, make no whole blocks of 32
+    # the 48 columns of down_proj are not a multiple of 32, the block size
     path = write_gguf(
         tmp_path / "model.gguf",
         {n: t for n, t in tensors.items() if not n.endswith("down_proj.weight")},
@@ -166,21 +157,6 @@ def test_refused_configurations(tmp_path: Path, options: dict[str, Any], message
         open_target(path)
 
 
-def test_wrong_tensors(tmp_path: Path) -> None:
-    tensors = target_tensors()
-    del tensors["model.layers.2.self_attn.v_proj.weight"]
-    path = write_gguf(tmp_path / "missing.gguf", tensors)
-    with pytest.raises(ValueError, match=r"lacks 1 .*layers\.2\.self_attn\.v_proj\.weight"):
-        open_target(path).load_weights()
-    path = write_gguf(tmp_path / "shape.gguf", target_tensors(), keys={"feed_forward_length": 40})
-    with pytest.raises(ValueError, match=r"shape\.gguf has shape \(48, 32\).*\(40, 32\)"):
-        open_target(path).load_weights()
-    extra = {"blk.0.ffn_gate_exps.weight": np.ones((2, 3), np.float32)}
-    path = write_gguf(tmp_path / "extra.gguf", target_tensors(), extra=extra)
-    with pytest.raises(ValueError, match=r"'blk\.0\.ffn_gate_exps\.weight' \(2, 3\) in .*extra"):
-        open_target(path).load_weights()
-
-
 def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
     keys = {"strings": ["a", "é", ""], "floats": [0.1, 2.5], "a_name": "ü", "a_float": 1e-5}
     kind = gguf.GGMLQuantizationType.F16
@@ -205,27 +181,11 @@ def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
         assert ours.info(tensor.name).shape == tensor.data.shape
 
 
-@pytest.mark.parametrize("size", [3, 20, 200, 900, -1])
-def test_truncated_file(tmp_path: Path, size: int) -> None:
-    path = write_gguf(tmp_path / "model.gguf", target_tensors())
-    data = path.read_bytes()
-    assert len(data) > 10_000
-    end = gguf.GGUFReader(path).tensors[-1]
-    last = int(end.data_offset + end.n_bytes) - 1
-    path.write_bytes(data[: last if size < 0 else size])
-    with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF file of version 2"):
-        GGUFFile(path)
-
-
 def test_damaged_header(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", target_tensors())
     data = path.read_bytes()
     path.write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
     with pytest.raises(ValueError, match=r"is not a complete GGUF file.*version 1"):
-        GGUFFile(path)
-    # a length that reaches beyond the file
-    path.write_bytes(data[:24] + (2**60).to_bytes(8, "little") + data[32:])
-    with pytest.raises(ValueError, match="is not a complete GGUF file"):
         GGUFFile(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="is not a complete GGUF file"):
@@ -245,7 +205,7 @@ def test_big_endian_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening is slow for large vocabularies: weights read what the configuration was read from."""
+    """Weights reuse the open file of the configuration: opening a large vocabulary is slow."""
     path = write_gguf(tmp_path / "model.gguf", target_tensors())
     opened = []
 

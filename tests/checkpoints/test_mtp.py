@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction: where tensors end up, and refusals."""
+"""Multi-token prediction modules: tensor layout and errors."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def module_tensors(count: int = 2) -> Tensors:
-    """Random modules: layers as the target's, with two norms and a projection before them."""
+    """Random modules: layers like the target's after two norms and a projection."""
     rng = np.random.default_rng(5)
     layers = target_tensors(seed=7)
     tensors: Tensors = {}
@@ -45,7 +45,7 @@ def opened(path: Path, num_modules: int = 2, draft: Path | None = None) -> MtpCh
 
 
 def test_modules_of_the_targets_own_checkpoint(tmp_path: Path) -> None:
-    """The target ignores them; fewer than there are may be taken."""
+    """The target ignores its modules; a draft may use only some of them."""
     path = write_mimo(tmp_path / "mimo")
     target = open_target(path)
     assert target.config.qkv_bias
@@ -70,14 +70,14 @@ def test_modules_of_the_targets_own_checkpoint(tmp_path: Path) -> None:
 
 
 def test_modules_of_another_checkpoint(tmp_path: Path) -> None:
-    """Its copies of the target's tensors are ignored, as is what stands in the target's own."""
+    """Modules ignore copies of the target's tensors and the modules of the target's checkpoint."""
     target = write_mimo(tmp_path / "mimo")
     tensors = add_biases(module_tensors(), QKV)
     other = write_directory(tmp_path / "other", CONFIG | MIMO, tensors)
     modules = opened(target, draft=other)
     modules.check_weights()
     assert modules.path == other
-    assert "2 modules of multi-token prediction" in modules.describe()
+    assert "2 multi-token prediction modules" in modules.describe()
     scaled = open_mtp(other, open_target(target), num_modules=1, rope_theta=7.0)
     assert scaled.config.rope_theta == 7.0
 
@@ -87,23 +87,23 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"speculative_num_steps=3 exceeds the 2 module\(s\)"):
         opened(path, 3)
     plain = write_directory(tmp_path / "plain", CONFIG, target_tensors())
-    with pytest.raises(ValueError, match=r"of 0 modules .* pass draft=DIRECTORY"):
+    with pytest.raises(ValueError, match=r"of 0 multi-token .* pass draft=DIRECTORY"):
         opened(plain, 1)
     few = write_mimo(tmp_path / "few", count=1)
-    with pytest.raises(ValueError, match=r"of 1 modules .* num_nextn_predict_layers=2"):
+    with pytest.raises(ValueError, match=r"of 1 multi-token .* num_nextn_predict_layers=2"):
         opened(few, 1)
     with pytest.raises(ValueError, match="vocab_size=50 of the head, but the target has 61"):
         opened(path, 1, write_mimo(tmp_path / "small", vocab_size=50))
     experts = target_tensors() | module_tensors()
     experts["model.mtp_layers.0.mlp.experts.0.up_proj.weight"] = np.zeros((2, 2), np.float32)
     mixed = write_directory(tmp_path / "experts", CONFIG | MIMO, experts)
-    with pytest.raises(ValueError, match="is of a mixture of experts"):
+    with pytest.raises(ValueError, match="mixture of experts is not supported"):
         opened(path, 1, mixed)
     extra = {"model.mtp_layers.0.extra.weight": np.zeros(3, np.float32)}
     tensors = add_biases(target_tensors() | module_tensors(), QKV) | extra
     more = write_directory(tmp_path / "more", CONFIG | MIMO, tensors)
-    with pytest.raises(ValueError, match="has no place for 1 tensors"):
+    with pytest.raises(ValueError, match="does not use 1 tensors"):
         opened(more).check_weights()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no Hugging Face directory"):
+    with pytest.raises(ValueError, match="not a Hugging Face directory"):
         opened(path, 1, tmp_path / "empty")

@@ -1,4 +1,4 @@
-"""Models with fewer layers than the one that they come from."""
+"""Models that keep only some layers of another model."""
 
 import runpy
 
@@ -29,7 +29,7 @@ def test_layers_move_together(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("layers", [[], [2], [-1, 0], [1, 0], [0, 0], [0.0]])
-def test_layers_that_there_are_not(layers, tmp_path, capsys) -> None:
+def test_missing_layers(layers, tmp_path, capsys) -> None:
     target = open_target(write_target(tmp_path / "target"))
     with pytest.raises(ValueError, match=r"layers=\[.*\] must ascend, from 0 to 1 at most"):
         save_layers(tmp_path / "pruned", target, layers)

@@ -1,4 +1,4 @@
-"""Weights of targets: layout, shards, dtypes, damage, orbax, where models are looked for."""
+"""Weights of targets: layout, shards, dtypes, damage, orbax, lookup of models."""
 
 import dataclasses
 import sys
@@ -35,7 +35,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def check_layout(checkpoint: TargetCheckpoint, tensors: dict[str, np.ndarray]) -> None:
-    """Every weight is where the model multiplies it, by the definition of each projection."""
+    """Check the position of every weight by the definition of its projection."""
     weights = checkpoint.load_weights()
     flat = FlatModel.of(partial(CausalLM, checkpoint.config))
     assert set(weights) == set(flat.names)
@@ -119,11 +119,11 @@ def test_progress_counts_every_weight(tmp_path: Path) -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": np.ones(31, np.float32)}),
-            r"'model\.norm\.weight' in .*model\.safetensors has shape \(31,\).*asks for \(32,\)",
+            r"'model\.norm\.weight' in .*model\.safetensors has shape \(31,\).*requires \(32,\)",
         ),
         (
             lambda t: t.update({"model.layers.0.mystery.weight": np.ones((2, 3), np.float32)}),
-            r"no place for 1 .*'model\.layers\.0\.mystery\.weight' \(2, 3\) in .*\.safetensors",
+            r"does not use 1 .*'model\.layers\.0\.mystery\.weight' \(2, 3\) in .*\.safetensors",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}),
@@ -155,18 +155,10 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         open_target(tmp_path).load_weights()
 
 
-def test_truncated_safetensors(tmp_path: Path) -> None:
-    write_directory(tmp_path, CONFIG, target_tensors())
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors"):
-        open_target(tmp_path).load_weights()
-
-
 def test_no_weights(tmp_path: Path) -> None:
     write_directory(tmp_path, CONFIG, target_tensors())
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no weights"):
+    with pytest.raises(ValueError, match="contains no weights"):
         open_target(tmp_path).load_weights()
 
 
@@ -188,7 +180,7 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     check_layout(restored, tensors)
     assert all(isinstance(x, np.ndarray) for x in restored.load_weights().values())
     check_layout(open_target(tmp_path / "saved", dtype="bfloat16"), tensors)
-    # saving again replaces
+    # saving again replaces the weights
     half = dataclasses.replace(original.config, dtype="bfloat16")
     weights = {k: v.astype(half.dtypes.activations) for k, v in original.load_weights().items()}
     save_orbax(tmp_path / "saved", half, weights)
@@ -196,17 +188,17 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     check_layout(open_target(tmp_path / "saved"), tensors)
 
 
-def test_orbax_that_does_not_fit(tmp_path: Path) -> None:
+def test_orbax_shape_mismatch(tmp_path: Path) -> None:
     checkpoint = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
     config, weights = checkpoint.config, checkpoint.load_weights()
     wider = dataclasses.replace(config, intermediate_size=INNER + 16)
     save_orbax(tmp_path / "wide", wider, weights)
-    message = r"'layers\.0\.mlp\.gate_up\.kernel'.*\(32, 96\).*asks for \(32, 128\)"
+    message = r"'layers\.0\.mlp\.gate_up\.kernel'.*\(32, 96\).*requires \(32, 128\)"
     with pytest.raises(ValueError, match=message):
         open_target(tmp_path / "wide").load_weights()
     fewer = {name: value for name, value in weights.items() if name != "norm.scale"}
     save_orbax(tmp_path / "fewer", config, fewer)
-    with pytest.raises(ValueError, match=r"missing \['norm\.scale'\]"):
+    with pytest.raises(ValueError, match=r"lacks 1 .*'norm\.scale' \(32,\)"):
         open_target(tmp_path / "fewer").load_weights()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.json").write_bytes((tmp_path / "fewer/config.json").read_bytes())
@@ -222,15 +214,6 @@ def test_unknown_model(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ValueError, match=r"expected a directory or a \.gguf file"):
         open_target(tmp_path / "weights.bin")
-
-
-def test_repository_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> str:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"model='some/model'.*no network.*pass a directory"):
-        open_target("some/model")
 
 
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +237,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype=st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]),
 )
 def test_blocked_transposition(widths: list[int], in_size: int, dtype: np.dtype) -> None:
-    """Fusing and transposing in blocks equals numpy's own, at and around the block size."""
+    """Blocked fusing and transposing equals numpy's, at and around the block size."""
     rng = np.random.default_rng(0)
     parts = {str(i): rng.random((n, in_size), np.float32) for i, n in enumerate(widths)}
     recipe = Recipe(tuple(Part(name, x.shape) for name, x in parts.items()), transpose=True)
@@ -284,7 +267,7 @@ def test_another_tokenizer_and_template(tmp_path) -> None:
         opened.with_tokenizer("nowhere", None).load_tokenizer()
 
 
-def test_a_revision_reaches_the_hub_and_its_error_reads_well(monkeypatch) -> None:
+def test_a_revision_is_passed_to_the_hub(monkeypatch) -> None:
     seen = []
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
@@ -298,7 +281,7 @@ def test_a_revision_reaches_the_hub_and_its_error_reads_well(monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no plugin")])
-def test_a_platform_without_a_plugin_says_what_to_install(monkeypatch, error) -> None:
+def test_a_platform_without_a_plugin_names_the_extra(monkeypatch, error) -> None:
     def devices() -> None:
         raise error
 

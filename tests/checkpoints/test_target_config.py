@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face directories: both spellings, families, refusals."""
+"""Configurations of Hugging Face directories: both formats, families, errors."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,9 @@ LLAMA3 = {
 }
 
 
+DEFAULT, THETA = {"rope_type": "default"}, {"rope_theta": 7e5}
+
+
 def read(path: Path, changes: dict[str, Any], dtype: str = "auto") -> ModelConfig:
     body = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
     path.mkdir(exist_ok=True)
@@ -35,22 +38,14 @@ def read(path: Path, changes: dict[str, Any], dtype: str = "auto") -> ModelConfi
         ({"rope_scaling": None}, 5000.0, None),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, 5000.0, ("linear", 2.0)),
         ({"rope_scaling": LLAMA3}, 5000.0, ("llama3", 8.0)),
-        (
-            {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 7e5}},
-            7e5,
-            None,
-        ),
-        (
-            {"rope_theta": ..., "rope_parameters": LLAMA3 | {"rope_theta": 7e5}},
-            7e5,
-            ("llama3", 8.0),
-        ),
-        # an empty set of parameters must not hide the base beside it
+        ({"rope_theta": ..., "rope_parameters": DEFAULT | THETA}, 7e5, None),
+        ({"rope_theta": ..., "rope_parameters": LLAMA3 | THETA}, 7e5, ("llama3", 8.0)),
+        # an empty set of parameters must not hide the top-level base
         ({"rope_parameters": {}}, 5000.0, None),
-        ({"rope_parameters": {"rope_type": "default"}}, 5000.0, None),
+        ({"rope_parameters": DEFAULT}, 5000.0, None),
     ],
 )
-def test_rope_spellings(
+def test_rope_formats(
     tmp_path: Path, changes: dict[str, Any], theta: float, scaling: tuple[str, float] | None
 ) -> None:
     config = read(tmp_path, changes)
@@ -70,20 +65,24 @@ def test_rope_spellings(
         ({"torch_dtype": "float16"}, "auto", "bfloat16"),
         ({"torch_dtype": "float16"}, "float32", "float32"),
         ({}, "bfloat16", "bfloat16"),
+        ({"torch_dtype": ...}, "auto", "float32"),  # the dtype of the weights
     ],
 )
 def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str, expected: str) -> None:
+    write_directory(tmp_path, CONFIG, target_tensors())
     assert read(tmp_path, changes, dtype).dtype == expected
-
-
-def test_dtype_of_the_weights_when_none_is_stated(tmp_path: Path) -> None:
-    body = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
-    write_directory(tmp_path, body, target_tensors())
-    assert open_target(tmp_path).config.dtype == "float32"
+    with pytest.raises(ValueError, match=r"dtype='float16'.*'bfloat16', 'float32'"):
+        read(tmp_path, changes, "float16")
 
 
 def family(model_type: str, name: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": [f"{name}ForCausalLM"], **changes}
+
+
+MISTRAL, QWEN2, QWEN3 = (family(name.lower(), name) for name in ("Mistral", "Qwen2", "Qwen3"))
+BIASES = {"qkv_bias": True, "output_bias": True}
+WINDOW = {"sliding_window": 32}
+USED = WINDOW | {"use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
@@ -92,49 +91,21 @@ def family(model_type: str, name: str, **changes: Any) -> dict[str, Any]:
         ({}, {"head_dim": 8}),
         ({"head_dim": 16}, {"head_dim": 16}),
         ({"num_key_value_heads": ...}, {"num_kv_heads": 4}),
-        ({"attention_bias": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": False}),
+        ({"attention_bias": True}, BIASES | {"mlp_bias": False}),
         ({"mlp_bias": True}, {"qkv_bias": False, "output_bias": False, "mlp_bias": True}),
-        (family("mistral", "Mistral"), {"qkv_bias": False, "sliding_window": None}),
-        (family("mistral", "Mistral", sliding_window=32), {"sliding_window": 32}),
+        (MISTRAL, {"qkv_bias": False, "sliding_window": None}),
+        (MISTRAL | WINDOW, WINDOW),
         # a window as wide as the context never applies
-        (family("mistral", "Mistral", sliding_window=128), {"sliding_window": None}),
-        (family("qwen2", "Qwen2"), {"qkv_bias": True, "output_bias": False, "qk_norm": False}),
-        (
-            family("qwen3", "Qwen3", head_dim=16, tie_word_embeddings=True),
-            {"qkv_bias": False, "qk_norm": True, "head_dim": 16, "tie_word_embeddings": True},
-        ),
-        (family("qwen3", "Qwen3", attention_bias=True), {"qkv_bias": True, "output_bias": True}),
-        (family("qwen2", "Qwen2", sliding_window=32), {"sliding_window": None}),
-        (
-            family("qwen2", "Qwen2", sliding_window=32, use_sliding_window=False),
-            {"sliding_window": None},
-        ),
-        (
-            family(
-                "qwen2", "Qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=0
-            ),
-            {"sliding_window": 32},
-        ),
-        (
-            family(
-                "qwen2",
-                "Qwen2",
-                sliding_window=32,
-                use_sliding_window=True,
-                max_window_layers=LAYERS,
-            ),
-            {"sliding_window": None},
-        ),
-        (
-            family(
-                "qwen3",
-                "Qwen3",
-                sliding_window=32,
-                use_sliding_window=True,
-                layer_types=["sliding_attention"] * LAYERS,
-            ),
-            {"sliding_window": 32},
-        ),
+        (MISTRAL | {"sliding_window": 128}, {"sliding_window": None}),
+        (QWEN2, {"qkv_bias": True, "output_bias": False, "qk_norm": False}),
+        (QWEN3 | {"head_dim": 16}, {"qkv_bias": False, "qk_norm": True, "head_dim": 16}),
+        (QWEN3 | {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
+        (QWEN3 | {"attention_bias": True}, BIASES),
+        (QWEN2 | WINDOW, {"sliding_window": None}),
+        (QWEN2 | USED | {"use_sliding_window": False}, {"sliding_window": None}),
+        (QWEN2 | USED | {"max_window_layers": 0}, WINDOW),
+        (QWEN2 | USED | {"max_window_layers": LAYERS}, {"sliding_window": None}),
+        (QWEN3 | USED | {"layer_types": ["sliding_attention"] * LAYERS}, WINDOW),
     ],
 )
 def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -150,10 +121,6 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'linear', 'llama3'"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling has no low_freq_factor",
-        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set of parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_size": ...}, "no hidden_size"),
@@ -161,12 +128,8 @@ def test_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, A
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be an integer"),
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        (
-            family(
-                "qwen2", "Qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=1
-            ),
-            "2 of 3 layers",
-        ),
+        (QWEN2 | USED | {"max_window_layers": 1}, "2 of 3 layers"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
     ],
 )
 def test_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -203,8 +166,3 @@ def test_end_tokens_are_a_union_in_order(tmp_path: Path) -> None:
     assert read(tmp_path, {}).eos_token_ids == (7, 9, 3, 12)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<eos>": 5}}}))
     assert read(tmp_path, {}).eos_token_ids == (7, 9, 3, 5)
-
-
-def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"dtype='float16'.*'bfloat16', 'float32'"):
-        read(tmp_path, {}, "float16")

@@ -12,10 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.cli import commands
 from specjax.cli.generate import SAMPLING_ARGUMENTS
@@ -24,23 +22,15 @@ from specjax.cli.painting import ACCEPTED, RESET, AcceptPainter, use_colour
 from specjax.engine.args import EngineArgs
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.testing import Files
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.text.tokenizer import IncrementalDecoder
+
+from ..text.test_token_texts import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose tokens are single bytes, so that most tokens split characters."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(
-        models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[])
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, chat_template=TEMPLATE)
-
-
 TOKENIZER = byte_tokenizer()
+TOKENIZER.chat_template = TEMPLATE
 
 
 class FakeEngine:
@@ -148,23 +138,14 @@ def test_text_goes_to_stdout_and_figures_to_stderr(capsys: pytest.CaptureFixture
     assert engine.closed == 1
 
 
-def test_chat_template_is_the_default_and_raw_turns_it_off() -> None:
-    engine = FakeEngine(answer="ok")
-    run("Hi", "--system", "Be brief.", engine=engine)
-    run("Hi", "--raw", engine=engine)
-    assert engine.requests[0]["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-    ]
-    assert engine.requests[1]["prompt"] == "Hi"
-    assert "messages" not in engine.requests[1]
-
-
-def test_dash_reads_the_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_conversations_unless_raw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("a long\nprompt"))
     engine = FakeEngine(answer="ok")
-    assert run("-", "--raw", engine=engine) == 0
-    assert engine.requests[0]["prompt"] == "a long\nprompt"
+    for options in (["Hi", "--system", "Be brief."], ["Hi", "--raw"], ["-", "--raw"]):
+        assert run(*options, engine=engine) == 0
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    given = [(one.get("messages"), one.get("prompt")) for one in engine.requests]
+    assert given == [(turns, None), (None, "Hi"), (None, "a long\nprompt")]
 
 
 def test_only_given_options_reach_the_engine() -> None:
@@ -220,11 +201,12 @@ def flags(values: dict[str, Any]) -> Iterator[str]:
             yield f"{flag}={text}"
 
 
-def test_options_reach_the_engine_and_the_request() -> None:
+def test_options_reach_the_engine_and_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(answer="ok")
     assert run("Hi", "--quiet", *flags(ENGINE_OPTIONS | SAMPLING_OPTIONS), engine=engine) == 0
     assert engine.made == [ENGINE_OPTIONS | {"show_progress": False}]
     assert engine.requests[0]["sampling_params"] == SAMPLING_OPTIONS
+    assert capsys.readouterr() == ("ok\n", "")  # --quiet prints the text only
 
 
 def test_plain_decoding_reports_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,11 +214,6 @@ def test_plain_decoding_reports_no_acceptance(capsys: pytest.CaptureFixture[str]
     assert run("Hi", "--speculative-algorithm", "none", engine=engine) == 0
     assert engine.made[0]["speculative_algorithm"] is None
     assert "accept" not in capsys.readouterr().err
-
-
-def test_quiet_prints_the_text_only(capsys: pytest.CaptureFixture[str]) -> None:
-    run("Hi", "--quiet", engine=FakeEngine(answer="ok"))
-    assert capsys.readouterr() == ("ok\n", "")
 
 
 def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,8 +272,8 @@ def test_compare_names_the_first_difference(
     out = capsys.readouterr().out
     a, b = TOKENIZER.encode("ab")
     assert f"token 2 is {a} 'a' with speculation and {b} 'b' without" in out
-    assert "0.03125 apart" in out
-    assert ("defect" in out) == (dtype == "float32")
+    assert "differ by 0.03125" in out
+    assert ("this is a bug" in out) == (dtype == "float32")
     assert engine.gap_inputs == [TOKENIZER.encode("<user>Hi<assistant>xy")]
 
 
@@ -307,7 +284,7 @@ def test_compare_expects_another_text_where_acceptance_is_not_coupled(
     engine = FakeEngine(answer="xyaz", plain_answer="xybz", acceptance=Acceptance(True))
     options = ["--temperature", str(temperature), "--sampling-seed", "3"]
     assert run("Hi", "--compare", *options, engine=engine) == status
-    assert ("defect" in capsys.readouterr().out) == bool(status)
+    assert ("this is a bug" in capsys.readouterr().out) == bool(status)
 
 
 def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,9 +303,10 @@ def test_compare_of_a_prefix_names_the_end(capsys: pytest.CaptureFixture[str]) -
         (["--speculative-algorithm", "none", "--show-tree"], "--show-tree needs speculation"),
         (["--json", "--show-accepts"], "output_is_draft"),
         (["--json", "--show-tree"], "--show-tree"),
+        (["--top-k", "0"], "top_k=0 must be -1 (off) or "),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(
+def test_options_are_refused_before_a_model_is_loaded(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = FakeEngine(answer="ok")
@@ -348,15 +326,6 @@ def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == ("", "specjax: error: context_length=1 is too short\n")
 
 
-def test_bad_sampling_is_refused_before_a_model_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    engine = FakeEngine(answer="ok")
-    assert run("Hi", "--top-k", "0", engine=engine) == 2
-    assert capsys.readouterr().err.startswith("specjax: error: top_k=0 must be -1 (off) or ")
-    assert engine.made == []
-
-
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
 def test_closed_standard_streams(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -368,18 +337,11 @@ def test_closed_standard_streams(
     assert run(prompt, engine=engine) == (0 if name == "stderr" else 2)
     out, err = capsys.readouterr()
     if name == "stderr":
-        assert out == "ok\n"  # and no figures
+        assert out == "ok\n"  # and no metrics
     else:
         assert err.startswith("specjax: error: ")
         assert "closed" in err
         assert engine.made == []
-
-
-def test_unknown_options_exit_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["generate", "Hi", "--temprature", "1"])
-    assert exit_info.value.code == 2
-    assert "--temprature" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--show-accepts"], ["--json"]])
@@ -470,19 +432,6 @@ def test_a_model_without_a_head_is_decoded_plainly() -> None:
         assert engine.made[0]["speculative_algorithm"] == algorithm
 
 
-def test_abbreviations_and_more_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["generate", "Hi"], ["serve"], ["warmup"]):
-        for option, message in (
-            ("--context-len 5", "unrecognized arguments: --context-len 5"),
-            ("--tp-size 2", "an engine runs on one GPU"),
-            ("--tensor-parallel-size 8", "an engine runs on one GPU"),
-            ("--dtype float64", "invalid choice: 'float64'"),
-        ):
-            with pytest.raises(SystemExit):
-                build_parser().parse_args([*command, *option.split()])
-            assert message in capsys.readouterr().err
-
-
 def test_options_come_from_a_file(tmp_path) -> None:
     (tmp_path / "options").write_text("# sizes\n\n--context-length=64\n--page-size=8\n")
     for command in ("serve", "warmup"):
@@ -508,17 +457,23 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("option", "reason"),
     [
-        (["--disaggregation-secret", "hunter2"], "other users can see it"),
-        (["--disaggregation-secret=hunter2"], "SPECJAX_DISAGGREGATION_SECRET"),
-        (["--disaggregation-secret-file", "/nowhere"], "/nowhere"),
-        (["--disaggregation-secret-file", os.devnull], "no secret in its first line"),
+        ("--temprature 1", "unrecognized arguments: --temprature 1"),
+        ("--context-len 5", "unrecognized arguments: --context-len 5"),
+        ("--tp-size 2", "an engine runs on one GPU"),
+        ("--tensor-parallel-size 8", "an engine runs on one GPU"),
+        ("--dtype float64", "invalid choice: 'float64'"),
+        ("--disaggregation-secret hunter2", "other users can read a command line"),
+        ("--disaggregation-secret=hunter2", "SPECJAX_DISAGGREGATION_SECRET"),
+        ("--disaggregation-secret-file /nowhere", "/nowhere"),
+        (f"--disaggregation-secret-file {os.devnull}", "must have the secret in its first line"),
     ],
 )
-def test_a_secret_on_the_command_line_is_refused(options, reason, capsys) -> None:
+@pytest.mark.parametrize("command", ["generate Hi", "serve", "warmup"])
+def test_every_command_refuses_options_with_status_2(command, option, reason, capsys) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["generate", "Hi", *SPLIT, *options])
+        main([*command.split(), *option.split()])
     assert exit_info.value.code == 2
     err = capsys.readouterr().err
     assert reason in err
@@ -560,27 +515,26 @@ def test_show_accepts_marks_drafts_and_explains(
     out, err = capsys.readouterr()
     first, last = ("[", "]") if variable == "NO_COLOR" else (ACCEPTED, RESET)
     assert out == f"a{first}b{last}c{first}d{last}\n"
-    assert f"{first}like this{last}: accepted drafts" in err
+    assert f"{first}like this{last}: accepted draft tokens" in err
 
 
-def test_a_split_character_belongs_to_the_token_that_completes_it() -> None:
+@pytest.mark.parametrize(
+    ("whole", "flags", "steps"),
+    [
+        # a split character belongs to the token that completes it
+        ("aé", [False, False, True], [("a", 2, "a"), ("aé", 3, "[é]")]),
+        # text after a possible stop string is painted later
+        ("abcd", [False, True, True, False], [("a", 3, "a"), ("abcd", 4, "[bc]d")]),
+        # text cut at a stop string stays cut
+        ("abcd", [False, True, True, True], [("ab", 4, "a[b]")]),
+    ],
+)
+def test_text_is_painted_by_tokens(whole: str, flags: list[bool], steps: list[Any]) -> None:
     painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
-    ids = TOKENIZER.encode("aé")
-    assert painter.paint("a", ids[:2], [False, False], final=False) == "a"
-    assert painter.paint("aé", ids, [False, False, True], final=True) == "[é]"
-
-
-def test_text_behind_a_possible_stop_string_is_painted_later() -> None:
-    painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
-    ids, flags = TOKENIZER.encode("abcd"), [False, True, True, False]
-    assert painter.paint("a", ids[:3], flags[:3], final=False) == "a"
-    assert painter.paint("abcd", ids, flags, final=True) == "[bc]d"
-
-
-def test_text_cut_at_a_stop_string_stays_cut() -> None:
-    painter = AcceptPainter(IncrementalDecoder(TOKENIZER).push, colour=False)
-    ids = TOKENIZER.encode("abcd")
-    assert painter.paint("ab", ids, [False, True, True, True], final=True) == "a[b]"
+    ids = TOKENIZER.encode(whole)
+    for text, count, painted in steps:
+        is_final = (text, count, painted) == steps[-1]
+        assert painter.paint(text, ids[:count], flags[:count], final=is_final) == painted
 
 
 @given(
@@ -649,16 +603,6 @@ def test_real_engine_shows_accepts(
     marked = capsys.readouterr().out
     assert marked.count("[") > plain_text.count("[")
     assert [c for c in marked if c not in "[]"] == [c for c in plain_text if c not in "[]"]
-
-
-def test_real_engine_refuses_in_one_line(
-    real_options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "hello", *real_options, "--speculative-eagle-topk", "0"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("specjax: error: speculative_eagle_topk=0")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "Hi"], ["warmup"]])

@@ -1,7 +1,7 @@
-"""One server process with the embedded model, one engine to compare with, and clients' programs.
+"""A server process with the embedded model, an engine for comparison, and client programs.
 
-The clients are installed in a virtual environment of their own: ``.ci/run`` makes it, and
-``CLIENTS_PYTHON`` may name the interpreter of another one. Without it the tests are skipped.
+The clients are installed in their own virtual environment, which ``.ci/run`` creates.
+``CLIENTS_PYTHON`` can name another interpreter. Without an environment, the tests are skipped.
 """
 
 import json
@@ -48,9 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def run_program(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs one of the programs with arguments; what it prints as JSON."""
+    """Function that runs a program with arguments and returns the JSON that it prints."""
     if not Path(PYTHON).is_file():
-        pytest.skip("needs the clients' virtual environment, which .ci/run makes")
+        pytest.skip("needs the clients' virtual environment, which .ci/run creates")
     home = {"HF_HOME": str(tmp_path_factory.mktemp("hub"))}
 
     def run(name: str, **arguments: Any) -> Any:
@@ -67,7 +67,7 @@ def run_program(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def server(run_program: Run, files: Any) -> Iterator[Client]:
-    """A client of the process, which speculates and wants a key."""
+    """Client of a server process that speculates and requires an API key."""
     arguments = SIZES | {"model": "smollm2-135m", "speculative_num_steps": 3}
     arguments["compile_cache_dir"] = files.cache
     with serving(arguments, "--served-model-name", MODEL, key=KEY) as (process, client):
@@ -77,12 +77,12 @@ def server(run_program: Run, files: Any) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def given(server: Client) -> dict[str, Any]:
-    """What all programs are told."""
+    """Arguments that all programs get."""
     return {"address": f"http://127.0.0.1:{server.port}", "key": KEY, "model": MODEL}
 
 
 @pytest.fixture(scope="session")
 def engine(run_program: Run, files: Any) -> Iterator[Engine]:
-    """The same model in this process, without speculation."""
+    """Engine with the same model in this process, without speculation."""
     with Engine("smollm2-135m", compile_cache_dir=files.cache, **SIZES) as made:
         yield made

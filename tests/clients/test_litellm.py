@@ -1,4 +1,4 @@
-"""LiteLLM through ``openai/``: texts and usage are the engine's."""
+"""LiteLLM through ``openai/`` returns the engine's texts and usage."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def found(run_program, given) -> Any:
     return run_program("litellm_calls", messages=MESSAGES, prompt=PROMPT, **given)
 
 
-def test_answers_are_the_engines(engine, found) -> None:
+def test_answers_equal_the_engine(engine, found) -> None:
     said = engine.generate(messages=MESSAGES, sampling_params=SAMPLING)
     assert found["chat"]["choices"][0]["message"]["content"] == said["text"]
     used = found["chat"]["usage"]
@@ -26,7 +26,7 @@ def test_answers_are_the_engines(engine, found) -> None:
     assert whole == engine.generate(PROMPT, SAMPLING)["text"]
 
 
-def test_errors_are_exceptions_of_their_class(found) -> None:
+def test_errors_raise_the_librarys_exceptions(found) -> None:
     assert found["errors"] == {
         "value": "BadRequestError",
         "model": "NotFoundError",

@@ -1,4 +1,4 @@
-"""lm-eval with ``local-completions``: its log-likelihoods are the engine's."""
+"""lm-eval with ``local-completions`` gets the engine's log-likelihoods."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def found(run_program, given, engine, tmp_path_factory) -> Any:
 
 
 def write_tokenizer(engine: Engine, folder: Path) -> Path:
-    """The engine's tokenizer as a Hugging Face directory."""
+    """Write the engine's tokenizer as a Hugging Face directory."""
     tokenizer = engine.tokenizer
     (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
@@ -25,7 +25,7 @@ def write_tokenizer(engine: Engine, folder: Path) -> Path:
 
 
 def log_likelihood(engine: Engine, context: str, continuation: str) -> tuple[float, bool]:
-    """That of a continuation, and whether it is the likeliest."""
+    """Log-likelihood of a continuation, and whether it is the most likely one."""
     ids = engine.tokenizer.encode(context + continuation)
     begin = len(engine.tokenizer.encode(context))
     asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
@@ -37,7 +37,7 @@ def log_likelihood(engine: Engine, context: str, continuation: str) -> tuple[flo
 
 
 @pytest.mark.parametrize("form", ["ids", "texts"])
-def test_log_likelihoods_are_the_engines(engine, found, form) -> None:
+def test_log_likelihoods_equal_the_engine(engine, found, form) -> None:
     samples = found[form]["choices"]
     assert [len(sample) for sample in samples] == [3] * 6
     for sample in samples:
@@ -48,7 +48,7 @@ def test_log_likelihoods_are_the_engines(engine, found, form) -> None:
 
 
 @pytest.mark.parametrize("form", ["ids", "texts"])
-def test_generations_are_the_engines(engine, found, form) -> None:
+def test_generations_equal_the_engine(engine, found, form) -> None:
     params = {"temperature": 0, "max_new_tokens": 8, "stop": ["\n"]}
     for context, text in found[form]["texts"]:
         assert text == engine.generate(context, params)["text"]

@@ -1,4 +1,4 @@
-"""The configuration of nginx in docs/deploying.md, between a client and a server."""
+"""The nginx configuration of docs/deploying.md, between a client and a server."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ ASKED = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "ignore_eos": Tr
 
 
 def configuration(folder: Path, listen: int, upstream: int) -> str:
-    """The documented blocks, for ports that are free, with a second server that is down."""
+    """Adapt the documented blocks to free ports, with a second server that is down."""
     (block,) = re.findall(r"```nginx\n(.*?)```", DOCS.read_text(), re.DOTALL)
     for documented, port in (("30000", upstream), ("30001", free_port()), ("listen 8080", listen)):
         assert documented in block
@@ -59,7 +59,7 @@ def servers(files: Files, tmp_path_factory) -> Iterator[tuple[Client, Client]]:
             nginx.wait(20)
 
 
-def test_answers_pass_whole_and_streamed(servers) -> None:
+def test_answers_through_the_proxy(servers) -> None:
     direct, proxied = servers
     text = direct.post("/v1/completions", ASKED).json()["choices"][0]["text"]
     for _ in range(4):  # one of the two servers is down
@@ -69,10 +69,10 @@ def test_answers_pass_whole_and_streamed(servers) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
-def test_what_is_not_for_strangers_is_denied(servers) -> None:
+def test_private_paths_are_denied(servers) -> None:
     direct, proxied = servers
     for path in ("/metrics", "/flush_cache"):
         assert proxied.get(path).status == 403
     assert direct.get("/metrics").status == 200
-    # names that neither the server nor its options know
+    # names that neither the server nor its options have
     assert direct.get("/v1/models", host="evil.example").error["code"] == "unknown_host"

@@ -1,4 +1,4 @@
-"""openai-python: it gets what the engine says, and raises its own exceptions."""
+"""openai-python returns the engine's answers and raises its own exceptions."""
 
 import time
 from typing import Any
@@ -57,14 +57,14 @@ def test_chat_streams(found, said) -> None:
     assert last["usage"]["total_tokens"] == found["chat"]["usage"]["total_tokens"]
 
 
-def test_the_librarys_collector_of_chunks(found, said) -> None:
+def test_chunk_collector_of_the_library(found, said) -> None:
     deltas, final = found["chat_helper"]
     (choice,) = final["choices"]
     assert "".join(deltas) == choice["message"]["content"] == said["text"].split(" ")[0]
     assert choice["finish_reason"] == "stop"
 
 
-def test_samples_are_those_of_their_seeds(engine, found) -> None:
+def test_samples_depend_on_their_seeds(engine, found) -> None:
     whole, streamed = found["samples"]
     expected = engine.generate(messages=MESSAGES, sampling_params=SAMPLING | {"n": 2})
     assert whole == streamed == [one["text"] for one in expected]
@@ -93,7 +93,7 @@ def test_batches(engine, found) -> None:
     assert found["batch"] == [one["text"] for one in expected]
 
 
-def test_many_at_once(engine, found) -> None:
+def test_parallel_requests(engine, found) -> None:
     seeds = range(len(found["at_once"]))
     assert len(seeds) > engine.runner.config.num_slots
     params = [SAMPLING | {"sampling_seed": seed} for seed in seeds]
@@ -107,13 +107,13 @@ def test_stop_strings(found) -> None:
     assert reason == "stop"
 
 
-def test_fields_that_openai_does_not_have(engine, found) -> None:
+def test_extra_fields(engine, found) -> None:
     params = SAMPLING | {"temperature": 0, "ignore_eos": True}
     said = engine.generate(messages=MESSAGES, sampling_params=params)
     assert found["extensions"] == said["text"]
 
 
-def test_errors_are_exceptions_of_their_class(found) -> None:
+def test_errors_raise_the_librarys_exceptions(found) -> None:
     assert found["errors"] == {
         "value": ["BadRequestError", 400, None, "temperature"],
         "type": ["BadRequestError", 400, None, "max_tokens"],
@@ -127,7 +127,7 @@ def test_errors_are_exceptions_of_their_class(found) -> None:
     }
 
 
-def test_who_leaves_aborts_the_request(found, server: Client) -> None:
+def test_leaving_aborts_the_request(found, server: Client) -> None:
     assert found["leaving"] == ["APITimeoutError", "Completion", "CancelledError"]
     deadline = time.monotonic() + 20
     while server.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:

@@ -1,4 +1,4 @@
-"""Folders and files that somebody else could have written are refused; writes are whole."""
+"""Folders and files that other users could have written are refused; writes are atomic."""
 
 import os
 
@@ -52,12 +52,12 @@ def test_another_owner_is_refused(folder, monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ValueError, match=rf"belongs to user {user}, not to user {user + 1}"):
         read_private(folder / "a")
-    with pytest.raises(ValueError, match="use a folder of your own"):
+    with pytest.raises(ValueError, match="use a folder that you own"):
         make_private_folder(folder)
 
 
 def test_a_file_of_another_owner_is_refused(folder, monkeypatch) -> None:
-    """The folder is the user's own, and the file was moved into it."""
+    """The folder belongs to the user, but the file was moved into it."""
     write_private(folder / "a", b"one")
     user, fstat = os.geteuid(), os.fstat
 
@@ -71,7 +71,7 @@ def test_a_file_of_another_owner_is_refused(folder, monkeypatch) -> None:
         read_private(folder / "a")
 
 
-def test_what_is_no_file_of_the_user_alone_is_refused(folder, tmp_path) -> None:
+def test_anything_but_a_private_file_is_refused(folder, tmp_path) -> None:
     (tmp_path / "other").write_bytes(b"foreign")
     (folder / "link").symlink_to(tmp_path / "other")
     (folder / "broken").symlink_to(tmp_path / "nothing")

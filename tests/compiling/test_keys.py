@@ -30,7 +30,7 @@ def key_of(*facts, devices=(), **changes) -> str:
         "arguments": ((abstract(3), abstract(2)),),
         "options": {"flag": "1"},
     } | changes
-    # nothing is read or written, so that any path will do
+    # nothing is read or written, so any path works
     return CompileCache("unused", facts, devices).key(**given)
 
 
@@ -69,7 +69,7 @@ def test_the_configuration_is_in_the_key() -> None:
 
 
 def test_an_address_is_no_configuration() -> None:
-    with pytest.raises(ValueError, match="has an address"):
+    with pytest.raises(ValueError, match="has a memory address"):
         key_of(object())
 
 

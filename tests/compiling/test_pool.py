@@ -1,4 +1,4 @@
-"""The pool of compiled functions, and where the persistent cache lies."""
+"""The pool of compiled functions, and the folder of the persistent cache."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..settings import kept_cache_settings
 
 @pytest.fixture
 def no_cache():
-    """JAX without a compile cache; what a test configures ends with it."""
+    """JAX without a compile cache; settings of a test end with it."""
     with kept_cache_settings():
         jax.config.update("jax_compilation_cache_dir", None)
         yield
@@ -48,17 +48,11 @@ def test_none_leaves_jax_alone(no_cache) -> None:
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before
 
 
-def test_a_folder_is_made_and_filled(no_cache, tmp_path) -> None:
-    folder = tmp_path / "deep" / "cache"
-    assert folder_of(folder) == folder
-    assert folder.stat().st_mode & 0o077 == 0  # compiled code of others must not get in
-    compile_something(1.25)
-    assert num_files(folder) > 0
-
-
 def test_another_folder_takes_over(no_cache, tmp_path) -> None:
     folder_of(tmp_path / "one")
+    assert (tmp_path / "one").stat().st_mode & 0o077 == 0  # its contents are executed
     compile_something(1.5)
+    assert num_files(tmp_path / "one") > 0
     count = num_files(tmp_path / "one")
     folder_of(str(tmp_path / "two"))
     compile_something(1.75)
@@ -85,15 +79,34 @@ def test_auto_respects_what_jax_is_configured_with(no_cache, tmp_path) -> None:
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before
 
 
-def test_a_folder_that_cannot_be_made(no_cache, tmp_path, monkeypatch, caplog) -> None:
-    """``auto`` does without it; a named one is refused."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+def unknown_home(path: Path) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("what", ["file", "shared", "inner", "home", "url"])
+def test_a_folder_that_cannot_be_used(no_cache, tmp_path, monkeypatch, caplog, what) -> None:
+    """``auto`` works without it, a named one is refused; JAX executes nothing from it."""
+    named = tmp_path / "specjax"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if what == "file":
+        named.write_text("")
+    elif what == "home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "expanduser", unknown_home)
+    elif what == "url":
+        named = Path("gs://bucket")
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
+    else:
+        folder = named / FOLDER if what == "inner" else named
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    before = configured()
     assert open_compile_cache("auto") is None
-    assert configured() is None
     assert "compile_cache_dir" in caplog.text
-    with pytest.raises(ValueError, match="compile_cache_dir"):
-        folder_of(tmp_path / "file" / "cache")
+    for directory in (str(named), named, *([""] if what == "url" else [])):
+        with pytest.raises(ValueError, match=r"compile_cache_dir=.* is refused: "):
+            open_compile_cache(directory)
+    assert configured() == before
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -1,4 +1,4 @@
-"""Files that algorithms draft with, and the plugin under examples/."""
+"""Draft files of all algorithms, and the plugin under examples/."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ PLUGIN = Path(__file__).parents[2] / "examples" / "specjax-markov"
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugin() -> Iterator[None]:
-    """Make the plugin importable, here and in the processes that tests start."""
+    """Make the plugin importable, here and in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PLUGIN))
         patch.setenv("PYTHONPATH", str(PLUGIN))

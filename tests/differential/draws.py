@@ -1,4 +1,4 @@
-"""Random engines and random requests: the same of equal generators."""
+"""Random engines and random requests, reproducible from the generator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,30 +17,30 @@ from ..disaggregation.process import ApartEngine
 CONTEXT = CONFIG.max_position_embeddings
 CANDIDATES = ([0, 1, 3], [0, 2], [1, 4], [2, 3])
 MODULES = 4
-SPLIT = 0.4  # share of engines whose prompts another engine computes
-APART = 0.2  # share of those whose other engine is in another process; it takes seconds to start
+SPLIT = 0.4  # share of engines whose prompts are computed by another engine
+APART = 0.2  # share of those with the other engine in another process, which takes seconds to start
 Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Files that algorithms draft with."""
+    """Draft files of all algorithms."""
 
     eagle3: Path
     eagle: Path
     corpus: Path
     model: Path
-    modules: Path  # as many as candidates have steps
+    modules: Path  # one module per step of the largest candidate
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A request as it can be made of any engine, and how its caller behaves.
+    """A request for any engine, and the behaviour of its caller.
 
     Attributes:
-        options: of ``generate``, what is to be reported.
-        is_stream: the caller reads a stream.
-        abort_at: tokens of a stream at which the caller aborts it.
+        options: options of ``generate``, which say what to report.
+        is_stream: whether the caller reads a stream.
+        abort_at: number of streamed tokens after which the caller aborts.
         timeout: seconds after which the engine aborts it.
     """
 
@@ -80,7 +80,7 @@ def _adaptive(rng: np.random.Generator) -> Options:
 
 
 def _head(rng: np.random.Generator, draft: Path) -> Options:
-    """Chains and trees of a head, with any number of rows that these can fill."""
+    """Chains and trees of a head, with any number of rows that they can fill."""
     topk = one_of(rng, (1, 1, 2, 3, 4, 8))
     options: Options = {"draft": draft, "speculative_eagle_topk": topk}
     if chance(rng, 0.3):
@@ -116,7 +116,7 @@ def _ngram(rng: np.random.Generator, corpus: Path) -> Options:
     if chance(rng, 0.3):
         return options | _adaptive(rng)
     nodes = int(rng.integers(2, 17))
-    # as deep as its branches can fill
+    # at most as deep as its branches can fill
     least = -(-(nodes - 1) // options["speculative_ngram_max_bfs_breadth"])
     return options | {
         "speculative_num_draft_tokens": nodes,
@@ -130,7 +130,7 @@ def _markov(rng: np.random.Generator) -> Options:
     return {"speculative_num_steps": int(rng.integers(1, 7))}
 
 
-# options of an engine by the algorithm that it drafts with; markov is the example of a plugin
+# options of an engine by algorithm; markov is the example plugin
 ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
     "EAGLE3": lambda rng, drafts: _head(rng, drafts.eagle3),
     "EAGLE": lambda rng, drafts: _head(rng, drafts.eagle),
@@ -142,7 +142,7 @@ ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
 
 
 def draw_engine(rng: np.random.Generator, algorithm: str, drafts: Drafts) -> Options:
-    """Options of an engine; three pools of four are too small for the requests that run at once."""
+    """Options of an engine; three of four pools are too small for the concurrent requests."""
     running = int(rng.integers(2, 9))
     options = {
         "speculative_algorithm": algorithm,
@@ -163,12 +163,12 @@ def draw_engine(rng: np.random.Generator, algorithm: str, drafts: Drafts) -> Opt
     }
     if not is_split:
         return options
-    # two processes do not share a GPU
+    # two processes cannot share a GPU
     return options | split(sizes, is_apart=is_apart and jax.default_backend() == "cpu")
 
 
 def split(sizes: Options, *, is_apart: bool = False) -> Options:
-    """Options of an engine whose prompts another engine of these sizes computes.
+    """Options of an engine whose prompts are computed by another engine of these sizes.
 
     The other engine is on the last device of this process, or in another process.
     """
@@ -182,15 +182,15 @@ def split(sizes: Options, *, is_apart: bool = False) -> Options:
 
 
 def draw_phrases(rng: np.random.Generator) -> list[list[int]]:
-    """Beginnings that prompts share."""
+    """Common beginnings of prompts."""
     return [rng.integers(len(LETTERS), size=n).tolist() for n in (3, 10, 40)]
 
 
 def draw_wish(rng: np.random.Generator, phrases: list[list[int]], room: int) -> Wish:
-    """A request that is never longer than the context, nor than ``room`` KV tokens."""
+    """A request that fits the context and ``room`` KV tokens."""
     limit = min(CONTEXT - 1, room)
     prompt = _prompt(rng, phrases, limit)
-    # beyond the context, where the pool has room for all of it
+    # beyond the context, if the pool can hold all of it
     most = CONTEXT + 5 - len(prompt) if room >= CONTEXT - 1 else room + 1 - len(prompt)
     count = min(one_of(rng, (1, 2, int(rng.integers(3, 20)), int(rng.integers(20, 100)))), most)
     params = _params(rng, count)
@@ -212,7 +212,7 @@ def _prompt(rng: np.random.Generator, phrases: list[list[int]], limit: int) -> l
     own = rng.integers(len(LETTERS), size=int(rng.integers(1, 20))).tolist()
     if chance(rng, 0.1):
         prompt = rng.integers(len(LETTERS), size=limit).tolist()
-    elif chance(rng, 0.3):  # repeats itself
+    elif chance(rng, 0.3):  # periodic
         prompt = phrase + own[:6] * 3 + own[: int(rng.integers(1, 6))]
     elif chance(rng, 0.2):
         prompt = phrase
@@ -257,7 +257,7 @@ def _params(rng: np.random.Generator, count: int) -> SamplingParams:
 
 
 def to_the_end(wish: Wish, temperature: float, room: int) -> Wish:
-    """The same request with as many tokens as there is room for; nothing ends it early."""
+    """The same request with as many tokens as fit, and without an early end."""
     prompt = wish.prompt[:30]
     params = replace(
         wish.params,
@@ -274,7 +274,7 @@ def to_the_end(wish: Wish, temperature: float, room: int) -> Wish:
 
 
 def without_count(wish: Wish) -> Wish:
-    """The same where tokens depend on the text and the seed alone, not on where the prompt ends."""
+    """The same request, with tokens that do not depend on the end of the prompt."""
     params = replace(
         wish.params,
         repetition_penalty=1.0,
@@ -287,7 +287,7 @@ def without_count(wish: Wish) -> Wish:
 
 
 def quiet(wish: Wish) -> Wish:
-    """A greedy request that reports nothing: on a GPU, batches of these have their own rounds."""
+    """A greedy request without reports: on a GPU, batches of these run separate rounds."""
     return without_count(
         replace(wish, params=replace(wish.params, temperature=0.0, logit_bias=None))
     )

@@ -1,8 +1,8 @@
-"""Random engines write what plain decoding writes, whatever happens to them meanwhile.
+"""Random engines produce the tokens of plain decoding, whatever happens to them in between.
 
 Run it before and after a large change: ``pytest -n 0 -s -m long tests/differential``. It takes ten
 minutes, or ``DIFFERENTIAL_SECONDS``. Its seed is the date and time, or ``DIFFERENTIAL_SEED``. Each
-engine prints one line, which begins with the variables that repeat this engine alone; a failure
+engine prints one line, which begins with the variables that repeat only this engine; a failure
 prints the command.
 
 ``XLA_FLAGS=--xla_backend_optimization_level=1`` runs optimised code: an engine takes three times as
@@ -23,7 +23,7 @@ from .trial import Reference, Trial
 SECONDS = float(os.environ.get("DIFFERENTIAL_SECONDS", "600"))
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", time.strftime("%Y%m%d%H%M%S")))
 FIRST = int(os.environ.get("DIFFERENTIAL_FIRST", "0"))
-# a run of this many tokens has to see these, per 1,000 tokens
+# minimum occurrences per 1,000 tokens in a run of this many tokens
 MANY = 20_000
 LEAST = {
     "retractions": 1,
@@ -43,7 +43,7 @@ LEAST = {
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_random_engines_write_what_plain_decoding_writes(files, drafts, device) -> None:
+def test_random_engines_equal_plain_decoding(files, drafts, device) -> None:
     counts: Counter[str] = Counter()
     plain = Reference.of(files)
     index, end = FIRST, time.monotonic() + SECONDS
@@ -53,7 +53,7 @@ def test_random_engines_write_what_plain_decoding_writes(files, drafts, device) 
             algorithm = list(ALGORITHMS)[index % len(ALGORITHMS)]
             options = draw_engine(rng, algorithm, drafts)
             same = f"DIFFERENTIAL_SEED={SEED} DIFFERENTIAL_FIRST={index} DIFFERENTIAL_SECONDS=0"
-            # printed first: a crash ends this process
+            # printed first, because a crash ends this process
             print(same, options, end=" ", flush=True)
             try:
                 found = Trial(files, plain, rng, options).run(int(rng.integers(4, 13)))

@@ -1,7 +1,7 @@
-"""Any two ways to serve meet in at least one engine, which writes what plain decoding writes.
+"""Any two ways to serve meet in at least one engine, which produces the tokens of plain decoding.
 
-Each row of the table is an engine. Its pool is too small for the requests that run at once, and
-greedy and seeded requests share its batches. Callers abort, flush and update weights meanwhile.
+Each row of the table is an engine. Its pool is too small for the concurrent requests, and greedy
+and seeded requests share its batches. Meanwhile callers abort, flush and update weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "steps": ("fixed", "adaptive"),
     "rounds per dispatch": (1, 3),
 }
-# six algorithms with three page sizes need 18 rows; all other pairs fit into these
+# six algorithms with three page sizes need 18 rows; all other pairs fit into them
 ROWS: list[Row] = [
     ("EAGLE3", "chain", "in turn", 1, "here", "fixed", 3),
     ("EAGLE3", "tree", "in turn", 4, "split", "fixed", 1),
@@ -48,7 +48,7 @@ ROWS: list[Row] = [
     ("NGRAM", "tree", "ahead", 16, "split", "fixed", 3),
     ("NGRAM", "chain", "ahead", 1, "here", "fixed", 1),
 ]
-FAST = ROWS[-1]  # compiles in the shortest time
+FAST = ROWS[-1]  # has the shortest compile time
 SEEN = (
     "retractions",
     "aborts",
@@ -60,7 +60,7 @@ SEEN = (
 
 
 def drafting(row: Row, drafts: Drafts) -> Options:
-    """Options that say how an engine drafts."""
+    """Options that control how an engine drafts."""
     algorithm, shape, _, _, _, adapts, _ = row
     files = {
         "EAGLE3": drafts.eagle3,
@@ -80,13 +80,13 @@ def drafting(row: Row, drafts: Drafts) -> Options:
         options["speculative_ngram_max_bfs_breadth"] = 4 if shape == "tree" else 1
     elif shape == "tree":
         options["speculative_eagle_topk"] = 3
-    if adapts == "adaptive":  # may move at every round
+    if adapts == "adaptive":  # may switch after every round
         config = {"policy": "ema", "ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
         options |= {
             "speculative_adaptive": True,
             "speculative_adaptive_config": config | {"candidate_steps": [0, steps]},
         }
-        if shape != "cut chain":  # its rows need the steps
+        if shape != "cut chain":  # its number of rows needs the steps
             options["speculative_num_steps"] = 0
     return options
 
@@ -105,7 +105,7 @@ def serving(row: Row) -> Options:
     }
     if prompts == "here":
         return options
-    # pages and chunks of the prefill side are others
+    # the prefill side has different pages and chunks
     other = {1: 16, 4: 1, 16: 4}[page_size]
     sizes = {"page_size": other, "chunked_prefill_size": 16, "max_total_tokens": 400}
     return options | split(sizes)
@@ -149,7 +149,7 @@ def plain(files) -> Iterator[Reference]:
     [pytest.param(row, marks=[] if row is FAST else pytest.mark.slow) for row in ROWS],
     ids=lambda row: "-".join(map(str, row)),
 )
-def test_engines_write_what_plain_decoding_writes(files, drafts, plain, row, device) -> None:
+def test_engines_equal_plain_decoding(files, drafts, plain, row, device) -> None:
     rng = np.random.default_rng(ROWS.index(row))
     counts = Trial(files, plain, rng, drafting(row, drafts) | serving(row)).run(BATCHES)
     print(row, dict(counts))

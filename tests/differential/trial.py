@@ -1,4 +1,4 @@
-"""One engine beside plain decoding, while its caller aborts, flushes and updates weights."""
+"""One engine against plain decoding, while its caller aborts, flushes and updates weights."""
 
 import asyncio
 from collections import Counter
@@ -28,16 +28,16 @@ from .draws import (
     without_count,
 )
 
-BATCH = 12  # requests that come together
+BATCH = 12  # requests that arrive together
 LOGPROB_ERROR = 1e-4
 STATE_ERROR = 1e-3
-MOST_SECONDS = 300.0  # for requests that run together; a request that never ends is found
+MOST_SECONDS = 300.0  # limit for concurrent requests, to detect a request that never ends
 OTHER = "other weights"
 Result = dict[str, Any]
 
 
 def other_target(engine: Engine) -> dict[str, np.ndarray]:
-    """Weights of a target by flat name: it maps many tokens to others, and has other KV."""
+    """Weights of a target by flat name that map many tokens differently, and give other KV."""
     rng = np.random.default_rng(6)
     names = engine.runner.networks.target.names
     tensors = dict(zip(names, map(np.asarray, engine.runner.weights[0]), strict=True))
@@ -56,7 +56,7 @@ class Reference:
     """Plain decoding with each of two sets of weights.
 
     Attributes:
-        engines: with the old ones, on disk, and the new ones, which are ``tensors`` beside them.
+        engines: with the old weights on disk, and with the new ones, which are also ``tensors``.
     """
 
     engines: tuple[Engine, Engine]
@@ -77,14 +77,14 @@ class Reference:
             engine.close()
 
     def results(self, wishes: Sequence[Wish], *, has_new: bool) -> list[list[Result]]:
-        """What plain decoding gives: for each request its samples."""
+        """The samples of plain decoding for each request."""
         still = [replace(wish, is_stream=False, abort_at=None, timeout=None) for wish in wishes]
         return asyncio.run(_served(self.engines[has_new], still, _Progress()))
 
 
 @dataclass
 class _Progress:
-    """Due once streams have brought so many tokens."""
+    """Due once streams have produced a number of tokens."""
 
     after: int = 0
     seen: int = 0
@@ -122,7 +122,7 @@ async def _served(
     progress: _Progress,
     happen: Callable[[], None] | None = None,
 ) -> list[list[Result]]:
-    """Samples of requests that run together, in the middle of which something may happen."""
+    """Samples of concurrent requests, with an optional event in the middle."""
 
     async def disturb() -> None:
         await progress.is_due.wait()
@@ -139,7 +139,7 @@ async def _served(
 
 @contextmanager
 def noted(text: str) -> Iterator[None]:
-    """Add a note to an assertion that fails."""
+    """Add a note to a failing assertion."""
     try:
         yield
     except AssertionError as error:
@@ -152,7 +152,7 @@ class Trial:
 
     Attributes:
         options: of the engine.
-        counts: what came about: tokens, retractions, aborts, updates and so on.
+        counts: number of tokens, preemptions, aborts, updates and so on.
     """
 
     def __init__(self, files: Files, plain: Reference, rng: np.random.Generator, options: Options):
@@ -162,7 +162,7 @@ class Trial:
         self.results: list[Result] = []
 
     def run(self, num_batches: int) -> Counter[str]:
-        """Serve so many batches; the engine ends as empty as it began."""
+        """Serve ``num_batches`` batches; the engine must end as empty as it began."""
         lender = self.plain.engines[0]
         with self.files.engine(
             speculative=False, dtype="float32", share_weights_with=lender, **self.options
@@ -173,7 +173,7 @@ class Trial:
             batches = [self.draw_batch(name, room) for name, _ in events]
             has_new = np.cumsum([False] + [name == OTHER for name, _ in events]) % 2 == 1
             plain: dict[int, list[list[Result]]] = {}
-            for kind in (False, True):  # all at once, which fills the batches
+            for kind in (False, True):  # all at once, to fill the batches
                 of_kind = [i for i in range(num_batches) if has_new[i] == kind]
                 wishes = [wish for i in of_kind for wish in batches[i]]
                 results = iter(self.plain.results(wishes, has_new=kind))
@@ -187,7 +187,7 @@ class Trial:
         return self.counts
 
     def draw_events(self, count: int) -> list[tuple[str, int]]:
-        """What happens in the middle of each batch, and behind how many tokens."""
+        """The event in the middle of each batch, and the number of tokens that it follows."""
         names: list[str] = []
         while len(names) < count:
             flush = one_of(self.rng, ("flush", "same weights"))
@@ -199,7 +199,7 @@ class Trial:
         phrases = draw_phrases(self.rng)
         wishes = [draw_wish(self.rng, phrases, room) for _ in range(BATCH)]
         is_quiet = chance(self.rng, 0.2)
-        # two that a small pool cannot hold at once, and one that its caller always aborts
+        # two requests that a small pool cannot hold at once, and one that its caller always aborts
         for i, temperature in enumerate((0.0, 0.8, 0.0)):
             wishes[i] = to_the_end(wishes[i], temperature, room)
         wishes[2] = replace(wishes[2], is_stream=True, abort_at=int(self.rng.integers(1, 9)))
@@ -210,7 +210,7 @@ class Trial:
 
     def serve(self, wishes: list[Wish], plain: list[list[Result]], event: str, after: int) -> None:
         """Serve a batch and compare it."""
-        was_new, happen = self.has_new, self.happenings().get(event)
+        was_new, happen = self.has_new, self.events().get(event)
         self.engine._loop.run(self.admit_boldly)
         results = asyncio.run(_served(self.engine, wishes, _Progress(after), happen))
         self.counts[event] += 1
@@ -233,10 +233,10 @@ class Trial:
         assert num_held(self.engine) == 0
 
     def admit_boldly(self) -> None:
-        """Hold back no pages for those that run: some will be retracted."""
+        """Reserve no pages for running requests, so that some are preempted."""
         self.engine._scheduler._budget._reserve = 0.0
 
-    def happenings(self) -> dict[str, Callable[[], None]]:
+    def events(self) -> dict[str, Callable[[], None]]:
         return {
             "flush": self.engine.flush_cache,
             "same weights": self.update_to_same,
@@ -251,7 +251,7 @@ class Trial:
         )
 
     def update_to_other(self) -> None:
-        """The new ones from arrays, the old ones from disk."""
+        """Load the new weights from arrays, or the old ones from disk."""
         if self.has_new:
             self.engine.update_weights_from_disk(self.files.target)
         else:
@@ -259,7 +259,7 @@ class Trial:
         self.has_new = not self.has_new
 
     def update_draft(self) -> None:
-        """Kernels with noise, or those on disk again."""
+        """Load kernels with noise, or those on disk again."""
         if chance(self.rng, 0.5):
             self.engine.update_weights_from_disk(draft_path=self.options["draft"])
             return
@@ -286,10 +286,10 @@ class Trial:
     def rest_across(
         self, output: Result, plain: Result, wish: Wish, sample: int
     ) -> list[tuple[Wish, list[int]]]:
-        """A request for the tokens of the new weights, and the tokens that it has to give.
+        """A request for the tokens after a weight update, and the expected tokens.
 
-        Weights changed at some token: those before it are of the old ones, the others of the new.
-        If both give the same token, it does not matter when: a token depends on the text alone.
+        Weights changed at some token: earlier tokens come from the old weights, later ones from the
+        new. If both give the same token, the exact position does not matter.
         """
         ids, theirs = output["output_ids"], plain["output_ids"]
         pairs = enumerate(zip(ids, theirs, strict=False))
@@ -303,7 +303,7 @@ class Trial:
         return [(Wish(wish.prompt + ids[:same], params), ids[same:])]
 
     def note(self, output: Result, wish: Wish, *, is_undisturbed: bool) -> None:
-        """Count a sample, whose figures have to agree with each other."""
+        """Count a sample, whose metrics must be consistent."""
         meta, num_tokens = output["meta_info"], len(output["output_ids"])
         is_late = "timeout" in meta["finish_reason"].get("message", "")
         self.results.append(output)
@@ -316,7 +316,7 @@ class Trial:
                 "timeouts": is_late,
                 "aborts": was_aborted(output, wish) and not is_late,
                 "switches": meta.get("spec_num_switches", 0),
-                # what happens retracts each request once
+                # the event preempts each request once
                 "retractions": max(0, meta["num_retractions"] - (not is_undisturbed)),
                 "cached tokens": meta["cached_tokens"],
                 "verifies": meta.get("spec_verify_ct", 0),
@@ -326,7 +326,7 @@ class Trial:
         check_figures(meta, is_undisturbed=is_undisturbed)
 
     def check_totals(self) -> None:
-        """The engine's figures are the sums of those of its requests."""
+        """The engine's metrics equal the sums of those of its requests."""
         (state,) = self.engine.get_server_info()["internal_states"]
         metas = [result["meta_info"] for result in self.results]
         sums = {
@@ -345,7 +345,7 @@ class Trial:
 
 
 def prefilled_elsewhere(engine: Engine) -> int:
-    """Prompt tokens that the prefill side computed, if there is one."""
+    """Prompt tokens that the prefill side computed, if any."""
     if isinstance(engine, ApartEngine):
         found: int = engine.process.ask("state")["prefilled_tokens"]
         return found
@@ -355,12 +355,12 @@ def prefilled_elsewhere(engine: Engine) -> int:
 
 
 def was_aborted(output: Result, wish: Wish) -> bool:
-    """Whether its caller or its timeout ended it."""
+    """Whether its caller or its timeout aborted it."""
     return wish.may_abort and output["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def check_figures(meta: Result, *, is_undisturbed: bool) -> None:
-    """The identities of docs/metrics.md within one request."""
+    """Check the identities of docs/metrics.md within one request."""
     if "spec_verify_ct" not in meta:
         return
     verifies, correct = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
@@ -372,8 +372,8 @@ def check_figures(meta: Result, *, is_undisturbed: bool) -> None:
     assert meta["spec_accept_rate"] == pytest.approx(correct / proposed if proposed else 0)
     speculated = meta["completion_tokens"] - rounds.get(0, 0)
     assert meta["spec_accept_length"] == pytest.approx(speculated / verifies if verifies else 0)
-    # a verify brings its bonus token as well, unless the request ends before it; prefill brings one
-    # token, once for each time that it ran
+    # a verify also gives its bonus token, unless the request ends before it; every prefill of a
+    # request gives one token
     prefilled = speculated - verifies - correct
     assert prefilled >= -1
     if is_undisturbed:
@@ -381,10 +381,10 @@ def check_figures(meta: Result, *, is_undisturbed: bool) -> None:
 
 
 def compare_reports(meta: Result, plain: Result) -> None:
-    """Log-probabilities and hidden states of all tokens that there are."""
+    """Compare log-probabilities and hidden states of all produced tokens."""
     count = meta["completion_tokens"]
     if not count:
-        return  # aborted, maybe before its prompt was read
+        return  # aborted, possibly before its prompt was read
     for kind, last in (("input", None), ("output", count)):
         ours, theirs = (m.get(f"{kind}_token_logprobs", [])[:last] for m in (meta, plain))
         assert [token for _, token, _ in ours] == [token for _, token, _ in theirs]

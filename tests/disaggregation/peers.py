@@ -17,7 +17,7 @@ from specjax.disaggregation.frames import encode
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Hello, Message, Open, Taken
 
-SECONDS = 30.0  # nothing here takes longer unless it hangs
+SECONDS = 60.0  # nothing here takes longer unless it hangs
 SECRET = "between us"
 MAX_BYTES = 2**26
 HELLO = Hello(facts={"weights": "w", "page_size": 16})

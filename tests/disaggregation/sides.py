@@ -15,6 +15,19 @@ from specjax.disaggregation.messages import Message, Prefilled, Weights
 from specjax.testing import num_held
 
 SECONDS = 30.0  # nothing here takes longer unless it hangs
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "batch_buckets": (4,),
+    "max_total_tokens": 420,
+    "disable_radix_cache": True,
+}
+REPORTS = {
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+    "logprob_start_len": 0,
+    "return_hidden_states": True,
+}
 # of a request's time, and what its predecessors left
 OWN = ("id", "e2e_latency", "queue_time", "time_to_first_token", "ema_accept_len", "cached_tokens")
 

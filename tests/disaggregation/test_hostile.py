@@ -35,26 +35,13 @@ from .hostile import (
     wrong_job,
 )
 from .peers import SECRET, dialing, raw_lanes, wait_for
-from .sides import wait_until_empty
+from .sides import REPORTS, SIZES, wait_until_empty
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 30.0
-SIZES: dict[str, Any] = {
-    "dtype": "float32",
-    "max_running_requests": 4,
-    "batch_buckets": (4,),
-    "max_total_tokens": 420,
-    "disable_radix_cache": True,
-}
 APART = SIZES | {"disaggregation_secret": SECRET}
 GREEDY = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 0.0}
-REPORTS = {
-    "return_logprob": True,
-    "top_logprobs_num": 2,
-    "logprob_start_len": 0,
-    "return_hidden_states": True,
-}
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(90) for _ in range(length)] for length in (1, 5, 30, 70)]
 FEW, MANY = 200, 5000

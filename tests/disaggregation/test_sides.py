@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import DisaggregatedEngine, Engine
 from specjax.disaggregation import decode
-from specjax.disaggregation.decode import MOST_PIECES, LocalPeer, Placing
+from specjax.disaggregation.decode import MOST_PIECES, LocalPeer, PrefillPeer
 from specjax.disaggregation.messages import Message, Piece, Prefilled
 from specjax.disaggregation.prefill import DecodeClient
 from specjax.disaggregation.remote import PrefillServer, RemotePeer
@@ -31,26 +31,13 @@ from specjax.testing.files import EOS_ID
 from ..settings import counted_compilations
 from .hostile import job_of
 from .peers import wait_for
-from .sides import assert_same, held, wait_until_empty, without_rows
+from .sides import REPORTS, SIZES, assert_same, held, wait_until_empty, without_rows
 
 LENGTHS = (1, 2, 3, 17, 40, 64, 70, 90)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(90, size=length).tolist() for length in LENGTHS]
 PARAMS = {"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 3}
 GREEDY, DRAWN = PARAMS | {"temperature": 0.0}, PARAMS | {"temperature": 0.9, "top_p": 0.95}
-REPORTS = {
-    "return_logprob": True,
-    "top_logprobs_num": 2,
-    "logprob_start_len": 0,
-    "return_hidden_states": True,
-}
-SIZES: dict[str, Any] = {
-    "dtype": "float32",
-    "max_running_requests": 4,
-    "batch_buckets": (4,),
-    "max_total_tokens": 420,
-    "disable_radix_cache": True,
-}
 
 
 @pytest.fixture(scope="module")
@@ -240,33 +227,23 @@ def test_the_peer_goes_in_transit(pair, texts):
         assert_same(asked.result(), texts)
 
 
-def short(message: Message) -> Message:
-    return replace(message, count=message.count - 1) if isinstance(message, Piece) else message
+# messages of a kind with other values, which do not fit
+WRONG: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
+    "short": (Piece, lambda piece: {"count": piece.count - 1}),
+    "moved": (Piece, lambda piece: {"start": piece.start + 1}),
+    "narrow": (Piece, lambda piece: {"kv": tuple(rows[:1] for rows in piece.kv)}),
+    "stale": (Prefilled, lambda _: {"weights": "0" * 16}),
+    "no token": (Prefilled, lambda _: {"token": 99_999}),
+}
 
 
-def moved(message: Message) -> Message:
-    return replace(message, start=message.start + 1) if isinstance(message, Piece) else message
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_prefilled_here(pair, texts, name, caplog):
+    kind, values = WRONG[name]
 
+    def change(message: Any) -> Message:
+        return replace(message, **values(message)) if isinstance(message, kind) else message
 
-def narrow(message: Message) -> Message:
-    kv = tuple(rows[:1] for rows in message.kv) if isinstance(message, Piece) else ()
-    return replace(message, kv=kv) if isinstance(message, Piece) else message
-
-
-def foreign(message: Message) -> Message:
-    return replace(message, id=message.id + 1000)  # type: ignore[union-attr, call-arg]
-
-
-def stale(message: Message) -> Message:
-    return replace(message, weights="0" * 16) if isinstance(message, Prefilled) else message
-
-
-def no_token(message: Message) -> Message:
-    return replace(message, token=99_999) if isinstance(message, Prefilled) else message
-
-
-@pytest.mark.parametrize("change", [short, moved, narrow, stale, no_token])
-def test_what_does_not_fit_is_prefilled_here(pair, texts, change, caplog):
     with held(pair, change) as peer:
         peer.let_go()
         assert_same(ask(pair), texts)
@@ -297,11 +274,14 @@ def test_a_pair_without_references_goes(files, alone):
 
 @pytest.mark.parametrize("name", ["disaggregation_address", "disaggregation_secret"])
 def test_a_pair_of_one_process_has_no_address_and_no_secret(files, name):
-    with pytest.raises(ValueError, match=f"{name} is given, but both sides are in this process"):
+    with pytest.raises(ValueError, match=f"{name} is for two processes; leave it out"):
         files.engine(kind=DisaggregatedEngine, **{name: "127.0.0.1:0"})
 
 
 def test_messages_of_nobody_are_ignored(pair, texts):
+    def foreign(message: Any) -> Message:
+        return replace(message, id=message.id + 1000)
+
     with held(pair, foreign) as peer, ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair, PROMPTS[:2])
         messages = peer.wait(Prefilled, 2)
@@ -439,7 +419,7 @@ def test_an_engine_without_another_side_has_no_peer(alone):
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_a_side_without_an_address_is_refused(files, mode):
-    with pytest.raises(ValueError, match=f"'{mode}', but disaggregation_address is None; set it"):
+    with pytest.raises(ValueError, match=f"'{mode}' needs disaggregation_address; for two devices"):
         files.engine(disaggregation_mode=mode)
 
 
@@ -454,8 +434,20 @@ def test_a_prefill_side_is_healthy_where_it_computes(pair):
     wait_until_empty(pair)
 
 
-def piece_of_nobody(number: int) -> Piece:
-    return Piece(id=10**9 + number, start=0, count=1, kv=(np.zeros(1),))
+def piece_of_nobody(number: int, *kv: Any) -> Piece:
+    return Piece(id=10**9 + number, start=0, count=1, kv=kv)
+
+
+class Hearer(PrefillPeer):
+    """Hands on what the test puts."""
+
+    weights = ""
+
+    def send(self, message: Message) -> None:
+        raise ConnectionError
+
+    def hang_up(self) -> None:
+        self.close()
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["taken", "closed"])
@@ -471,50 +463,42 @@ def test_few_pieces_are_on_the_device_before_they_are_taken(pair, monkeypatch, e
     busy = threading.Event()
     with ThreadPoolExecutor(1) as executor:
         executor.submit(pair._loop.run, partial(busy.wait, 20))
-        placing = Placing(pair._side, lambda error: None)
+        peer = Hearer(pair._side)
         for number in range(3 * MOST_PIECES):
-            placing.put(piece_of_nobody(number))
+            peer.put(piece_of_nobody(number, np.zeros(1)))
         wait_for(lambda: num_placed == MOST_PIECES)
         time.sleep(0.1)
         assert num_placed == MOST_PIECES
         if not ends:
             busy.set()
             wait_for(lambda: num_placed == 3 * MOST_PIECES)
-        placing.close()
-        placing._thread.join(20)
+        peer.close()
+        peer._thread.join(20)
         busy.set()
-    assert not placing._thread.is_alive()
+    assert not peer._thread.is_alive()
     assert num_placed == (1 if ends else 3) * MOST_PIECES
 
 
 def test_kv_in_transit_is_in_the_memory_plan(pair, alone):
-    ours, theirs = pair._plan.pools, alone._plan.pools
-    token_bytes = ours.kv_bytes // (ours.num_pages * ours.page_size)
-    transit_bytes = MOST_PIECES * MOST_TOKENS * token_bytes
+    ours, theirs = pair._plan.needs, alone._plan.needs
+    transit_bytes = MOST_PIECES * MOST_TOKENS * ours.token_bytes
     assert ours.temporary_bytes == theirs.temporary_bytes + transit_bytes
 
 
-def test_placing_ends_with_its_first_failure(pair, caplog):
-    told: list[Exception] = []
-    done = threading.Event()
-
-    def failed(error: Exception) -> None:
-        told.append(error)
-        done.set()
-
-    placing = Placing(pair._side, failed)
-    array = np.zeros(1)
+def test_the_first_failure_of_the_transfer_is_its_last(pair, monkeypatch):
+    """And nothing of what came is kept."""
+    logged: list[str] = []
+    # a log of pytest keeps errors, with the frames that hold the array
+    monkeypatch.setattr(decode.logger, "warning", lambda text, exc_info: logged.append(text))
+    peer, array = Hearer(pair._side), np.zeros(1)
     kept = weakref.ref(array)
     for number in range(6):
-        wrong = Piece(id=10**9 + number, start=0, count=1, kv=(array, object()))
-        placing.put(wrong)
-    del wrong, array
-    assert done.wait(20)
-    placing._thread.join(20)
-    assert len(told) == 1
-    placing.put(Piece(id=1, start=0, count=1, kv=()))
-    assert placing._messages.empty()
-    told.clear()
+        peer.put(piece_of_nobody(number, array, object()))
+    del array
+    peer._thread.join(20)
+    assert logged == ["hanging up on the prefill side"]
+    peer.put(piece_of_nobody(7))
+    assert peer._messages.empty()
     gc.collect()
     assert kept() is None
 

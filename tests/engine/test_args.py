@@ -1,4 +1,4 @@
-"""Arguments of an engine that are refused before a model is opened."""
+"""Engine arguments that are refused before a model is opened."""
 
 import dataclasses
 import inspect
@@ -9,7 +9,8 @@ import pytest
 
 from specjax.engine.args import EngineArgs
 
-SPECULATIVE = {"speculative_algorithm": "EAGLE3"}
+SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "EAGLE3"}
+ADAPTIVE = SPECULATIVE | {"speculative_adaptive": True}
 REJECTION = "speculative_use_rejection_sampling"
 SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "acc"))
 
@@ -32,7 +33,7 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         ({"mem_fraction_static": 0.0}, "mem_fraction_static=0.0 must be above 0"),
         ({"mem_fraction_static": 1.5}, "mem_fraction_static=1.5 must be .* at most 1"),
         ({"draft_rope_theta": "x"}, "draft_rope_theta='x' must be a finite number"),
-        ({"disaggregation_secret": "x"}, "disaggregation_secret is given, but .*_mode is None"),
+        ({"disaggregation_secret": "x"}, "disaggregation_secret needs .*_mode='prefill'"),
         ({"max_total_tokens": 0}, "max_total_tokens=0 must be an integer of at least 1"),
         ({"context_length": 0}, "context_length=0"),
         ({"max_running_requests": 0}, "max_running_requests=0"),
@@ -43,10 +44,14 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"load_format": "magic"}, "load_format='magic'"),
         ({"speculative_algorithm": "MEDUSA"}, "'MEDUSA'"),
-        ({"speculative_num_steps": 3}, r"\['speculative_num_steps'\] are given"),
-        ({"speculative_num_draft_tokens": 4}, r"\['speculative_num_draft_tokens'\] are given"),
-        ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
-        ({"draft_rope_theta": 1e4}, r"\['draft_rope_theta'\] are given"),
+        ({"speculative_num_steps": 3}, r"\['speculative_num_steps'\] have no"),
+        ({"speculative_num_draft_tokens": 4}, r"\['speculative_num_draft_tokens'\] have no"),
+        ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] have no"),
+        ({"draft_rope_theta": 1e4}, r"\['draft_rope_theta'\] have no"),
+        ({"speculative_adaptive": True}, "speculative_algorithm"),
+        (SPECULATIVE | {"speculative_adaptive_config": {}}, "needs speculative_adaptive=True"),
+        (ADAPTIVE | {"speculative_adaptive_config": {"alpha": 1}}, "'alpha'=1"),
+        (ADAPTIVE | {"speculative_num_steps": -1}, "num_steps=-1 must be an integer from 0"),
         (SPECULATIVE | {"speculative_num_steps": 0}, "speculative_num_steps=0"),
         (SPECULATIVE | {"speculative_num_steps": 64}, "speculative_num_steps=64"),
         (SPECULATIVE | {"speculative_num_steps": 2.5}, "speculative_num_steps=2.5"),
@@ -59,12 +64,12 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         (SPECULATIVE | {"simulate_accept_length": float("nan")}, "simulate_accept_length=nan"),
         (
             SPECULATIVE | {"speculative_num_steps": 2, "simulate_accept_length": 4},
-            "simulate_accept_length=4 must be a number from 1 to 3, the lower one of",
+            "simulate_accept_length=4 must be from 1 to 3, the lower of",
         ),
-        ({"simulate_accept_length": 2.0}, r"\['simulate_accept_length'\] are given"),
-        ({REJECTION: True}, rf"\['{REJECTION}'\] are given, but nothing reads them with .*=None"),
-        ({SINGLE: 0.9}, rf"\['{SINGLE}'\] are given, but nothing reads them with .*=None"),
-        ({ACC: 0.9}, rf"\['{ACC}'\] are given, but nothing reads them with .*=None"),
+        ({"simulate_accept_length": 2.0}, r"\['simulate_accept_length'\] have no"),
+        ({REJECTION: True}, rf"\['{REJECTION}'\] have no effect with .*=None"),
+        ({SINGLE: 0.9}, rf"\['{SINGLE}'\] have no effect with .*=None"),
+        ({ACC: 0.9}, rf"\['{ACC}'\] have no effect with .*=None"),
         (SPECULATIVE | {REJECTION: 1}, f"{REJECTION}=1 must be a bool"),
         (SPECULATIVE | {SINGLE: -0.1}, f"{SINGLE}=-0.1 must be at least 0"),
         (SPECULATIVE | {SINGLE: 1.5}, f"{SINGLE}=1.5 must be .* at most 1"),
@@ -72,15 +77,15 @@ SINGLE, ACC = (f"speculative_accept_threshold_{name}" for name in ("single", "ac
         (SPECULATIVE | {ACC: -0.5}, f"{ACC}=-0.5 must be at least 0"),
         (
             SPECULATIVE | {REJECTION: True, SINGLE: 0.9},
-            f"{REJECTION}=True excludes {SINGLE}=0.9 and {ACC}=1.0 below 1",
+            f"{REJECTION}=True needs both thresholds at 1, but {SINGLE}=0.9 and {ACC}=1.0",
         ),
         (
             SPECULATIVE | {REJECTION: True, ACC: 0.7},
-            f"{REJECTION}=True excludes {SINGLE}=1.0 and {ACC}=0.7 below 1",
+            f"{REJECTION}=True needs both thresholds at 1, but {SINGLE}=1.0 and {ACC}=0.7",
         ),
         (
             SPECULATIVE | {REJECTION: True, "speculative_eagle_topk": 4},
-            f"{REJECTION}=True is for chains: speculative_eagle_topk=4 must be at most 1",
+            f"{REJECTION}=True works for chains only: speculative_eagle_topk=4 must be 1",
         ),
     ],
 )
@@ -99,6 +104,7 @@ def test_unknown_names_are_pythons_own_error() -> None:
     [
         {},
         {"max_waiting_requests": 0, "request_timeout": 0.5, "overlap": False},
+        ADAPTIVE | {"speculative_num_steps": 0},
         SPECULATIVE | {"simulate_accept_length": 1},
         SPECULATIVE | {"simulate_accept_length": 6},
         SPECULATIVE | {REJECTION: True, SINGLE: 1, ACC: 1.0},
@@ -117,7 +123,7 @@ def test_accepted(arguments: dict[str, Any]) -> None:
 def test_rejection_sampling_needs_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = EngineArgs(**SPECULATIVE).algorithm  # type: ignore[arg-type]
     monkeypatch.setattr(type(algorithm), "supports_rejection_sampling", False)
-    with pytest.raises(ValueError, match=f"{REJECTION}=True, but .*=EAGLE3 has no draft prob"):
+    with pytest.raises(ValueError, match=f"{REJECTION}=True needs draft prob.*=EAGLE3 has none"):
         EngineArgs(**SPECULATIVE, **{REJECTION: True})  # type: ignore[arg-type]
 
 

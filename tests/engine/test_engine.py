@@ -23,7 +23,7 @@ from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.testing import STEPS, is_idle, letter_tokenizer, num_held
 from specjax.testing.files import CONFIG, EOS_ID, write_head, write_target
 
-from ..settings import counted_compilations, kept_cache_settings
+from ..settings import counted_compilations
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
@@ -92,7 +92,7 @@ def test_sampling_params_in_every_form(engine) -> None:
     assert short["output_ids"] == long["output_ids"][:3]
     assert len(long["output_ids"]) == 20
     defaults = engine.generate("hi", {"ignore_eos": True})["meta_info"]
-    # 128 tokens by default, and room for 126 behind the prompt
+    # 128 tokens by default, and at most 126 after the prompt
     assert defaults["completion_tokens"] == 126
     assert defaults["finish_reason"] == {"type": "length", "length": 126}
 
@@ -139,23 +139,13 @@ def test_context_limit_ends_a_request(files, engine) -> None:
         assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
         full = [*prompt, *result["output_ids"]][:23]
         assert len(small.generate(input_ids=full, sampling_params=GREEDY)["output_ids"]) == 1
-        with pytest.raises(ParameterError, match="24 tokens leaves no room in context_") as caught:
+        with pytest.raises(ParameterError, match="24 tokens must be shorter") as caught:
             small.generate(input_ids=[*full, 1])
         assert (caught.value.limit, caught.value.code) == (24, "context_length_exceeded")
 
 
-def test_seeded_requests_do_not_depend_on_company(engine, plain) -> None:
-    alone = engine.generate("hello", SEEDED)["output_ids"]
-    other = SamplingParams(temperature=1.2, max_new_tokens=7)
-    batch = engine.generate(["x", "hello", "y", "hello"], [other, SEEDED, GREEDY, SEEDED])
-    assert batch[1]["output_ids"] == batch[3]["output_ids"] == alone
-    assert plain.generate("hello", SEEDED)["output_ids"] == alone
-    changed = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=6)
-    assert engine.generate("hello", changed)["output_ids"] != alone
-
-
-def test_every_kind_of_request_beside_every_other(engine, plain) -> None:
-    """Greedy, sampled, filtered, charged and plainly decoded ones in one batch, as if alone."""
+def test_every_kind_of_request_next_to_every_other(engine, plain) -> None:
+    """Greedy, sampled, filtered, penalised and plain requests in one batch, as if alone."""
     kinds = [
         GREEDY,
         SEEDED,
@@ -233,23 +223,6 @@ def test_a_stream_that_nobody_reads_holds_nothing(engine) -> None:
     assert list(stream)[-1]["text"] == engine.generate("hello", GREEDY)["text"]
 
 
-def test_interleaved_streams(engine) -> None:
-    expected = [r["text"] for r in engine.generate(TEXTS[:3], GREEDY)]
-    streams = [engine.generate(text, GREEDY, stream=True) for text in TEXTS[:3]]
-    texts = [""] * 3
-    alive = {0, 1, 2}
-    while alive:
-        for i in sorted(alive):
-            out = next(streams[i], None)
-            if out is None:
-                alive.discard(i)
-            else:
-                assert out["text"].startswith(texts[i])
-                texts[i] = out["text"]
-    assert texts == expected
-    assert num_held(engine) == 0
-
-
 # other engines
 
 
@@ -285,7 +258,7 @@ def test_weights_are_shared_without_reading_them_again(files, engine, monkeypatc
         for ours, theirs in zip(other.runner.weights, engine.runner.weights, strict=True):
             assert all(a is b for a, b in zip(ours, theirs, strict=True))
         text = other.generate("hello", GREEDY)["text"]
-    # closing the borrower leaves the lender's weights alone
+    # closing the borrower keeps the lender's weights
     assert engine.generate("hello", GREEDY)["text"] == text
 
 
@@ -297,16 +270,16 @@ def test_another_head_of_the_same_shape_is_not_shared(files, engine, tmp_path) -
 
 
 def test_sharing_needs_the_same_model(files, engine, tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"share_weights_with .* in float32, not over .* bfloat16"):
+    with pytest.raises(ValueError, match=r"share_weights_with .* bfloat16; got .* float32"):
         files.engine(dtype="bfloat16", share_weights_with=engine)
     write_target(tmp_path / "target")
-    with pytest.raises(ValueError, match="share_weights_with is an engine over"):
+    with pytest.raises(ValueError, match="share_weights_with must be an engine over"):
         Engine(tmp_path / "target", share_weights_with=engine, compile_cache_dir=None)
 
 
 @pytest.mark.slow
 def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> None:
-    """No tensor is read, and texts are of no meaning."""
+    """No tensor is read, and texts mean nothing."""
     target = write_target(tmp_path / "target")
     (target / "model.safetensors").unlink()
     simulated = {"load_format": "dummy", "simulate_accept_length": 2.5, "rounds_per_dispatch": 2}
@@ -324,7 +297,7 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         )
         check_result(result, 5)
         assert result["meta_info"]["spec_accept_length"] == pytest.approx(2.5, abs=0.2)
-        # it says so wherever its figures are
+        # it says so with all of its metrics
         assert result["meta_info"]["spec_simulate_accept_length"] == 2.5
         assert made.get_server_info()["simulate_accept_length"] == 2.5
         assert (
@@ -337,7 +310,7 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
 
 @pytest.mark.slow
 def test_an_engine_lives_on_the_second_of_two_devices(files, engine) -> None:
-    """Weights, pools, rows and tables; nothing of it comes to the first one, and texts stay."""
+    """Weights, pools, rows and tables are only on the second device; texts stay the same."""
     expected = [engine.generate(TEXTS[0], params)["output_ids"] for params in (GREEDY, SEEDED)]
     first, second = jax.devices()
     with files.small(base_gpu_id=1) as made:
@@ -368,13 +341,8 @@ def test_missing_tensors_are_named_before_anything_compiles(files, tmp_path, mon
 
 def test_running_ahead_needs_an_algorithm_that_can(files, monkeypatch) -> None:
     monkeypatch.setattr(SpeculativeAlgorithm, "supports_overlap", False)
-    with pytest.raises(ValueError, match="overlap=True, which EAGLE3 does not support"):
+    with pytest.raises(ValueError, match="overlap=True is not supported by EAGLE3"):
         files.small(overlap=True)
-
-
-def test_auto_is_float32_on_a_cpu(engine) -> None:
-    assert engine.target.config.dtype == "float32"
-    assert {w.dtype for w in engine.runner.weights[0]} == {jnp.dtype(jnp.float32)}
 
 
 def test_closed_engines_refuse_work(files, engine) -> None:
@@ -387,6 +355,7 @@ def test_closed_engines_refuse_work(files, engine) -> None:
     assert last["meta_info"]["finish_reason"] == {"type": "abort"}
     assert last["output_ids"][: len(first["output_ids"])] == first["output_ids"]
     made.close()
+    assert not hasattr(made.runner, "weights")
     with pytest.raises(ValueError, match="closed"):
         next(unread)
     with pytest.raises(ValueError, match="closed"):
@@ -408,8 +377,8 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         "eagle-3 head",
         "rope_theta",
         "80 of 98",
-        "3 drafted tokens a round",
-        "context of 128 tokens, 1 requests at once",
+        "3 drafted tokens per round",
+        "context length 128 tokens, up to 1 running requests",
         "on cpu",
     )
     for part in parts:
@@ -433,14 +402,14 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "exactly one of prompt, input_ids and messages, not \\[\\]"),
+        ({}, "exactly one of prompt, input_ids and messages; got \\[\\]"),
         ({"prompt": "a", "input_ids": [1]}, "exactly one"),
         ({"prompt": "a", "messages": []}, "exactly one"),
         ({"prompt": ""}, "no tokens"),
         ({"input_ids": []}, "no tokens"),
         ({"input_ids": [[1], []]}, "no tokens"),
-        ({"input_ids": [1, -1]}, r"\[-1\] are outside the vocabulary of 98"),
-        ({"input_ids": [CONFIG.vocab_size]}, r"\[98\] are outside"),
+        ({"input_ids": [1, -1]}, r"must be in \[0, 98\); got \[-1\]"),
+        ({"input_ids": [CONFIG.vocab_size]}, r"got \[98\]"),
         ({"input_ids": [1.5]}, "input_ids"),
         ({"input_ids": "abc"}, "input_ids"),
         ({"input_ids": 5}, "input_ids"),
@@ -448,23 +417,23 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"prompt": ["a", 5]}, "prompt"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"input_ids": [1] * 128}, "128 tokens leaves no room in context_length=128"),
+        ({"input_ids": [1] * 128}, "128 tokens must be shorter than context_length=128"),
         ({"prompt": "a", "sampling_params": {"top_pp": 2}}, r"\['top_pp'\] are not supported"),
         ({"prompt": "a", "sampling_params": {"regex": "a"}}, "regex='a' is not supported"),
         ({"prompt": "a", "return_logprob": 1}, "return_logprob=1 must be a bool"),
         ({"prompt": "a", "return_hidden_states": 1}, "return_hidden_states=1 must be a bool"),
         ({"prompt": "a", "top_logprobs_num": 2}, "needs return_logprob=True"),
         ({"prompt": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num=-1"),
-        ({"prompt": "a", "return_logprob": [True, True]}, "2 return_logprob for 1 inputs"),
+        ({"prompt": "a", "return_logprob": [True, True]}, "_logprob has 2 values for 1 inputs"),
         ({"prompt": "a", "logprob_start_len": 0}, "logprob_start_len=0 needs return_logprob"),
         ({"prompt": "abc", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len=3"),
-        ({"prompt": "a", "rid": ["x"]}, r"rid=\['x'\] must be a text"),
-        ({"prompt": ["a"], "rid": ["x", "y"]}, "a list of 1 texts"),
-        ({"prompt": ["a", "b"], "rid": "x"}, "a list of 2 texts"),
-        ({"prompt": ["a", "b"], "rid": ["x", "x"]}, "names an id twice"),
-        ({"prompt": "a", "rid": ""}, "none empty"),
+        ({"prompt": "a", "rid": ["x"]}, r"rid=\['x'\] must be a non-empty"),
+        ({"prompt": ["a"], "rid": ["x", "y"]}, "a list of 1 non-empty strings"),
+        ({"prompt": ["a", "b"], "rid": "x"}, "a list of 2 non-empty strings"),
+        ({"prompt": ["a", "b"], "rid": ["x", "x"]}, "must not repeat an id"),
+        ({"prompt": "a", "rid": ""}, "a non-empty string"),
         ({"prompt": "a", "rid": 5}, "rid=5"),
-        ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, r"n=\[1, 2\]"),
+        ({"prompt": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, r"got \[1, 2\]"),
         ({"prompt": "a", "sampling_params": {"n": 129}}, "n=129 must be an integer from 1 to 128"),
         ({"prompt": "a", "timeout": 0}, "timeout=0"),
         ({"prompt": "a", "timeout": float("nan")}, "timeout=nan"),
@@ -472,14 +441,14 @@ def test_start_up_reports_sizes_and_the_resolved_head(files, engine, caplog, cap
         ({"prompt": "a", "sampling_params": {"temperature": -1}}, "temperature=-1"),
         (
             {"prompt": "a", "sampling_params": {"stop_token_ids": [2**40]}},
-            "stop_token_ids .* of 98",
+            r"stop_token_ids must be in \[0, 98\)",
         ),
-        ({"prompt": "a", "sampling_params": {"stop_token_ids": [-1]}}, r"stop_token_ids \[-1\]"),
-        ({"messages": []}, "without turns"),
+        ({"prompt": "a", "sampling_params": {"stop_token_ids": [-1]}}, r"stop_token_ids .*\[-1\]"),
+        ({"messages": []}, "messages=.* is empty"),
         ({"prompt": "a\udcff"}, "surrogates"),
         ({"prompt": "a", "sampling_params": "greedy"}, "sampling_params='greedy'"),
-        ({"prompt": "a", "sampling_params": [{}, {}]}, "2 sampling_params for 1 inputs"),
-        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 sampling_params for 2 inputs"),
+        ({"prompt": "a", "sampling_params": [{}, {}]}, "sampling_params has 2 values for 1 inputs"),
+        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "_params has 1 values for 2 inputs"),
     ],
 )
 def test_bad_requests(engine, arguments, message) -> None:
@@ -510,7 +479,7 @@ def test_a_prompt_has_to_fit_the_pool_and_its_completion_is_cut(plain) -> None:
             {"speculative_algorithm": "EAGLE"},
             "is an eagle-3 head, but .* drafts with eagle-1 heads; set",
         ),
-        ({"speculative_algorithm": None, "speculative_num_steps": None}, r"\['draft'\] are given"),
+        ({"speculative_algorithm": None, "speculative_num_steps": None}, r"\['draft'\] have no"),
         ({"draft": None}, "draft=None"),
         ({"context_length": 129}, "129 exceeds the model's limit of 128"),
         ({"mem_fraction_static": 1e-9}, "raise mem_fraction_static"),
@@ -533,32 +502,6 @@ def test_how_drafts_are_accepted_reaches_the_rounds(files) -> None:
         assert plan.config.acceptance == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative_use_rejection_sampling": True, "rounds_per_dispatch": 2},
-        {"speculative_accept_threshold_single": 0.01, "speculative_eagle_topk": 2},
-    ],
-    ids=["rejection", "thresholds"],
-)
-def test_other_ways_to_accept_leave_greedy_and_plain_requests_alone(files, options) -> None:
-    """Beside others in one batch; those that sample have another text, the same every time."""
-    prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
-    seeded = {"temperature": 1.0, "sampling_seed": 3, "max_new_tokens": 24, "ignore_eos": True}
-    params = [seeded | {"temperature": 0.0}, seeded | {"speculative": False}, seeded]
-    with files.engine(speculative=False) as engine:
-        plain = engine.generate(input_ids=prompts, sampling_params=params)
-    with files.engine(**options) as engine:
-        found, again = (
-            engine.generate(input_ids=prompts, sampling_params=params) for _ in range(2)
-        )
-    texts = [[output["output_ids"] for output in outputs] for outputs in (plain, found, again)]
-    assert texts[1] == texts[2]
-    assert texts[0][:2] == texts[1][:2]
-    assert texts[0][2] != texts[1][2]
-
-
 def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
     target = write_target(tmp_path / "target")
     config = json.loads((target / "config.json").read_text())
@@ -570,41 +513,3 @@ def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
         files.small(target=target, context_length=65)
     assert plan_engine(EngineArgs(model=target)).context_length == 64
     assert "context_length=64 of 128: the sliding window" in caplog.text
-
-
-def test_missing_models_are_named() -> None:
-    with pytest.raises(ValueError, match="no/such/model"):
-        Engine("./no/such/model.gguf", compile_cache_dir=None)
-
-
-@pytest.mark.slow
-def test_embedded_model_answers(tmp_path) -> None:
-    """SmolLM2 through the whole engine: chat template, end token, batch, stream, stop string."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    story = [{"role": "user", "content": "Write one sentence about 日本 with an emoji."}]
-    params = {"temperature": 0.0, "max_new_tokens": 48}
-    with (
-        kept_cache_settings(),
-        Engine(
-            "smollm2-135m",
-            max_running_requests=2,
-            context_length=256,
-            chunked_prefill_size=32,
-            compile_cache_dir=tmp_path / "cache",
-        ) as made,
-    ):
-        answer = made.generate(messages=question, sampling_params=params)
-        assert "Paris" in answer["text"]
-        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
-        both = made.generate(messages=[story, question], sampling_params=params)
-        assert both[1]["output_ids"] == answer["output_ids"]
-        shown = [
-            out["text"]
-            for out in made.generate(messages=story, sampling_params=params, stream=True)
-        ]
-        assert shown[-1] == both[0]["text"] == made.tokenizer.decode(both[0]["output_ids"])
-        for before, after in pairwise(shown):
-            assert after.startswith(before)
-            assert "\ufffd" not in before
-        cut = made.generate(messages=question, sampling_params=params | {"stop": "Paris"})
-        assert cut["text"] == answer["text"][: answer["text"].index("Paris")]

@@ -1,4 +1,4 @@
-"""Log probabilities against a dense pass over the same text."""
+"""Log-probabilities against a dense pass over the same text."""
 
 from typing import Any
 
@@ -85,11 +85,6 @@ def test_they_end_with_the_text(engine) -> None:
     check(engine, TEXTS[0], result, 0)
 
 
-def test_samples_have_them_too(engine) -> None:
-    for result in engine.generate(TEXTS[0], SEEDED | {"n": 2}, return_logprob=True):
-        check(engine, TEXTS[0], result, 0)
-
-
 def test_too_many_are_refused(engine) -> None:
     most = engine.runner.max_top_logprobs
     check(
@@ -103,7 +98,7 @@ def test_too_many_are_refused(engine) -> None:
 
 
 def check_prompt(engine: Engine, prompt: list[int], meta: dict[str, Any], first: int, num_top: int):
-    """Tokens of a prompt behind ``first`` against one dense pass."""
+    """Compare prompt tokens after ``first`` with one dense pass."""
     flat, weights = engine.runner.networks.target, engine.runner.weights[0]
     rows = [next_logits(flat, weights, prompt[:i]) for i in range(first + 1, len(prompt))]
     reported = meta["input_token_logprobs"]
@@ -122,7 +117,7 @@ def check_prompt(engine: Engine, prompt: list[int], meta: dict[str, Any], first:
 
 @pytest.mark.parametrize("num_top", [0, 2])
 def test_prompts_have_theirs(engine, plain, num_top) -> None:
-    """Over several chunks, beside others, from any token on, and behind a prefix-cache hit."""
+    """Over several chunks, in a batch, from any token on, and after a prefix-cache hit."""
     prompts = [[6 + (7 * i + j) % 50 for i in range(n)] for j, n in enumerate((37, 5, 21, 1))]
     firsts = [0, 2, 16, 0]
     for one in (engine, plain):
@@ -144,7 +139,7 @@ def test_prompts_have_theirs(engine, plain, num_top) -> None:
 
 
 def test_prompts_have_theirs_where_chunks_run_ahead(files, engine) -> None:
-    """A chunk is dispatched before those in front of it are read."""
+    """A chunk is dispatched before earlier chunks are read."""
     prompt = [6 + i % 50 for i in range(60)]
     asked = {"sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 3}
     with files.engine(overlap=True, share_weights_with=engine) as one:
@@ -153,8 +148,8 @@ def test_prompts_have_theirs_where_chunks_run_ahead(files, engine) -> None:
 
 
 @pytest.mark.slow
-def test_what_new_weights_report_is_of_new_weights_alone(files) -> None:
-    """A flush in the middle of a prompt, as a weight update makes, begins again."""
+def test_new_weights_report_logprobs_of_new_weights_alone(files) -> None:
+    """After a flush in the middle of a prompt, as in a weight update, the prompt starts again."""
     prompt = [6 + i % 50 for i in range(60)]
     with files.engine(speculative=False) as engine:
         step, flushed = engine._scheduler.step, []

@@ -1,22 +1,19 @@
-"""The embedded model with its shipped head: identity, acceptance and figures on real text."""
+"""The embedded model with its shipped head: identity, acceptance and metrics on real text."""
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specjax import Engine
-from specjax.checkpoints import open_target
-from specjax.checkpoints.export import save_layers
 
 PROMPTS = Path(__file__).parents[2] / "scripts" / "data" / "prompts.jsonl"
 NUM_STEPS = 5
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
 SEEDED = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 24}
-# layers that a text suffers least without
-DROPPED = (12, 14, 16)
 
 
 # one function of each kind: compiling takes most of the time
@@ -33,6 +30,21 @@ SIZES: dict[str, Any] = {
 def plain() -> Iterator[Engine]:
     with Engine("smollm2-135m", **SIZES) as engine:
         yield engine
+
+
+@pytest.mark.slow
+def test_the_embedded_model_answers(plain):
+    """With its chat template, up to its end token; a stream shows whole characters only."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = plain.generate(messages=question, sampling_params=GREEDY | {"max_new_tokens": 48})
+    assert "Paris" in answer["text"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+    story = [{"role": "user", "content": "Write one sentence about 日本 with an emoji."}]
+    shown = plain.generate(messages=story, sampling_params=GREEDY, stream=True)
+    texts = [out["text"] for out in shown]
+    for before, after in pairwise(texts):
+        assert after.startswith(before)
+        assert "\ufffd" not in before
 
 
 @pytest.mark.slow
@@ -56,42 +68,9 @@ def test_shipped_head_is_lossless_and_useful(plain):
             assert [out["output_ids"] for out in outputs] == [out["output_ids"] for out in expected]
             alone = engine.generate(messages=messages[0], sampling_params=params)
             assert alone["output_ids"] == outputs[0]["output_ids"]
-            for out in outputs:
-                meta = out["meta_info"]
-                histogram = meta["spec_correct_drafts_histogram"]
-                assert sum(histogram) == meta["spec_verify_ct"]
-                weighted = sum(i * count for i, count in enumerate(histogram))
-                assert weighted == meta["spec_num_correct_drafts"]
-                proposed = meta["spec_num_proposed_drafts"]
-                assert meta["spec_accept_rate"] == meta["spec_num_correct_drafts"] / proposed
             tokens = sum(out["meta_info"]["completion_tokens"] for out in outputs)
             verifies = sum(out["meta_info"]["spec_verify_ct"] for out in outputs)
             lengths.append(tokens / verifies)
     # 2.87 on all of these prompts with 128 tokens; a wrong alignment falls below 1.3
     assert lengths[0] > 2.0
     assert lengths[1] > 1.4
-
-
-@pytest.mark.slow
-def test_a_model_of_fewer_layers_drafts_for_the_whole_one(plain, tmp_path):
-    """Greedy and seeded, in one batch: plain texts, and drafts that are accepted."""
-    draft = tmp_path / "draft"
-    target = open_target("smollm2-135m", dtype="float32")
-    save_layers(draft, target, [i for i in range(target.config.num_layers) if i not in DROPPED])
-    prompts = [json.loads(line) for line in PROMPTS.read_text("utf-8").split("\n") if line]
-    messages = [[{"role": "user", "content": prompt["turns"][0]}] for prompt in prompts[::20]][:4]
-    with Engine(
-        "smollm2-135m",
-        draft=draft,
-        speculative_algorithm="STANDALONE",
-        speculative_num_steps=2,
-        share_weights_with=plain,
-        **SIZES,
-    ) as engine:
-        for params in (GREEDY, SEEDED):
-            expected = plain.generate(messages=messages, sampling_params=params)
-            outputs = engine.generate(messages=messages, sampling_params=params)
-            assert [out["output_ids"] for out in outputs] == [out["output_ids"] for out in expected]
-            tokens = sum(out["meta_info"]["completion_tokens"] for out in outputs)
-            verifies = sum(out["meta_info"]["spec_verify_ct"] for out in outputs)
-            assert tokens / verifies > 1.3  # 1.9 greedy, 1.8 seeded

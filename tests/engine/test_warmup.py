@@ -108,11 +108,9 @@ def test_a_start_after_it_compiles_no_function_and_gives_the_same_texts(files, w
 
 
 def test_compiling_after_it_traces_nothing(files, warmed) -> None:
-    args = EngineArgs(**options(files))
-    planned = plan_engine(args)
-    runner = ModelRunner(
-        planned.networks, planned.config, open_compile_cache(args.compile_cache_dir)
-    )
+    planned = plan_engine(EngineArgs(**options(files)))
+    cache = open_compile_cache(files / "cache", *planned.cache_facts)
+    runner = ModelRunner(planned.networks, planned.config, cache)
     with counted_compilations() as events:
         runner.compile(show_progress=False)
     assert not [event for event in events if "backend_compile" in event or "mlir" in event]
@@ -126,14 +124,9 @@ def test_stages_are_compiled_where_they_are_asked_for(files, warmed) -> None:
     assert new == {"draft", "verify", "extend"}
 
 
-def test_without_a_folder_there_is_nothing_to_warm_up(files) -> None:
-    with pytest.raises(ValueError, match="compile_cache_dir=None leaves no folder"):
-        warm_up(EngineArgs(**options(files, compile_cache_dir=None)))
-
-
 @pytest.mark.parametrize("extra", [0, 1, plan.MEMORY_GRANULE - 1])
 def test_a_plan_does_not_follow_small_changes_of_memory(files, monkeypatch, extra) -> None:
-    """Sized by memory: the context of so many requests does not fit."""
+    """Sized by memory: the contexts of all requests do not fit."""
     args = EngineArgs(**options(files, max_running_requests=2**12, batch_buckets=[2**12]))
     monkeypatch.setattr(plan, "device_memory", lambda _: plan.MEMORY_GRANULE)
     planned = plan_engine(args)
@@ -159,16 +152,16 @@ def command(files: Path, *extra: str) -> list[str]:
 
 
 def test_the_command_compiles_what_the_engine_needs(files, warmed, tmp_path, capsys) -> None:
-    assert main(command(files, f"--json={tmp_path / 'figures.json'}")) == 0
+    assert main(command(files, f"--json={tmp_path / 'result.json'}")) == 0
     out, err = capsys.readouterr()
     assert "0 compiled" in out
     # a bar is for terminals
     assert "4 read from the cache" in err
     assert "\r" not in err
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["num_compiled"] == 0
-    assert figures["num_bytes"] == sum(f["num_bytes"] for f in figures["functions"]) > 0
-    assert [f["key"] for f in figures["functions"]] == [f.key for f in warmed.functions]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["num_compiled"] == 0
+    assert result["num_bytes"] == sum(f["num_bytes"] for f in result["functions"]) > 0
+    assert [f["key"] for f in result["functions"]] == [f.key for f in warmed.functions]
 
 
 @pytest.mark.slow
@@ -216,7 +209,7 @@ def test_a_quiet_command_says_nothing(files, warmed, capsys) -> None:
 
 def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
     assert main(command(files, "--prune=30")) == 0
-    assert "0 old entries deleted" in capsys.readouterr().err
+    assert "deleted 0 old cache entries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,7 +217,7 @@ def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
     [
         (["--preset=llama3.1-8b"], "--preset=llama3.1-8b excludes --model, --draft"),
         (["--batch-buckets=0"], r"batch_buckets=(0,)"),
-        (["--compile-cache-dir=none"], "leaves no folder"),
+        (["--compile-cache-dir=none"], "gives no folder"),
     ],
 )
 def test_the_command_refuses_bad_input(files, capsys, extra, message) -> None:

@@ -1,4 +1,4 @@
-"""Lowering of a function for an NVIDIA GPU on a machine that has none."""
+"""Lower a function for an NVIDIA GPU on a machine without one."""
 
 import re
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-# the name is public from jax 0.11 on
+# the name is public since jax 0.11
 TRITON_CALL = getattr(triton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
 
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any, **jit_options: Any) -> str:
     """The StableHLO text of ``jit(function)(*args)`` for one H200.
 
-    Every kernel in it is a valid Triton module, which lowering alone does not look at.
+    Also checks that every kernel in it is a valid Triton module, which lowering does not check.
 
     Args:
-        function: its kernels must be asked for with ``implementation="pallas"``.
+        function: must request its kernels with ``implementation="pallas"``.
         *args: arrays or ``jax.ShapeDtypeStruct``.
-        **jit_options: of ``jax.jit``.
+        **jit_options: options of ``jax.jit``.
     """
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):

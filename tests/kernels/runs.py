@@ -1,4 +1,4 @@
-"""The forms that every kernel case runs in."""
+"""The implementations and modes that every kernel case runs with."""
 
 from collections.abc import Callable
 from functools import cache, partial

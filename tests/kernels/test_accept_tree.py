@@ -1,4 +1,4 @@
-"""Acceptance and its write-back, against a walk in Python."""
+"""Acceptance and its updates, compared with a walk in Python."""
 
 from functools import partial
 
@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from specjax.kernels.accept_tree import SlotRows, accept_tree
 
 from .lowering import TRITON_CALL, lower_for_cuda
@@ -17,7 +15,7 @@ SLOTS, CONTEXT = 9, 24
 
 
 def random_case(rng: np.random.Generator, batch: int, rows: int, vocab: int) -> list[np.ndarray]:
-    """Trees, or chains where there is one token, of requests in random slots and of padding."""
+    """Trees (chains if there is one token) of requests in random slots, and padding."""
     parents = np.array([[-1, *(rng.integers(0, i) for i in range(1, rows))] for _ in range(batch)])
     if vocab == 1:
         parents[:] = np.arange(rows) - 1
@@ -96,14 +94,7 @@ def test_random_trees(batch: int, rows: int, steps: int, vocab: int, run: dict) 
 
 
 @pytest.mark.parametrize("run", RUNS)
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_equals_a_walk(seed: int, run: dict) -> None:
-    check(random_case(np.random.default_rng(seed), 4, 8, 2), 5, run)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_tokens_behind_the_context_are_dropped(run: dict) -> None:
+def test_tokens_after_the_context_are_dropped(run: dict) -> None:
     case = random_case(np.random.default_rng(3), 2, 8, 1)
     case[2][:], case[5][:] = 7, [1, 2]
     for first in (CONTEXT - 9, CONTEXT - 4, CONTEXT - 1):

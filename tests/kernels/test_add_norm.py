@@ -1,4 +1,4 @@
-"""Residual addition and norm, against numpy."""
+"""Residual addition and norm, compared with numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from specjax.kernels.add_norm import add_norm
 
 from .runs import RUNS, run_jitted
 
-# XLA may keep the sum unrounded: three roundings to bfloat16, each by 2**-8 of the value at most
+# XLA may keep the sum unrounded: three roundings to bfloat16, each by at most 2**-8 of the value
 BOUNDS = {"float32": 2e-6, "bfloat16": 3.1 * 2**-8}
 
 
@@ -57,7 +57,7 @@ def test_partial_sums(size, run):
 
 
 def test_rows_do_not_depend_on_their_number():
-    """A verify of many rows gives what one row gives, bit for bit."""
+    """A verify of many rows gives bitwise the same as each row alone."""
     rng = np.random.default_rng(1)
     x, delta = (rng.standard_normal((6, 96)).astype(np.float32) for _ in range(2))
     scale = np.ones(96, np.float32)

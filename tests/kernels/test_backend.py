@@ -72,17 +72,17 @@ def test_only_the_one_deprecation_is_silenced() -> None:
     ],
 )
 def test_choice_of_implementation(monkeypatch, platform, options, expected) -> None:
-    """A name is taken as it is; otherwise platform and head dim decide."""
+    """An explicit name is used as given; otherwise the platform and head dim decide."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert backend.resolve(**options) == expected
 
 
 def test_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'mosaic' is not one of .*'pallas', 'interpret'"):
+    with pytest.raises(ValueError, match=r"'mosaic' must be one of .*'pallas', 'interpret'"):
         backend.resolve("mosaic")
 
 
-def test_options_that_are_equal_but_not_the_same_make_kernels_of_their_own() -> None:
+def test_equal_options_of_different_types_make_different_kernels() -> None:
     def scaled(x_ref, out_ref, *, scale):
         out_ref[...] = x_ref[...] * 2 if isinstance(scale, int) else x_ref[...] * 3
 
@@ -110,5 +110,5 @@ def test_equal_calls_of_a_module_share_their_lowering() -> None:
         return x, y
 
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (8, 16)]
-    # jax lowers the first of them apart from the rest
+    # jax lowers the first call separately from the others
     assert lower_for_cuda(calls, *shapes).count(TRITON_CALL) <= 2 * len(shapes)

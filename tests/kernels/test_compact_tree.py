@@ -1,4 +1,4 @@
-"""Compaction of accepted rows, against a loop in Python."""
+"""Compaction of accepted rows, compared with a loop in Python."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,27 +19,14 @@ def brute_force(values: np.ndarray, accept_index: np.ndarray) -> np.ndarray:
     return out
 
 
-def random_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    # no zeros, so that a padding entry cannot pass for a value
-    return np.asarray(jnp.asarray(rng.integers(1, 100, shape)).astype(dtype))
-
-
-def random_paths(
-    rng: np.random.Generator, batch: int, rows: int, width: int, *, padding: bool = True
-) -> np.ndarray:
-    """Strictly increasing rows from the root on, then -1; the last request is padding."""
+def random_paths(rng: np.random.Generator, batch: int, rows: int, width: int) -> np.ndarray:
+    """Strictly increasing rows from the root, then -1; the last request is padding."""
     out = np.full((batch, width), -1, np.int32)
-    for request in range(batch - 1 if padding else batch):
+    for request in range(batch - 1):
         length = int(rng.integers(1, min(rows, width) + 1))
         drafts = rng.choice(np.arange(1, rows), length - 1, replace=False) if rows > 1 else []
         out[request, :length] = [0, *sorted(drafts)]
     return out
-
-
-def check(values: np.ndarray, accept_index: np.ndarray, run: dict) -> None:
-    out = run_jitted(compact_tree, run, values, accept_index)
-    assert out.dtype == values.dtype
-    np.testing.assert_array_equal(out, brute_force(values, accept_index))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -52,35 +39,28 @@ def check(values: np.ndarray, accept_index: np.ndarray, run: dict) -> None:
         ("float16", 5, 10, 4, (3, 5)),
         ("bfloat16", 3, 13, 5, ()),
         ("float32", 5, 10, 4, (3, 5)),
+        ("bfloat16", 1, 1, 1, ()),  # no drafts
+        ("bfloat16", 2, 9, 1, (5,)),  # only the root
+        ("bfloat16", 2, 3, 7, (2,)),  # accept width larger than the tree
+        ("bfloat16", 3, 64, 17, (6,)),
+        ("bfloat16", 2, 12, 5, (3000,)),  # three column blocks, the last one partial
+        ("bfloat16", 2, 6, 4, (1025,)),
+        ("bfloat16", 2, 40, 33, (130,)),  # three row blocks, the last one partial
+        ("bfloat16", 2, 5, 3, (0,)),
+        ("bfloat16", 0, 5, 3, (4,)),
     ],
 )
-def test_dtypes(
+def test_accepted_paths(
     dtype: str, batch: int, rows: int, width: int, trailing: tuple[int, ...], run: dict
 ) -> None:
-    rng = np.random.default_rng(batch)
-    values = random_values(rng, (batch, rows, *trailing), dtype)
-    check(values, random_paths(rng, batch, rows, width), run)
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("batch", "rows", "width", "trailing"),
-    [
-        (1, 1, 1, ()),  # no draft
-        (2, 9, 1, (5,)),  # only the root
-        (2, 3, 7, (2,)),  # accept width beyond the tree
-        (3, 64, 17, (6,)),
-        (2, 12, 5, (3000,)),  # three column blocks, the last not full
-        (2, 6, 4, (1025,)),
-        (2, 40, 33, (130,)),  # three row blocks, the last not full
-        (2, 5, 3, (0,)),
-        (0, 5, 3, (4,)),
-    ],
-)
-def test_shapes(batch: int, rows: int, width: int, trailing: tuple[int, ...], run: dict) -> None:
     rng = np.random.default_rng(rows)
-    values = random_values(rng, (batch, rows, *trailing), "bfloat16")
-    check(values, random_paths(rng, batch, rows, width), run)
+    # no zeros, so that a padding entry differs from every value
+    numbers = rng.integers(1, 100, (batch, rows, *trailing))
+    values = np.asarray(jnp.asarray(numbers).astype(dtype))
+    accept_index = random_paths(rng, batch, rows, width)
+    out = run_jitted(compact_tree, run, values, accept_index)
+    assert out.dtype == values.dtype
+    np.testing.assert_array_equal(out, brute_force(values, accept_index))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -104,7 +84,7 @@ def test_row_numbers_come_back_as_the_index(data: st.DataObject, run: dict) -> N
     entry = st.integers(-1, 10)
     index = data.draw(st.lists(st.lists(entry, min_size=6, max_size=6), min_size=3, max_size=3))
     accept_index = np.asarray(index, np.int32)
-    # the request's number in the hundreds: a row of another request shows
+    # the request's number in the hundreds identifies rows of another request
     values = np.arange(11, dtype=np.int32) + 100 * np.arange(1, 4, dtype=np.int32)[:, None]
     out = run_jitted(compact_tree, run, values, accept_index)
     expected = np.where(accept_index >= 0, accept_index + 100 * np.arange(1, 4)[:, None], 0)

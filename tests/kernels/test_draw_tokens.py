@@ -1,4 +1,4 @@
-"""Draws of every form against the noise of jax.random."""
+"""Draws of every implementation, compared with the noise of jax.random."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,7 @@ def case(rows, size):
     ("rows", "size", "num_tokens"), [(40, 61, None), (8, 9000, None), (8, 61, 200)]
 )
 def test_equals_numpy(run, rows, size, num_tokens):
-    """Columns are tokens, or stand for some of more tokens and take their noise."""
+    """Columns are tokens, or stand for a subset of tokens and use their noise."""
     logits, temperatures, thresholds, seeds, positions = arguments = case(rows, size)
     ids = np.arange(size)
     if num_tokens is not None:
@@ -40,7 +40,7 @@ def test_equals_numpy(run, rows, size, num_tokens):
             assert token == np.argmax(row)
             continue
         noisy = np.where(row >= limit, row / temperature + own, -np.inf)
-        # logarithms of two libraries may differ in the last bit
+        # logarithms of the two libraries may differ in the last bit
         assert noisy[token] >= noisy.max() - 1e-5
 
 

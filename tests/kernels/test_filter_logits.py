@@ -1,4 +1,4 @@
-"""Filters without a sort keep exactly what sorting keeps."""
+"""Filters without a sort keep exactly the tokens that sorting keeps."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ INF = np.inf
 
 
 def kept_rows(logits, top_ks, top_ps, min_ps, run, temperature=1.0):
-    """Tokens that the function under test keeps of each row."""
+    """Tokens of each row that the tested function keeps."""
     logits = np.asarray(logits, np.float32)
     limits = np.asarray(top_ks, np.int32), *(np.asarray(x, np.float32) for x in (top_ps, min_ps))
     temperatures = np.full(len(logits), temperature, np.float32)
@@ -28,12 +28,12 @@ def kept_rows(logits, top_ks, top_ps, min_ps, run, temperature=1.0):
 
 
 def kept(logits, top_k, top_p, min_p, run):
-    """Tokens of one row."""
+    """Kept tokens of one row."""
     return kept_rows([logits], [top_k], [top_p], [min_p], run)[0]
 
 
-# few distinct values make ties; the wide ones are spread over many exponents and both signs, but
-# for subnormal floats, which count as zero
+# few distinct values give ties; the wide ones cover many exponents and both signs, without
+# subnormal floats, which count as zero
 TIED = st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 2.0, -INF])
 WIDE = st.floats(-80, 80, width=32, allow_subnormal=False)
 
@@ -58,37 +58,27 @@ def test_filters_equal_sorting(run, logits, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 1100), st.floats(2**-7, 1.0, width=32))
-def test_filters_equal_sorting_on_larger_vocabularies(run, seed, top_k, top_p):
-    logits = np.random.default_rng(seed).normal(size=1000).astype(np.float32) * 4
-    expected, gap = kept_by_sorting(logits, top_k, top_p)
-    assume(gap > 1e-6)
-    assert kept(logits, top_k, top_p, 0.0, run) == expected
-
-
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("logits", "top_k", "top_p", "min_p", "expected"),
     [
-        ([1, 3, 2, 3, 0], 1, 1.0, 0.0, {1, 3}),  # ties with the last kept one stay
+        ([1, 3, 2, 3, 0], 1, 1.0, 0.0, {1, 3}),  # ties with the last kept token are kept
         ([1, 3, 2, 3, 0], 3, 1.0, 0.0, {1, 2, 3}),
-        ([0, 0, 0, 0], 4, 0.25, 0.0, {0, 1, 2, 3}),  # the smallest set and all that tie with it
+        ([0, 0, 0, 0], 4, 0.25, 0.0, {0, 1, 2, 3}),  # the smallest set, and all ties with it
         ([0, 0, -INF, -INF], 4, 0.5, 0.0, {0, 1}),
         ([5, 0, 0, 0], 2, 0.5, 0.0, {0}),
         ([-INF, -INF, 2, -INF], 3, 0.9, 0.0, {2}),
         ([4, -INF, 2, -INF], 9, 1.0, 0.0, {0, 2}),
-        ([-200, -100, -300], 3, 1e-6, 0.0, {1}),  # never less than one token
+        ([-200, -100, -300], 3, 1e-6, 0.0, {1}),  # always at least one token
         ([-200, -100, -300], 3, 1e-45, 1.0, {1}),
         ([1, 0, -1], 3, 1.0, 1.0, {0}),
         ([0, np.log(0.5), np.log(0.25)], 3, 1.0, 0.49, {0, 1}),
-        ([7], 1, 0.1, 0.3, {0}),  # a vocabulary of one
+        ([7], 1, 0.1, 0.3, {0}),  # a vocabulary of one token
         ([7], 5, 1.0, 0.0, {0}),
-        ([0, 90], 2, 1.0, 0.0, {0, 1}),  # nothing is dropped for being unlikely
-        # top-p is a share of what top-k left: 0.6 of [4, 3, 2] / 9, not of [4, 3, 2, 1] / 10
+        ([0, 90], 2, 1.0, 0.0, {0, 1}),  # unlikely tokens are not dropped
+        # top-p is relative to what top-k keeps: 0.6 of [4, 3, 2] / 9, not of [4, 3, 2, 1] / 10
         (np.log([4, 3, 2, 1]), 3, 0.75, 0.0, {0, 1}),
         (np.log([4, 3, 2, 1]), 4, 0.75, 0.0, {0, 1, 2}),
-        # min-p is a share of the best token, whatever top-p left
+        # min-p is relative to the best token, whatever top-p keeps
         (np.log([4, 3, 2, 1]), 4, 0.6, 0.4, {0, 1}),
         (np.log([4, 3, 2, 1]), 4, 1.0, 0.4, {0, 1, 2}),
     ],
@@ -101,7 +91,7 @@ def test_cases(run, logits, top_k, top_p, min_p, expected):
 @pytest.mark.parametrize("size", [40, 20000])
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
 def test_rows_are_filtered_on_their_own(run, size, temperature):
-    """Also over several blocks of the vocabulary, and divided by a temperature."""
+    """Also with several blocks of the vocabulary and a temperature."""
     logits = np.random.default_rng(0).normal(size=(6, size)).astype(np.float32)
     top_ks = [1, size, 3, size, 7, size + 9]
     top_ps, min_ps = [1.0, 1.0, 1e-6, 0.5, 0.8, 1.0], [0.0, 0.0, 0.0, 0.0, 0.5, 0.1]
@@ -114,7 +104,7 @@ def test_rows_are_filtered_on_their_own(run, size, temperature):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("temperature", [0.7, 1.1, 1e-30, 1e30])
 def test_the_best_token_is_kept_at_any_temperature(run, temperature):
-    """Whatever division rounds to, where the best token alone is kept."""
+    """However division rounds, if only the best token is kept."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(50, 70)).astype(np.float32)
     logits[:, 17] = 30 * temperature + rng.random(50)
@@ -132,7 +122,7 @@ def test_the_best_token_is_kept_at_any_temperature(run, temperature):
     ("lowest", "spread"), [(-10, 2.5), (-1e9, 0.0), (-INF, 0.0), (0.0, 0.0), (1e37, 1e37)]
 )
 def test_logits_of_any_scale(run, lowest, spread):
-    """Twenty likely ones above others that are far below, forbidden, equal or of another sign."""
+    """Twenty likely logits, and others that are far lower, forbidden, equal or of another sign."""
     rng = np.random.default_rng(4)
     logits = np.float32(lowest) + np.float32(spread) * rng.normal(size=(3, 500)).astype(np.float32)
     logits[:, ::25] = rng.permutation(np.linspace(-3, 3, 20)).astype(np.float32)
@@ -166,7 +156,7 @@ def test_nan_counts_as_forbidden(run, bits):
     expected = kept_by_sorting(np.where(np.arange(100) % 7 == 3, -INF, row), 20, 0.8)[0]
     row.view(np.uint32)[3::7] = bits
     assert kept(row, 20, 0.8, 0.0, run) == expected
-    # all of them: any threshold will do
+    # all tokens: any threshold is correct
     kept(np.full(100, row[3]), 20, 0.8, 0.1, run)
 
 

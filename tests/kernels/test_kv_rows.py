@@ -1,4 +1,4 @@
-"""KV rows of single tokens out of a pool, into one and inside one, against loops in Python."""
+"""KV rows of single tokens read from, written to and moved inside a pool, against Python loops."""
 
 from functools import partial
 
@@ -13,10 +13,10 @@ from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
 from .lowering import TRITON_CALL, lower_for_cuda
 from .runs import DEVICE, RUNS, run_jitted
 
-# layers, KV indices, rows that move, shape of one, dtype
+# layers, KV indices, rows to move, shape of a row, dtype
 CASES = [
     (2, 40, 16, (2, 2, 16), "bfloat16"),
-    (3, 25, 7, (2, 3, 10), "float32"),  # a row of 60 entries: no power of two
+    (3, 25, 7, (2, 3, 10), "float32"),  # a row of 60 entries: not a power of two
     (1, 9, 1, (5,), "float16"),
     (2, 30, 11, (2, 8, 160), "bfloat16"),  # several column blocks
     (2, 20, 6, (3,), "int32"),
@@ -54,7 +54,7 @@ def test_rows_come_out_of_a_pool(case: tuple, run: dict) -> None:
 def test_rows_go_into_a_pool(case: tuple, run: dict) -> None:
     pool, index, rows = make(case, 1)
     expected = pool.copy()
-    # the last rows are none of the pool's
+    # the last rows have indices outside the pool
     for place, i in enumerate(index[: len(index) // 2 + 1]):
         expected[:, i] = rows[:, place]
     index[len(index) // 2 + 1 :] = pool.shape[1] + np.arange(len(index) - len(index) // 2 - 1)
@@ -65,7 +65,7 @@ def test_rows_go_into_a_pool(case: tuple, run: dict) -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_what_is_not_finite_becomes_zero(dtype: str, run: dict) -> None:
+def test_non_finite_values_become_zero(dtype: str, run: dict) -> None:
     case = (2, 12, 4, (2, 1, 8), dtype)
     pool, index, rows = make(case, 2)
     rows[0, 1, 0, 0, :3] = np.nan, np.inf, -np.inf
@@ -80,7 +80,7 @@ def test_what_is_not_finite_becomes_zero(dtype: str, run: dict) -> None:
 
 @pytest.mark.parametrize(("slots", "calls"), [(1_000_000, 1), (1_120_000, 0)])
 def test_pools_beyond_the_offsets_of_a_kernel_have_none(slots: int, calls: int) -> None:
-    """Those of one byte an entry from 2 GiB on; wider ones get offsets of 64 bits."""
+    """With one byte per entry from 2 GiB on; wider dtypes use 64-bit offsets."""
     pool = jax.ShapeDtypeStruct((2, slots, 1024), jnp.int8)
     index = jax.ShapeDtypeStruct((64,), jnp.int32)
     text = lower_for_cuda(partial(gather_rows, **DEVICE), pool, index)
@@ -106,29 +106,20 @@ def random_pool(
     return np.array(jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype))
 
 
-def paths(
-    rng: np.random.Generator, batch: int, rows: int, width: int, page_size: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Sources and destinations of accepted paths over shuffled pages, and the slots of the pool.
-
-    The last request is padding: its destinations lie in the padding page.
-    """
-    pages_each = -(-(page_size + rows + width) // page_size)
-    tables = 1 + rng.permutation(batch * pages_each).reshape(batch, pages_each)
+def random_moves(
+    rng: np.random.Generator, slots: int, batch: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and destinations in each request's part of the slots; one request is padding."""
+    share = slots // batch
     source = np.full((batch, width), -1, np.int32)
     destination = np.zeros((batch, width), np.int32)
     for request in range(batch - 1):
-        seq_len = int(rng.integers(0, page_size + 1))
-        length = int(rng.integers(1, min(rows, width) + 1))
-        drafts = np.sort(rng.choice(np.arange(1, rows), length - 1, replace=False))
-
-        def slots(at: np.ndarray, request: int = request, seq_len: int = seq_len) -> np.ndarray:
-            at = at + seq_len
-            return tables[request, at // page_size] * page_size + at % page_size
-
-        source[request, :length] = slots(np.concatenate([[0], drafts]))
-        destination[request] = slots(np.arange(width))
-    return source, destination, (1 + batch * pages_each) * page_size
+        begin = request * share
+        destination[request] = begin + rng.permutation(share)[:width]
+        # an accepted path: rows in order, none after its end
+        length = int(rng.integers(1, width + 1))
+        source[request, :length] = begin + np.sort(rng.permutation(share)[:length])
+    return source, destination
 
 
 def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, run: dict) -> None:
@@ -140,30 +131,18 @@ def check_move(pool: np.ndarray, source: np.ndarray, destination: np.ndarray, ru
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
-    ("batch", "rows", "width", "layers", "heads", "dim", "dtype", "page_size"),
+    ("batch", "width", "pool"),
     [
-        (4, 8, 4, 2, 2, 16, "bfloat16", 1),
-        (3, 13, 6, 3, 3, 10, "float32", 4),  # a row of 60 entries: no power of two
-        (2, 5, 1, 1, 1, 64, "bfloat16", 4),  # only roots: nothing moves
-        (3, 64, 17, 2, 1, 8, "float32", 1),
-        (3, 9, 5, 2, 8, 128, "bfloat16", 16),  # several column blocks
+        (4, 4, (2, 41, 2, 16, "bfloat16")),
+        (3, 6, (3, 60, 3, 10, "float32")),  # a row of 60 entries: not a power of two
+        (2, 1, (1, 16, 1, 64, "bfloat16")),
+        (3, 17, (2, 240, 1, 8, "float32")),
+        (3, 5, (2, 64, 8, 128, "bfloat16")),  # several column blocks
     ],
 )
-def test_accepted_paths(
-    batch: int,
-    rows: int,
-    width: int,
-    layers: int,
-    heads: int,
-    dim: int,
-    dtype: str,
-    page_size: int,
-    run: dict,
-) -> None:
-    rng = np.random.default_rng(rows + page_size)
-    source, destination, slots = paths(rng, batch, rows, width, page_size)
-    pool = random_pool(rng, layers, slots, heads, dim, dtype)
-    check_move(pool, source, destination, run)
+def test_accepted_paths(batch: int, width: int, pool: tuple, run: dict) -> None:
+    rng = np.random.default_rng(width)
+    check_move(random_pool(rng, *pool), *random_moves(rng, pool[1], batch, width), run)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -178,12 +157,12 @@ def test_many_rows_in_one_request(run: dict) -> None:
 def test_nothing_to_move_leaves_the_pool(run: dict) -> None:
     rng = np.random.default_rng(1)
     pool = random_pool(rng, 2, 9, 2, 8, "float32")
-    # -1 must neither be read as the last slot nor written
+    # -1 must be neither read as the last slot nor written
     pool[:, -1] = np.nan
     nothing, some = np.full((2, 3), -1, np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)
     check_move(pool, nothing, some, run)
     check_move(pool, some, nothing, run)
-    # a chain: every row is where it belongs
+    # a chain: every row is already in place
     check_move(pool, some, some, run)
 
 
@@ -203,7 +182,7 @@ def test_slots_outside_the_pool_are_skipped(run: dict) -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_overlap_within_a_request(data: st.DataObject, run: dict) -> None:
-    """Cycles and copies of one row too, which accepted paths do not have."""
+    """Also cycles and copies of one row, which accepted paths do not have."""
     source, destination = [], []
     for request in range(2):
         own = range(8 * request, 8 * request + 8)

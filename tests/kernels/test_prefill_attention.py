@@ -1,4 +1,4 @@
-"""Prefill attention: every implementation against a dense computation in numpy float64."""
+"""Prefill attention: every implementation, compared with dense numpy in float64."""
 
 from functools import partial
 from typing import NamedTuple
@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.kernels.prefill_attention import PrefillTiles, _tile_map, prefill_attention
-
-from .lowering import lower_for_cuda
+from specjax.kernels.prefill_attention import PrefillTiles, prefill_attention
 
 
 class Case(NamedTuple):
@@ -23,14 +21,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    # segments of none and of one, at the start, between and at the end; padding behind them
+    # segments of 0 and 1 tokens at the start, in the middle and at the end; then padding
     Case(40, (0, 1, 17, 0, 9, 0), (5, 30, 0, 7, 70, 0), 4, 1, 16, 4),
-    # one segment that is the whole row
+    # one segment that fills the row
     Case(48, (48,), (0,), 2, 2, 32, 1),
     Case(48, (48,), (100,), 9, 3, 64, 16),
-    # no padding, several tiles a segment
+    # no padding, several tiles per segment
     Case(150, (90, 60), (33, 0), 6, 2, 16, 16),
-    # nothing at all
+    # only padding
     Case(8, (0, 0), (3, 0), 4, 4, 16, 4),
 ]
 GPU_CASES = [
@@ -51,14 +49,14 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def make_case(case, dtype, seed=0, pages=None):
-    """Arguments; all that no row may see is NaN: pages of no segment and queries of padding."""
+    """Arguments with NaN in all inputs that must not be read: unused pages and padding queries."""
     rng = np.random.default_rng(seed)
     counts, starts = np.array(case.counts), np.array(case.starts)
     used = np.where(counts > 0, -(-(starts + counts) // case.page_size), 0)
     pages = pages or max(used.max(), 1) + 1
     num_pages = len(counts) * pages + 1
     free = rng.permutation(np.arange(1, num_pages))
-    # the table of a segment of count 0 names pages too: nobody's
+    # the table of an empty segment also lists pages, which no segment uses
     held = np.where(counts > 0, used, 1)
     table = np.zeros((len(counts), pages), np.int32)
     pool = np.full((2, num_pages, case.page_size, 2, case.kv_heads, case.dim), np.nan, np.float32)
@@ -75,7 +73,7 @@ def make_case(case, dtype, seed=0, pages=None):
 
 
 def brute_force(q, pool, table, starts, counts, page_size, layer=1):
-    """Segment by segment in float64 over an explicit list of slots."""
+    """Each segment in float64 over an explicit list of slots."""
     q, pool, table, starts, counts = (np.asarray(x) for x in (q, pool, table, starts, counts))
     q, pool = q.astype(np.float64), pool[layer].astype(np.float64)
     out = np.zeros_like(q)
@@ -165,8 +163,8 @@ def test_tiles_do_not_change_the_result(block_rows, block_keys):
     check(partial(INTERPRET, tiles=tiles), CASES[3], "float32")
 
 
-def test_kernel_reads_no_slot_behind_the_end():
-    """Keys past the end are the last one again: NaN there, and in page 0, goes nowhere."""
+def test_kernel_reads_no_slot_after_the_end():
+    """Keys past the end repeat the last one: NaN there and in page 0 has no effect."""
     case = CASES[0]
     q, pool, table, starts, counts = make_case(case, "float32")
     for g, end in enumerate(np.add(case.starts, case.counts)):
@@ -177,71 +175,12 @@ def test_kernel_reads_no_slot_behind_the_end():
     compare(jitted(INTERPRET, case), case, "float32", (q, pool, table, starts, counts))
 
 
-@pytest.mark.parametrize("tile_tokens", [1, 5, 16, 64])
-def test_each_row_is_in_one_tile(tile_tokens):
-    rng = np.random.default_rng(0)
-    for counts in [*rng.integers(0, 12, size=(20, 5)), np.array([0, 60, 0, 0, 0]), np.zeros(5)]:
-        starts = rng.integers(0, 50, size=5)
-        ints = [jnp.asarray(x, jnp.int32) for x in (starts, counts)]
-        tile_map = np.asarray(_tile_map(*ints, 60, tile_tokens))
-        assert len(tile_map) <= min(60, 60 // tile_tokens + 6)
-        ends = np.cumsum(counts)
-        times = np.zeros(60, int)
-        for segment, row, tokens, keys in tile_map[tile_map[:, 0] >= 0]:
-            assert 1 <= tokens <= tile_tokens
-            times[row : row + tokens] += 1
-            if row >= ends[-1]:
-                assert keys == 0
-            else:
-                assert row >= ends[segment] - counts[segment]
-                assert row + tokens <= ends[segment]
-                assert keys == starts[segment] + counts[segment] - (ends[segment] - row - tokens)
-        assert (times == 1).all()
-
-
-def lowered(tokens, heads, kv_heads, dim, page_size, segments, pages, dtype, layer=1):
-    shapes = [
-        ((tokens, heads, dim), dtype),
-        ((2, (segments * pages + 1) * page_size, 2, kv_heads, dim), dtype),
-        ((segments, pages), jnp.int32),
-        ((segments,), jnp.int32),
-        ((segments,), jnp.int32),
-    ]
-    return lower_for_cuda(
-        lambda q, pool, *ints: PALLAS(q, pool, layer, *ints, page_size=page_size),
-        *(jax.ShapeDtypeStruct(*shape) for shape in shapes),
-    )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "shape", [(8192, 32, 8, 128, 16, 64, 128), (512, 9, 3, 64, 16, 4, 20)], ids=str
-)
-def test_lowers_for_cuda(shape, dtype):
-    assert "specjax_prefill_attention" in lowered(*shape, dtype)
-
-
-def test_layers_share_one_kernel():
-    """The layer is an operand: two layers lower to the same kernel text."""
-    texts = [lowered(64, 4, 2, 16, 4, 2, 20, "bfloat16", layer) for layer in (0, 1)]
-    kernels = [
-        [line for line in text.splitlines() if "specjax_prefill_attention" in line]
-        for text in texts
-    ]
-    assert kernels[0]
-    assert [k.split("backend_config")[-1] for k in kernels[0]] == [
-        k.split("backend_config")[-1] for k in kernels[1]
-    ]
-
-
-def test_what_is_refused():
+def test_unsupported_inputs_are_refused():
     q, pool, *ints = make_case(CASES[0], "float32")
-    with pytest.raises(NotImplementedError, match="head dim 12 "):
+    with pytest.raises(NotImplementedError, match=r"got 12\)"):
         PALLAS(q[..., :12], pool[..., :12], 0, *ints, page_size=4)
-    with pytest.raises(NotImplementedError, match=r"80 query heads a KV head \(at most 64\)"):
+    with pytest.raises(NotImplementedError, match=r"most 64 query heads .* \(got 80\)"):
         PALLAS(jnp.tile(q, (1, 20, 1)), pool, 0, *ints, page_size=4)
-    with pytest.raises(ValueError, match="no multiple of"):
-        REFERENCE(q[:, :3], jnp.tile(pool, (1, 1, 1, 2, 1)), 0, *ints, page_size=4)
     with pytest.raises(ValueError, match="must be"):
         REFERENCE(q, pool[..., :8], 0, *ints, page_size=4)
     with pytest.raises(ValueError, match=r"starts \(5,\)"):

@@ -1,4 +1,4 @@
-"""What all kernels have in common, one table each: lowering for CUDA, donated pools, refusals."""
+"""Checks for all kernels, in one table each: lowering for CUDA, donated pools, rejected inputs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,10 @@ from specjax.kernels.add_norm import add_norm
 from specjax.kernels.draw_tokens import draw_tokens
 from specjax.kernels.filter_logits import logit_thresholds
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
+from specjax.kernels.prefill_attention import prefill_attention
+from specjax.kernels.rope_store import rope_store
 from specjax.kernels.token_logprobs import token_logprobs
+from specjax.kernels.tree_attention import tree_attention
 
 from .lowering import TRITON_CALL, lower_for_cuda
 
@@ -27,6 +30,18 @@ POOL: Spec = ((32, 4096, 2, 8, 128), BF16)
 PATHS: Spec = ((5, 6), I32)
 add = partial(add_norm, eps=1e-5)
 best = partial(token_logprobs, limit=20)
+store = partial(rope_store, layer=1)
+
+
+def rows_to_store(batch: int, rows: int, heads: int, kv_heads: int, dim: int) -> tuple[Spec, ...]:
+    """Queries, keys, values, cosine, sine, pool and slots of ``rope_store``."""
+    qkv: list[Spec] = [((batch, rows, n, dim), BF16) for n in (heads, kv_heads, kv_heads)]
+    table: Spec = ((batch, rows, 1, dim // 2), F32)
+    return (*qkv, table, table, ((3, 4096, 2, kv_heads, dim), BF16), ((batch, rows), I32))
+
+
+def call_name(kernel: Kernel) -> str:
+    return kernel.func.__name__ if isinstance(kernel, partial) else kernel.__name__
 
 
 def shapes(specs: tuple[Spec, ...]) -> list[jax.ShapeDtypeStruct]:
@@ -59,19 +74,65 @@ def shapes(specs: tuple[Spec, ...]) -> list[jax.ShapeDtypeStruct]:
         (add, (((32, 576), F32), ((8, 32, 576), F32), ((576,), F32)), False),
         (add, (((32, 4096), BF16), ((32, 4096), BF16), ((4096,), BF16)), False),
         (add, (((32, 4096), BF16), ((8, 32, 4096), F32), ((4096,), BF16)), False),
+        (store, rows_to_store(1, 1, 9, 3, 64), False),
+        (store, rows_to_store(8, 40, 4, 1, 16), False),
+        (store, rows_to_store(1, 1024, 32, 8, 128), False),
     ],
 )
 def test_lowers_for_cuda_in_one_launch(
     kernel: Kernel, specs: tuple[Spec, ...], is_donated: bool
 ) -> None:
     call = partial(kernel, implementation="pallas")
+    if kernel is store:
+        call = lambda *args: store(*args[:6], slots=args[6], implementation="pallas")  # noqa: E731
     text = lower_for_cuda(call, *shapes(specs), donate_argnums=(0,) if is_donated else ())
     assert text.count(f"custom_call @{TRITON_CALL}") == 1
-    name = kernel.func.__name__ if isinstance(kernel, partial) else kernel.__name__
-    assert f"specjax_{name}" in text
+    assert f"specjax_{call_name(kernel)}" in text
     if is_donated:
         assert "tf.aliasing_output = 0" in text
         assert "operand_index = 0" in text  # of output_operand_aliases
+
+
+# query rows, heads, KV heads, head dim, requests, pages per request, dtype, new keys of a mask
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "batch", "pages", "dtype", "num_masked"),
+    [
+        (8, 9, 3, 64, 2, 20, F32, None),
+        (8, 9, 3, 64, 2, 20, BF16, 8),
+        (4, 32, 8, 128, 32, 70, BF16, None),
+        (4, 32, 8, 128, 32, 70, F32, 4),
+        (16, 32, 8, 128, 32, 70, BF16, 80),
+        (8192, 32, 8, 128, 64, 128, BF16, "prefill"),
+        (8192, 32, 8, 128, 64, 128, F32, "prefill"),
+        (512, 9, 3, 64, 4, 20, BF16, "prefill"),
+        (512, 9, 3, 64, 4, 20, F32, "prefill"),
+    ],
+)
+def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
+    rows, heads, kv_heads, dim, batch, pages, dtype, num_masked
+) -> None:
+    """The layer index is an operand."""
+    pool: Spec = ((2, (batch * pages + 1) * 16, 2, kv_heads, dim), dtype)
+    lens: Spec = ((batch,), I32)
+    if num_masked == "prefill":
+        attention, q, last = prefill_attention, ((rows, heads, dim), dtype), (lens, lens)
+    else:
+        attention, q, last = tree_attention, ((batch, rows, heads, dim), dtype), (lens,)
+    if isinstance(num_masked, int):
+        last = (*last, ((batch, rows, num_masked), "bool"))
+    elif num_masked is None:
+        attention = partial(attention, tree_mask=None)
+    kernels = []
+    for layer in (0, 1):
+
+        def call(q, pool, *ints, layer=layer):
+            return attention(q, pool, layer, *ints, page_size=16, implementation="pallas")
+
+        text = lower_for_cuda(call, *shapes((q, pool, ((batch, pages), I32), *last)))
+        lines = [line for line in text.splitlines() if f"specjax_{call_name(attention)}" in line]
+        kernels.append([line.split("backend_config")[-1] for line in lines])
+    assert kernels[0]
+    assert kernels[0] == kernels[1]
 
 
 @pytest.mark.gpu
@@ -112,11 +173,3 @@ SMALL: Spec = ((2, 8, 2, 1, 4), F32)
 def test_bad_shapes_are_refused(kernel: Kernel, specs: tuple[Spec, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernel(*(jnp.zeros(*spec) for spec in specs))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "specs"), [(gather_rows, (SMALL, ((3,), I32))), (compact_tree, (SMALL, PATHS))]
-)
-def test_an_unknown_implementation_is_refused(kernel: Kernel, specs: tuple[Spec, ...]) -> None:
-    with pytest.raises(ValueError, match="implementation='cuda'"):
-        kernel(*(jnp.zeros(*spec) for spec in specs), implementation="cuda")

@@ -1,4 +1,4 @@
-"""Log-probabilities of every form against numpy."""
+"""Log-probabilities of every implementation, compared with numpy."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from .runs import RUNS, run_jitted
 def test_values_and_best_tokens(run, size, limit):
     rng = np.random.default_rng(limit)
     logits = (5 * rng.normal(size=(6, size)) + 100).astype(np.float32)
-    logits[0, 4:6] = 130.0  # equal: the lower id comes first
+    logits[0, 4:6] = 130.0  # ties: the lower id comes first
     logits[5, 3:] = -np.inf
     tokens = rng.integers(0, 3, size=6).astype(np.int32)
     asked = np.array([limit, 0, -1, 1, limit, limit], np.int32)

@@ -1,15 +1,14 @@
-"""Pages come when they are needed, few uploads at a time, and go where they are missing."""
+"""Pages grow on demand with few uploads, and move to the requests that lack them."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from specjax.kv.budget import GROW_DISPATCHES, MIN_RESERVE
+from specjax.kv.budget import GROW_DISPATCHES
 from specjax.sampling.params import SamplingParams
-from specjax.scheduling.request import RunningRequest
 
-from ..runners import copied_runner, make_request, plain_outputs
+from ..runners import plain_outputs
 from ..scheduling.serving import STEPS, Serving
 
 pytestmark = pytest.mark.slow
@@ -34,7 +33,7 @@ def test_rows_hold_what_they_may_write_soon_and_no_more(num_steps, rounds, run_a
         for row in serving.rows:
             known = len(row.request.input_ids) + len(row.request.output_ids)
             tokens = len(row.pages) * 4
-            # the watched runner has seen that they suffice
+            # the watched runner has checked that they suffice
             assert tokens <= known + (run_ahead + GROW_DISPATCHES) * advance + 3
             assert tokens <= row.request.max_kv_tokens + 3
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS, LONG, SEEDS)
@@ -50,7 +49,7 @@ def test_page_tables_are_seldom_uploaded(num_steps, rounds, monkeypatch) -> None
         serving.runner, "_view_of", lambda tables: uploads.append(1) or view_of(tables)
     )
     requests = serving.add(PROMPTS, LONG)
-    while len(serving.rows) < len(PROMPTS):  # one prefill a step
+    while len(serving.rows) < len(PROMPTS):  # one prefill per step
         serving.step()
     at_start = len(uploads)
     while not any(r.is_finished for r in requests):
@@ -62,7 +61,7 @@ def test_page_tables_are_seldom_uploaded(num_steps, rounds, monkeypatch) -> None
 
 
 def test_slack_goes_to_who_needs_it() -> None:
-    """Three rows hold more than they need; the pool has no free page when the fourth comes."""
+    """Three rows hold more than they need; the pool has no free page for the fourth."""
     serving = Serving(num_pages=1 + 90)
     params = replace(LONG, max_new_tokens=60)
     old = serving.add(PROMPTS[:3], params)
@@ -92,59 +91,3 @@ def test_the_cache_gives_way_before_a_request_does() -> None:
     serving.finish()
     assert request.num_retractions == 0
     assert len(request.output_ids) == 120
-
-
-@pytest.mark.parametrize(
-    ("steps", "page_size", "is_cached"),
-    [(0, 1, False), (STEPS, 16, True)],
-)
-def test_other_page_sizes(steps, page_size, is_cached) -> None:
-    runner = copied_runner(steps, page_size=page_size)
-    serving = Serving(
-        runner=runner, run_ahead=1, num_pages=1 + 192 // page_size, is_cached=is_cached
-    )
-    requests = serving.add(PROMPTS * 2, replace(LONG, max_new_tokens=90))
-    serving.finish()
-    expected = plain_outputs(PROMPTS, LONG, SEEDS) * 2
-    assert [r.output_ids for r in requests] == [whole[:90] for whole in expected]
-    assert sum(r.num_retractions for r in requests)
-
-
-def test_retractions_make_admissions_more_careful() -> None:
-    """The fourth request is admitted at the first go, later after a retraction, then again."""
-    serving = Serving(num_steps=0, num_pages=1 + 44)
-    running = serving.add(PROMPTS[:2], LONG)
-    while len(serving.rows) < 2:
-        serving.step()
-    budget = serving.scheduler._budget
-    request = make_request(PROMPTS[2], LONG)
-
-    def fits() -> bool:
-        row = RunningRequest(
-            request=request,
-            slot=4,
-            prefill_ids=request.known_ids,
-            max_kv_tokens=request.max_kv_tokens,
-            num_cacheable=request.num_cacheable,
-        )
-        is_admitted = budget.admit(row, serving.rows, budget.capacity(serving.rows))
-        if is_admitted:
-            budget.release(row, None)
-        return is_admitted
-
-    assert [row.request for row in serving.rows] == running
-    assert fits()
-    budget.raise_reserve()
-    budget.raise_reserve()
-    assert not fits()
-    for _ in range(1000):
-        assert budget.grow((), serving.rows)
-    assert fits()
-    # and what is held back stays within its bounds
-    for _ in range(10):
-        budget.raise_reserve()
-    assert budget._reserve == 1.0
-    for _ in range(3000):
-        budget.grow((), serving.rows)
-    assert budget._reserve == MIN_RESERVE
-    serving.finish()

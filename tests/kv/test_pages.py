@@ -1,4 +1,4 @@
-"""Pages: the allocator as a state machine, and where tokens of a page view are stored."""
+"""Pages: the allocator as a state machine, and the stored tokens of a page view."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from specjax.testing import TARGET
 
 
 class Allocating(RuleBasedStateMachine):
-    """Pages are taken in groups and given back in any other grouping and order."""
+    """Pages are allocated in groups and freed in any other grouping and order."""
 
     NUM_PAGES = 12
 
@@ -51,14 +51,14 @@ class Allocating(RuleBasedStateMachine):
     @precondition(lambda self: self.free_pages)
     @rule(data=st.data())
     def free_again(self, data: st.DataObject) -> None:
-        """A page that is free, among pages that are held: none of them is freed."""
+        """A free page among allocated pages: none of them is freed."""
         page = data.draw(st.sampled_from(sorted(self.free_pages)))
         with pytest.raises(ValueError, match=rf"\[{page}\] are not allocated"):
             self.allocator.free([*self.held, page])
 
     @rule(page=st.sampled_from([-1, 0, NUM_PAGES, 10**9]))
     def free_unknown(self, page: int) -> None:
-        """Page 0 is the padding page: it was never handed out, so it cannot come back."""
+        """Page 0 is the padding page: it is never allocated, so it cannot be freed."""
         with pytest.raises(ValueError, match=rf"\[{page}\] are not allocated"):
             self.allocator.free([page, *self.held])
 
@@ -66,7 +66,7 @@ class Allocating(RuleBasedStateMachine):
     @rule(data=st.data())
     def free_twice_at_once(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(self.held))
-        with pytest.raises(ValueError, match="twice"):
+        with pytest.raises(ValueError, match="must not repeat a page"):
             self.allocator.free([*self.held, page])
 
     @invariant()
@@ -75,7 +75,7 @@ class Allocating(RuleBasedStateMachine):
         assert len(self.free_pages) + len(self.held) == self.NUM_PAGES - 1
 
     def teardown(self) -> None:
-        """What is counted as free can be allocated, to the last page."""
+        """All pages that count as free can be allocated."""
         assert self.allocator.allocate(len(self.free_pages) + 1) is None
         rest = self.allocator.allocate(len(self.free_pages))
         assert rest is not None
@@ -115,7 +115,7 @@ def test_kv_indices_past_the_table_lie_in_the_padding_page() -> None:
 
 
 def check_stored(view: PageView, attend, shape, expected) -> None:
-    """Keys and values of layer 1 in the pool: ``expected`` of slots; any in the padding page."""
+    """Check the keys and values of layer 1: ``expected`` in slots, any in the padding page."""
     kv_heads, dim = 2, 4
     pool = jnp.zeros((2, 6 * 4, 2, kv_heads, dim), jnp.float32)
     k = 1 + jax.random.uniform(jax.random.key(0), (*shape, kv_heads, dim))
@@ -123,7 +123,7 @@ def check_stored(view: PageView, attend, shape, expected) -> None:
     alone = jax.jit(lambda pool: attend.store(pool, 1, k, -k, rope))(pool)
     pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, rope))(pool)
     assert out.shape == k.shape
-    np.testing.assert_array_equal(alone[:, 4:], pool[:, 4:])  # the padding page keeps any token
+    np.testing.assert_array_equal(alone[:, 4:], pool[:, 4:])  # the padding page may hold any token
     assert not np.asarray(pool[0]).any()
     written = {int(i) for i in np.flatnonzero(np.asarray(pool[1]).any(axis=(1, 2, 3)))}
     assert {slot for slot in written if slot >= 4} == set(expected)
@@ -157,7 +157,7 @@ def test_packed_segments_are_stored_and_padding_is_not() -> None:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_attention_stores_without_attending_what_it_would_attend_to(qk_norm: bool) -> None:
-    """In bfloat16, whose products come as partial sums unless heads are normed."""
+    """In bfloat16, where products are partial sums unless heads are normed."""
     config = replace(TARGET, dtype="bfloat16", hidden_size=128, head_dim=16)
     kind = LayerKind.of(config, qk_norm=qk_norm, qkv_bias=qk_norm)
     flat = FlatModel.of(partial(Attention, config, kind, in_size=128, implementation="interpret"))

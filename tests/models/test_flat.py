@@ -1,4 +1,4 @@
-"""Structures of models without their weights."""
+"""Structures of models without weights."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from specjax.testing import TARGET
 
 
 class Quantised(nnx.Module):
-    """A scale that is no norm."""
+    """A scale that is not that of a norm."""
 
     def __init__(self) -> None:
         self.kernel = nnx.Param(jnp.zeros((64, 64), jnp.float32), stddev=0.125)
@@ -20,7 +20,7 @@ class Quantised(nnx.Module):
         self.scale = nnx.Param(jnp.zeros((8,), jnp.float32))
 
 
-def test_random_weights_are_what_the_variables_say_and_not_their_names() -> None:
+def test_random_weights_follow_the_variables_not_their_names() -> None:
     flat = FlatModel.of(Quantised)
     named = dict(zip(flat.names, flat.random(0), strict=True))
     np.testing.assert_allclose(named["kernel"].std(), 0.125, rtol=0.05)

@@ -1,4 +1,4 @@
-"""Warnings of torch and transformers are theirs, not ours: errors stay on for everything else."""
+"""Ignore warnings of torch and transformers; all other warnings stay errors."""
 
 from pathlib import Path
 

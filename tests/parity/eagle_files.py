@@ -1,4 +1,4 @@
-"""Random draft heads in the formats in which such heads are published."""
+"""Random draft heads in all published formats."""
 
 import json
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ NOT_PREFIXED = ("lm_head.weight", "d2t", "t2d")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase:
-    """One published form of a draft head.
+    """One published format of a draft head.
 
-    ``embedding`` and ``lm_head`` say what the file has: ``"own"`` tensors or none; a ``"tied"``
-    head has no ``lm_head`` tensor and says ``tie_word_embeddings``; ``"mislabelled"`` says so
-    although the tensor is there.
+    ``embedding`` and ``lm_head`` tell whether the file has ``"own"`` tensors. A ``"tied"`` head has
+    no ``lm_head`` tensor and sets ``tie_word_embeddings``. A ``"mislabelled"`` head sets it but has
+    the tensor.
     """
 
     algorithm: str = "EAGLE3"
@@ -56,7 +56,7 @@ class HeadCase:
 
 
 def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) -> Tensors:
-    """Tensors of a head under ``layers.N.`` names: sharp attention, uneven norms, large biases."""
+    """Random tensors with ``layers.N.`` names: sharp attention, uneven norms, large biases."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
 
 
 def published_config(case: HeadCase) -> dict[str, object]:
-    """``config.json`` of the head."""
+    """Contents of the head's ``config.json``."""
     layer: dict[str, object] = {
         "model_type": "llama",
         "hidden_size": case.hidden,
@@ -169,7 +169,7 @@ def published_config(case: HeadCase) -> dict[str, object]:
 
 
 def publish(case: HeadCase, tensors: Tensors, path: Path) -> Path:
-    """Write the head to directory ``path``."""
+    """Write the head to the directory ``path``."""
     path.mkdir()
     names = {}
     for name in tensors:

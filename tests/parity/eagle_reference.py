@@ -1,8 +1,8 @@
 """EAGLE-1/2 and EAGLE-3 draft forwards in PyTorch, for one request, in float64.
 
-Written from the papers (arXiv 2401.15077, 2503.01840) and the published tensor names, sharing
-nothing with specjax: keys and values are a list by position, rotary embeddings are products of
-complex numbers, and every row attends on its own.
+The code follows the papers (arXiv 2401.15077, 2503.01840) and the published tensor names. It shares
+nothing with specjax: keys and values are stored by position, rotary embeddings are products of
+complex numbers, and every row attends separately.
 """
 
 import math
@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A draft head: its tensors as published (``layers.0.`` names, no prefix) and its sizes."""
+    """A draft head: its published tensors (``layers.0.`` names, no prefix) and its sizes."""
 
     algorithm: str
     tensors: Tensors
@@ -66,7 +66,7 @@ def rotate(head: Head, x: torch.Tensor, position: int) -> torch.Tensor:
 
 @dataclass
 class Draft:
-    """A head at work on one request: ``kv[layer]`` maps a position to its key and value."""
+    """State of a head for one request: ``kv[layer]`` maps each position to its key and value."""
 
     head: Head
     embedding: torch.Tensor
@@ -83,7 +83,7 @@ class Draft:
                 del slots[slot]
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Width of the target's features to the width of the head."""
+        """Project the target's features to the width of the head."""
         head, features = self.head, features.double()
         if head.algorithm == "EAGLE":
             return features

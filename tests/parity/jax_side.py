@@ -18,7 +18,7 @@ Cache = dict[int, tuple[jax.Array, jax.Array]]
 
 
 def build(make: Callable[[], Any], named: dict[str, np.ndarray]) -> Any:
-    """The module over loaded weights, after a check of every shape and dtype."""
+    """Build a module from loaded weights after checking every shape and dtype."""
     flat = FlatModel.of(make)
     weights = flat.order(named)
     for name, spec, value in zip(flat.names, flat.abstract, weights, strict=True):
@@ -36,13 +36,13 @@ def build_draft(checkpoint: Any) -> Any:
 
 
 def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
-    """One slot per position. NaN until written, so that reading an unwritten slot shows."""
+    """Cache with one slot per position. Unwritten slots are NaN, so that reading one shows."""
     shape = (batch, slots, config.num_kv_heads, config.head_dim)
     return {i: (jnp.full(shape, jnp.nan, config.dtypes.kv),) * 2 for i in range(config.num_layers)}
 
 
 def dense_attend(positions: np.ndarray) -> Attend:
-    """Attention of a dense cache whose slot is the position; rows see slots up to their own."""
+    """Attention over a dense cache with one slot per position; rows see slots up to their own."""
     rows = np.arange(positions.shape[0])[:, None]
 
     @rotated
@@ -91,7 +91,7 @@ def run_target(
 
 
 def relative_error(ours: Any, theirs: Any) -> float:
-    """``max|a - b| / max|b|``; infinite where shapes differ or a value is not finite."""
+    """``max|a - b| / max|b|``; infinite if shapes differ or a value is not finite."""
     a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if a.shape != b.shape or not np.isfinite(a).all():
         return float("inf")

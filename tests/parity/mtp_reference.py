@@ -1,8 +1,8 @@
-"""Modules of multi-token prediction in PyTorch, over whole texts, in float64; and their files.
+"""Multi-token prediction modules in PyTorch, over whole texts, in float64; and their files.
 
-Written from MiMo's technical report (arXiv 2505.07608) and the tensor names of its checkpoints,
-sharing nothing with specjax: every draft reads the whole text anew, rotary embeddings are products
-of complex numbers.
+The code follows MiMo's technical report (arXiv 2505.07608) and the tensor names of its checkpoints.
+It shares nothing with specjax: every draft reads the whole text again, and rotary embeddings are
+products of complex numbers.
 """
 
 import json
@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 def module_tensors(
     model: transformers.PreTrainedModel, count: int, seed: int, *, scale: float = 1.5
 ) -> Tensors:
-    """Random modules with a layer as the model's own: sharp attention, uneven norms."""
+    """Random modules with a layer like the model's: sharp attention, uneven norms."""
     generator = torch.Generator().manual_seed(seed)
     size = model.config.hidden_size
     shapes = {name: weight.shape for name, weight in model.model.layers[0].named_parameters()}
@@ -40,7 +40,7 @@ def module_tensors(
 
 
 def add_modules(path: Path, tensors: Tensors, **changes: object) -> Path:
-    """Put modules into a saved model, as published checkpoints have them."""
+    """Add modules to a saved model, in the form of published checkpoints."""
     file = path / "model.safetensors"
     safetensors.torch.save_file(safetensors.torch.load_file(file) | tensors, file)
     config = json.loads((path / "config.json").read_text())
@@ -52,13 +52,13 @@ def add_modules(path: Path, tensors: Tensors, **changes: object) -> Path:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules over the embeddings and the output head of a model."""
+    """Modules that use the embeddings and the output head of a model."""
 
     model: transformers.PreTrainedModel
     tensors: Tensors
 
     def drafts(self, text: list[int], count: int) -> list[int]:
-        """What ``count`` modules in turn draft behind a text, whose last token is the newest."""
+        """Draft tokens after a text with the first ``count`` modules, one token per module."""
         last, text = len(text) - 2, list(text)
         hidden = self._target(text[: last + 1])
         for k in range(count):
@@ -74,7 +74,7 @@ class Modules:
         return hidden @ self.model.lm_head.weight.detach().double().T
 
     def states(self, k: int, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """States ``[T, D]`` of module ``k`` for T tokens beside states of the one before."""
+        """States ``[T, D]`` of module ``k`` from T tokens and the states of module ``k - 1``."""
         table = self.model.model.embed_tokens.weight.detach()
         embeds = self._norm(k, "token_layernorm", table[tokens].double())
         x = torch.cat([self._norm(k, "hidden_layernorm", hidden), embeds], dim=-1)
@@ -104,7 +104,7 @@ class Modules:
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
-        # the model's own frequencies, which the parity of logits covers
+        # the model's own frequencies, which the logits tests check
         frequencies = self.model.model.rotary_emb.inv_freq.double()
         angles = torch.arange(len(x), dtype=torch.float64)[:, None] * frequencies
         turned = torch.complex(x[..., :half], x[..., half:])

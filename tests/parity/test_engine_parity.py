@@ -1,4 +1,4 @@
-"""The engine end to end against PyTorch: greedy text, and what every round accepts."""
+"""The engine end to end against PyTorch: greedy text, and the accepted tokens of every round."""
 
 from pathlib import Path
 
@@ -17,13 +17,12 @@ from .eagle_files import (  # noqa: E402
     reference_head,
 )
 from .eagle_reference import Draft  # noqa: E402
-from .smollm2 import find_smollm2  # noqa: E402
-from .torch_side import make_model, rope, run_model, save  # noqa: E402
+from .torch_side import find_smollm2, make_model, rope, run_model, save  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-# (head, steps a round, seed): so few tokens, and chosen seeds, that a random head is often right.
+# (head, steps per round, seed): small vocabulary and chosen seeds make a random head often right
 VOCAB, LAYERS = 4, 5
 CASES = {
     "eagle3": (
@@ -54,7 +53,7 @@ CASES = {
 
 
 class Simulation:
-    """Rounds of one request: every pass of the target reads the whole text again."""
+    """Simulated rounds of one request; every target pass reads the whole text again."""
 
     def __init__(
         self, model: "transformers.PreTrainedModel", draft: Draft, taps: tuple[int, ...]
@@ -62,7 +61,7 @@ class Simulation:
         self.model, self.draft, self.taps = model, draft, taps
 
     def read(self, tokens: list[int]) -> tuple[list[int], "torch.Tensor"]:
-        """The target's greedy next token and feature at every position."""
+        """Return the target's greedy next token and feature at every position."""
         ids = np.array([tokens])
         logits, layers = run_model(self.model, ids)
         if self.taps:
@@ -73,7 +72,7 @@ class Simulation:
         return logits[0].argmax(-1).tolist(), torch.from_numpy(features)
 
     def run(self, prompt: list[int], num_steps: int, count: int) -> tuple[list[int], list[int]]:
-        """Completion of ``count`` tokens and the histogram of correct drafts."""
+        """Return a completion of ``count`` tokens and the histogram of correct drafts."""
         histogram = [0] * (num_steps + 1)
         n = len(prompt)
         best, features = self.read(prompt)
@@ -88,7 +87,7 @@ class Simulation:
                 drafts.append(self.draft.target_token(logits))
             text = prompt + output
             best, features = self.read(text + drafts)
-            verified = best[n:]  # after the root, after the first draft, ...
+            verified = best[n:]  # token after the root, after the first draft, ...
             accepted = 0
             while accepted < num_steps and drafts[accepted] == verified[accepted]:
                 accepted += 1
@@ -104,7 +103,7 @@ class Simulation:
 
 @pytest.mark.parametrize("name", CASES)
 def test_rounds(name: str, tmp_path: Path) -> None:
-    """Completions and acceptance histograms of a batch equal those simulated in PyTorch."""
+    """Completions and acceptance histograms of a batch equal the PyTorch simulation."""
     case, num_steps, seed = CASES[name]
     changes = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, **rope(1e4)}
     model = make_model("LlamaConfig", changes, seed=14)
@@ -150,7 +149,7 @@ def test_rounds(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_smollm2_greedy_text() -> None:
-    """Plain decoding writes what transformers' ``generate`` writes."""
+    """Plain decoding gives the text of transformers' ``generate``."""
     path, count = find_smollm2(), 24
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(

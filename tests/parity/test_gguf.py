@@ -1,4 +1,4 @@
-"""GGUF files against transformers' own load of the same file and against safetensors."""
+"""GGUF files compared with transformers' load of the same file and with safetensors."""
 
 import copy
 import math
@@ -15,8 +15,7 @@ from specjax.checkpoints import open_target  # noqa: E402
 
 from ..checkpoints.files import write_gguf  # noqa: E402
 from .jax_side import build_target, relative_error, run_target  # noqa: E402
-from .smollm2 import find_smollm2  # noqa: E402
-from .torch_side import FAMILIES, LLAMA3_ROPE, make_model, run_model, save  # noqa: E402
+from .torch_side import FAMILIES, LLAMA3_ROPE, find_smollm2, make_model, run_model, save  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -30,7 +29,7 @@ PROMPTS = (
 
 
 def llama3_divisors(rope: dict[str, float], head_dim: int) -> np.ndarray:
-    """Divisors of the rotary frequencies, the form in which GGUF files keep llama3 scaling."""
+    """Divisors of the rotary frequencies, which GGUF files store for llama3 scaling."""
     out = []
     for i in range(0, head_dim, 2):
         turns = rope["original_max_position_embeddings"] / (
@@ -47,7 +46,7 @@ def write_model(
     path: Path,
     kind: gguf.GGMLQuantizationType | None = None,
 ) -> Path:
-    """A model as a GGUF file with matrices of this kind, in the layout of llama.cpp's converter."""
+    """Write a GGUF file with matrices of this kind, in the layout of llama.cpp's converter."""
     config, rope = model.config, model.config.rope_parameters
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -96,7 +95,7 @@ def check_weights_equal(one: Path | str, other: Path | str) -> None:
 
 GGUF_FAMILIES = {
     **{name: FAMILIES[name] for name in ("llama2", "llama_linear", "llama_bias", "llama_tied")},
-    # files list frequency divisors, which are recognised over 8,192 positions only
+    # files store frequency divisors, which are recognised only for 8,192 positions
     "llama31": (
         "LlamaConfig",
         {
@@ -132,7 +131,7 @@ def test_quantized(family: str, kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
     model = make_model(config_class, {**changes, **sizes}, seed=4)
     file = write_model(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
-    # transformers does not read the head size of a qwen3 file, nor any file's attention biases
+    # transformers reads neither the head size of a qwen3 file nor attention biases of any file
     reference = load_gguf(file, config=model.config)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24))
     theirs, _ = run_model(reference, tokens)
@@ -163,7 +162,7 @@ def test_smollm2_logits(smollm2: "transformers.PreTrainedModel") -> None:
 def test_smollm2_equals_safetensors(
     smollm2: "transformers.PreTrainedModel", tmp_path: Path
 ) -> None:
-    """The file's weights, written by transformers as safetensors, load as the same arrays."""
+    """A GGUF file and transformers' safetensors copy of it load as the same arrays."""
     config = copy.deepcopy(smollm2.config)
     del config.quantization_config
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -53,7 +53,7 @@ def test_sharded_bfloat16(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3_tied"])
 def test_bfloat16_forward(family: str, tmp_path: Path) -> None:
-    """Both in bfloat16: as close to each other as bfloat16 is to float32."""
+    """The error in bfloat16 is at most twice that of transformers."""
     path = save(make_model(*FAMILIES[family], seed=2).to(torch.bfloat16), tmp_path / "model")
     checkpoint = open_target(str(path), dtype="auto")
     assert checkpoint.config.dtype == "bfloat16"
@@ -69,34 +69,6 @@ def test_bfloat16_forward(family: str, tmp_path: Path) -> None:
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert relative_error(ours, exact) <= 2 * relative_error(theirs, exact)
-
-
-def test_features_are_hidden_states(tmp_path: Path) -> None:
-    """Feature layer ``i`` is transformers' ``hidden_states[i + 1]``, in the order asked for."""
-    config_class, changes = FAMILIES["llama31"]
-    model = make_model(config_class, {**changes, "num_hidden_layers": 8})
-    checkpoint = open_target(str(save(model, tmp_path / "model")), dtype="float32")
-    taps = checkpoint.config.default_feature_layers
-    assert taps == (1, 3, 4)
-    tokens = random_tokens(checkpoint.config.vocab_size, (1, 20))
-    with torch.no_grad():
-        states = model(torch.from_numpy(tokens), output_hidden_states=True).hidden_states
-    _, features = run_target(build_target(checkpoint), tokens, taps)
-    theirs = np.concatenate([states[i + 1].numpy() for i in taps], axis=-1)
-    assert relative_error(features, theirs) <= TOLERANCE
-    _, reversed_features = run_target(build_target(checkpoint), tokens, taps[::-1])
-    theirs = np.concatenate([states[i + 1].numpy() for i in taps[::-1]], axis=-1)
-    assert relative_error(reversed_features, theirs) <= TOLERANCE
-
-
-def test_eagle1_feature_is_the_normed_last_state(tmp_path: Path) -> None:
-    model = make_model(*FAMILIES["qwen3"])
-    checkpoint = open_target(str(save(model, tmp_path / "model")), dtype="float32")
-    tokens = random_tokens(checkpoint.config.vocab_size, (1, 20))
-    with torch.no_grad():
-        last = model(torch.from_numpy(tokens), output_hidden_states=True).hidden_states[-1]
-    _, features = run_target(build_target(checkpoint), tokens, ())
-    assert relative_error(features, last.numpy()) <= TOLERANCE
 
 
 def test_sliding_window_is_used(tmp_path: Path) -> None:

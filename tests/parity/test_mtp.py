@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction against PyTorch: their states, and what an engine accepts."""
+"""Multi-token prediction modules against PyTorch: states, and the tokens that engines accept."""
 
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
 
 @pytest.mark.parametrize("family", ["qwen2", "llama31", "qwen3_bias"])
 def test_states_and_logits(family: str, tmp_path: Path) -> None:
-    """All states of a text, each module over those of the one before; ``qwen2`` is MiMo."""
+    """All states of a text, with each module over the previous one's; ``qwen2`` is MiMo."""
     model = make_model(*FAMILIES[family])
     path = save(model, tmp_path / "model")
     modules = Modules(model, module_tensors(model, COUNT, seed=1))
@@ -62,12 +62,12 @@ def test_states_and_logits(family: str, tmp_path: Path) -> None:
         assert relative_error(logits, modules.logits(theirs)) <= (1 + k) * TOLERANCE
 
 
-# so few tokens that a random module is often right
+# a vocabulary so small that a random module is often right
 VOCAB = 3
 
 
 def simulated(modules: Modules, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
-    """Completion of ``count`` tokens and the histogram of correct drafts, all dense."""
+    """Return a completion of ``count`` tokens and the histogram of correct drafts, all dense."""
     histogram = [0] * (COUNT + 1)
     best = run_model(modules.model, np.array([prompt]))[0][0].argmax(-1).tolist()
     output = [best[-1]]
@@ -87,7 +87,7 @@ def simulated(modules: Modules, prompt: list[int], count: int) -> tuple[list[int
 
 @pytest.mark.slow
 def test_rounds(tmp_path: Path) -> None:
-    """Completions and acceptance histograms of a batch equal those simulated in PyTorch."""
+    """Completions and acceptance histograms of a batch equal the PyTorch simulation."""
     changes = {"num_hidden_layers": 4, "vocab_size": VOCAB, **rope(1e4)}
     model = make_model("Qwen2Config", changes, seed=14)
     path = save(model, tmp_path / "model")

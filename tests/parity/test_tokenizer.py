@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - look-alike characters are the point
-"""Tokenizer and chat template of the embedded model against transformers' load of the same file."""
+"""Tokenizer and chat template of the embedded model compared with transformers, same file."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from specjax.checkpoints import open_target  # noqa: E402
 from specjax.text.tokenizer import Tokenizer  # noqa: E402
 
-from .smollm2 import find_smollm2  # noqa: E402
+from .torch_side import find_smollm2  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -84,7 +84,7 @@ CONVERSATIONS = (
     ],
 )
 
-# Any character that UTF-8 can carry, with those dense where tokenizers differ.
+# All characters that UTF-8 can encode, with more of those that tokenizers treat differently.
 pieces = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     st.text(" \t\n\r\u00a0\u3000", min_size=1, max_size=6),
@@ -135,7 +135,7 @@ def test_random_text(
 def test_random_ids_decode(
     ids: list[int], ours: Tokenizer, theirs: "transformers.PreTrainedTokenizerBase"
 ) -> None:
-    """Any ids, incomplete characters included."""
+    """Any ids decode equally, also those of incomplete characters."""
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
             ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False

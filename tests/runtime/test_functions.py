@@ -1,4 +1,4 @@
-"""What is compiled, and in which order."""
+"""The compiled functions and their order."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ..runners import chains, make_runner
 
 
 def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
-    """Functions compiled at once would all look for the fastest products of the same rows."""
+    """Functions compiled at the same time would each autotune the same products."""
     monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made = make_runner(EAGLE3, 4)
     config = replace(made.config, shapes=chains(0, 1, 3), batch_buckets=(1, 2, 4))
@@ -27,14 +27,14 @@ def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
     assert [name for name, *_ in first] == ["greedy_round"] * len(first)
     rows = [tier.nodes * batch for _, tier, batch in first]
     assert sorted(rows) == [1, 2, 4, 8, 16]
-    assert ("greedy_round", DraftShape.chain(3), 1) in first  # of those with four rows the deepest
+    assert ("greedy_round", DraftShape.chain(3), 1) in first  # the deepest tier with four rows
     rounds = list(itertools.product(("greedy_round", "round"), config.shapes, (1, 2, 4)))
     assert sorted(key for key in keys if key[0].endswith("round")) == sorted(rounds)
     assert len(keys) == len(set(keys)) == len(rounds) + 3
 
 
 def test_rounds_of_greedy_batches_know_nothing_of_acceptance(monkeypatch) -> None:
-    """The same is traced; of the others it is not."""
+    """Greedy rounds trace to the same functions; other rounds do not."""
     monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made, traced = make_runner(EAGLE3, 4), {}
     for acceptance in (COUPLED, Acceptance(True), Acceptance(threshold_acc=0.5)):

@@ -1,4 +1,4 @@
-"""Networks of Pallas kernels, interpreted, against the same networks of XLA's own functions."""
+"""Networks with interpreted Pallas kernels against the same networks with XLA's functions."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, hea
     [("float32", 1e-6, 40), ("bfloat16", 2e-2, 1), ("bfloat16", 2e-2, 40), ("bfloat16", 2e-2, 70)],
 )
 def test_fused_layers_compute_the_same(dtype, limit, rows) -> None:
-    """Row counts on both sides of where products come as partial sums."""
+    """Row counts below and above the limit for products as partial sums."""
     config = replace(WIDE, dtype=dtype)
     build = {
         implementation: partial(CausalLM, config, implementation=implementation)
@@ -33,7 +33,7 @@ def test_fused_layers_compute_the_same(dtype, limit, rows) -> None:
     positions = jnp.arange(rows, dtype=jnp.int32)[None]
 
     def logits(implementation: str) -> tuple[str, np.ndarray]:
-        """The jaxpr, and what it computes."""
+        """The jaxpr and its result."""
 
         @jax.jit
         def run(weights: Weights, tokens: jax.Array) -> jax.Array:

@@ -1,6 +1,5 @@
-"""Draws given the drafts of a row: distributions over many seeds, and what they leave alone."""
+"""Draws given the drafts of a row: distributions over many seeds, and rows left unchanged."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -24,7 +23,6 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 from specjax.types import VerifyInput
 
-from ..kernels.lowering import lower_for_cuda
 from ..speculative.tables import equal_rows, sampling_rows
 
 pytestmark = pytest.mark.slow
@@ -34,14 +32,14 @@ RNG = np.random.default_rng(7)
 TARGET, DRAFT = (1.3 * RNG.normal(size=(rows, V)).astype(np.float32) for rows in (6, 2))
 REJECTION = Acceptance(uses_rejection=True)
 PARAMS = SamplingParams(temperature=0.9, top_k=5)
-IDS = np.asarray([5, 0, 3, 2], np.int32)  # of a draft that lacks two tokens
-# rows 1, 3 and 4 are children of the root, row 2 of row 1; row 5 is padding
+IDS = np.asarray([5, 0, 3, 2], np.int32)  # columns of a draft that lacks two tokens
+# rows 1, 3 and 4 are children of the root, row 2 is a child of row 1; row 5 is padding
 PARENTS = np.asarray([-1, 0, 1, 0, 0, 0], np.int32)
-CHILDREN = {0: [4, 1, 3], 1: [2]}  # tokens, by row
+CHILDREN = {0: [4, 1, 3], 1: [2]}  # tokens by parent row
 
 
 def many(leaf) -> jax.Array:
-    """The same for every seed."""
+    """Repeat a leaf for every seed."""
     return jnp.broadcast_to(jnp.asarray(leaf), (MANY, *np.shape(leaf)))
 
 
@@ -62,7 +60,7 @@ def assert_follows(tokens, probs: np.ndarray) -> None:
 
 
 def drafted_chain(table, logits, ids=None, seq_len: int = 7) -> VerifyInput:
-    """Chains of two drafts that are drawn from fixed logits ``[2, W]``."""
+    """Chains of two drafts, drawn from fixed logits ``[2, W]``."""
     config, rows = SamplingConfig(acceptance=REJECTION), many(logits)
     positions = many(np.asarray([1, 2], np.int32) + seq_len)
     columns = jit_drafts(rows, ids, positions, table, config=config, topk=1)[1][..., 0]
@@ -104,7 +102,7 @@ def drawn(logits, tree: VerifyInput, table, acceptance: Acceptance) -> jax.Array
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "smaller"])
 def test_rejection_keeps_the_distribution(ids):
-    """Of each row and of both together; as many drafts are accepted as the distributions share."""
+    """Of each row and of both jointly; the acceptance rate is the overlap of the distributions."""
     table, logits = equal_rows(MANY, PARAMS, V), DRAFT if ids is None else DRAFT[:, :4]
     tree = drafted_chain(table, logits, ids)
     tokens = drawn(many(TARGET[:3]), tree, table, REJECTION)
@@ -129,13 +127,13 @@ def test_rejection_keeps_the_distribution(ids):
 
 
 def num_accepted(tree: VerifyInput, tokens: jax.Array) -> np.ndarray:
-    """Drafts of a chain that the tokens agree with, up to the first that they do not."""
+    """Number of leading drafts of a chain that agree with the tokens."""
     agrees = np.asarray(tree.draft_tokens)[:, 1:] == np.asarray(tokens)[:, :-1]
     return np.cumprod(agrees, axis=1).sum(1)
 
 
 def by_thresholds(p: np.ndarray, children: list[int], single: float, acc: float) -> np.ndarray:
-    """The distribution at a row: each child has the coins that none before it took."""
+    """The distribution at a row: each child gets the coins that earlier children left."""
     found, taken, summed = np.zeros_like(p), 0.0, 0.0
     for child in children:
         summed += p[child]
@@ -151,7 +149,7 @@ def by_thresholds(p: np.ndarray, children: list[int], single: float, acc: float)
     [(1.0, 1.0), (1.0, 0.7), (0.25, 1.0), (0.3, 0.8), (0.1, 0.9), (0.0, 1.0), (1.0, 0.0)],
 )
 def test_thresholds_mix_as_they_say(single, acc):
-    """With both at 1 that is the target's distribution; a leaf draws from it always."""
+    """With both at 1 this is the target's distribution; a leaf always draws from it."""
     how = Acceptance(threshold_single=single, threshold_acc=acc)
     table, tree = equal_rows(MANY, PARAMS, V), fixed_tree()
     p = [softmax(row, PARAMS) for row in TARGET]
@@ -163,7 +161,7 @@ def test_thresholds_mix_as_they_say(single, acc):
         if how.is_coupled:
             np.testing.assert_allclose(expected, p[row])
     assert_follows(tokens[:, 2], p[2])
-    if acc == 0.7:  # and with logits, where rows without children keep the plain draw
+    if acc == 0.7:  # also with logits, where rows without children keep the plain draw
         whole = drawn(many(TARGET), tree, table, how)
         np.testing.assert_array_equal(whole[:, :2], tokens[:, :2])
         plain = drawn(many(TARGET), tree, table, COUPLED)
@@ -171,12 +169,12 @@ def test_thresholds_mix_as_they_say(single, acc):
 
 
 def test_thresholds_of_0_accept_drafts():
-    """That of a single draft every one; the other one those that the target may draw."""
+    """A single threshold of 0 accepts every draft; the other one, drafts of probability above 0."""
     batch = 50
     table = equal_rows(batch, PARAMS, V)
     tree = jax.tree.map(lambda leaf: leaf[:batch], fixed_tree())
     probs = np.tile(np.asarray([0.4, 0.3, 0.2, 0.1, 0, 0], np.float32), (batch, 6, 1))
-    with jax.debug_nans(True):  # nothing divides 0 by 0; inside jit that would pass unseen
+    with jax.debug_nans(True):  # nothing divides 0 by 0, which would go unnoticed inside jit
         single, acc = (
             np.asarray(threshold_tokens(jnp.asarray(probs), tree, table.seeds, how))
             for how in (Acceptance(threshold_single=0.0), Acceptance(threshold_acc=0.0))
@@ -191,7 +189,7 @@ def test_thresholds_of_0_accept_drafts():
 
 @pytest.mark.parametrize("broken", ["nan", "one nan", "inf", "zeros"])
 def test_a_row_of_broken_probabilities_counts_as_no_draft(broken):
-    """Its token is drawn from the target's distribution, by both implementations."""
+    """Its token is drawn from the target's distribution, in both implementations."""
     table = equal_rows(MANY, PARAMS, V)
     tree = drafted_chain(table, DRAFT)
     value = {"nan": jnp.nan, "one nan": jnp.nan, "inf": jnp.inf, "zeros": 0.0}[broken]
@@ -208,7 +206,7 @@ def test_a_row_of_broken_probabilities_counts_as_no_draft(broken):
 
 
 def test_streams_are_independent():
-    """Coins, drafts, residual draws and the target's own draws of one seed and position."""
+    """Coins, drafts, residual draws and the target's draws of one seed and position."""
     params = SamplingParams(temperature=1.0)
     table, flat = equal_rows(MANY, params, V), np.zeros((2, V), np.float32)
     tree = replace(drafted_chain(table, flat), num_proposed=many(np.int32(0)))
@@ -263,7 +261,7 @@ def test_a_draft_from_the_targets_distribution_is_accepted():
     tree = drafted_chain(table, TARGET[:2])
     tokens = drawn(many(TARGET[:3]), tree, table, REJECTION)
     assert (num_accepted(tree, tokens) == 2).mean() > 0.9999
-    # rounding may reject one and leave no residual
+    # rounding may reject a draft and leave no residual
     p = np.stack([softmax(row, PARAMS) for row in TARGET[:3]])
     tokens = jit_rejection(many((p / 2).astype(np.float32)), tree, table.seeds)
     for row in range(2):
@@ -288,19 +286,3 @@ def test_rejection_needs_probabilities():
     tree = chain_input(jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="draft_probs=None"):
         rejection_tokens(jnp.ones((1, 2, V)), tree, jnp.zeros((1, 2), jnp.uint32))
-
-
-@pytest.mark.parametrize("acceptance", [REJECTION, Acceptance(threshold_acc=0.5)], ids=str)
-def test_nothing_on_a_gpu_waits_for_the_host(acceptance):
-    """A conditional or a loop of XLA's is a read-back in the middle of a round."""
-    config = SamplingConfig(implementation="pallas", acceptance=acceptance)
-
-    def tokens(logits, probs, table):
-        tree = chain_input(jnp.ones((3, 2), jnp.int32), jnp.array([4, 0, 9], jnp.int32))
-        tree = replace(tree, draft_probs=probs)
-        history, slots = jnp.zeros((4, 16), jnp.int32), jnp.arange(3, dtype=jnp.int32)
-        return target_tokens(logits, tree, LogitInputs(table, history, slots), config)[0]
-
-    logits, probs = jnp.zeros((3, 2, 64)), jnp.zeros((3, 1, 64))
-    text = lower_for_cuda(tokens, logits, probs, equal_rows(3, PARAMS, 64))
-    assert not re.search(r"stablehlo\.(case|if|while|sort)|chlo\.top_k", text)

@@ -1,6 +1,7 @@
-"""Drafts that are drawn with the target's own noise."""
+"""Drafts drawn with the target's noise."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from specjax.kernels.draw_tokens import position_noise
 
+from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.draw import SamplingConfig, draft_tokens, target_tokens
 from specjax.sampling.logit_processor import LogitInputs
 from specjax.sampling.params import SamplingParams
@@ -47,7 +49,7 @@ def test_a_perfect_draft_draws_what_the_target_draws():
 
 @pytest.mark.parametrize("topk", [1, 4])
 def test_columns_follow_noise_and_filters(topk):
-    """Of a smaller vocabulary, a column takes the noise of its token."""
+    """Columns of a smaller vocabulary use the noise of their tokens."""
     logits = LOGITS[..., :40]
     config = SamplingConfig()
     probs, drafts = jit_drafts(logits, IDS, POSITIONS, table(), config=config, topk=topk)
@@ -81,11 +83,8 @@ def test_a_greedy_batch_needs_no_noise(topk):
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_nothing_on_a_gpu_waits_for_the_host(topk):
-    """A conditional or a loop of XLA's is a read-back in the middle of a round.
-
-    The K best are a composite, of which a sort is what a backend without it would run.
-    """
+def test_drafts_on_a_gpu_do_not_wait_for_the_host(topk):
+    """The K best are one composite; a backend without it would run a sort."""
     config = SamplingConfig(implementation="pallas")
     text = lower_for_cuda(
         lambda *arguments: draft_tokens(*arguments, config, topk),
@@ -99,8 +98,33 @@ def test_nothing_on_a_gpu_waits_for_the_host(topk):
     assert text.count("stablehlo.sort") == (topk > 1)
 
 
-def test_nan_is_no_proposal():
-    """A score of 0 says so; columns are in range."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"processed": True},
+        {"acceptance": Acceptance(uses_rejection=True)},
+        {"acceptance": Acceptance(threshold_acc=0.5)},
+    ],
+    ids=str,
+)
+def test_draws_on_a_gpu_do_not_wait_for_the_host(options):
+    """An XLA conditional or loop makes the host read back a value within the round."""
+    config = SamplingConfig(max_top_logprobs=4, implementation="pallas", **options)
+
+    def tokens(logits, probs, sampling):
+        tree = chain_input(jnp.ones((4, 2), jnp.int32), POSITIONS[:, 0])
+        tree = replace(tree, draft_probs=probs)
+        slots, history = jnp.arange(4, dtype=jnp.int32), jnp.zeros((4, 16), jnp.int32)
+        return target_tokens(logits, tree, LogitInputs(sampling, history, slots), config)
+
+    text = lower_for_cuda(tokens, LOGITS, LOGITS[:, :1], table())
+    assert text.count("specjax_") >= 3
+    assert not re.search(r"stablehlo\.(case|if|while|sort)|chlo\.top_k", text)
+
+
+def test_nan_is_not_proposed():
+    """Its score is 0; columns are in range."""
     broken = jnp.full((4, 2, VOCAB), jnp.nan)
     probs, drafts = jit_drafts(broken, None, POSITIONS, table(), config=SamplingConfig(), topk=3)
     assert not np.asarray(probs).any()

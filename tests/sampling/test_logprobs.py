@@ -1,4 +1,4 @@
-"""Log-probabilities that sampling reports: of the raw logits, or of what is drawn from."""
+"""Reported log-probabilities: of the raw logits, or of the sampling distribution."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,24 +11,6 @@ from specjax.sampling.params import SamplingParams
 from specjax.speculative.tree import chain_input
 
 from ..speculative.tables import sampling_rows
-
-
-def test_they_are_those_of_the_raw_logits():
-    """Penalties, bias, temperature and filters choose the token, but do not change its value."""
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(2, 2, 19)), jnp.float32)
-    params = SamplingParams(temperature=0.3, top_k=4, logit_bias={7: 30.0}, repetition_penalty=1.5)
-    tree = chain_input(jnp.ones((2, 2), jnp.int32), jnp.array([3, 5], jnp.int32))
-    table = sampling_rows([params, params], 19, top_logprobs=2)
-    history, slots = jnp.ones((4, 9), jnp.int32), jnp.array([2, 3], jnp.int32)
-    config = SamplingConfig(max_top_logprobs=3)
-    tokens, logprobs = target_tokens(logits, tree, LogitInputs(table, history, slots), config)
-    assert np.all(np.asarray(tokens) == 7)
-    truth = log_softmax(np.asarray(logits, np.float64), axis=-1)
-    np.testing.assert_allclose(logprobs.chosen, truth[:, :, 7], atol=1e-5)
-    np.testing.assert_array_equal(
-        logprobs.top_ids, np.argsort(-truth, axis=-1)[:, :, :3] * [1, 1, 0]
-    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])

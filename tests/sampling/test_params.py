@@ -1,4 +1,4 @@
-"""Sampling parameters: defaults, forms, refusals."""
+"""Sampling parameters: defaults, accepted types, rejected values."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ def test_defaults_are_those_of_sglang() -> None:
         "skip_special_tokens": True,
         "ignore_eos": False,
         "sampling_seed": None,
-        "speculative": True,  # no parameter there
+        "speculative": True,  # not a parameter of SGLang
     }
 
 
@@ -43,7 +43,7 @@ def test_of_takes_an_instance_a_mapping_or_nothing() -> None:
     assert SamplingParams.of(None) == SamplingParams.of({}) == SamplingParams()
 
 
-def test_of_names_what_is_unknown_and_what_is_supported() -> None:
+def test_of_names_unknown_and_supported_parameters() -> None:
     with pytest.raises(ValueError, match=r"\['beams', 'top_a'\] are not supported.*'temperature'"):
         SamplingParams.of({"top_a": 2, "beams": 0.1, "top_k": 3})
     for wrong in ("greedy", 3, ["top_k"]):
@@ -59,7 +59,7 @@ def test_of_names_what_is_unknown_and_what_is_supported() -> None:
         ("ebnf", None, "constrained decoding"),
         ("structural_tag", "x", "constrained decoding"),
         ("stop_regex", "a+", "patterns"),
-        ("spaces_between_special_tokens", True, "as the tokenizer does"),
+        ("spaces_between_special_tokens", True, "the tokenizer decides"),
         ("custom_params", {}, "logit processors"),
         ("stream_interval", 4, "as soon as"),
     ],
@@ -75,7 +75,7 @@ def test_parameters_of_sglang_are_refused_with_the_reason(name, value, reason) -
     [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")],
 )
 def test_names_of_other_engines_lead_to_ours(theirs, ours) -> None:
-    with pytest.raises(ValueError, match=f"'{theirs}' is called '{ours}'"):
+    with pytest.raises(ValueError, match=f"'{theirs}' is not supported; use '{ours}'"):
         SamplingParams.of({theirs: 1})
 
 
@@ -117,11 +117,11 @@ def test_a_bias_is_refused_with_its_token(value) -> None:
 
 def test_stop_strings_are_limited() -> None:
     assert len(SamplingParams(stop=["a" * 256] * 128).stop_strings) == 128
-    with pytest.raises(ValueError, match="stop has 20000 strings; 128 are supported"):
+    with pytest.raises(ValueError, match="stop has 20000 strings; at most 128 are supported"):
         SamplingParams(stop=["a"] * 20_000)
 
 
-def test_what_the_caller_gave_is_copied() -> None:
+def test_arguments_are_copied() -> None:
     stop, ids, bias = ["a"], [3], {3: 1.0}
     params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
     stop.append("b")

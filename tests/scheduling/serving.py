@@ -1,14 +1,13 @@
 """A scheduler over the tiny runner, watched from outside while it works."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from specjax.adaptive import AdaptiveController
-from specjax.kv.pages import PageAllocator
-from specjax.kv.prefix_cache import PrefixCache
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
@@ -24,7 +23,7 @@ STEPS = 4
 
 
 class Letters:
-    """A decoder of one letter a token."""
+    """A decoder of one letter per token."""
 
     def push(self, ids: list[int]) -> str:
         return "".join(chr(0x100 + i) for i in ids)
@@ -43,6 +42,7 @@ class WatchedRunner:
 
     def __init__(self, runner: ModelRunner, rows: Callable[[], list[Any]]) -> None:
         self._runner = runner
+        self.config = runner.config
         self._rows = rows
         self.calls: list[str] = []
         self.largest_batch = 0
@@ -75,13 +75,13 @@ class WatchedRunner:
         return self._runner.round(slots, tier)
 
     def lengths(self) -> np.ndarray:
-        """KV lengths by slot as the device has them, behind all that was dispatched."""
+        """KV lengths by slot on the device after all dispatches so far."""
         return np.asarray(self._runner.on_device.future.seq_lens)
 
     def check_pages(self, slot: int, start: int, end: int, *, is_prefill: bool = False) -> None:
-        """Positions ``[start, end)`` of a slot are in pages that no other slot has.
+        """Check that positions ``[start, end)`` of a slot are in pages that no other slot has.
 
-        A prompt that comes behind it in the same call may read what a prefill writes.
+        Later prompts of the same call may read the pages that a prefill writes.
         """
         size, table = self._runner.config.page_size, self._runner.tables.page_table
         written = table[slot, start // size : -(-end // size)]
@@ -95,12 +95,12 @@ class WatchedRunner:
 
 
 class Forced:
-    """A policy that takes tiers as they come, and remembers what it hears."""
+    """A policy that takes given tiers in order and records what is reported to it."""
 
     def __init__(self, runner: ModelRunner, tiers: Iterator[DraftShape]) -> None:
         self.tiers, self._next = runner.config.shapes, tiers
         self.tier = self.tiers[0]
-        self.heard: list[tuple[list[int], int, int]] = []  # counts, steps, batch
+        self.reported: list[tuple[list[int], int, int]] = []  # counts, steps, batch
 
     def tier_for_batch(self, batch_size: int) -> DraftShape:
         assert batch_size == 4  # the padded batch
@@ -110,7 +110,7 @@ class Forced:
     def on_verify_complete(
         self, counts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
-        self.heard.append((list(counts), tier.steps, batch_size))
+        self.reported.append((list(counts), tier.steps, batch_size))
         return False
 
     def describe(self) -> dict[str, Any]:
@@ -118,12 +118,12 @@ class Forced:
 
 
 def forced(runner: ModelRunner, tiers: Iterable[DraftShape]) -> AdaptiveController:
-    """A controller that goes round these tiers."""
+    """A controller that cycles through these tiers."""
     return AdaptiveController(None, Forced(runner, cycle(tiers)))
 
 
 class Serving:
-    """A scheduler over the tiny runner, with as many pages as asked for."""
+    """A scheduler over the tiny runner, with the given number of pages."""
 
     def __init__(
         self,
@@ -138,22 +138,20 @@ class Serving:
     ) -> None:
         self.runner = copied_runner(num_steps, rounds) if runner is None else runner
         config = self.runner.config
-        # a test that failed before may have left its slots
+        # an earlier failed test may have left its slots in use
         self.runner.tables = HostTables(
             config.num_slots, config.pages_per_request, TARGET.vocab_size
         )
-        self.allocator = PageAllocator(num_pages or config.num_pages, config.page_size)
-        self.cache = None
-        if is_cached:
-            self.cache = PrefixCache(self.allocator, lookahead=config.algorithm.lookahead)
         self.watched = WatchedRunner(self.runner, lambda: self.rows)
+        self.watched.config = replace(config, num_pages=num_pages or config.num_pages)
         self.scheduler = Scheduler(
             self.watched,  # type: ignore[arg-type]
-            self.allocator,
             run_ahead=run_ahead,
-            prefix_cache=self.cache,
+            caches_prefixes=is_cached,
             **options,
         )
+        self.allocator = self.scheduler._allocator
+        self.cache = self.scheduler._budget.cache if is_cached else None
 
     @property
     def rows(self) -> list[Any]:
@@ -183,7 +181,7 @@ class Serving:
             self.scheduler.add(request)
 
     def step(self) -> None:
-        """A step, behind which every page is accounted for."""
+        """Run a step, then check that each page has one owner."""
         self.scheduler.step()
         self.check_pages()
 
@@ -193,7 +191,7 @@ class Serving:
         self.check_clean()
 
     def check_pages(self) -> None:
-        """Every page is free, cached, or one row's own; the page tables say what rows have."""
+        """Each page is free, cached, or owned by one row; page tables match the rows' pages."""
         cached = set() if self.cache is None else self.cache._held
         free = set(self.allocator._free)
         own = [page for row in self.rows for page in row.pages[row.num_shared :]]
@@ -207,7 +205,7 @@ class Serving:
         np.testing.assert_array_equal(self.runner.tables.page_table, table)
 
     def check_clean(self) -> None:
-        """Every page is free or cached, no lock is left, and the tables on the host are empty."""
+        """All pages are free or cached, no lock is left, and the host's tables are empty."""
         assert not self.rows
         self.check_pages()
         num_cached = 0

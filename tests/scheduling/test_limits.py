@@ -1,4 +1,4 @@
-"""Timeouts, a full queue, faults, and work that nobody needs."""
+"""Timeouts, a full queue, faults, and unnecessary work."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -52,7 +52,7 @@ def test_a_timeout_ends_running_and_waiting_requests(run_ahead) -> None:
     for request in late:
         assert request.finish_reason == {
             "type": "abort",
-            "message": "the timeout of 5.0 s has passed",
+            "message": "the request timed out after 5.0 s",
         }
         assert request.ended_time == 105.0
     assert requests[4].output_ids == []
@@ -83,9 +83,9 @@ def test_a_full_queue_refuses_and_says_why(limit) -> None:
 
 def test_a_call_is_taken_whole_or_not_at_all() -> None:
     serving = Serving(max_waiting_requests=1)
-    serving.add(PROMPTS[:3], GREEDY)  # a free slot and a place to wait are left
+    serving.add(PROMPTS[:3], GREEDY)  # leaves one free slot and one waiting position
     three = [make_request(prompt, GREEDY, width=STEPS) for prompt in PROMPTS[3:]]
-    with pytest.raises(QueueFullError, match="3 more came"):
+    with pytest.raises(QueueFullError, match="3 more were sent"):
         serving.scheduler.add(*three)
     assert serving.num_waiting == 3
     serving.scheduler.add(*three[:2])
@@ -115,7 +115,7 @@ def test_a_fault_ends_all_requests_and_leaves_nothing(call, is_cached, monkeypat
     assert [r.finish_reason for r in requests].count(reason) > 2
     serving.check_clean()
     assert serving.allocator.num_free == serving.allocator.num_pages - 1
-    # and the scheduler serves on
+    # and the scheduler continues to serve
     again = serving.add(PROMPTS[:2], GREEDY)
     serving.finish()
     assert [r.output_ids for r in again] == [
@@ -126,7 +126,7 @@ def test_a_fault_ends_all_requests_and_leaves_nothing(call, is_cached, monkeypat
 @pytest.mark.parametrize(("num_steps", "rounds"), [(0, 1), (2, 4)])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_no_round_in_vain(num_steps, rounds, run_ahead) -> None:
-    """Plain rounds bring one token each, so their number is known beforehand."""
+    """Plain rounds give one token each, so their number is known in advance."""
     serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
     serving.add([PROMPTS[0]], replace(GREEDY, max_new_tokens=8))
     serving.finish()
@@ -165,7 +165,7 @@ def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
 
 @pytest.mark.parametrize(("retry_steps", "decay"), [(4, 0.5), (1, 0.9)])
 def test_a_blocked_queue_is_tried_again_and_again(monkeypatch, retry_steps, decay) -> None:
-    """What is held back for running requests shrinks while none of them ends."""
+    """The reserve for running requests shrinks while none of them ends."""
     monkeypatch.setattr(budget, "RESERVE_START", 1.0)
     monkeypatch.setattr(budget, "RESERVE_DECAY", decay)
     monkeypatch.setattr(scheduler_module, "RETRY_STEPS", retry_steps)

@@ -1,4 +1,4 @@
-"""Requests that start alike compute their start once, and write as if alone."""
+"""Requests with an equal start compute it once, and give the same text as alone."""
 
 from dataclasses import replace
 
@@ -64,14 +64,14 @@ def test_a_conversation_goes_on_behind_what_was_written(num_steps, run_ahead, pa
     for turn in range(4):
         request = one(serving, text, params, turn)
         assert request.output_ids == plain_output(tuple(text), params, turn)
-        # the newest token of the turn before has no KV
+        # the last token of the previous turn has no KV
         assert request.cached_tokens == (known - 1) // 4 * 4
         known = len(text) + len(request.output_ids)
         text = text + request.output_ids + START[turn : turn + 5]
 
 
 def test_a_stopped_request_leaves_only_what_it_keeps() -> None:
-    """The device ran on behind the stop; a later request finds the kept text and no more."""
+    """The device ran on after the stop; a later request finds only the kept text."""
     whole = plain_output(tuple(START), GREEDY, 0)
     serving = Serving(is_cached=True, run_ahead=1)
     stop = Letters().push(whole[5:6])
@@ -92,7 +92,7 @@ def test_a_stopped_request_leaves_only_what_it_keeps() -> None:
     ids=["charged", "greedy", "seeded"],
 )
 def test_requests_at_once_share_their_start(run_ahead, params) -> None:
-    """All but the last page of the start: its draft KV reads the token behind, which differs."""
+    """They share all but its last page, whose draft KV reads the next token, which differs."""
     serving = Serving(is_cached=True, run_ahead=run_ahead)
     prompts = [[*START, 50 + n, *START[:n]] for n in (3, 1, 8, 5)]
     requests = serving.add(prompts, params)
@@ -108,7 +108,7 @@ def test_requests_at_once_share_their_start(run_ahead, params) -> None:
 
 @pytest.mark.parametrize(("num_pages", "run_ahead"), [(1 + 30, 1), (0, 0), (0, 1)])
 def test_a_cached_page_is_never_written(num_pages, run_ahead, monkeypatch) -> None:
-    """Its content stays what it was when the page was cached, down to the last bit."""
+    """Its content stays bit-identical from when the page was cached."""
     serving = Serving(is_cached=True, run_ahead=run_ahead, num_pages=num_pages)
     assert serving.cache is not None
     free = serving.allocator.free
@@ -137,7 +137,7 @@ def test_a_cached_page_is_never_written(num_pages, run_ahead, monkeypatch) -> No
         assert seen.keys() <= held
         for page in held:
             content = b"".join(pool[:, 4 * page : 4 * page + 4].tobytes() for pool in pools)
-            # what a running request shares becomes final with the dispatches of its step
+            # pages that a running request shares become final with the dispatches of its step
             assert seen.setdefault(page, content) == content
     serving.check_clean()
     assert seen
@@ -149,7 +149,7 @@ def test_a_cached_page_is_never_written(num_pages, run_ahead, monkeypatch) -> No
 def test_an_aborted_prefill_leaves_its_chunks() -> None:
     serving = Serving(is_cached=True, run_ahead=1)
     (request,) = serving.add([START], GREEDY)
-    serving.step()  # 16 tokens a chunk
+    serving.step()  # 16 tokens per chunk
     serving.scheduler.abort(request)
     assert request.output_ids == []
     again = one(serving, START)
@@ -158,7 +158,7 @@ def test_an_aborted_prefill_leaves_its_chunks() -> None:
 
 
 def test_a_resumed_request_finds_its_own_pages() -> None:
-    """Retraction costs little where the cache still holds what was computed."""
+    """Preemption costs little if the cache still holds the pages."""
     params = replace(GREEDY, max_new_tokens=60)
     prompts = [START[:20], START[1:21]]
 

@@ -1,4 +1,4 @@
-"""Prompts that a source takes over: they hold a slot and pages, and cost no steps."""
+"""Prompts that a source takes over: they hold a slot and pages, but need no steps."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
 class Taking(PromptSource):
-    """Takes each request once, and gives up those in ``lost`` with the next step."""
+    """Takes each request once, and gives up those in ``lost`` in the next step."""
 
     deadline = None
 
@@ -53,7 +53,7 @@ def test_what_a_source_gives_up_is_computed_here() -> None:
     requests = serving.add(PROMPTS, GREEDY)
     while serving.scheduler.has_work:
         serving.step()
-    # four hold all slots and wait for the source alone; no dispatch, and nothing to wake up for
+    # four hold all slots and wait for the source: nothing to dispatch, no deadline to wake up for
     assert len(serving.rows) == len(source.taken) == 4
     assert not serving.watched.calls
     assert serving.scheduler.idle_seconds is None
@@ -88,5 +88,5 @@ def test_the_loop_sleeps_until_a_deadline_or_a_timeout() -> None:
     clock.now += 7.0
     assert serving.scheduler.has_work
     serving.step()
-    assert late.finish_reason == {"type": "abort", "message": "the timeout of 7.0 s has passed"}
+    assert late.finish_reason == {"type": "abort", "message": "the request timed out after 7.0 s"}
     serving.check_clean()

@@ -1,4 +1,4 @@
-"""Requests that lose their pages go on later as if nothing had happened."""
+"""Preempted requests resume with unchanged output."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ FEW = 1 + 25
 
 @pytest.mark.parametrize(
     ("num_steps", "rounds", "run_ahead", "is_cached", "params"),
-    [  # any two of the shape, the depth of the queue and the parameters meet once
+    [  # pairwise: shape, depth of the queue and parameters
         pytest.param(STEPS, 1, 0, False, SEEDED, id="chain-seeded"),
         pytest.param(STEPS, 1, 1, True, CHARGED, id="chain-charged"),
         pytest.param(STEPS, 1, 2, True, GREEDY, id="chain-greedy"),
@@ -68,7 +68,7 @@ def test_the_oldest_always_advances(run_ahead) -> None:
         unfinished = [r for r in requests if not r.is_finished]
         oldest = unfinished[0]
         before = len(oldest.output_ids)
-        # admitted, two chunks at most of its prefill, a round read late
+        # admission, at most two chunks of prefill, a round that is read late
         for _ in range(5):
             serving.step()
         assert oldest.is_finished or len(oldest.output_ids) > before
@@ -166,13 +166,13 @@ def test_a_flush_computes_everything_again(run_ahead, is_cached) -> None:
 
 
 def test_requests_that_leave_early_do_not_wait_for_the_whole_pool() -> None:
-    """Room for two whole requests, but all four start, since none of them gets far."""
+    """The pool holds two complete requests, but all four start, since they end early."""
     params = replace(SEEDED, max_new_tokens=80)
     prompts = [prompt[:4] for prompt in PROMPTS[:4]]
     written = [output[:20] for output in plain_outputs(prompts, params, range(4))]
     serving = Serving(num_pages=1 + 2 * 21)
     requests = [make_request(prompt, params, seed=i, width=4) for i, prompt in enumerate(prompts)]
-    # as late as a token ends each of them that it has not written before
+    # each ends at its latest token that it has not produced before
     expected = [output[: max(map(output.index, output)) + 1] for output in written]
     for request, output in zip(requests, expected, strict=True):
         request.end_token_ids = frozenset(output[-1:])

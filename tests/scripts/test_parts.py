@@ -1,4 +1,4 @@
-"""Parts of the benchmarks by hand: metrics, prompts, clients of a server, profiles."""
+"""Parts of the benchmarks: metrics, prompts, clients of a server, profiles."""
 
 import json
 import socketserver
@@ -45,7 +45,7 @@ def meta(tokens: int, verifies: int, plain: int = 0, correct: int = 7) -> dict[s
 
 
 def test_a_summary_has_the_mean_over_requests_and_the_pooled_length() -> None:
-    """A request without a verify does not dilute them."""
+    """A request without a verify does not change them."""
     metas = [meta(12, 4, correct=6), meta(5, 5, correct=0), meta(1, 0, correct=0)]
     answers = [acceptance.Answer("q", "a", 0, one, None) for one in metas]
     row = acceptance.summarize([*answers, acceptance.Answer("q", "a", 0, metas[2], "at token 0")])
@@ -57,7 +57,7 @@ def test_a_summary_has_the_mean_over_requests_and_the_pooled_length() -> None:
     assert acceptance.summarize(answers[2:])["accept_length"] == 0.0
 
 
-def test_a_comparison_counts_the_median_repeat_and_leaves_plain_rounds_out_of_the_length() -> None:
+def test_a_comparison_uses_the_median_repeat_and_excludes_plain_rounds_from_the_length() -> None:
     def run(seconds: float, *metas: dict[str, Any]) -> Any:
         outputs = [{"meta_info": one, "output_ids": [1]} for one in metas]
         return compare.PhaseRun(seconds, outputs)
@@ -76,7 +76,7 @@ def test_a_comparison_counts_the_median_repeat_and_leaves_plain_rounds_out_of_th
     assert row["equal_share"] == pytest.approx(2 / 3)
 
 
-def test_ratios_are_of_throughput() -> None:
+def test_throughput_ratios() -> None:
     speeds = {"plain": 50, "steps=3": 100, "steps=7": 40, "policy=cost": 120}
     rows: dict[str, Any] = {case: {"output_throughput": x} for case, x in speeds.items()}
     compare.add_ratios(rows, ["policy=cost"])
@@ -86,7 +86,7 @@ def test_ratios_are_of_throughput() -> None:
     assert "over_best" not in rows["steps=3"]
 
 
-def test_a_case_takes_what_it_names() -> None:
+def test_options_of_a_case() -> None:
     given = {"speculative_algorithm": "A", "speculative_num_steps": 4, "draft": "d", "dtype": "x"}
     assert compare.options_of("plain", given) == {"dtype": "x", "speculative_algorithm": None}
     own = {"dtype": "x", "speculative_algorithm": "B", "speculative_eagle_topk": 2}
@@ -104,7 +104,7 @@ def test_metrics_of_a_load() -> None:
         serving.Trace(None, [(1.0, 1), (1.4, 4), (1.5, 1)], meta(6, 2), 1.5),
         serving.Trace(None, [(3.0, 2)], meta(2, 1), 4.0),
         serving.Trace(None, [(8.0, 2)], {}, 9.0, "gone"),
-        # its client left; its first gap is from before all decoded
+        # its client left; its first gap began before all requests decoded
         serving.Trace(2.0, [(0.5, 1), (1.5, 1), (2.1, 1)], {}, 2.1),
     ]
     row = serving.metrics(traces)
@@ -122,7 +122,7 @@ def test_metrics_of_a_load() -> None:
 # loads and prompts
 
 
-def test_a_mix_is_as_stated() -> None:
+def test_clients_of_a_mix() -> None:
     clients = [one for (one,) in serving.clients_of("mix requests=200 rate=4")]
     lengths = [len(one.prompt) for one in clients]
     assert lengths.count(4096) == 10
@@ -148,7 +148,7 @@ def test_every_steady_client_sends_every_prompt() -> None:
     assert prompts == [[first[(i + k) % 3] for k in range(4)] for i in range(3)]
 
 
-def test_a_category_goes_on_with_its_next_prompts(
+def test_a_repeated_category_continues_with_its_next_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "p.jsonl"
@@ -170,7 +170,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         {"question_id": "q", "category": "c", "turns": [text, "later"]},
     ]
     path.write_text("\n\n".join(json.dumps(one, ensure_ascii=False) for one in lines), "utf-8")
-    assert common.read_lines(path) == lines  # separators inside a text end no line
+    assert common.read_lines(path) == lines  # separators inside a text do not end a line
     (prompts,) = common.phases_of(str(path), TOKENIZER, 4).values()
     texts = [TOKENIZER.decode(ids) for ids in prompts]
     assert texts[:2] == ["ab", "<user>cd<assistant>"]
@@ -189,7 +189,7 @@ GOOD = '{"question_id": 1, "category": "c", "turns": ["t"]}'
         ('{"category": "c", "turns": ["t"]}', r"line 3: it lacks question_id"),
         ('{"question_id": 1, "category": "c", "turns": []}', r"line 3: .* at least one string"),
         ('{"question_id": 1, "category": "c", "turns": [1]}', r"line 3: .* at least one string"),
-        (None, "holds no prompts"),
+        (None, "contains no prompts"),
     ],
 )
 def test_a_bad_line_is_named(text: str | None, message: str, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_bad_line_is_named(text: str | None, message: str, tmp_path: Path) -> 
         common.read_lines(path, common.SPEC_BENCH)
 
 
-def test_own_prompts_cover_the_categories() -> None:
+def test_shipped_prompts_cover_the_categories() -> None:
     prompts = common.read_lines(common.PROMPTS, common.SPEC_BENCH)
     assert len({prompt["category"] for prompt in prompts}) == 8
     assert len({prompt["question_id"] for prompt in prompts}) == len(prompts) >= 36
@@ -209,7 +209,7 @@ def test_own_prompts_cover_the_categories() -> None:
 
 def test_later_turns_follow_the_earlier_answers() -> None:
     class Echo:
-        """Answers with the length of the conversation and its last message."""
+        """Answer with the length of the conversation and its last message."""
 
         tokenizer = None
 
@@ -271,7 +271,7 @@ ANSWERS: dict[str, list[bytes] | None] = {
 
 @contextmanager
 def serving_answers(answer: Callable[[str], list[bytes] | None]) -> Iterator[tuple[str, int]]:
-    """Address of a server that sends these pieces, and closes the connection for ``None``."""
+    """Run a server that sends these pieces, and closes the connection for ``None``."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -282,7 +282,7 @@ def serving_answers(answer: Callable[[str], list[bytes] | None]) -> Iterator[tup
                 pieces = answer(name)
                 if pieces is None:
                     return
-                with suppress(OSError):  # of a client that left
+                with suppress(OSError):  # the client left
                     for piece in pieces:
                         self.wfile.write(piece)
                         time.sleep(0.001)
@@ -298,7 +298,7 @@ def serving_answers(answer: Callable[[str], list[bytes] | None]) -> Iterator[tup
 
 
 def test_answers_are_counted_and_failures_are_named() -> None:
-    """A client goes on after a failure, over a new connection."""
+    """After a failure, a client continues over a new connection."""
     with serving_answers(ANSWERS.__getitem__) as address:
         streams = ("native", "text", "failed", "aborted", "cut", "gone")
         client = [serving.Request((name, None, name in streams)) for name in ANSWERS]
@@ -311,13 +311,13 @@ def test_answers_are_counted_and_failures_are_named() -> None:
         assert "busy" in found["refused"].error
         assert "abort" in found["aborted"].error
         assert all(one.chunks[0][0] < 5 for one in traces[:4])
-        # leaves when it is time
+        # the client leaves at its ``until``
         endless = serving.Request(("native", None, True), until=0.0)
         (left,) = serving.run_http(address, {}, [[endless]], time.monotonic())
         assert (left.error, len(left.chunks)) == (None, 1)
 
 
-def test_nobody_listens() -> None:
+def test_no_server() -> None:
     with serving_answers(ANSWERS.__getitem__) as address:
         pass
     with pytest.raises(OSError, match=r"refused|Connect"):
@@ -328,17 +328,17 @@ def test_nobody_listens() -> None:
 
 
 def test_dispatches_cover_prefill_and_the_timed_rounds() -> None:
-    # two chunks and one, settling, timed ones, one more in flight
+    # two chunks and one, then settling rounds, timed rounds and one more in flight
     assert rounds.dispatches_needed([600, 512], 20) == 3 + rounds.SETTLING_ROUNDS + 20 + 1
 
 
-def test_launches_are_those_of_one_round() -> None:
+def test_launches_per_round() -> None:
     def line(name: str, *names_and_ns: tuple[str, float]) -> SimpleNamespace:
         events = [SimpleNamespace(name=name, duration_ns=ns) for name, ns in names_and_ns]
         return SimpleNamespace(name=name, events=events)
 
     stream = [("gemm", 30e3)] * 6 + [("norm", 4e3)] * 2 + [("MemcpyD2H", 500.0)]
-    modules = line("XLA Modules", ("jit_round", 500e3))  # covers what is counted already
+    modules = line("XLA Modules", ("jit_round", 500e3))  # spans events that are counted already
     gpu = SimpleNamespace(name="/device:GPU:0", lines=[line("Stream #17", *stream), modules])
     host = SimpleNamespace(name="/host:CPU", lines=[line("Stream of nothing", ("gemm", 1.0))])
     lines = [text.split() for text in rounds.launch_table([gpu, host], 2).splitlines()]

@@ -1,4 +1,4 @@
-"""Each benchmark once from end to end on a tiny model, and the input that they refuse."""
+"""Run each benchmark end to end on a tiny model, and check the input that they reject."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_kernels(name: str, output: Path) -> None:
     for row in rows:
         assert 0 < row["error"] < 2e-2
         seconds = row["microseconds"]["pallas"] / 1e6
-        # two requests, keys and values of 64 tokens, two heads of 16, two bytes each
+        # two requests, keys and values of 64 tokens, two heads of 16, two bytes per value
         assert row["bytes_per_second"] * seconds == pytest.approx(2 * 2 * 64 * 2 * 16 * 2)
 
 
@@ -99,7 +99,7 @@ def test_acceptance(files: Files, prompts: Path, output: Path) -> None:
 
 @pytest.mark.slow
 def test_adaptive(files: Files, prompts: Path, output: Path, tmp_path: Path) -> None:
-    """Fixed tiers, a policy and a synchronous mode; texts are those of plain decoding."""
+    """Fixed tiers, a policy and a synchronous mode give the texts of plain decoding."""
     config, again = tmp_path / "config.json", tmp_path / "again.jsonl"
     again.write_text('{"prompt": "once more"}')
     config.write_text('{"policy": "ema", "candidate_steps": [0, 2], "update_interval": 1}')
@@ -170,7 +170,7 @@ def test_serving(
     assert direct["over_engine"] == 1.0
     assert whole["over_engine"] == whole["tokens_per_second"] / direct["tokens_per_second"]
     assert stream["itl_ms"]["mean"] > 0
-    # a stream of text has no counts before its end
+    # a text stream reports its counts only at the end
     assert [row["chunk_ms"] is None for row in steady] == [True, True, False]
     assert steady[2]["itl_ms"] is None
     mix, long = run("stream", *LOADS[2:])
@@ -183,7 +183,7 @@ def test_serving(
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("kernels", [], "only --smoke runs"),
+        ("kernels", [], "pass --smoke to run"),
         ("round", ["--sampling", "greedy,odd"], "--sampling: ['odd'] must be among"),
         ("acceptance", ["--prompts", "/absent.jsonl"], "absent.jsonl"),
         (
@@ -203,10 +203,10 @@ def test_serving(
         ("serving", ["--load", "mix rate=0"], "rate=0 must be above 0"),
         ("serving", ["--load", "burst heat=1"], "heat"),
         ("serving", ["--load", "burst", "--url", "ftp://a"], "--url ftp://a must be http://"),
-        ("serving", ["--load", "mix", "--ways", "engine"], "--ways engine excludes --url, --split"),
+        ("serving", ["--load", "mix", "--ways", "engine"], "--ways engine does not support --url"),
         ("serving", ["--load", "burst", "--ways", "fast"], "--ways: ['fast'] must be among"),
         ("serving", ["--load", "burst", "--turns", "0"], "--turns 0 must be at least 1"),
-        ("serving", ["--load", "burst", "--model", "/nowhere"], "ended with status 2"),
+        ("serving", ["--load", "burst", "--model", "/nowhere"], "exited with status 2"),
     ],
 )
 def test_input_is_refused_by_name(
@@ -214,7 +214,7 @@ def test_input_is_refused_by_name(
 ) -> None:
     try:
         status = main(["bench", name, *arguments])
-    except SystemExit as ended:  # of the parser
+    except SystemExit as ended:  # raised by the parser
         status = int(str(ended.code))
     assert status == 2
     assert message in capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_a_benchmark_describes_its_options(name: str, capsys: pytest.CaptureFixt
     assert f"usage: specjax bench {name} " in capsys.readouterr().out
 
 
-def test_names_are_listed_and_an_installed_wheel_says_what_is_missing(
+def test_benchmarks_are_listed_and_a_wheel_names_the_missing_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit):
@@ -239,7 +239,7 @@ def test_names_are_listed_and_an_installed_wheel_says_what_is_missing(
     assert "clone the repository and run 'pip install -e .' there" in capsys.readouterr().err
 
 
-def test_upstreams_script_is_a_benchmark() -> None:
+def test_script_runs_the_adaptive_benchmark() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_adaptive_speculative.py"), "--model", "/nowhere"],
         capture_output=True,

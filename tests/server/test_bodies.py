@@ -44,7 +44,7 @@ def test_inputs_keep_their_value(value: Any) -> None:
     "value", [5, True, {}, [1.0], [True], ["a", 1], [[1], "a"], [["a"]], [None], [[[]]]]
 )
 def test_inputs_of_other_types_are_refused(value: Any) -> None:
-    with pytest.raises(ApiError, match=r"^x=.* must be a text, a list of token ids") as found:
+    with pytest.raises(ApiError, match=r"^x=.* must be a string, a list of token ids") as found:
         body_of(x=value).inputs("x", max_ids=2, max_rows=2)
     assert (found.value.status, found.value.param) == (400, "x")
 
@@ -86,7 +86,7 @@ def test_texts_too_long_for_the_context_are_not_encoded(engine, client, monkeypa
     monkeypatch.setattr(engine.tokenizer, "encode", None)
     turn = [{"role": "user", "content": "a" * (longest + 1)}]
     for given in ({"prompt": "a" * (longest + 1)}, {"messages": turn}):
-        with pytest.raises(ValueError, match="characters leaves no room in context_length="):
+        with pytest.raises(ValueError, match="characters cannot fit context_length="):
             engine.generate(**given)
     for route, body in (
         ("/v1/completions", {"prompt": "a" * (longest + 1)}),

@@ -14,7 +14,7 @@ from ..runners import make_runner
 
 @dataclass
 class Served(Output):
-    """What rounds brought of a job."""
+    """Results of a job's rounds."""
 
     num_rounds: int = 0
 
@@ -34,7 +34,7 @@ class Served(Output):
 def start(
     runner: ModelRunner, slot: int, job: Job, *, num_cached: int = 0, pages: list[int] | None = None
 ) -> Dispatched:
-    """Prefill a job into a slot, from token ``num_cached`` on."""
+    """Prefill a job into a slot, starting at token ``num_cached``."""
     config = runner.config
     per_slot = (config.num_pages - 1) // (config.num_slots - 1)
     first = 1 + (slot - 1) * per_slot
@@ -61,7 +61,7 @@ def start(
 def serve(
     runner: ModelRunner, jobs: list[Job], tier: DraftShape | None = None, **first_start
 ) -> list[Served]:
-    """Run jobs to their end, as many at once as there are slots."""
+    """Run jobs to their end, at most as many at once as there are slots."""
     at_once = runner.config.num_slots - 1
     outputs = [Served() for _ in jobs]
     for begin in range(0, len(jobs), at_once):
@@ -88,7 +88,7 @@ def serve(
 
 @cache
 def staged_runner(head: DraftConfig | None, num_steps: int) -> ModelRunner:
-    """A runner whose rounds are made of stages that were compiled apart, equal to the tiny one."""
+    """A runner whose rounds consist of separately compiled stages; else equal to the tiny one."""
     fused = make_runner(head, num_steps)
     staged = ModelRunner(fused.networks, fused.config)
     staged.compile(show_progress=False, stages=True)
@@ -98,5 +98,5 @@ def staged_runner(head: DraftConfig | None, num_steps: int) -> ModelRunner:
 
 
 def resumed(job: Job, output: Output, count: int) -> Job:
-    """The rest of a job behind ``count`` of its tokens."""
+    """A job that continues after the first ``count`` tokens of another."""
     return replace(job, done=(*job.done, *output.tokens[:count]))

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction over the copying target, right often and wrong often."""
+"""Multi-token prediction modules for the copying target: often right, and often wrong."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from ..runners import chains, copied_weights, runner_config
 
 MODULES = dataclasses.replace(TARGET, num_layers=3)
 WIDTH = 128
-# of what a module adds to the embedding: drafts depend on all that it attends to
+# scale of each module's change to the embedding, so that drafts depend on everything attended to
 PERTURBATION = 0.3
 
 
 @cache
 def module_weights() -> Weights:
-    """Each module copies the newest embedding, as the target's last state nearly does."""
+    """Each module copies the last token's embedding, like the target's last state almost does."""
     flat = FlatModel.of(partial(MtpHead, MODULES))
     size = MODULES.hidden_size
     weights = []
@@ -43,7 +43,7 @@ def module_weights() -> Weights:
 
 @cache
 def mtp_runner(steps: tuple[int, ...] = (3,), **changes: Any) -> Any:
-    """A compiled runner, one for equal arguments, whose rounds can be watched."""
+    """A compiled runner whose rounds can be watched; cached by its arguments."""
     algorithm = dataclasses.replace(MULTI_LAYER_EAGLE, num_modules=MODULES.num_layers)
     config = runner_config(**{"algorithm": algorithm, "shapes": chains(*steps), **changes})
     runner = ModelRunner(algorithm.networks(TARGET, MODULES), config)
@@ -56,7 +56,7 @@ def mtp_runner(steps: tuple[int, ...] = (3,), **changes: Any) -> Any:
 def _recording_attend(
     kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Causal attention over the tokens at hand, which keeps the keys and values of each layer."""
+    """Causal attention over the given tokens, which records the keys and values of each layer."""
     return {**kv, layer: jnp.stack([k[0], v[0]], axis=1)}, dense_attention(q, k, v, is_causal=True)
 
 
@@ -82,9 +82,9 @@ def _dense_function() -> Any:
 
 
 def dense_modules(text: Sequence[int]) -> tuple[list[int], np.ndarray]:
-    """What the modules draft behind a text, and their keys and values ``[M, W, 2, KV, H]``.
+    """Drafts of the modules after a text, and their keys and values ``[M, W, 2, KV, H]``.
 
-    No cache, no pages, no rounds.
+    Computed without a cache, pages or rounds.
     """
     padded = np.zeros(WIDTH, np.int32)
     padded[: len(text)] = text

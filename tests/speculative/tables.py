@@ -1,4 +1,4 @@
-"""Sampling tables for tests of the device side."""
+"""Sampling tables for tests of device code."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from specjax.types import SamplingTable
 
 
 def sampling_rows(rows: Iterable[SamplingParams], vocab_size: int, **slot: Any) -> SamplingTable:
-    """The parameters of some rows as the device has them; row ``i`` has the seed ``i``."""
+    """The device's parameters for the given rows; row ``i`` has the seed ``i``."""
     rows = list(rows)
     tables = HostTables(len(rows), 1, vocab_size)
     for i, params in enumerate(rows):

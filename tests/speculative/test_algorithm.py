@@ -1,4 +1,4 @@
-"""Algorithms by name, and the shapes that they draft."""
+"""Algorithms by name, and their draft shapes."""
 
 import dataclasses
 import subprocess
@@ -43,7 +43,7 @@ def test_unknown_names_are_refused(given) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_what_it_is(name) -> None:
+def test_identity_of_algorithms(name) -> None:
     found = SpeculativeAlgorithm.from_string(name)
     assert found.is_speculative() == found.is_some() != found.is_none()
     assert getattr(SpeculativeAlgorithm, name) is found
@@ -55,7 +55,7 @@ def test_what_it_is(name) -> None:
     assert not found.is_dflash()
     assert not found.supports_target_verify_for_draft()
     assert found.lookahead == found.is_eagle() + 2 * found.is_standalone()
-    assert eval(repr(found), {type(found).__name__: type(found)}) == found  # a key of the cache
+    assert eval(repr(found), {type(found).__name__: type(found)}) == found  # used as a cache key
 
 
 def test_built_in_ones_are_imported_when_they_are_read() -> None:
@@ -71,7 +71,7 @@ def test_built_in_ones_are_imported_when_they_are_read() -> None:
 
 
 class Recorded(Eagle):
-    """Keeps the arguments that its map is made with."""
+    """Records the arguments of its future map."""
 
     def create_future_map(self, *sizes: Any, rows: Any = ()) -> Any:
         made = super().create_future_map(*sizes, rows=rows)
@@ -97,7 +97,7 @@ def test_a_runner_has_the_map_that_its_algorithm_makes(monkeypatch: pytest.Monke
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LargerMap(FutureMap):
-    """With a leaf that stages do not get."""
+    """A future map with a leaf that stages do not receive."""
 
     own: Any = None
 
@@ -108,9 +108,9 @@ class Larger(Eagle):
         return LargerMap(**vars(made), own=made.seq_lens)
 
 
-def test_leaves_beside_those_of_a_map_are_refused() -> None:
+def test_additional_leaves_of_a_map_are_refused() -> None:
     runner = runner_of(Larger("LARGER", "eagle-3"))
-    message = "create_future_map of LARGER gave a LargerMap, .* pass further leaves as rows"
+    message = "create_future_map of LARGER must return .* LargerMap; pass further leaves as rows"
     with pytest.raises(ValueError, match=message):
         runner.compile(show_progress=False)
 
@@ -152,10 +152,10 @@ def test_trees_of_arguments(options: dict[str, Any], shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_rows_of_a_verify_need_a_depth(name: str, topk: int, *, is_adaptive: bool) -> None:
-    """Also those that the default depth would have."""
+    """A number of rows needs explicit steps, even if the default steps would fit."""
     for nodes in (6, 16):
         with pytest.raises(
-            ValueError, match=f"draft_tokens={nodes}, but speculative_num_steps is None; set it"
+            ValueError, match=f"draft_tokens={nodes} needs speculative_num_steps, which is None"
         ):
             EngineArgs(
                 draft="any",
@@ -201,8 +201,13 @@ def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
     tree = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     tree |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3}
     assert EngineArgs(**tree, simulate_accept_length=3).shape == (3, 2, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"simulate_accept_length=3.5 must be .* from 1 to 3"):
+    with pytest.raises(ValueError, match=r"simulate_accept_length=3.5 must be from 1 to 3"):
         EngineArgs(**tree, simulate_accept_length=3.5)  # type: ignore[arg-type]
+
+
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": None}
+MODULES = {"speculative_algorithm": "multi_layer_eagle", "speculative_num_steps": 2}
+STANDALONE = {"speculative_algorithm": "standalone", "draft": "some"}
 
 
 @pytest.mark.parametrize(
@@ -219,9 +224,48 @@ def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
         ({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 1}, "tokens=1 must be from"),
         ({"speculative_num_draft_tokens": 5}, r"speculative_num_draft_tokens=5 .* \+ 1 = 4"),
         ({"speculative_num_draft_tokens": 1}, "draft_tokens=1 must be from 2 to"),
+        (
+            NGRAM | {"speculative_ngram_max_match_window_size": 17},
+            "max_match_window_size=17 must be from",
+        ),
+        (NGRAM | {"speculative_ngram_min_match_window_size": 13}, "min_match_window_size=13 to 16"),
+        (
+            NGRAM | {"speculative_ngram_max_bfs_breadth": 17},
+            "max_bfs_breadth=17 must be at most 16",
+        ),
+        (
+            NGRAM | {"speculative_ngram_match_type": "LRU"},
+            "match_type='LRU' must be 'BFS' or 'PROB'",
+        ),
+        (NGRAM | {"speculative_num_draft_tokens": 65}, "num_steps=64 must be from 1 to 63"),
+        (
+            NGRAM | {"speculative_num_draft_tokens": 3, "speculative_num_steps": 3},
+            "tokens=3 must be .* = 4 to",
+        ),
+        (
+            NGRAM | {"speculative_num_draft_tokens": 32, "speculative_num_steps": 3},
+            "= 4 to 31, the capacity of",
+        ),
+        (NGRAM | {"speculative_num_steps": 0}, "num_steps=0 must be from 1 to 63"),
+        (NGRAM | {"draft": "x"}, r"\['draft'\] have no effect .*='ngram'"),
+        (NGRAM | {"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] have no"),
+        (NGRAM | {"speculative_use_rejection_sampling": True}, "speculative_algorithm=NGRAM has"),
+        (
+            NGRAM | {"speculative_adaptive": True, "speculative_num_draft_tokens": 4},
+            "num_draft_tokens=4 with speculative_adaptive=True",
+        ),
+        (
+            MODULES | {"speculative_eagle_topk": 2},
+            "speculative_eagle_topk=2 must be 1: .* change the KV of the text",
+        ),
+        (MODULES | {"speculative_num_steps": 0}, "speculative_num_steps=0 must be"),
+        (MODULES | {"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens=4"),
+        ({"speculative_ngram_match_type": "PROB"}, r"\['speculative_ngram_match_type'\] have no"),
+        (STANDALONE | {"draft": None}, "draft=None, but speculative_algorithm=STANDALONE"),
+        (STANDALONE | {"draft_rope_theta": 10.0}, r"\['draft_rope_theta'\] have no effect"),
     ],
 )
-def test_what_cannot_be_drafted_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_drafting_options_are_refused(changes: dict[str, Any], message: str) -> None:
     good = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     assert EngineArgs(**good).shape == DraftShape.chain(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):

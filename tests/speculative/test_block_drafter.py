@@ -1,7 +1,7 @@
-"""A block drafter: one pass over a block of mask tokens, whose rows see each other.
+"""A block drafter: one pass over a block of mask tokens whose rows see each other.
 
-Its network has several layers, whose keys and values of the text are projections of features of any
-number of target layers. It has random weights and is registered as another package's would be.
+Its network has several layers. Their keys and values of the text are projections of features from
+any number of target layers. Weights are random, and it is registered like a plugin's algorithm.
 """
 
 from dataclasses import dataclass, replace
@@ -42,12 +42,12 @@ from .driver import serve, start
 pytestmark = pytest.mark.slow
 
 STEPS, COUNT = 3, 16
-LAYERS = (0, 1, 1, 0, 1)  # of the target, more than it has
+LAYERS = (0, 1, 1, 0, 1)  # target layers; more than the draft has
 DRAFT = replace(TARGET, num_layers=3)
 
 
 class BlockDraft(nnx.Module):
-    """Decoder layers over a block behind a text."""
+    """Decoder layers over a block after a text."""
 
     def __init__(self, config: ModelConfig, num_features: int) -> None:
         size, dtypes = config.hidden_size, config.dtypes
@@ -69,7 +69,7 @@ class BlockDraft(nnx.Module):
     def __call__(
         self, tokens: jax.Array, rows: int, positions: jax.Array, kv: Any, attend: Any, target: Any
     ) -> tuple[jax.Array, Any]:
-        """Hidden states ``[B, T, D]`` of a block: newest tokens i32 ``[B, 1]``, then masks."""
+        """Hidden states ``[B, T, D]`` of a block: last tokens i32 ``[B, 1]``, then masks."""
         first = target.embedding(tokens)
         masks = jnp.broadcast_to(self.mask.kernel[...], (len(first), rows - 1, first.shape[-1]))
         x, delta = jnp.concatenate([first, masks], axis=1), None
@@ -81,7 +81,7 @@ class BlockDraft(nnx.Module):
 
 @dataclass(frozen=True)
 class Blocks(SpeculativeAlgorithm):
-    """State is the draft's KV pool, by the target's indices; there are no rows."""
+    """The state is the draft's KV pool, with the target's indices; it has no rows."""
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return DraftShape.chain(args.speculative_num_steps if steps is None else steps)
@@ -122,7 +122,7 @@ class Blocks(SpeculativeAlgorithm):
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    """Named in an engine's arguments, and compiled with its stages."""
+    """A runner of the registered algorithm, with separately compiled stages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_custom", {})
         register_algorithm("blocks", supports_overlap=True)(lambda args: Blocks("BLOCKS"))
@@ -137,11 +137,11 @@ def runner() -> ModelRunner:
 RNG = np.random.default_rng(8)
 PARAMS = [
     SamplingParams(max_new_tokens=COUNT, temperature=0.0),
-    # with the target's noise, even random networks agree now and then
+    # with the target's noise, even random networks agree occasionally
     SamplingParams(max_new_tokens=COUNT, temperature=2.5),
     SamplingParams(max_new_tokens=COUNT, temperature=0.0, repetition_penalty=1.3),
     SamplingParams(max_new_tokens=COUNT, temperature=0.9, top_p=0.9),
-    # up to the last token that the pages hold
+    # up to the last token that fits the pages
     SamplingParams(max_new_tokens=8, temperature=1.0),
 ]
 JOBS = [
@@ -168,7 +168,7 @@ def test_a_scheduler_that_runs_ahead_changes_nothing(runner: ModelRunner) -> Non
 
 
 def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Rotary positions of ``[N, heads, H]``, in pairs of the halves."""
+    """Apply rotary positions to ``[N, heads, H]``; halves form the pairs."""
     half = x.shape[-1] // 2
     angles = positions[:, None, None] * DRAFT.rope_theta ** (-np.arange(half) / half)
     pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -180,7 +180,7 @@ def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def dense_drafts(runner: ModelRunner, text: list[int]) -> list[int]:
-    """The likeliest drafts behind a text, in float64 over its features, without pages."""
+    """The most likely drafts after a text, in float64 from its features, without pages."""
     nets = runner.networks
     model = nets.target.rebuild(runner.weights[0])
     named = dict(zip(nets.draft.names, map(np.float64, runner.weights[1]), strict=True))
@@ -208,7 +208,7 @@ def dense_drafts(runner: ModelRunner, text: list[int]) -> list[int]:
 
 
 def target_features(model: CausalLM, tokens: list[int]) -> np.ndarray:
-    """Features f64 ``[N, F]`` of a text through pages of its own."""
+    """Features f64 ``[N, F]`` of a text, computed in separate pages."""
     size = 64
     pages = PageView(jnp.ones((1, 1), jnp.int32), size, "xla")
     kv = jnp.zeros(kv_pool(TARGET, 2 * size).shape)
@@ -219,8 +219,8 @@ def target_features(model: CausalLM, tokens: list[int]) -> np.ndarray:
     return np.float64(features[0, : len(tokens)])
 
 
-def test_drafts_are_those_of_a_dense_block_behind_projected_features(runner: ModelRunner) -> None:
-    """Also of a prompt of two chunks, and behind rounds that accepted something."""
+def test_drafts_are_those_of_a_dense_block_after_projected_features(runner: ModelRunner) -> None:
+    """Also after a prompt of two chunks, and after rounds that accepted drafts."""
     jobs = JOBS[:2]
     texts = [[*job.prompt, int(start(runner, i, job).read()[0])] for i, job in enumerate(jobs, 1)]
     checked = []
@@ -244,7 +244,7 @@ def test_drafts_are_those_of_a_dense_block_behind_projected_features(runner: Mod
 
 
 def test_it_writes_context_alone_and_drafts_in_one_pass(runner: ModelRunner) -> None:
-    """A softmax is all that has an exponential where no feed-forward is computed."""
+    """Without feed-forward, softmax is the only exponential."""
     texts = {
         name: runner.compiled[name, runner.config.largest, 4].as_text()
         for name in ("draft", "verify", "extend")

@@ -1,4 +1,4 @@
-"""A head's pass for one row a request: the full pass at that row, keys and values of all rows."""
+"""A head's pass for one row per request: its output equals the full pass; all rows store KV."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ HEADS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
 def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
-    """The first row, the last one, one between them, and a padding request without pages."""
+    """The first, the last and a middle row, and a padding request without pages."""
     config = replace(config, dtype=dtype)
     head = FlatModel.of(partial(build_head, config)).rebuild(head_weights(config))
     rng = np.random.default_rng(0)
@@ -59,6 +59,6 @@ def test_one_row_a_request_is_that_row_of_the_full_pass(config, dtype):
         np.asarray(picked[:, 0], np.float32), expected, rtol=bound, atol=bound
     )
     np.testing.assert_array_equal(np.asarray(kv_picked), np.asarray(kv))
-    # the test means something: rows differ, and every layer has stored
+    # the comparison is meaningful: rows differ, and every layer has stored KV
     assert np.abs(expected - np.asarray(everything[:, 0], np.float32)).max() > 0.1
     assert all((np.asarray(kv[i]) != np.asarray(pool[i])).any() for i in range(config.num_layers))

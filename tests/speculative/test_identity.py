@@ -1,4 +1,4 @@
-"""Whatever the sampling parameters: rounds give what dense decoding in numpy gives."""
+"""With any sampling parameters, rounds produce the same as dense decoding in numpy."""
 
 from dataclasses import replace
 from functools import cache
@@ -25,7 +25,7 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**({"max_new_tokens": COUNT} | changes))
 
 
-# the parameters of neighbouring rows differ as much as they can
+# the parameters of neighbouring rows differ as much as possible
 PARAMS = [
     params(temperature=0.0, repetition_penalty=1.4),
     params(temperature=0.8, frequency_penalty=0.7, presence_penalty=0.5, top_p=0.95),
@@ -59,7 +59,7 @@ def expected(is_copied: bool):
 def check(
     runner: ModelRunner, jobs, truths, skip: int = 0, tier: DraftShape | None = None
 ) -> float:
-    """Compare tokens behind the first ``skip`` and log-probabilities; returns tokens a round."""
+    """Compare log-probabilities, and tokens after ``skip``; return the tokens per round."""
     outputs = serve(runner, jobs, tier)
     for job, output, truth in zip(jobs, outputs, truths, strict=True):
         assert output.tokens == truth.tokens[skip:], job
@@ -71,7 +71,7 @@ def check(
 
 
 def test_the_jobs_reach_every_case():
-    """End tokens come as soon as they may, and not before; others run to their last token."""
+    """End tokens come as soon as they are allowed, not before; others run to their last token."""
     lengths = [len(output.tokens) for output in expected(False)]
     assert lengths[3] == 8
     assert lengths[7] == 12
@@ -94,13 +94,13 @@ def test_speculation_equals_dense_decoding(steps, rounds):
 
 @pytest.mark.parametrize(("steps", "rounds"), [(4, 1), (2, 4)])
 def test_speculation_equals_dense_decoding_where_drafts_are_accepted(steps, rounds):
-    """Charges for accepted drafts of the same round decide here."""
+    """Penalties count drafts accepted in the same round."""
     assert check(copied_runner(steps, rounds), JOBS, expected(True)) > 1.5
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_chain_may_verify_fewer_rows_than_it_drafts(rounds):
-    """Its accept width, which the shape of what a round brings shows, is that of the rows."""
+    """The accept width, visible in the round's output shape, is that of the verified rows."""
     shape = DraftShape.chain(7, 4)
     check(make_runner(EAGLE3, 7, rounds=rounds, shapes=(shape,)), JOBS, expected(False))
     runner = copied_runner(7, rounds, shapes=(shape,))
@@ -116,8 +116,8 @@ def test_the_order_of_rows_changes_nothing():
 
 
 @pytest.mark.parametrize(("steps", "count"), [(0, 5), (4, 1), (4, 6)])
-def test_resuming_behind_some_tokens_changes_nothing(steps, count):
-    """The prefilled text is prompt and output; penalties tell them apart."""
+def test_resuming_after_some_tokens_changes_nothing(steps, count):
+    """The prefilled text is prompt and output; only the output has penalties."""
     pairs = zip(JOBS, expected(True), strict=True)
     longer = [(job, truth) for job, truth in pairs if len(truth.tokens) > count]
     assert len(longer) >= 6
@@ -126,8 +126,8 @@ def test_resuming_behind_some_tokens_changes_nothing(steps, count):
 
 
 @pytest.mark.parametrize("index", [0, 1, 4, 5])
-def test_tokens_that_no_prefill_brings_are_charged_for(index):
-    """The first pages of the text are those of another request, as in a prefix cache."""
+def test_tokens_from_the_prefix_cache_are_penalised(index):
+    """The first pages of the text come from another request, as with a prefix cache."""
     runner = copied_runner(4)
     whole = replace(JOBS[index], ends=())
     truth = dense_decode(runner.weights[0], whole)
@@ -137,7 +137,7 @@ def test_tokens_that_no_prefill_brings_are_charged_for(index):
     assert num_cached >= page
     start(runner, 3, Job(prompt=job.text, params=params(temperature=0.0)))
     shared = runner.tables.page_table[3, : num_cached // page].tolist()
-    # histories of the slot's earlier owners are of no meaning
+    # the slot's history may hold tokens of earlier requests
     future = runner.on_device.future
     future = replace(future, tokens=jax.numpy.full_like(future.tokens, 7))
     runner.on_device = replace(runner.on_device, future=future)
@@ -166,16 +166,3 @@ def test_compiled_stages_report_the_same_log_probabilities():
     for runner in (fused, staged):
         runner.clear_slot(1)
         runner.clear_slot(2)
-
-
-def test_log_probabilities_come_only_where_they_are_asked_for():
-    runner = make_runner(EAGLE3, 4)
-    quiet, loud = (replace(JOBS[2], top_logprobs=n) for n in (None, 0))
-    assert start(runner, 1, quiet).read_logprobs() is None
-    assert start(runner, 2, loud).read_logprobs().chosen.shape == (2,)
-    assert runner.round([1]).read_logprobs() is None
-    found = runner.round([1, 2]).read_logprobs()
-    assert found.chosen[0, 1, 0] < 0
-    assert not found.top_values.any()
-    for slot in (1, 2):
-        runner.clear_slot(slot)

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction: the tokens of plain decoding, the drafts of dense modules."""
+"""Multi-token prediction modules: tokens of plain decoding, and drafts of dense modules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from .mtp import MODULES, dense_modules, mtp_runner
 from .test_identity import JOBS, check, expected
 
 RNG = np.random.default_rng(8)
-# shorter than there are modules, of several chunks, and alike at their starts
+# shorter than the number of modules; with several chunks; with a common prefix
 SHARED = RNG.integers(6, 61, size=23).tolist()
 PROMPTS = [
     *(RNG.integers(6, 61, size=n).tolist() for n in (1, 2, 3, 9, 16, 17, 40)),
@@ -31,7 +31,7 @@ SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95)
 
 @contextmanager
 def watched(serving: Serving) -> Iterator[list]:
-    """Request, tokens in the pool and drafts of every row of every round."""
+    """Request, tokens in the pool and drafts of every row in every round."""
     rounds: list = []
     runner: ModelRunner = serving.runner
 
@@ -56,7 +56,7 @@ def check_drafts(rounds: list) -> None:
 
 
 def check_kv(serving: Serving) -> int:
-    """All that is final in the pool; returns how many rows have come to their first token."""
+    """Check all final KV in the pool; return the number of rows that have their first token."""
     size = serving.runner.config.page_size
     pool = np.asarray(serving.runner.on_device.pools.draft)
     rows = [row for row in serving.rows if row.request.output_ids]
@@ -82,7 +82,7 @@ def served(runner: ModelRunner, params: SamplingParams, **options) -> list:
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_modules_change_no_token(params, run_ahead):
-    """Pages that run out take requests back, and prefixes come out of the cache."""
+    """Requests are preempted when pages run out, and prefixes come from the cache."""
     requests = served(mtp_runner(), params, run_ahead=run_ahead, num_pages=40, is_cached=True)
     assert sum(request.num_retractions for request in requests) > 0
     assert sum(request.cached_tokens for request in requests) > 0
@@ -96,11 +96,11 @@ def test_any_sampling_equals_dense_decoding():
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_drafts_and_kv_are_those_of_dense_modules(is_cached):
-    """Behind every number of accepted drafts, chunks of any size and cached prefixes."""
+    """After any number of accepted drafts, chunks of any size and cached prefixes."""
     serving = Serving(runner=mtp_runner(), is_cached=is_cached)
     requests, checked = [], 0
     with watched(serving) as rounds:
-        for i in range(0, len(PROMPTS), 3):  # later ones find what earlier ones left
+        for i in range(0, len(PROMPTS), 3):  # later prompts find the prefixes of earlier ones
             requests += serving.add(PROMPTS[i : i + 3], GREEDY)
             while is_cached and serving.scheduler.has_work:
                 serving.step()
@@ -116,7 +116,7 @@ def test_drafts_and_kv_are_those_of_dense_modules(is_cached):
 
 
 def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
-    """The last positions of a chunk wait for the next one, which an abort keeps away."""
+    """The last positions of a chunk wait for the next chunk, which an abort prevents."""
     serving = Serving(runner=mtp_runner(), is_cached=True)
     (first,) = serving.add([PROMPTS[6]], GREEDY)
     serving.step()
@@ -128,8 +128,8 @@ def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
         serving.step()
         checked += check_kv(serving)
     assert checked
-    assert 0 < second.cached_tokens < 16  # of a chunk
-    # and one that has nothing of its own yet gives back what it was lent
+    assert 0 < second.cached_tokens < 16  # less than a chunk
+    # a request without KV of its own returns the borrowed pages
     (third,) = serving.add([PROMPTS[6]], GREEDY)
     serving.add([PROMPTS[7]] * 4, GREEDY)
     row = serving.scheduler._row_to_prefill(serving.scheduler._budget.capacity(serving.rows))
@@ -141,7 +141,7 @@ def test_a_prompt_that_ends_early_leaves_final_keys_and_values():
 
 @pytest.mark.slow
 def test_tiers_keep_all_modules_up_to_date():
-    """Rounds of no, one and three drafts in turn; what they draft is dense in each."""
+    """Rounds with 0, 1 and 3 drafts in turn; drafts equal those of dense modules in each."""
     runner = mtp_runner((0, 1, 3))
     tiers = [shape for shape in runner.config.shapes for _ in range(2)]
     serving = Serving(runner=runner, controller=forced(runner, tiers))
@@ -170,19 +170,3 @@ def test_as_many_modules_as_the_largest_tier_has_steps():
     args = arguments(speculative_num_steps=1, **adaptive)
     assert args.algorithm.num_modules == 3
     assert [shape.steps for shape in args.shapes] == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"speculative_eagle_topk": 2},
-            "speculative_eagle_topk=2 must be 1: .* of the text itself",
-        ),
-        ({"speculative_num_steps": 0}, "speculative_num_steps=0 must be"),
-        ({"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens=4"),
-    ],
-)
-def test_what_modules_cannot_draft_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(**changes)

@@ -1,4 +1,4 @@
-"""N-gram drafts through rounds and the scheduler: no token changes, and nothing foreign is read."""
+"""N-gram drafts through rounds and the scheduler: no token changes, no other text is read."""
 
 from dataclasses import replace
 
@@ -28,20 +28,20 @@ KINDS = (GREEDY, SEEDED, replace(SEEDED, speculative=False))
 
 
 def ngram_runner(shape: DraftShape = SHAPE, algorithm=NGRAM, **changes):
-    """Over the target that comes to repeat itself."""
+    """A runner over the target that eventually repeats itself."""
     runner = make_runner(None, algorithm=algorithm, shapes=(shape,), **changes)
     runner.load(copied_weights()[0], ())
     return runner
 
 
 def counts(request):
-    """What was proposed and accepted."""
+    """Numbers of proposed and accepted drafts."""
     meta = request.result()["meta_info"]
     return meta["spec_num_proposed_drafts"], meta["spec_correct_drafts_histogram"]
 
 
 def served(serving, prompts, params=GREEDY):
-    """Requests that one after the other take the same slots."""
+    """Requests that use the same slots one after the other."""
     made = [make_request(p, params, seed=i, width=SHAPE.steps) for i, p in enumerate(prompts)]
     for request in made:
         serving.add_all([request])
@@ -65,7 +65,7 @@ def test_equals_dense_decoding(shape, rounds, algorithm):
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_pages_that_run_out_and_cached_prompts_change_no_token(run_ahead):
-    """Aborts and retractions beside requests that want no speculation."""
+    """Aborts and preemptions, together with requests without speculation."""
     serving = Serving(runner=ngram_runner(), run_ahead=run_ahead, num_pages=26, is_cached=True)
     requests = [
         make_request(prompt, KINDS[i % 3], seed=i, width=SHAPE.steps, rid=f"r{i}")
@@ -93,7 +93,7 @@ def test_pages_that_run_out_and_cached_prompts_change_no_token(run_ahead):
 
 
 def test_only_the_requests_own_text_is_read():
-    """The same drafts in a slot of other texts as in a fresh one, and behind a cached prefix."""
+    """Drafts are the same in a used slot and in a fresh one, and after a cached prefix."""
     runner = ngram_runner()
     fresh = []
     for prompt in PROMPTS:
@@ -119,7 +119,7 @@ def test_a_text_without_a_match_proposes_nothing():
 
 
 def test_a_corpus_of_the_answer_is_accepted():
-    """Also where the answer is the last document, and by the first round already."""
+    """Also if the answer is the last document; accepted from the first round on."""
     (answer,) = plain_outputs([PROMPTS[1]], GREEDY, [0])
     tokens, order = sort_corpus([PROMPTS[0], PROMPTS[1] + answer], NGRAM.window[1])
     algorithm = replace(NGRAM, has_corpus=True)
@@ -133,42 +133,6 @@ def test_a_corpus_of_the_answer_is_accepted():
     assert request.output_ids == answer
     histogram = counts(request)[1]
     assert histogram[SHAPE.steps] >= len(answer) // (SHAPE.steps + 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speculative_ngram_max_match_window_size": 17}, "max_match_window_size=17 must be from"),
-        ({"speculative_ngram_min_match_window_size": 13}, "min_match_window_size=13 to 16"),
-        ({"speculative_ngram_max_bfs_breadth": 17}, "max_bfs_breadth=17 must be at most 16"),
-        ({"speculative_ngram_match_type": "LRU"}, "match_type='LRU' is not 'BFS' or 'PROB'"),
-        ({"speculative_num_draft_tokens": 65}, "num_steps=64 must be from 1 to 63"),
-        (
-            {"speculative_num_draft_tokens": 3, "speculative_num_steps": 3},
-            "tokens=3 must be from 4",
-        ),
-        (
-            {"speculative_num_draft_tokens": 32, "speculative_num_steps": 3},
-            "from 4, .* to 31, which",
-        ),
-        ({"speculative_num_steps": 0}, "num_steps=0 must be from 1 to 63"),
-        ({"draft": "x"}, r"\['draft'\] are given, but nothing reads .*='ngram'"),
-        ({"speculative_eagle_topk": 2}, r"\['speculative_eagle_topk'\] are given"),
-        ({"speculative_use_rejection_sampling": True}, "NGRAM has no draft probabilities"),
-        (
-            {"speculative_adaptive": True, "speculative_num_draft_tokens": 4},
-            "num_draft_tokens=4 with speculative_adaptive=True",
-        ),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        EngineArgs(speculative_algorithm="ngram", **changes)
-
-
-def test_options_of_ngram_are_refused_elsewhere():
-    with pytest.raises(ValueError, match=r"\['speculative_ngram_match_type'\] are given"):
-        EngineArgs(speculative_algorithm="EAGLE3", speculative_ngram_match_type="PROB")
 
 
 def test_shapes():

@@ -1,4 +1,4 @@
-"""Matches, corpora and their trees, against the same written out in Python."""
+"""Matches, corpora and their trees, compared with a Python implementation."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def draft(history, num_tokens, tokens, order, *, nodes, by_frequency):
         from_history(history, num_tokens, **sizes), from_corpus(tokens, order, ends, **sizes)
     )
     roots = jnp.take_along_axis(history, num_tokens[:, None] - 1, axis=1)[:, 0]
-    return ngram_tree(roots, found, num_draft_tokens=nodes, by_frequency=by_frequency)
+    return ngram_tree(roots, num_tokens, found, num_draft_tokens=nodes, by_frequency=by_frequency)
 
 
 @pytest.mark.parametrize(
@@ -43,28 +43,28 @@ def draft(history, num_tokens, tokens, order, *, nodes, by_frequency):
         ([1, 2, 3], True, [3, 44, 4, 55, 5, 66, 6, 7], 7),
         ([3, 44], False, [44, 55, 66, 77, 88, 99, 100, 0], 6),
         ([3, 44], True, [44, 55, 66, 77, 88, 99, 100, 0], 6),
-        ([10], False, [10, 0, 0, 0, 0, 0, 0, 0], 0),  # documents are not joined
+        ([10], False, [10, 0, 0, 0, 0, 0, 0, 0], 0),  # a match does not cross documents
         ([3, 6, 999], False, [999, 0, 0, 0, 0, 0, 0, 0], 0),
-        ([7, 9, 7], False, [7, 8, 9, 9, 7, 10, 9, 7], 7),  # the text's own end, over and over
+        ([7, 9, 7], False, [7, 8, 9, 9, 7, 10, 9, 7], 7),  # the end of the text, repeatedly
     ],
 )
 def test_drafts_of_a_corpus(query, by_frequency, expected, count):
-    """SGLang's golden cases of its n-gram corpus, and the limits of a document."""
-    history = np.full((1, CONTEXT), 4, np.int32)  # garbage behind the text, which is in the corpus
+    """Golden cases from SGLang's n-gram corpus, and the ends of a document."""
+    history = np.full((1, CONTEXT), 4, np.int32)  # garbage after the text; also in the corpus
     history[0, : len(query)] = query
-    tree, found = draft(
+    tree = draft(
         history,
         np.array([len(query)], np.int32),
         *sort_corpus(DOCUMENTS, WINDOW[1]),
         nodes=8,
         by_frequency=by_frequency,
     )
-    assert found.tolist() == [count]
+    assert tree.num_proposed.tolist() == [count]
     assert tree.draft_tokens.tolist() == [expected]
 
 
 def agreeing(text, place, ends):
-    """Tokens up to a place that agree with the end of another text."""
+    """Number of tokens up to a position that agree with the end of another text."""
     both = zip(reversed(text[: place + 1]), reversed(ends), strict=False)
     count = 0
     for ours, theirs in list(both)[: WINDOW[1]]:
@@ -93,19 +93,19 @@ def test_matches_of_a_history(text, garbage, least):
     assert found.matched.tolist() == [matched + [0] * (4 - len(best))]
     for i, (_, place) in enumerate(best):
         longer = list(text)
-        for _ in range(5):  # a text that repeats itself
+        for _ in range(5):  # periodic text
             longer.append(longer[place + 1 - len(text)])
         assert found.tokens[0, i].tolist() == longer[place + 1 :][:5], (text, place)
 
 
-@settings(max_examples=12)  # each has shapes of its own
+@settings(max_examples=12)  # each example compiles new shapes
 @given(
     documents=st.lists(TEXTS, min_size=1, max_size=6).filter(lambda d: max(map(len, d)) > 1),
     text=TEXTS,
     copies=st.integers(1, 30),
 )
 def test_the_longest_matches_of_a_corpus_are_found(documents, text, copies):
-    """Through more than one step of the search; ends of documents are no matches."""
+    """Over several steps of the search; ends of documents do not match."""
     documents = documents * copies
     tokens, order = sort_corpus(documents, WINDOW[1])
     assert sorted(order.tolist()) == [
@@ -124,7 +124,7 @@ def test_the_longest_matches_of_a_corpus_are_found(documents, text, copies):
 
 
 def test_of_equal_places_in_a_corpus_the_latest_are_taken():
-    """Where the whole window agrees, whatever documents stand before."""
+    """If the whole window agrees, earlier documents do not matter."""
     documents = [[*[50 + i, 9, 9][: i % 3], 1, 2, 3, 100 + i] for i in range(40)]
     documents = [[7, 1, 2, 3, 100 + i] for i in range(40)] + documents
     tokens, order = sort_corpus(documents, 3)
@@ -135,7 +135,7 @@ def test_of_equal_places_in_a_corpus_the_latest_are_taken():
 
 
 def paths(tree, count):
-    """Tokens from the root to every real node."""
+    """Tokens from the root to every proposed node."""
     tokens, parents = tree.draft_tokens[0].tolist(), tree.parents[0].tolist()
     found = {0: ()}
     for row in range(1, count + 1):
@@ -151,23 +151,24 @@ def paths(tree, count):
     by_frequency=st.booleans(),
 )
 def test_trees_of_continuations(texts, matched, nodes, by_frequency):
-    """Nodes are the beginnings of continuations, each once, parents first; the mask is ancestry."""
+    """Each beginning of a continuation is one node, parents first; the mask is ancestry."""
     matched = sorted(matched, reverse=True)
     grid = np.array([text + [NO_TOKEN] * (4 - len(text)) for text in texts], np.int32)[None]
     counts = np.array([[m if text else 0 for m, text in zip(matched, texts, strict=True)]])
-    tree, count = ngram_tree(
+    tree = ngram_tree(
         jnp.array([9]),
+        jnp.array([0]),
         Continuations(jnp.asarray(grid), jnp.asarray(counts)),
         num_draft_tokens=nodes,
         by_frequency=by_frequency,
     )
     beginnings = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
-    count = int(count[0])
+    count = int(tree.num_proposed[0])
     assert count == min(len(beginnings), nodes - 1)
     found = paths(tree, count)
     assert len(set(found.values())) == count + 1
     assert set(found.values()) <= beginnings | {()}
-    depths, mask = tree.depths[0].tolist(), np.asarray(tree.tree_mask[0])
+    depths, mask = tree.positions[0].tolist(), np.asarray(tree.tree_mask[0])
     for row in range(nodes):
         is_real = row <= count
         path = found[row] if is_real else (None,)
@@ -178,20 +179,21 @@ def test_trees_of_continuations(texts, matched, nodes, by_frequency):
 
 
 def test_the_likelier_is_drafted_deeper():
-    """A long match goes deep; what followed often goes before what followed last."""
+    """A long match is drafted deep; by frequency, common continuations come before recent ones."""
     texts = [[1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3]]
     grid = jnp.asarray([texts], jnp.int32)
 
     def drafted(matched, by_frequency):
         some = Continuations(grid, jnp.asarray([matched]))
-        tree, count = ngram_tree(
-            jnp.array([9]), some, num_draft_tokens=5, by_frequency=by_frequency
-        )
-        return sorted(paths(tree, int(count[0])).values(), key=lambda path: (len(path), path))[1:]
+        ints = jnp.array([9]), jnp.array([0])
+        tree = ngram_tree(*ints, some, num_draft_tokens=5, by_frequency=by_frequency)
+        return sorted(
+            paths(tree, int(tree.num_proposed[0])).values(), key=lambda path: (len(path), path)
+        )[1:]
 
     assert drafted([12, 1, 1, 1], False) == [(1,) * n for n in (1, 2, 3, 4)]
     assert drafted([12, 12, 12, 12], False) == [(1,), (2,), (3,), (1, 1)]
-    # a short match is as sure as a long one once so much of it was accepted
+    # a short match counts as a long one once enough of it is accepted
     assert drafted([3, 1, 0, 0], False) == [(1,), (1, 1), (1, 1, 1), (1, 1, 1, 1)]
     assert drafted([2, 1, 0, 0], False) == [(1,), (2,), (1, 1), (1, 1, 1)]
     assert drafted([12, 12, 12, 12], True) == [(3,), (3, 3), (3, 3, 3), (3, 3, 3, 3)]
@@ -201,12 +203,12 @@ def test_the_likelier_is_drafted_deeper():
     ("lines", "message"),
     [
         ("[1, 2]\n[3, 4, 5]\n", "line 2: more than .*max_tokens=4 tokens"),
-        ("[1, 61]\n", "line 1: token ids from 1 to 61, but the target has vocab_size=61"),
-        ("[-1]\n", "line 1: token ids from -1"),
+        ("[1, 61]\n", r"line 1: .* vocab_size=61\).*; got values from 1 to 61"),
+        ("[-1]\n", "line 1: token ids must be in .* got values from -1"),
         ("\n{}\n", "line 2: neither a string nor a list"),
         ("[1, true]\n", "line 1: neither"),
         ("[1\n", "line 1: "),
-        ('"a text"\n', "line 1: a text, but there is no tokenizer"),
+        ('"a text"\n', "line 1: a text needs a tokenizer"),
         ("[]\n[1]\n", "no document has two tokens"),
         (None, "corpus.jsonl"),
     ],
@@ -229,7 +231,7 @@ def test_a_corpus_is_read(tmp_path):
 
 
 def test_the_texts_of_a_corpus_are_made_of_tokens(tmp_path):
-    """Also such as hold line separators; nothing is added at their ends."""
+    """Texts may hold line separators; no tokens are added at their ends."""
     path = tmp_path / "corpus.jsonl"
     path.write_text('"ab\u2028"\n', encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Algorithms of other packages: what registers them, and what is refused."""
+"""Algorithms of other packages: how they are registered, and which ones are rejected."""
 
 import ast
 import os
@@ -39,7 +39,7 @@ from specjax.types import DraftShape
 
 @dataclass(frozen=True)
 class Echo(SpeculativeAlgorithm):
-    """Proposes the newest token again and again."""
+    """Proposes the last token repeatedly."""
 
     def draft_shape(self, args, steps=None):
         return DraftShape.chain(args.speculative_num_steps or 3 if steps is None else steps)
@@ -74,7 +74,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install(folder: Path, package: str, source: str, *points: str) -> None:
-    """Write a package as an installer would, with entry points ``name = module``."""
+    """Write a package like an installer, with entry points ``name = module``."""
     (folder / package).mkdir(parents=True)
     (folder / package / "__init__.py").write_text(source)
     info = folder / f"{package}-1.5.dist-info"
@@ -86,7 +86,7 @@ def install(folder: Path, package: str, source: str, *points: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of installed packages, forgotten afterwards."""
+    """A folder of installed packages; their modules are unloaded afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("echo_plugin", "other_plugin"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -120,14 +120,14 @@ def test_a_registered_algorithm_is_found_by_its_name_in_any_case() -> None:
 def test_running_ahead_is_off_unless_it_is_registered() -> None:
     register_algorithm("silent")(lambda args: Silent("silent"))
     assert not EngineArgs(speculative_algorithm="silent").supports_overlap
-    with pytest.raises(ValueError, match="overlap=True, which SILENT does not support"):
+    with pytest.raises(ValueError, match="overlap=True is not supported by SILENT"):
         EngineArgs(speculative_algorithm="silent", overlap=True)
 
     class Late(Silent):
         supports_overlap = False
 
     register_algorithm("late", supports_overlap=True)(lambda args: Late("late"))
-    with pytest.raises(ValueError, match="overlap=True, which late does not support"):
+    with pytest.raises(ValueError, match="overlap=True is not supported by late"):
         EngineArgs(speculative_algorithm="late", overlap=True)
 
 
@@ -147,8 +147,8 @@ def test_reserved_names_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a/b", None, 3])
-def test_what_is_no_name_is_refused(name: Any) -> None:
-    with pytest.raises(ValueError, match="of an algorithm must be letters"):
+def test_invalid_names_are_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="may contain only letters"):
         register_algorithm(name)
 
 
@@ -157,13 +157,13 @@ def test_a_name_is_taken_once() -> None:
         return Silent("silent")
 
     register_algorithm("silent")(make)
-    register_algorithm("silent")(make)  # its module was loaded again
+    register_algorithm("silent")(make)  # as if its module was reloaded
     with pytest.raises(ValueError, match=r"name='Silent' is taken by .*\.make"):
         register_algorithm("Silent")(lambda args: Silent("silent"))
 
 
 def test_factories_without_a_name_are_told_apart() -> None:
-    """A lambda or local function shares its qualified name with others of its function."""
+    """Lambdas or local functions of one function share a qualified name."""
 
     def local(number: int) -> Any:
         return lambda args: Silent("silent", size=number)
@@ -200,7 +200,7 @@ def test_a_class_that_lacks_a_method_is_refused() -> None:
         register_algorithm("silent", spec_class=object)
 
 
-def test_a_class_of_its_own_is_used() -> None:
+def test_a_spec_class_is_used() -> None:
     class Drafting(CustomSpecAlgo):
         def is_ngram(self) -> bool:
             return True
@@ -210,7 +210,7 @@ def test_a_class_of_its_own_is_used() -> None:
 
 
 class Answering(CustomSpecAlgo):
-    """Answers for the algorithm that it makes."""
+    """Overrides methods of the algorithm that it makes."""
 
     def is_ngram(self) -> bool:
         return True
@@ -229,8 +229,8 @@ class Answering(CustomSpecAlgo):
         return {"own": jnp.stack([bonus_tokens] * 2, axis=1)}
 
 
-def test_what_a_class_of_its_own_overrides_is_called() -> None:
-    """Of the algorithm that its factory made, and of no other's."""
+def test_methods_that_a_spec_class_overrides_are_called() -> None:
+    """Only for the algorithm that its factory made."""
     shared = Silent("silent")
     register_algorithm("answering", spec_class=Answering)(lambda args: shared)
     register_algorithm("silent")(lambda args: shared)
@@ -254,18 +254,18 @@ def test_what_a_class_of_its_own_overrides_is_called() -> None:
     assert other.cache_facts() == shared.cache_facts() == source_facts(Silent)
 
 
-def test_what_nothing_reads_of_a_class_of_its_own_is_refused() -> None:
+def test_methods_of_a_spec_class_without_effect_are_refused() -> None:
     class Misplaced(CustomSpecAlgo):
         lookahead = 3
 
         def propose(self, *inputs: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(ValueError, match=r"Misplaced.* has \['lookahead', 'propose'\], which noth"):
+    with pytest.raises(ValueError, match=r"Misplaced.* has \['lookahead', 'propose'\], which have"):
         register_algorithm("misplaced", spec_class=Misplaced)
 
     class Own(CustomSpecAlgo):
-        """Makes its worker itself, and overrides a common method."""
+        """Makes its worker without a factory, and overrides a common method."""
 
         def create_worker(self, args: Any) -> Silent:
             return Silent("own")
@@ -279,13 +279,13 @@ def test_what_nothing_reads_of_a_class_of_its_own_is_refused() -> None:
     class Overlapping(CustomSpecAlgo):
         supports_overlap = True
 
-    with pytest.raises(ValueError, match="has supports_overlap; give it to register_algorithm"):
+    with pytest.raises(ValueError, match="has supports_overlap; pass it to register_algorithm"):
         register_algorithm("overlapping", spec_class=Overlapping)
 
 
 @dataclass(frozen=True)
 class Counting(Silent):
-    """Counts the rounds of each request in leaves of its own, and drafts that number."""
+    """Counts the rounds of each request in its own leaves, and drafts that number."""
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return DraftShape.chain(1)
@@ -302,7 +302,7 @@ class Counting(Silent):
 
 
 @pytest.mark.slow
-def test_stages_read_and_write_leaves_of_their_own(files: Files) -> None:
+def test_stages_read_and_write_additional_leaves(files: Files) -> None:
     register_algorithm("counting", spec_class=Answering)(lambda args: Counting("COUNTING"))
     drafts = []
     params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -316,7 +316,7 @@ def test_stages_read_and_write_leaves_of_their_own(files: Files) -> None:
 @pytest.mark.parametrize("factory", [lambda args: None, lambda args: Silent])
 def test_a_factory_that_makes_something_else_is_refused(factory: Any) -> None:
     register_algorithm("silent")(factory)
-    with pytest.raises(ValueError, match=r"of speculative_algorithm='SILENT' made .*, no Spec"):
+    with pytest.raises(ValueError, match=r"='SILENT' returned .*, not a Spec"):
         EngineArgs(speculative_algorithm="silent")
     with pytest.raises(ValueError, match="factory 3 of 'other' must be callable"):
         register_algorithm("other")(3)  # type: ignore[type-var]
@@ -353,14 +353,14 @@ def test_an_installed_package_is_imported_where_it_is_named(site: Path) -> None:
 def test_entry_points_that_register_nothing_or_clash_are_refused(site: Path) -> None:
     install(site, "echo_plugin", ECHO, "other = echo_plugin", "twice = echo_plugin")
     install(site, "other_plugin", "", "twice = other_plugin")
-    with pytest.raises(ValueError, match=r"registers no such name; .*register_algorithm"):
+    with pytest.raises(ValueError, match=r"does not register this name; .*register_algorithm"):
         registry.find("other")
     with pytest.raises(ValueError, match=r"'twice' is in .*echo_plugin.*uninstall all but one"):
         registry.find("twice")
 
 
 def facts_in_a_process(site: Path, *, edit: str = "") -> tuple[str, ...]:
-    """Facts of the installed algorithm in a process of its own, edited there once it is loaded."""
+    """Facts of the installed algorithm in a new process, which may edit it after loading."""
     table = site / "echo_plugin" / "sub" / "table.txt"
     code = (
         "from pathlib import Path\n"
@@ -378,7 +378,7 @@ def facts_in_a_process(site: Path, *, edit: str = "") -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_compiled_functions_depend_on_a_package_as_a_whole(site: Path) -> None:
-    """Also on files that are no Python; not on what was edited after it was imported."""
+    """Also on files other than Python, but not on edits after the import."""
     install(site, "echo_plugin", ECHO, "echo = echo_plugin")
     (site / "echo_plugin" / "sub").mkdir()
     (site / "echo_plugin" / "sub" / "table.txt").write_text("1")
@@ -393,7 +393,7 @@ def test_compiled_functions_depend_on_a_package_as_a_whole(site: Path) -> None:
         assert registry.find(name).cache_facts() == ()
 
 
-def test_sources_that_nobody_can_read_are_of_this_process_alone() -> None:
+def test_unreadable_sources_give_facts_of_this_process_only() -> None:
     made = type("Made", (Silent,), {"__module__": "made_here"})
     sys.modules["made_here"] = type(sys)("made_here")
     try:
@@ -404,7 +404,7 @@ def test_sources_that_nobody_can_read_are_of_this_process_alone() -> None:
 
 @pytest.mark.slow
 def test_a_subclass_of_a_built_in_one_runs_under_another_name(files: Files) -> None:
-    """It opens the same drafts: their format is not its name."""
+    """It opens the same drafts, because their format does not depend on its name."""
 
     class Own(Eagle):
         pass

@@ -1,4 +1,4 @@
-"""The round as a whole: the same tokens as dense decoding, whatever is drafted."""
+"""Complete rounds produce the tokens of dense decoding, whatever is drafted."""
 
 from dataclasses import replace
 
@@ -24,7 +24,6 @@ from ..runners import (
     run_requests,
     target_model,
 )
-from .driver import staged_runner
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(6, 61, size=n).tolist() for n in (1, 3, 16, 17, 40, 9, 5)]
@@ -41,10 +40,6 @@ def outputs(runner, params, **kwargs):
     return [request.output_ids for request in requests]
 
 
-def test_plain_rounds_equal_dense_decoding():
-    assert outputs(make_runner(), GREEDY) == [dense_greedy(p, 20) for p in PROMPTS]
-
-
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_speculation_changes_no_token(head, params):
@@ -57,7 +52,7 @@ def test_speculation_changes_no_token(head, params):
 @pytest.mark.parametrize(("head", "steps"), [(None, 0), (EAGLE3, 4)])
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
-    """Tokens, figures and ends are those of one round per dispatch; end tokens are in play."""
+    """Tokens, metrics and ends equal those with one round per dispatch, including end tokens."""
     params = SamplingParams(temperature=0.9, max_new_tokens=23, logit_bias={5: 5.0})
     results = []
     for rounds in (1, 4):
@@ -76,7 +71,7 @@ def test_rounds_per_dispatch_change_nothing(head, steps, run_ahead):
 
 
 def test_a_row_stops_on_the_device():
-    """At its last token and at an end token a row stops advancing inside a dispatch."""
+    """A row stops advancing inside a dispatch at its last token and at an end token."""
     runner = make_runner(rounds=4)
     truth = dense_greedy(PROMPTS[3], 12)
     for budget, ends, produced in ((7, (), 7), (12, (truth[4],), truth.index(truth[4]) + 1)):
@@ -93,7 +88,7 @@ def test_a_row_stops_on_the_device():
 
 
 def start(runner, prompt):
-    """Prefill one prompt into slot 1; returns the first token."""
+    """Prefill one prompt into slot 1; return the first token."""
     runner.set_slot(1, SamplingParams(temperature=0.0), seed=0)
     runner.set_pages(1, range(1, 21))
     width = runner.config.prefill_buckets[-1]
@@ -102,15 +97,9 @@ def start(runner, prompt):
     return int(token.read()[0])
 
 
-def row_state(runner, slot):
-    """What a slot holds between rounds; the history behind the bonus token is of no meaning."""
-    state = jax.tree.map(lambda leaf: leaf[slot], runner.on_device.future)
-    return replace(state, tokens=state.tokens[: int(state.seq_lens) + 1])
-
-
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 def test_any_number_of_drafts_can_be_accepted(head):
-    """Chains made from the known continuation and broken at every depth."""
+    """Chains from the known continuation, with an error at every depth."""
     steps, prompt = 4, PROMPTS[3]
     runner = make_runner(head, steps)
     truth = dense_greedy(prompt, 40)
@@ -153,30 +142,13 @@ def test_any_number_of_drafts_can_be_accepted(head):
         lens = lens + out.num_accepted_tokens
         done += good + 1
         assert lens.tolist() == [len(prompt) + done - 1, 0]
-        # what the head knows now must equal what prefilling the same text teaches it
+        # the head's state must equal that after prefilling the same text
         fresh_first = start(runner, prompt + truth[: done - 1])
         assert fresh_first == truth[done - 1]
         rows = runner.on_device.future.rows
         np.testing.assert_allclose(rows.hidden[1], following.hidden[0], rtol=2e-4, atol=2e-5)
         assert rows.topk_ids[1].tolist() == following.topk_ids[0].tolist()
     runner.clear_slot(1)
-
-
-@pytest.mark.parametrize(
-    ("head", "steps"), [pytest.param(EAGLE3, 4, marks=pytest.mark.slow), (None, 0)]
-)
-def test_compiled_stages_equal_the_fused_round(head, steps):
-    """Draft, verify and extend, each compiled ahead of time, against the one fused call."""
-    fused, staged = make_runner(head, steps), staged_runner(head, steps)
-    for runner in (fused, staged):
-        start(runner, PROMPTS[2])
-    for _ in range(4):
-        packed = fused.round([1]).read()
-        assert np.array_equal(staged.round([1]).read(), packed)
-        states = [row_state(runner, 1) for runner in (staged, fused)]
-        for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    fused.clear_slot(1)
 
 
 def test_padding_slot_stays_empty():

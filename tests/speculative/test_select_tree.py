@@ -1,4 +1,4 @@
-"""Which candidates become nodes of a tree, against a selection written out in Python."""
+"""Selection of tree nodes from candidates, compared with a Python implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from specjax.speculative.tree import chain_input, select_tree
 
 BATCH = 2
-# steps, topk, nodes; some with all candidates
+# steps, topk, nodes; some trees use all candidates
 SHAPES = ((1, 4, 4), (2, 3, 13), (3, 2, 6), (4, 2, 15), (3, 4, 12), (3, 1, 3))
 jit_select = jax.jit(select_tree, static_argnames=("topk", "num_draft_tokens"))
 
 
 def expand(rng, steps, topk, values):
-    """Scores, tokens and parents of the candidates as drafting brings them, level by level."""
+    """Scores, tokens and parents of candidates, level by level as in drafting."""
     scores = [sorted(rng.choice(values, topk).tolist(), reverse=True)]
     parents, above = [-1, *range(topk)], list(range(topk))
     pool = list(scores[0])
@@ -35,7 +35,7 @@ def expand(rng, steps, topk, values):
 
 
 def reference(root, pool, tokens, parent_list, topk, nodes):
-    """Tokens, parents, depths and visible rows of the chosen nodes."""
+    """Tokens, parents, depths and visible rows of the selected nodes."""
     chosen = sorted(sorted(range(len(pool)), key=lambda c: (-pool[c], c))[: nodes - 1])
     parents, depths, seen = [-1], [0], [{0}]
     for c in chosen:
@@ -55,7 +55,7 @@ def reference(root, pool, tokens, parent_list, topk, nodes):
     seed=st.integers(0, 2**16),
 )
 def test_equals_a_selection_in_python(shape, values, seed):
-    """Equal scores and zeros too: parents come before their children, and with them."""
+    """Also with ties and zeros: parents precede their children, and are selected with them."""
     check(shape, values, seed)
 
 
@@ -63,7 +63,7 @@ def test_equals_a_selection_in_python(shape, values, seed):
 @pytest.mark.parametrize("values", [(0.9, 0.5), (0.5,), (0.0, 1.0), (0.0,)], ids=str)
 @pytest.mark.parametrize("shape", [(6, 16, 17), (6, 16, 64), (3, 4, 16)], ids=str)
 def test_selection_on_gpu(shape, values):
-    """Over a thousand candidates, most of them equal."""
+    """More than a thousand candidates, most of them equal."""
     check(shape, values, 1)
 
 
@@ -73,8 +73,11 @@ def check(shape, values, seed):
     rows = [expand(rng, steps, topk, np.float32(values)) for _ in range(BATCH)]
     pool, tokens, parents = (np.array(part) for part in zip(*rows, strict=True))
     roots = rng.integers(0, 50, BATCH)
-    found = jit_select(
+    lens = jnp.full(BATCH, 7, jnp.int32)
+    found, _ = jit_select(
         jnp.asarray(roots, jnp.int32),
+        lens,
+        lens,
         jnp.asarray(pool, jnp.float32),
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(parents, jnp.int32),
@@ -84,7 +87,7 @@ def check(shape, values, seed):
     pool = np.float32(pool)
     for b in range(BATCH):
         truth = reference(roots[b], pool[b], tokens[b], parents[b].tolist(), topk, nodes)
-        ours = (found.draft_tokens, found.parents, found.depths, found.tree_mask)
+        ours = (found.draft_tokens, found.parents, found.positions - 7, found.tree_mask)
         for mine, right in zip(ours, truth, strict=True):
             np.testing.assert_array_equal(mine[b], right)
 
@@ -94,8 +97,8 @@ def test_one_branch_is_the_chain():
     tokens = jnp.asarray([[7, 8, 9], [3, 3, 3]], jnp.int32)
     parents = jnp.asarray([[-1, 0, 1]] * 2, jnp.int32)
     roots, lens = jnp.asarray([5, 6], jnp.int32), jnp.asarray([11, 0], jnp.int32)
-    tree = select_tree(roots, scores, tokens, parents, topk=1, num_draft_tokens=4)
-    ours = tree.verify_input(lens, jnp.full(2, 3, jnp.int32))
+    real = jnp.full(2, 3, jnp.int32)
+    ours, _ = select_tree(roots, lens, real, scores, tokens, parents, topk=1, num_draft_tokens=4)
     chain = chain_input(jnp.concatenate([roots[:, None], tokens], axis=1), lens)
     for mine, right in zip(jax.tree.leaves(ours), jax.tree.leaves(chain), strict=True):
         np.testing.assert_array_equal(mine, right)
@@ -105,5 +108,6 @@ def test_one_branch_is_the_chain():
 def test_more_nodes_than_candidates_are_refused(nodes):
     row = jnp.zeros((1, 2))
     ids = jnp.zeros((1, 3), jnp.int32)
+    roots = [ids[:, 0]] * 3
     with pytest.raises(ValueError, match=f"num_draft_tokens={nodes} must be from 2 to 3"):
-        select_tree(ids[:, 0], row, ids[:, :2], ids, topk=2, num_draft_tokens=nodes)
+        select_tree(*roots, row, ids[:, :2], ids, topk=2, num_draft_tokens=nodes)

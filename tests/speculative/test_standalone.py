@@ -1,7 +1,7 @@
-"""Another model as the draft: the tokens of plain decoding, and KV of every token in its place.
+"""Another model as the draft: tokens of plain decoding, and KV of every token at its position.
 
-A draft with the target's own weights is never wrong, if it reads what the target reads: so each
-round accepts all that it drafts, and the KV of both models is the same.
+A draft with the target's weights is always right if it reads the same tokens. Then each round
+accepts all drafts, and the KV of both models is the same.
 """
 
 import copy
@@ -10,18 +10,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.engine.args import EngineArgs
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.params import SamplingParams
 from specjax.sampling.table import HostTables
-from specjax.speculative.algorithm import SpeculativeAlgorithm
-from specjax.speculative.standalone import STANDALONE
 from specjax.testing import TARGET, Job
 from specjax.types import DraftShape
 
@@ -30,7 +25,7 @@ from ..scheduling.serving import Serving, forced
 from .driver import start
 from .test_identity import JOBS, check, expected
 
-# another family, of other sizes
+# another family with other sizes
 SMALL = replace(
     TARGET,
     model_type="qwen3",
@@ -54,14 +49,14 @@ SEEDED = replace(GREEDY, temperature=0.9)
 
 @cache
 def sharp_weights():
-    """Of a target so sure of itself that its best path is in every tree."""
+    """Weights of a target so confident that its best path is in every tree."""
     flat, weights = target_model()
     head = flat.names.index("lm_head.kernel")
     return (*weights[:head], 20 * weights[head], *weights[head + 1 :])
 
 
 def with_weights(made: ModelRunner, target: Any, draft: Any) -> ModelRunner:
-    """A runner of its own over the compiled functions of another."""
+    """A separate runner that shares the compiled functions of another."""
     runner, config = copy.copy(made), made.config
     runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
     runner._slots_on_device = {}
@@ -88,7 +83,7 @@ def plain(prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]
 
 
 def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """KV ``[L, length, 2, KV, H]`` of a slot's text, of target and draft."""
+    """KV ``[L, length, 2, KV, H]`` of a slot's text in target and draft."""
     size = runner.config.page_size
     positions = np.arange(length)
     places = runner.tables.page_table[slot][positions // size] * size + positions % size
@@ -98,7 +93,7 @@ def kv_of(runner: ModelRunner, slot: int, length: int) -> tuple[np.ndarray, np.n
 
 @DRAFTING
 def test_a_random_draft_changes_no_token(tier) -> None:
-    """Penalties, bias, log-probabilities and end tokens beside the drafts of another family."""
+    """Penalties, bias, log-probabilities and end tokens, with drafts of another family."""
     check(make_runner(SMALL, 7, shapes=TIERS[1:]), JOBS, expected(False), tier=tier)
 
 
@@ -111,7 +106,7 @@ def test_the_target_as_its_own_draft_is_always_right(params) -> None:
     for slot, at in ((1, 0), (2, 3)):
         job = Job(prompt=tuple(PROMPTS[at]), params=many, seed=slot)
         texts[slot] = [*PROMPTS[at], int(start(runner, slot, job).read()[0])]
-    # every pair of tiers one behind the other
+    # every pair of tiers in sequence
     order = [*TIERS, *TIERS[::-1], TIERS[0], TREE, TIERS[1], TREE, TREE, TIERS[1], TIERS[1]]
     order += rng.sample(TIERS, 3)
     for tier in order:
@@ -130,7 +125,7 @@ def test_the_target_as_its_own_draft_is_always_right(params) -> None:
 
 
 def rounds_of(request: Any) -> tuple[int, int]:
-    """Rounds that accepted all their drafts, and all rounds, of a finished request."""
+    """Number of rounds that accepted all drafts, and of all rounds, of a finished request."""
     histogram = request.result()["meta_info"]["spec_correct_drafts_histogram"]
     return histogram[-1], sum(histogram)
 
@@ -138,9 +133,9 @@ def rounds_of(request: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @DRAFTING
 def test_prefixes_keep_the_kv_of_the_draft(tier, run_ahead) -> None:
-    """Conversations that go on behind cached pages: all drafts are right, but for the end's.
+    """Conversations continue after cached pages: all drafts are right except at the end.
 
-    Texts end with a whole round, at each place of a page: their last draft has no KV.
+    Texts end with a whole round, at each position in a page: their last draft has no KV.
     """
     runner = own_runner()
     serving = Serving(
@@ -174,7 +169,7 @@ def test_prefixes_keep_the_kv_of_the_draft(tier, run_ahead) -> None:
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @DRAFTING
 def test_pages_that_run_out_cost_no_draft(tier, params) -> None:
-    """Requests are retracted and come again; a prompt is read in chunks beside rounds."""
+    """Requests are preempted and resumed; a prompt is prefilled in chunks between rounds."""
     runner = own_runner()
     serving = Serving(
         runner=runner, run_ahead=1, num_pages=22, is_cached=True, controller=forced(runner, [tier])
@@ -194,7 +189,7 @@ def test_pages_that_run_out_cost_no_draft(tier, params) -> None:
 
 @pytest.mark.slow
 def test_a_small_tree_moves_only_what_was_drafted_from() -> None:
-    """Fewer nodes than candidates: rows behind those of the verify hold KV of the path."""
+    """With fewer nodes than candidates, rows after the verified ones hold KV of the path."""
     shape = DraftShape(4, 4, 6)
     assert shape.rows == 13
     made = make_runner(TARGET, 4, shapes=(shape,))
@@ -210,7 +205,7 @@ def test_a_small_tree_moves_only_what_was_drafted_from() -> None:
 
 @pytest.mark.parametrize("tier", [TIERS[1], TIERS[3]], ids=["chain", "cut chain"])
 def test_drafts_that_are_drawn_apart_come_with_their_probabilities(tier) -> None:
-    """Rejection sampling accepts all that the target itself would draft: p is q."""
+    """Rejection sampling accepts all drafts of the target itself: p equals q."""
     made = make_runner(TARGET, 2, shapes=(tier,), acceptance=Acceptance(uses_rejection=True))
     weights = target_model()[1]
     runner = with_weights(made, weights, weights)
@@ -222,30 +217,3 @@ def test_drafts_that_are_drawn_apart_come_with_their_probabilities(tier) -> None
     for request in requests:
         full, rounds = rounds_of(request)
         assert full >= rounds - 1
-
-
-def arguments(**changes: Any) -> EngineArgs:
-    good = {"draft": "some", "speculative_num_steps": 3}
-    return EngineArgs(speculative_algorithm="standalone", **(good | changes))
-
-
-def test_what_it_is() -> None:
-    assert SpeculativeAlgorithm.from_string("Standalone") is STANDALONE
-    assert arguments().shape == DraftShape.chain(3)
-    assert arguments(speculative_eagle_topk=2).shape == (3, 2, 7)
-    with pytest.raises(ValueError, match="draft=None, but speculative_algorithm=STANDALONE"):
-        arguments(draft=None)
-    with pytest.raises(ValueError, match=r"\['draft_rope_theta'\] are given, but nothing reads"):
-        arguments(draft_rope_theta=10.0)
-
-
-def test_nothing_but_its_kv_waits_between_rounds() -> None:
-    """Its bytes are planned by token; the rows of a request are none."""
-    networks = STANDALONE.networks(TARGET, SMALL)
-    runner = make_runner(SMALL, TREE.steps, shapes=TIERS[1:])
-    sizes = runner.config.sizes
-    state = STANDALONE.abstract_state(networks, sizes)
-    assert state.shape == (1, sizes.num_kv, 2, 1, 16)
-    assert state.dtype == jnp.float32
-    assert jax.tree.leaves(STANDALONE.abstract_rows(networks, sizes)) == []
-    assert networks.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.weights))

@@ -1,4 +1,4 @@
-"""Trees: the tokens of plain decoding, whatever the shape, the pages and the schedule."""
+"""Trees produce the tokens of plain decoding with any shape, pages and schedule."""
 
 from dataclasses import replace
 
@@ -31,19 +31,19 @@ SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95)
 
 
 def tree_runner(shape: DraftShape = TREE, rounds: int = 1, **changes):
-    """Over the target whose drafts are often right."""
+    """A runner over the target whose drafts are often right."""
     return copied_runner(shape.steps, rounds, shapes=(shape,), **changes)
 
 
 def test_trees_equal_dense_decoding():
-    """Penalties and the minimum length follow each node's own path, log-probabilities its row."""
+    """Penalties and minimum length follow each node's path, log-probabilities its row."""
     assert check(tree_runner(), JOBS, expected(True)) > 1.5
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("shape", [TREE, DraftShape.chain(7, 4)], ids=["tree", "cut chain"])
 def test_a_request_may_end_anywhere(shape, run_ahead):
-    """Up to twice as many tokens as nodes, and behind prompts that reach to the context's end."""
+    """Up to twice as many tokens as nodes, and after prompts that nearly fill the context."""
     runner = tree_runner(shape)
     config = runner.config
     most = config.context - config.kv_writes.tail
@@ -74,8 +74,8 @@ def test_pages_that_run_out_change_no_token(params, run_ahead):
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS * 2, params, seeds)
 
 
-def test_figures_of_a_tree():
-    """All nodes of a round were proposed; accepted drafts are counted by depth."""
+def test_metrics_of_a_tree():
+    """All nodes of a round count as proposed; accepted drafts are counted by depth."""
     request = make_request(PROMPTS[0], GREEDY, width=TREE.steps)
     run_requests(tree_runner(), [request])
     meta = request.result()["meta_info"]
@@ -92,7 +92,7 @@ def test_figures_of_a_tree():
     ("shape", "rounds"), [(DraftShape.chain(0), 4), (DraftShape.chain(4), 1), (TREE, 1)]
 )
 def test_hidden_states_are_those_that_the_logits_come_from(shape, rounds):
-    """As a dense pass over the same text has them; retracted requests and others beside."""
+    """Equal to a dense pass over the same text, with preempted and other requests in the batch."""
     runner = copied_runner(shape.steps, rounds, shapes=(shape,))
     serving = Serving(runner=runner, run_ahead=1, num_pages=20)
     requests = []
@@ -119,7 +119,7 @@ def test_hidden_states_are_those_that_the_logits_come_from(shape, rounds):
         np.testing.assert_allclose(states @ head, logits, atol=1e-4 * np.abs(logits).max())
 
 
-GRID = [  # head, shape, page size, rounds a call
+GRID = [  # head, shape, page size, rounds per call
     (EAGLE3, DraftShape(3, 2, 7), 1, 4),
     (EAGLE3, DraftShape(2, 4, 21), 16, 1),
     (EAGLE3, DraftShape(4, 8, 6), 64, 1),
@@ -138,7 +138,7 @@ GRID = [  # head, shape, page size, rounds a call
     ids=lambda value: value.checkpoint_format if isinstance(value, DraftConfig) else None,
 )
 def test_the_shape_of_a_tree_changes_no_token(head, shape, page_size, rounds):
-    """Batches of one and of four; drafts of random heads and of one that is often right."""
+    """Batches of one and four; drafts of random heads, and of one that is often right."""
     sizes = {"page_size": page_size, "pages_per_request": -(-256 // page_size)}
     sizes["num_pages"] = 1 + 1200 // page_size
     runners = [make_runner(head, shapes=(shape,), rounds=rounds, **sizes)]
@@ -163,7 +163,7 @@ def test_the_shape_of_a_tree_changes_no_token(head, shape, page_size, rounds):
 
 @pytest.mark.slow
 def test_tiers_of_trees_change_no_token():
-    """Rounds without drafts, chains and trees in turn, two of them with equal steps."""
+    """Rounds without drafts, chains and trees in turn; two tiers have equal steps."""
     shapes = (DraftShape.chain(0), DraftShape(1, 3, 4), DraftShape.chain(3, 2), TREE)
     runner = copied_runner(3, shapes=shapes)
     names = {one.key for one in runner.compiled.report if one.key.startswith("round")}

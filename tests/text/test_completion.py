@@ -159,16 +159,6 @@ def test_the_start_of_a_stop_string_is_held_until_it_is_none() -> None:
     assert request.streamed_text() == request.text == "xaba"
 
 
-def test_tokens_of_half_a_character_show_nothing() -> None:
-    ids = tokenizer().encode("👩🏽")
-    assert len(ids) > 4
-    request = make()
-    shown = feed(request, ids, [1])
-    assert shown[0] == ""
-    assert set("".join(shown)) <= set("👩🏽")
-    assert request.text == "👩🏽"
-
-
 def test_a_limit_inside_a_character_keeps_text_and_tokens_in_step() -> None:
     ids = tokenizer().encode("hi 👩🏽")[:-1]
     request = make(limit=len(ids))

@@ -228,7 +228,7 @@ def test_template_refusals() -> None:
     for messages in (["hi"], [{"content": "x"}], [{"role": "user", "content": "x"}, 3]):
         with pytest.raises(ValueError, match=r"messages\[\d\]"):
             tokenizer.apply_chat_template(messages)
-    with pytest.raises(ValueError, match="without turns"):
+    with pytest.raises(ValueError, match=r"messages=.* is empty"):
         tokenizer.apply_chat_template([])
     tokenizer.chat_template = "{{ '<user>' + messages[0].content }}"
     for content in (None, 5, [{"type": "text", "text": "x"}]):
@@ -306,7 +306,7 @@ def test_a_stopped_process_is_replaced(size: int, monkeypatch: pytest.MonkeyPatc
     )
     messages = [{"role": "user", "content": "x" * size}]
     before = time.monotonic()
-    with pytest.raises(ValueError, match="it takes more than"):
+    with pytest.raises(ValueError, match="rendering takes more than"):
         tokenizer.apply_chat_template(messages)
     assert time.monotonic() - before < 5
     monkeypatch.undo()
@@ -447,7 +447,7 @@ def test_gguf_splits(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> 
         ({"ggml.model": None}, r"tokenizer\.ggml\.model=None"),
         ({"ggml.pre": "new"}, r"tokenizer\.ggml\.pre='new'.*'llama-bpe'"),
         ({"ggml.merges": None}, r"has no tokenizer\.ggml\.merges"),
-        ({"ggml.merges": ["a ÿÿ"]}, "broken BPE vocabulary"),
+        ({"ggml.merges": ["a ÿÿ"]}, "invalid BPE vocabulary"),
         ({"ggml.eos_token_id": 100_000}, r"eos_token_id=100000 is outside"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Prompts from files and from the target itself."""
+"""Prompts from files and prompts sampled from the target."""
 
 import json
-from functools import partial
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,8 +9,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.config import ModelConfig
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
 from specjax.text.tokenizer import Tokenizer
 from specjax.training import collect as collecting
 from specjax.training.collect import (
@@ -27,6 +25,8 @@ from specjax.training.collect import (
 )
 from specjax.training.generate import Sampler
 
+from .conftest import save_random
+
 TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
 
 
@@ -41,7 +41,8 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def sampler(tokenizer) -> Sampler:
+def sampler(tokenizer, tmp_path_factory) -> Iterator[Sampler]:
+    path = tmp_path_factory.mktemp("target")
     model = ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.vocab_size,
@@ -52,17 +53,11 @@ def sampler(tokenizer) -> Sampler:
         num_kv_heads=1,
         head_dim=8,
     )
-    flat = FlatModel.of(partial(CausalLM, model))
-    return Sampler(
-        flat=flat,
-        weights=flat.random(0),
-        model=model,
-        stop_ids=tokenizer.eos_token_ids,
-        num_rows=8,
-        prefill_rows=8,
-        max_prompt_len=256,
-        max_new_tokens=8,
-    )
+    save_random(path, model)
+    sizes = {"num_rows": 8, "prefill_rows": 8, "max_prompt_len": 256, "max_new_tokens": 8}
+    sampler = Sampler.open(str(path), "float32", stop_ids=tokenizer.eos_token_ids, **sizes)
+    with sampler.engine:
+        yield sampler
 
 
 def test_sampled_prompts_are_chat_prompts_that_begin_with_their_openings(
@@ -91,10 +86,10 @@ def test_collect_answers_files_greedily_and_sampled(sampler, tokenizer):
     config = CollectConfig(file_samples=2, max_answer_tokens=5)
     corpus = collect(sampler, tokenizer, config, [("math", "1+1?"), ("code", "x")])
     assert len(corpus) == 6
-    assert corpus.source_names == ("code", "math")
-    texts = {tokenizer.decode(corpus.sequence(i)[: corpus.prompt_lens[i]]) for i in range(6)}
+    assert {example.source for example in corpus} == {"code", "math"}
+    texts = {tokenizer.decode(x.tokens[: x.prompt_len]) for x in corpus}
     assert texts == {"user: 1+1?bot:", "user: xbot:"}
-    assert len({corpus.sequence(i).tobytes() for i in range(6)}) > 4
+    assert len({example.tokens.tobytes() for example in corpus}) > 4
 
 
 def test_a_target_without_a_chat_template_continues_plain_text(sampler, tokenizer):

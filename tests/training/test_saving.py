@@ -1,4 +1,4 @@
-"""Checkpoints of a training run with a flipped bit: the right values or an error, never others."""
+"""A checkpoint of a training run with a flipped bit loads the right values or raises an error."""
 
 import shutil
 from collections import Counter
@@ -24,7 +24,7 @@ def state(step: int) -> TrainState:
 
 
 def restored(folder: Path) -> int:
-    """The step that is restored, with exactly the values that were saved."""
+    """Return the restored step after checking that its values are exactly those saved."""
     manager = checkpoint_manager(folder)
     try:
         found = restore_state(manager, state(0), VOCABULARY)
@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.mark.parametrize("count", [None, pytest.param(126, marks=LONG)])
 @pytest.mark.parametrize("steps", [(3, 6), (6,)])
 def test_a_flipped_bit_loads_no_other_values(saved, caplog, steps, count) -> None:
-    """One in each file, or ``count`` evenly over all bytes."""
+    """Flip one bit in each file, or ``count`` bits evenly over all bytes."""
     outcomes: Counter[int | None] = Counter()
     for _ in saved.flips(count):
         if 3 not in steps:
@@ -65,16 +65,16 @@ def test_a_flipped_bit_loads_no_other_values(saved, caplog, steps, count) -> Non
         warned = [r.getMessage() for r in caplog.records if r.name == "specjax.training.trainer"]
         if step == 3:
             assert len(warned) == 1
-            assert warned[0].startswith("step 6 cannot be restored (")
+            assert warned[0].startswith("cannot restore step 6 (")
         elif step is None:
             assert f"no checkpoint in {saved.folder} can be restored (step 6: " in refusal
-            assert "name another --checkpoint-dir" in refusal
+            assert "pass another --checkpoint-dir" in refusal
         assert step == 3 or not warned
     assert set(outcomes) == {6, 3 if 3 in steps else None}
 
 
-def test_a_run_goes_on_after_a_damaged_checkpoint(saved) -> None:
-    """It saves the same steps again, and the damaged files stay, however often this happens."""
+def test_a_run_continues_after_a_damaged_checkpoint(saved) -> None:
+    """The run saves the same steps again and keeps the damaged files, also on repeated damage."""
     saved.restore()
     for kept in (3, 5):
         (saved.folder / "6" / "vocabulary" / "metadata").write_text(f'"{kept}"')
@@ -89,12 +89,12 @@ def test_a_run_goes_on_after_a_damaged_checkpoint(saved) -> None:
     assert {path.name for path in saved.folder.glob("[0-9]*")} == {"5", "6"}
 
 
-def test_another_run_is_refused_and_stays(saved) -> None:
+def test_checkpoints_of_another_run_are_rejected_and_kept(saved) -> None:
     saved.restore()
     manager = checkpoint_manager(saved.folder)
     other = {"layers.0": jnp.zeros((3, 3))}
     for like, vocabulary, message in (
-        (state(0), VOCABULARY + 1, "step 3: it is for another draft vocabulary"),
+        (state(0), VOCABULARY + 1, "step 3: its draft vocabulary differs"),
         (TrainState(other, {}, jnp.asarray(0)), VOCABULARY, "step 3: .*structures do not match"),
     ):
         with pytest.raises(ValueError, match=rf"(?s){message}.*options and data of the run"):

@@ -1,26 +1,24 @@
-"""The training script from a model directory to a head that opens, with no data set."""
+"""The training script: from a model directory to a loadable head, without a data set."""
 
 import dataclasses
 import json
 import os
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
-from specjax.checkpoints import open_target, save_orbax
+from specjax.checkpoints import open_target
 from specjax.checkpoints.draft import open_draft
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG
 from specjax.training import run
 from specjax.training.data import Corpus
 
 from ..loading import load_script
+from .conftest import save_random
 
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
 TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-size 64"
@@ -40,16 +38,12 @@ def main():
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
     config = dataclasses.replace(CONFIG, num_layers=4, max_position_embeddings=512)
-    flat = FlatModel.of(partial(CausalLM, config))
-    weights = dict(zip(flat.names, flat.random(0), strict=True))
-    save_orbax(path, config, weights, tokenizer=letter_tokenizer())
-    return path
+    return save_random(tmp_path_factory.mktemp("model"), config, tokenizer=letter_tokenizer())
 
 
 @pytest.mark.slow
-def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
+def test_training_without_data(main, model_directory, tmp_path, capsys):
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text('{"category": "math", "turns": ["1 + 1?"]}\n')
     data, head, report = tmp_path / "data.npz", tmp_path / "head", tmp_path / "report.json"
@@ -57,7 +51,7 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     collecting = f"--self-sample 24 --prompts {prompts} --max-user-tokens 8 --generate-only"
     assert main(f"{common} {collecting} --report {report}") == 0
     assert json.loads(report.read_text())["data"]["math"]["sequences"] == 2
-    assert "\r" not in capsys.readouterr().err  # a bar is for terminals
+    assert "\r" not in capsys.readouterr().err  # only terminals get a progress bar
     saved = data.read_bytes()
     train = f"{common} {TRAIN} --output {head} --checkpoint-dir {tmp_path / 'run'} --held-out 0.2"
     assert main(f"{train} --stop-at 3") == 0
@@ -72,15 +66,15 @@ def test_from_no_data_to_a_draft(main, model_directory, tmp_path, capsys):
     draft = open_draft(head, open_target(model_directory))
     assert draft.config.draft_vocab_size == 64
     assert set(draft.load_weights())
-    # another draft vocabulary, of the same size or not, does not go on with this run
+    # this run cannot be resumed with another draft vocabulary, even one of the same size
     capsys.readouterr()
     assert main(f"{train} --draft-vocab-size 60") == 2
-    assert "another draft vocabulary" in capsys.readouterr().err
+    assert "its draft vocabulary differs" in capsys.readouterr().err
 
 
 @pytest.fixture
 def generated(monkeypatch) -> list[str]:
-    """The prompts of each generation: nothing is generated, 24 short sequences take its place."""
+    """List the prompts of each generation; a stub returns 24 short sequences instead."""
     calls: list[str] = []
 
     def collect(sampler, tokenizer, config, entries, progress):
@@ -91,10 +85,10 @@ def generated(monkeypatch) -> list[str]:
     return calls
 
 
-def test_a_later_failure_does_not_cost_the_generated_text(
+def test_generated_text_survives_a_later_failure(
     main, model_directory, tmp_path, capsys, generated
 ):
-    """The same prompts, options and weights find it again; others do not."""
+    """Only the same prompts, options and weights find the generated text again."""
     prompts, model = tmp_path / "questions.jsonl", tmp_path / "model"
     shutil.copytree(model_directory, model)
     prompts.write_text('{"turns": ["1 + 1?"]}\n')
@@ -103,9 +97,9 @@ def test_a_later_failure_does_not_cost_the_generated_text(
     )
 
     def fails(batch_rows: int, more: str = "") -> int:
-        """Number of generations so far."""
+        """Check that the run fails, and return the number of generations so far."""
         assert main(f"{options} --row-length 64 --batch-rows {batch_rows} {more}") == 2
-        message = f"--batch-rows={batch_rows} is more than the 2 packed rows of the training data"
+        message = f"--batch-rows={batch_rows} exceeds the 2 packed rows of the training data"
         assert message in capsys.readouterr().err
         assert len(list((tmp_path / "head").glob("data-*.npz"))) == len(generated)
         return len(generated)
@@ -118,20 +112,20 @@ def test_a_later_failure_does_not_cost_the_generated_text(
     assert [fails(20), fails(20)] == [4, 4]
 
 
-def test_target_and_options_are_checked_before_anything_is_generated(
+def test_target_and_options_are_checked_before_generation(
     main, model_directory, tmp_path, capsys, generated
 ):
     config = json.loads((model_directory / "config.json").read_text())
     for change, arguments, message in (
         ({"num_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
-        ({}, "--batch-rows 25", "--batch-rows=25 is more than the 24 answers to generate"),
+        ({}, "--batch-rows 25", "--batch-rows=25 exceeds the 24 answers to generate"),
         (
             {},
             "--max-prompt-len 501",
             "--max-prompt-len=501 plus 12 tokens (the larger of --max-answer-tokens and "
             "--max-user-tokens) exceeds the model's context of 512 tokens",
         ),
-        ({}, "--data {data}", "data.npz is another model's: token 300 of 98"),
+        ({}, "--data {data}", "data.npz is for another model: token 300 of 98"),
     ):
         model, data = tmp_path / "model", tmp_path / "data.npz"
         shutil.copytree(model_directory, model, dirs_exist_ok=True)
@@ -162,11 +156,11 @@ def test_help_states_the_default_of_every_option(main, capsys):
     [
         ("--generate-only", "--generate-only needs --data"),
         ("--self-sample 3", "--output is needed"),
-        ("--output {free}", "nothing to train on: give prompt files (--prompts)"),
-        ("--output {file}", "--output {file}: {file} is no directory to write to"),
-        ("--output {file}/head", "--output {file}/head: {file} is no directory to write to"),
-        ("--output {free} --checkpoint-dir {file}", "--checkpoint-dir {file}: {file} is no"),
-        ("--output {free} --report {file}/report", "--report {file}/report: {file} is no"),
+        ("--output {free}", "nothing to train on: pass prompt files (--prompts)"),
+        ("--output {file}", "--output {file}: {file} is not a writable directory"),
+        ("--output {file}/head", "--output {file}/head: {file} is not a writable directory"),
+        ("--output {free} --checkpoint-dir {file}", "--checkpoint-dir {file}: {file} is not a"),
+        ("--output {free} --report {file}/report", "--report {file}/report: {file} is not a"),
         ("--generate-only --data {free}", "--data {free} is a directory"),
         ("--output {free} --log-every 0", "--log-every=0 must be an integer of at least 1"),
         ("--output {free} --checkpoint-every 0", "--checkpoint-every=0"),
@@ -176,9 +170,7 @@ def test_help_states_the_default_of_every_option(main, capsys):
         ("--output {free} --prompts {file}", "file, line 1: "),
     ],
 )
-def test_bad_arguments_are_named_before_anything_is_loaded(
-    main, tmp_path, capsys, arguments, message
-):
+def test_bad_arguments_are_named_before_loading(main, tmp_path, capsys, arguments, message):
     file = tmp_path / "file"
     file.write_text("text")
     names = {"free": tmp_path, "file": file}

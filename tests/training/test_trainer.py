@@ -1,4 +1,4 @@
-"""Training reduces the loss, resumes exactly and exports what it trained."""
+"""Training reduces the loss, resumes exactly and exports the trained weights."""
 
 from itertools import pairwise
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
-from specjax.training.generate import Sampler
 from specjax.training.trainer import (
     TrainConfig,
     Trainer,
@@ -25,27 +24,17 @@ def _optax_promotes_its_step_count():
 
 
 @pytest.fixture(scope="module")
-def greedy(tiny) -> Corpus:
+def greedy(sampler) -> Corpus:
     """Greedy answers of the tiny target to random prompts."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, 4).tolist() for _ in range(48)]
-    sampler = Sampler(
-        flat=tiny.flat,
-        weights=tiny.weights,
-        model=tiny.model,
-        stop_ids=(),
-        num_rows=48,
-        prefill_rows=48,
-        max_prompt_len=8,
-        max_new_tokens=24,
-    )
     answers = sampler.generate(prompts, [0.0] * 48, 24, 0)
     return Corpus.of([(p, a, "greedy") for p, a in zip(prompts, answers, strict=True)])
 
 
 @pytest.fixture(scope="module")
 def trainer(tiny, greedy) -> Trainer:
-    """Shared, so that its step compiles once."""
+    """A trainer that the tests share, so that its step compiles once."""
     config = TrainConfig(
         steps=60,
         batch_rows=8,
@@ -76,11 +65,11 @@ def test_training_raises_acceptance(trainer, greedy):
     before = trainer.evaluate(start.params, rows)
     state = _run(trainer, start, rows, 60)
     figures = trainer.evaluate(state.params, rows)
-    # most of what is left is the entropy of a random target's softmax
+    # most of the remaining loss is the entropy of a random target's softmax
     assert figures.loss.sum() < 0.9 * before.loss.sum()
     assert figures.accept_length() > before.accept_length() + 0.5
-    with pytest.raises(ValueError, match="no held-out rows"):
-        trainer.evaluate(state.params, pack(greedy.select(np.arange(0)), 32, 0))
+    with pytest.raises(ValueError, match="held-out data, but there are 0 rows"):
+        trainer.evaluate(state.params, pack(Corpus(), 32, 0))
 
 
 @pytest.mark.slow
@@ -95,11 +84,6 @@ def test_resumed_training_continues_exactly(trainer, greedy, tmp_path):
     manager.close()
     manager = checkpoint_manager(tmp_path / "run")
     restored = restore_state(manager, trainer.init(), trainer.vocabulary)
-    # of the same size, so that every shape fits
-    other = np.arange(len(trainer.vocabulary), dtype=np.int32)
-    assert not np.array_equal(other, trainer.vocabulary)
-    with pytest.raises(ValueError, match=r"run can be restored \(step 7: .*draft vocabulary"):
-        restore_state(manager, trainer.init(), other)
     manager.close()
     assert int(restored.step) == 7
     resumed = _run(trainer, restored, rows, 12)
@@ -108,7 +92,7 @@ def test_resumed_training_continues_exactly(trainer, greedy, tmp_path):
 
 
 @pytest.mark.slow
-def test_tables_are_not_trained_and_the_output_head_starts_as_the_targets(tiny, trainer, greedy):
+def test_tables_are_not_trained_and_the_output_head_starts_with_the_targets(tiny, trainer, greedy):
     rows = pack(greedy, 32, 0)
     state = trainer.init()
     target = dict(zip(tiny.flat.names, tiny.weights, strict=True))
@@ -121,7 +105,7 @@ def test_tables_are_not_trained_and_the_output_head_starts_as_the_targets(tiny, 
     np.testing.assert_array_equal(ids, trainer.vocabulary)
 
 
-def test_rate_warms_up_and_falls_to_the_final_fraction():
+def test_rate_warms_up_and_decays():
     config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
     rates = [config.rate(i) for i in range(100)]
     assert rates[0] == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""Training-time test equals what a head computes when it serves."""
+"""Training-time test computes the same states as a head during serving."""
 
 import dataclasses
 
@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.layers import rope_tables, rotated
-from specjax.training.data import Corpus, pack, place_rows
+from specjax.models.layers import dense_attention, rotated
+from specjax.training.data import pack
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import (
     StepStatistics,
-    masked_attention,
     packed_attend,
-    step_mask,
     target_outputs,
-    ttt_attend,
     ttt_loss,
     ttt_states,
 )
@@ -31,9 +28,9 @@ def _models(tiny, seed=5):
 
 
 def _server(head, target, size=48):
-    """Serving one row at a time over an explicit cache: ``(cache, slot, token, hidden)``.
+    """Serve one row at a time over an explicit cache: ``(cache, slot, token, hidden)``.
 
-    The slot is the rotary position, and the row sees the cache up to its own slot.
+    The slot is the rotary position. The row sees the cache up to its own slot.
     """
 
     @jax.jit
@@ -43,7 +40,7 @@ def _server(head, target, size=48):
             keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
             mask = (jnp.arange(size) <= slot)[None, None, None]
-            return (keys, values), masked_attention(q, keys, values, mask)
+            return (keys, values), dense_attention(q, keys, values, mask=mask)
 
         embeds = head.embed(token[None, None], target)
         out, cache = head(embeds, hidden[None, None], slot[None, None], cache, attend)
@@ -63,7 +60,7 @@ def _states(head, target, batch, features, steps=STEPS):
 
 
 def _featurizer(tiny, target, head, size=48):
-    """Features [n, F] of one text by itself from its tokens, and the fused [size, D] of those."""
+    """Function from the tokens of one text to its features [n, F] and fused features [size, D]."""
 
     @jax.jit
     def run(ids, segments):
@@ -162,50 +159,8 @@ def test_loss_equals_a_plain_computation(tiny, corpus):
     assert float(statistics.reached[0]) == float(statistics.rows[0])
 
 
-def test_step_mask_stays_in_the_answer_of_its_own_segment(corpus):
-    batch = pack(corpus, 32, 0)
-    for step in range(3):
-        mask = np.asarray(step_mask(batch, step))
-        rows, columns = np.nonzero(mask)
-        assert len(rows)
-        assert batch.starts[rows, columns].all()
-        assert (batch.segments[rows, columns] == batch.segments[rows, columns + 2 + step]).all()
-        per_answer = np.maximum(np.minimum(corpus.lengths, 32) - corpus.prompt_lens - 1 - step, 0)
-        assert (
-            len(rows) == per_answer[np.minimum(corpus.lengths, 32) - corpus.prompt_lens >= 2].sum()
-        )
-
-
 def test_accept_length_telescopes():
-    """Acceptance of 1/2 and then of 1/2 of those: 1 + 1/2 + 1/4."""
+    """Two steps with an acceptance rate of 1/2 each give 1 + 1/2 + 1/4."""
     reached, accepted = jnp.array([8.0, 4.0]), jnp.array([4.0, 2.0])
     statistics = StepStatistics(reached, reached, reached, reached, accepted)
     assert statistics.accept_length() == 1.75
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_later_steps_never_see_later_rows(tiny, steps):
-    """Changing tokens after the last one a step may use changes no state before it."""
-    _, _, head = _models(tiny)
-    target = tiny.flat.rebuild(tiny.weights)
-    text = Corpus.of([([1, 2, 3], list(range(4, 20)), "x")] * 2)
-    batch = place_rows(text, [[0], [1]], 24)
-    batch.tokens[1, 12:] = 7
-    features = _outputs(tiny, target, batch, jnp.arange(40)).features
-    one, other = _states(head, target, batch, features, steps)[-1]
-    reach = 12 - steps  # step j at row i reads token i + 1 + j
-    np.testing.assert_array_equal(one[:reach], other[:reach])
-    assert not np.array_equal(one[reach], other[reach])
-
-
-def test_first_step_attention_is_causal_attention(tiny):
-    key = jax.random.key(0)
-    q, k, v = (
-        jax.random.normal(s, (2, 9, h, 8))
-        for s, h in zip(jax.random.split(key, 3), (4, 2, 2), strict=True)
-    )
-    segments = jnp.asarray([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2])
-    rope = rope_tables(tiny.draft.rope, jnp.broadcast_to(jnp.arange(9), (2, 9)))
-    _, ours = ttt_attend(segments)((), 0, q, k, v, rope)
-    _, packed = packed_attend(segments)(None, 0, q, k, v, rope)
-    np.testing.assert_allclose(ours, packed, rtol=1e-5, atol=1e-6)

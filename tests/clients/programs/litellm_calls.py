@@ -1,4 +1,4 @@
-"""Calls of LiteLLM to a server; arguments and results are JSON."""
+"""Call a server with LiteLLM; arguments and results are JSON."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def main(address: str, key: str, model: str, messages: Any, prompt: str) -> dict
     ):
         try:
             litellm.completion(other, **(chat | changes))
-        except Exception as error:  # of several families
+        except Exception as error:  # exceptions have several base classes
             errors[label] = type(error).__name__
     return found
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval against a server; arguments and results are JSON."""
+"""Run tasks of lm-eval against a server; arguments and results are JSON."""
 
 import json
 import os
@@ -14,7 +14,7 @@ TASKS = Path(__file__).parent.parent / "tasks"
 
 def main(address: str, key: str, model: str, tokenizer: str) -> dict[str, Any]:
     os.environ["OPENAI_API_KEY"] = key
-    os.chdir(TASKS)  # which data files are relative to
+    os.chdir(TASKS)  # data files are relative to it
     found = {}
     for name, options in {
         "ids": {"batch_size": 4},

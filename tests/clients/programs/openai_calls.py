@@ -1,4 +1,4 @@
-"""Calls of openai-python to a server; arguments and results are JSON."""
+"""Call a server with openai-python; arguments and results are JSON."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def chat_stream(client: OpenAI) -> Any:
 
 
 def chat_helper(client: OpenAI) -> Any:
-    """The library's own collector of chunks, which raises where a limit ends the text."""
+    """Collect chunks with the library's helper, which raises if a limit ends the text."""
     with client.chat.completions.stream(messages=MESSAGES, stop=" ", **seeded()) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         return deltas, stream.get_final_completion().model_dump()
@@ -119,7 +119,7 @@ def errors(client: OpenAI) -> Any:
 
 
 def leaving(client: OpenAI) -> Any:
-    """A timeout, and streams that are closed after their first chunk."""
+    """Run into a timeout, and close streams after their first chunk."""
     long: Any = {
         "prompt": PROMPT,
         **seeded(),
