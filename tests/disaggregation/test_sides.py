@@ -165,7 +165,7 @@ def test_a_timeout_in_transit(pair):
     with held(pair), ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair, PROMPTS[4], timeout=0.2)
         reason = asked.result(timeout=10)["meta_info"]["finish_reason"]
-    assert "timeout of 0.2 s" in reason["message"]
+    assert "timed out after 0.2 s" in reason["message"]
 
 
 def test_what_a_silent_peer_is_asked_for_is_prefilled_here(pair, texts, caplog, monkeypatch):
@@ -177,7 +177,7 @@ def test_what_a_silent_peer_is_asked_for_is_prefilled_here(pair, texts, caplog, 
         monkeypatch.undo()
         peer.let_go()
         assert_same(ask(pair), texts)
-    assert "is prefilled here: no answer" in caplog.text
+    assert "is prefilled locally: no answer" in caplog.text
     assert pair.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
 
 
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_prefilled_here(pair, texts, name, caplog):
     with held(pair, change) as peer:
         peer.let_go()
         assert_same(ask(pair), texts)
-    assert "is prefilled here" in caplog.text
+    assert "is prefilled locally" in caplog.text
 
 
 def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
@@ -496,7 +496,7 @@ def test_the_first_failure_of_the_transfer_is_its_last(pair, monkeypatch):
         peer.put(piece_of_nobody(number, array, object()))
     del array
     peer._thread.join(20)
-    assert logged == ["hanging up on the prefill side"]
+    assert logged == ["disconnecting the prefill side after an error"]
     peer.put(piece_of_nobody(7))
     assert peer._messages.empty()
     gc.collect()
