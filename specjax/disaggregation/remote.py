@@ -101,7 +101,7 @@ class _DecodeSide:
         if job.id in self._waiting or job.id in self._queued:
             raise WireError(f"job {job.id} was sent again while in progress")
         if self._num_waiting_bytes + _size(job) > MAX_WAITING:
-            self._reply(Refused(id=job.id, reason="too many waiting prompts of this decode side"))
+            self._reply(Refused(id=job.id, reason="too many prompts queued by this decode side"))
             return
         self._waiting[job.id] = job
         self._num_waiting_bytes += _size(job)

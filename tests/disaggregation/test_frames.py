@@ -271,11 +271,11 @@ def test_values_that_are_not_sent(message: Any, name: str, value: Any) -> None:
         (array_head(["int8", [MAX_BYTES + 1]]), f"bytes of arrays exceed {MAX_BYTES}"),
         (array_head(["int64", [2**61, 2**61]]), f"bytes of arrays exceed {MAX_BYTES}"),
         (head_of("Piece", id=1, start=0, count=1, kv=[["int8", [0]]] * 5000), "at most 4096"),
-        (array_head(["int64", [0, 2**61, 2**61]]), "not a valid message"),  # does not fit in memory
-        *((array_head(spec), "not a valid message") for spec in (None, {"dtype": "int8"}, ["int8"])),
-        *((array_head([dtype, [1]]), "not a valid message") for dtype in ("float128", "object", ["a"])),
+        (array_head(["int64", [0, 2**61, 2**61]]), "not a valid"),  # does not fit in memory
+        *((array_head(spec), "not a valid") for spec in (None, {"dtype": "int8"}, ["int8"])),
+        *((array_head([dtype, [1]]), "not a valid") for dtype in ("float128", "object", ["a"])),
         *(
-            (array_head(["int8", shape]), "not a valid message")
+            (array_head(["int8", shape]), "not a valid")
             for shape in ([-1], [True], [1.0], "1", 1, [1] * (MAX_RANK + 1), [2**62, 0], [2**63])
         ),
     ],
