@@ -208,8 +208,8 @@ class EngineLoop:
     """Steps a scheduler in its own daemon thread, the only thread that uses the scheduler.
 
     Callers put commands in a queue. The thread runs them between steps and sleeps on the queue if
-    idle. Putting a command never blocks and is reentrant, so that a garbage collection
-    can abort a call in any thread at any time.
+    idle. Putting a command never blocks and is reentrant, so that a garbage collection can abort a
+    call in any thread at any time.
 
     The thread keeps this object alive, and this object does not refer to its owner. A finalizer of
     the owner calls :meth:`stop`.
