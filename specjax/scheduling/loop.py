@@ -170,7 +170,7 @@ def _end_device_threads() -> None:
 class EventLoopDelivery:
     """Delivers items from other threads to mailboxes of one event loop, in batches.
 
-    Waking an event loop costs a system call, during which its thread takes the interpreter.
+    Waking an event loop costs a system call, during which its thread takes the interpreter lock.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -374,7 +374,7 @@ class EngineLoop:
                 return
             command()
 
-    # Only the loop's thread calls these. After its end no call is left, and commands only refuse.
+    # Only the loop's thread calls these. After its end no call is left; commands are refused.
 
     def _run(self) -> None:
         while not self._is_stopping:
