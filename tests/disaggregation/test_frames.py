@@ -1,4 +1,4 @@
-"""Frames: round trips of every message, and nothing else that gets through."""
+"""Frames: every message survives a round trip, and malformed frames are refused."""
 
 import math
 import os
@@ -63,7 +63,7 @@ JOB = Job(
 
 
 def read(*frames: Any, max_bytes: int = MAX_BYTES) -> Any:
-    """The message that the last frame completes, and none before it."""
+    """Return the message that the last frame completes; earlier frames must complete none."""
     assembler = Assembler(max_bytes)
     *early, last = [assembler.feed(memoryview(frame)) for frame in frames]
     assert not any(early)
@@ -79,7 +79,7 @@ def array_head(spec: Any) -> bytes:
 
 
 def assert_same(value: Any, other: Any) -> None:
-    """Equal in value and type, arrays in dtype, shape and every bit."""
+    """Equal values and types; arrays are equal in dtype, shape and every bit."""
     if hasattr(value, "__array__"):
         value = np.asarray(value)
         assert isinstance(other, np.ndarray)
@@ -191,7 +191,7 @@ def test_contiguous_arrays_are_cut_into_views() -> None:
 
 
 def test_frames_of_schema_3() -> None:
-    """A change of these bytes, or of the messages, needs another schema."""
+    """If these bytes or messages change, raise SCHEMA."""
     assert (SCHEMA, FRAME_BYTES) == (3, 2**20)
     kv = [["int16", [2, 3]], ["bool", [1]]]
     head = head_of("Piece", id=3, start=16, count=2, kv=kv)
@@ -217,7 +217,7 @@ def test_frames_of_schema_3() -> None:
     }
 
 
-# What is refused.
+# Refused frames.
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_claims_allocate_nothing() -> None:
 
 
 def test_fuzz() -> None:
-    """Whatever comes: a message, the wish for more, or a WireError."""
+    """Any input yields a message, a request for more frames, or a WireError."""
     rng = random.Random(0)
     good = [bytes(frame) for frame in encode(JOB)]
     for _ in range(NUM_FUZZED):

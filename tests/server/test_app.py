@@ -1,4 +1,4 @@
-"""Routes that tell something, and who may use which."""
+"""Routes that return information, and access to them."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -53,7 +53,7 @@ def test_unknown_routes_have_openais_shape(client, method, path, status) -> None
     assert path in answer.error["message"]
 
 
-def test_until_the_engine_is_there_everything_is_unavailable(engine) -> None:
+def test_everything_is_unavailable_until_the_engine_is_ready(engine) -> None:
     future: Future[Engine] = Future()
     with running(make_app(future)) as port:
         client = Client(port)
@@ -73,7 +73,7 @@ def test_until_the_engine_is_there_everything_is_unavailable(engine) -> None:
 
 
 def scraped(client: Client) -> dict[tuple[str, str], Any]:
-    """Samples by name and by position or reason."""
+    """Metric samples by name and by position or reason."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(answer.body.decode())
@@ -87,7 +87,7 @@ def scraped(client: Client) -> dict[tuple[str, str], Any]:
     }
 
 
-def test_figures_have_the_names_that_others_read(engine, client) -> None:
+def test_metrics_have_the_names_of_vllm(engine, client) -> None:
     before = engine.metrics.snapshot()
     client.post("/v1/completions", {"prompt": "hello", "max_tokens": 30, "temperature": 0})
     totals, samples = engine.metrics.snapshot(), scraped(client)
