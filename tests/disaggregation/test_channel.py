@@ -35,12 +35,12 @@ from .peers import (
     End,
     dialing,
     free_address,
-    read_until_closed,
     listening,
     nothing_left,
     pair,
     raw_lanes,
     reach,
+    read_until_closed,
     terms,
     wait_for,
 )
