@@ -30,6 +30,7 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python scripts/check_prose.py
 	$(BIN)/mypy
 	$(BIN)/mypy kernels
 

@@ -119,3 +119,23 @@ def test_plugin_is_installed_named_and_recompiled_after_an_edit(
     module.write_text(source)
     assert serve(site, files, cache)[1][2][0] > 0
     assert set(cache.glob("specjax-executables/*.xla")) == compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "typed", "shown"),
+    [
+        ("quickstart", "", "equal to plain decoding: True"),
+        ("streaming_chat", "Hi!\n/new\nHello\n", "accept length"),
+        ("log_probabilities", "", "'The capital of France is': "),
+        ("adaptive_server", "", '"policy": "cost"'),
+        ("weight_updates", "", "the first weights give the first text: True"),
+    ],
+)
+def test_a_script_runs(name: str, typed: str, shown: str) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(
+        command, input=typed, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout

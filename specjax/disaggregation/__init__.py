@@ -1,1 +1,1 @@
-"""Prefill split from decode: prompts computed by one engine, decoded by another."""
+"""Disaggregation: one engine prefills prompts, another one decodes them."""

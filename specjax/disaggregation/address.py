@@ -13,7 +13,7 @@ def parse_address(address: str) -> tuple[str, int]:
     host = host[1:-1] if is_bracketed else host
     is_host = host.isprintable() and not set(host) & set(" []/") and is_bracketed == (":" in host)
     if not separator or not host or not is_host or not (digits.isascii() and digits.isdigit()):
-        raise ValueError(f"{address!r} is no address like 127.0.0.1:8998, host:8998 or [::1]:8998")
+        raise ValueError(f"{address!r} is not an address such as 127.0.0.1:8998 or [::1]:8998")
     return host, check_integer(f"the port of {address!r}", int(digits[:6]), 0, 2**16 - 1)
 
 
@@ -23,7 +23,7 @@ def format_address(host: str, port: int) -> str:
 
 @lru_cache(maxsize=64)  # a server asks for every request
 def is_loopback(host: str) -> bool:
-    """Whether a host can be reached from this machine only."""
+    """Return whether only this machine can reach a host."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -31,11 +31,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_secret(address: str, secret: str) -> bytes:
-    """The secret as a key; an empty one is refused where others than this machine reach it."""
+    """Encode the secret; refuse an empty one if other machines can reach the address."""
     host, _ = parse_address(address)
     if not secret and not is_loopback(host):
         raise ValueError(
-            f"{address} is not on this machine: set disaggregation_secret, the same on both sides "
-            "(for a command: SPECJAX_DISAGGREGATION_SECRET or --disaggregation-secret-file)"
+            f"{address} is not a loopback address; set the same disaggregation_secret on both "
+            "sides (for a command: SPECJAX_DISAGGREGATION_SECRET or --disaggregation-secret-file)"
         )
     return secret.encode()

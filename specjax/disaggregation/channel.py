@@ -1,10 +1,10 @@
-"""Channels: messages both ways between a decode and a prefill process, over libzmq.
+"""Channels: two-way messages between a decode and a prefill process over libzmq.
 
-A decode side has ``LANES`` connections to the prefill side, since libzmq encrypts each connection
-in one thread. Frames to the decode side go round them, so that their order is known without a
-number; all else is sent through lane 0. Each connection is CurveZMQ with a server key that follows
-from the secret. Whoever does not know the secret does not get through libzmq's handshake, and
-frames cannot be read, altered, replayed or inserted. libzmq also sends the heartbeats.
+A decode side opens ``LANES`` connections to the prefill side, because libzmq encrypts each
+connection in one thread. Frames to the decode side use the lanes in turn, which keeps their order
+without numbers; all other frames use lane 0. Each connection is CurveZMQ with a server key derived
+from the secret. A peer without the secret fails libzmq's handshake, and nobody can read, alter,
+replay or insert frames. libzmq also sends the heartbeats.
 """
 
 import hmac
@@ -25,10 +25,10 @@ from specjax.disaggregation.messages import Hello, Message, WireError
 
 logger = logging.getLogger(__name__)
 
-# CurveZMQ encrypts 1.4 to 1.9 GB/s per thread: as fast as SHA-256 alone, and a prompt's KV takes 3
+# CurveZMQ encrypts 1.4 to 1.9 GB/s per thread, as fast as SHA-256 alone; the KV of prompts needs 3
 LANES = 4
-WINDOW = 32  # frames on their way to a decode side that it has not said to have taken
-OVERHEAD_BYTES = 1024  # of a frame, for what CurveZMQ adds
+WINDOW = 32  # frames to a decode side that it has not acknowledged yet
+OVERHEAD_BYTES = 1024  # bytes per frame that CurveZMQ may add
 
 Deliver = Callable[[Message], None]
 Lost = Callable[[Exception], None]
@@ -36,17 +36,17 @@ Sent = Callable[[], None]
 
 
 class ChannelClosed(ConnectionError):
-    """The connection has ended; the message says why."""
+    """The connection has ended; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """How two ends know that the other one lives.
+    """Timing of heartbeats and handshakes.
 
     Attributes:
         interval: seconds between two heartbeats.
-        silence: seconds without an answer after which the peer is lost.
-        handshake: seconds from a connection to the end of its handshake.
+        silence: seconds without an answer until the peer counts as lost.
+        handshake: maximum seconds for the handshake of a connection.
     """
 
     interval: float = 1.0
@@ -56,15 +56,15 @@ class Pulse:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How one side talks to all of its peers.
+    """Settings of one side for all of its channels.
 
     Attributes:
-        hello: what it says of itself; called for each channel.
-        secret: what both sides know; empty on one machine only.
-        max_bytes: of the arrays of one received message.
-        opened: called with each new channel before it receives anything; returns ``deliver``, for
-            each message in order, and ``lost``, once at the end with the reason. Raises ValueError
-            if the peer does not fit. All of them are called in the same thread.
+        hello: makes this side's hello; called for each channel.
+        secret: shared by both sides; may be empty on loopback addresses only.
+        max_bytes: maximum bytes of all arrays in a received message.
+        opened: called with each new channel before it receives anything. Returns ``deliver``, to be
+            called with each message in order, and ``lost``, to be called once with the reason at
+            the end. Raises ValueError to refuse the peer. All calls come from the same thread.
     """
 
     hello: Callable[[], Hello]
@@ -79,7 +79,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # not earlier: another thread may be about to ring
+        # close only when unreferenced: another thread may be about to ring
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def ring(self) -> None:
@@ -90,10 +90,10 @@ class Bell:
 
 
 class Channel:
-    """One connection, as either side sees it; for any thread.
+    """One connection of either side; thread-safe.
 
     Attributes:
-        hello: what the peer said of itself.
+        hello: the peer's hello.
         reason: why the connection has ended; ``None`` while it is open.
     """
 
@@ -108,7 +108,7 @@ class Channel:
         self.deliver: Deliver
 
     def open(self, terms: Terms) -> None:
-        """Have what comes delivered from now on; raises what ``terms.opened`` raises."""
+        """Start delivering messages; raises what ``terms.opened`` raises."""
         self.deliver, self._lost = terms.opened(self)
 
     @property
@@ -116,10 +116,10 @@ class Channel:
         return self.reason is None
 
     def send(self, message: Message, sent: Sent | None = None) -> None:
-        """Queue a message, which nobody may change any more; never waits for the network.
+        """Queue a message without waiting for the network; do not change the message afterwards.
 
         Args:
-            sent: called by the thread that delivers, once libzmq has all of a message.
+            sent: called in the thread that delivers, when libzmq has taken the whole message.
 
         Raises:
             ChannelClosed: if the connection has ended.
@@ -129,11 +129,11 @@ class Channel:
         self._queue(self, message, sent)
 
     def close(self) -> None:
-        """End the connection and drop what is queued; returns at once, and ``lost`` follows."""
+        """End the connection and drop queued messages; returns at once, ``lost`` follows."""
         self.end(ChannelClosed("this side closed the connection"))
 
     def fail(self, error: Exception) -> None:
-        """End the connection, which brought what could not be taken."""
+        """End the connection after a message that could not be handled."""
         if self.is_open and not isinstance(error, OSError | WireError):
             logger.exception("a message could not be delivered")
         self.end(error)
@@ -145,7 +145,7 @@ class Channel:
             try:
                 self._lost(self.reason)
             except Exception:
-                logger.exception("the end of a connection could not be told")
+                logger.exception("the callback of a lost connection failed")
 
     def end(self, reason: Exception) -> None:
         if self.reason is None:
@@ -154,7 +154,7 @@ class Channel:
 
 
 def places(address: str) -> list[str]:
-    """Endpoints of an address, as libzmq takes them."""
+    """Resolve an address to libzmq endpoints."""
     host, port = parse_address(address)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV

@@ -1,8 +1,8 @@
-"""The decode side: has prompts computed elsewhere, and decodes them as if it had done so itself.
+"""The decode side: lets a peer prefill prompts, and decodes them as after a local prefill.
 
-A request is asked for once it has a slot and the pages of its prompt here, so that what is in
-transit always has a place: the decode side holds the KV, and while it is full, requests wait in its
-queue. Whatever goes wrong, the prompt is computed here instead.
+A request is sent to the peer only when it has a slot and pages for its prompt on this side, so KV
+in transit always has memory. While the decode side is full, requests wait in its queue. After any
+failure the prompt is prefilled locally.
 """
 
 import itertools
@@ -36,31 +36,31 @@ from specjax.types import Logprobs
 
 logger = logging.getLogger(__name__)
 
-# tokens whose KV is taken between two rounds: 0.8 ms of the Llama-3.1-8B shape on an H200
+# tokens of KV to store between two rounds: 0.8 ms for the Llama-3.1-8B shape on an H200
 TOKENS_A_STEP = 1024
-TOKENS_OF_A_START = 128  # for which a request that begins counts
-# Seconds without progress after which a request that was asked for is computed here. A prefill side
-# sends KV after each chunk, every 0.2 s for that shape. One that is silent for longer has hung, or
-# computes 400,000 tokens of prompts for others first.
+TOKENS_OF_A_START = 128  # cost of starting a request, in the same unit
+# Seconds without progress until a request is prefilled locally. A prefill side sends KV after each
+# chunk, every 0.2 s for that shape. One that is silent for longer has hung, or computes 400,000
+# prompt tokens for others first.
 MAX_SILENCE = 10.0
-# pieces on the device that the scheduler has not taken, at most: those of two of its steps
+# maximum pieces on the device that the scheduler has not stored: those of two of its steps
 MOST_PIECES = 4
 TRANSIT_TOKENS = MOST_PIECES * MOST_TOKENS
-MAX_TEXT = 200  # characters of an id that are sent, and of a reason that is logged
+MAX_TEXT = 200  # maximum characters of a sent id and of a logged reason
 
 
 class PrefillPeer(ABC):
-    """A prefill side, as the decode side sees it: asked in the loop's thread.
+    """A prefill side, as the decode side sees it; jobs are sent in the loop's thread.
 
-    Its own thread hands on each message once the arrays are on the device. If they were taken any
-    earlier, rounds there would wait as well for what is not yet computed or copied. It hangs up on
-    whatever goes wrong there, such as no memory.
+    Its own thread forwards each message when the arrays are on the device. If it forwarded them
+    earlier, rounds would wait for arrays that are not computed or copied yet. After an error in
+    that thread, for example out of memory, it disconnects.
     """
 
     def __init__(self, side: "tuple[EngineLoop, RemotePrompts]") -> None:
         self._loop, self._prompts = side
         self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
-        self._vacant: SimpleQueue[None] = SimpleQueue()  # an entry for each further piece
+        self._vacant: SimpleQueue[None] = SimpleQueue()  # one entry per free piece
         for _ in range(MOST_PIECES):
             self._vacant.put(None)
         self._is_closed = False
@@ -69,26 +69,26 @@ class PrefillPeer(ABC):
     @property
     @abstractmethod
     def weights(self) -> str:
-        """Fingerprint of its weights."""
+        """Fingerprint of the peer's weights."""
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Does not block; ``ConnectionError`` where it has gone."""
+        """Send without blocking; raise ``ConnectionError`` if the peer is disconnected."""
 
     @abstractmethod
     def hang_up(self) -> None:
-        """End the connection; :meth:`close` is called then."""
+        """End the connection, which then calls :meth:`close`."""
 
     def put(self, message: Arrival) -> None:
-        """Messages are handed on in this order; does not block."""
+        """Queue a message without blocking; messages are forwarded in order."""
         if not self._is_closed:
             self._messages.put(message)
 
     def close(self) -> None:
-        """Hand on nothing more, and compute here what was asked for; does not wait."""
+        """Stop forwarding and prefill pending requests locally; does not block."""
         self._is_closed = True
         self._messages.put(None)
-        self._vacant.put(None)  # the thread may wait for it
+        self._vacant.put(None)  # wakes the thread if it waits
         self._loop.post(partial(self._prompts.leave, self))
 
     def _run(self) -> None:
@@ -97,9 +97,9 @@ class PrefillPeer(ABC):
                 self._place(message)
             except Exception as error:
                 self._is_closed = True
-                logger.warning("hanging up on the prefill side", exc_info=error)
+                logger.warning("disconnecting the prefill side after an error", exc_info=error)
                 self.hang_up()
-            del message  # it may be large, and the next one may be long in coming
+            del message  # free its memory while waiting for the next one
         with suppress(Empty):
             while True:
                 self._messages.get_nowait()
@@ -119,17 +119,17 @@ class PrefillPeer(ABC):
 @dataclass
 class _Awaited:
     row: RunningRequest
-    progress_time: float  # when it was requested, or something of it or of an earlier one came
+    progress_time: float  # time of the request, or of the last message for it or an earlier one
 
 
 class RemotePrompts(PromptSource):
-    """Prompts computed by a peer, if there is one with equal weights.
+    """Lets a peer with equal weights prefill prompts.
 
-    Requests that were preempted, and all while no peer is there, are prefilled here.
+    Preempted requests are prefilled locally. While no peer is connected, all requests are.
 
     Attributes:
         transfer: writes KV into the runner.
-        weights: fingerprint of the weights here.
+        weights: fingerprint of this side's weights.
     """
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -139,9 +139,9 @@ class RemotePrompts(PromptSource):
         self._peer: PrefillPeer | None = None
         self._arrived: deque[tuple[Arrival, Callable[[], None] | None]] = deque()
         self._ids = itertools.count()
-        self._awaited: dict[int, _Awaited] = {}  # by job, in the order of requesting
+        self._awaited: dict[int, _Awaited] = {}  # by job, in the order of sending
         self._given_up: list[RunningRequest] = []  # since the last step
-        self._local_only: WeakSet[Request] = WeakSet()  # not to be requested again
+        self._local_only: WeakSet[Request] = WeakSet()  # never sent to a peer again
         self.weights = self.transfer.weights()
 
     @property
@@ -149,31 +149,31 @@ class RemotePrompts(PromptSource):
         return self._peer is not None
 
     def placed(self, message: Arrival) -> Arrival:
-        """A message with its KV on the device. In any thread."""
+        """Put the KV of a message on the device. In any thread."""
         if not isinstance(message, Piece):
             return message
         return replace(message, kv=self.transfer.placed(message.kv))
 
-    # the peer; in the loop's thread, as all of this
+    # called by the peer, in the loop's thread
 
     def join(self, peer: PrefillPeer) -> None:
-        """Ask this peer from now on."""
+        """Send jobs to this peer from now on."""
         if self._peer is not None:
             self.leave(self._peer)
         self._peer = peer
 
     def compare_weights(self, peer: PrefillPeer) -> None:
-        """Log where a peer cannot be asked, since its weights are others."""
+        """Log a warning if a peer cannot be used because its weights differ."""
         if peer.weights != self.weights:
             logger.warning(
-                "prompts are computed here until the weights are equal: fingerprint %r here, "
+                "prefilling locally until the weights are equal: fingerprint %r here, "
                 "%.18r at the prefill side",
                 self.weights,
                 peer.weights,
             )
 
     def leave(self, peer: PrefillPeer) -> None:
-        """Compute here what this peer has been asked for."""
+        """Prefill the pending requests of this peer locally."""
         if peer is self._peer:
             self._peer = None
             for job in list(self._awaited):
@@ -185,16 +185,15 @@ class RemotePrompts(PromptSource):
             self.compare_weights(self._peer)
 
     def take(self, message: Arrival, taken: Callable[[], None] | None = None) -> None:
-        """A message of the peer, for one of the next steps, which then calls ``taken``."""
+        """Queue a message of the peer for a later step; ``taken`` is called when it is stored."""
         self._arrived.append((message, taken))
         if message.id in self._awaited:
-            # the peer works in the order of asking: this is progress of all later requests too
+            # the peer works in order, so this is progress for all later requests too
             for job, awaited in self._awaited.items():
                 if job >= message.id:
                     awaited.progress_time = self._clock()
 
-    # the scheduler
-
+    # called by the scheduler
     @property
     def has_results(self) -> bool:
         return bool(self._arrived or self._given_up)
@@ -228,14 +227,14 @@ class RemotePrompts(PromptSource):
         )
         try:
             peer.send(job)
-        except (ConnectionError, ValueError) as error:  # gone, or not to be sent
-            logger.warning("request %r is prefilled here: %s", request.rid, error)
+        except (ConnectionError, ValueError) as error:  # disconnected, or not encodable
+            logger.warning("request %r is prefilled locally: %s", request.rid, error)
             return False
         self._awaited[job.id] = _Awaited(row, self._clock())
         return True
 
     def receive(self, *, is_idle: bool) -> list[tuple[RunningRequest, FirstToken | None]]:
-        """Store what has arrived, between rounds no more than delays them little.
+        """Store arrived messages; between rounds at most ``TOKENS_A_STEP`` tokens.
 
         Requests without progress for ``MAX_SILENCE`` seconds are given up.
         """
@@ -252,7 +251,8 @@ class RemotePrompts(PromptSource):
         now = self._clock()
         for job, awaited in list(self._awaited.items()):
             if now >= awaited.progress_time + MAX_SILENCE:
-                logger.warning("request %r is prefilled here: no answer", awaited.row.request.rid)
+                rid = awaited.row.request.rid
+                logger.warning("request %r is prefilled locally: no answer", rid)
                 self._give_up(job)
         rows, self._given_up = self._given_up, []
         return done + [(row, None) for row in rows]
@@ -263,7 +263,7 @@ class RemotePrompts(PromptSource):
                 self._cancel(job)
 
     def _give_up(self, job: int) -> None:
-        """Have a request computed here, now and later, and tell the peer."""
+        """Prefill a request locally, now and after preemptions, and cancel its job."""
         row = self._awaited[job].row
         self._given_up.append(row)
         self._local_only.add(row.request)
@@ -275,10 +275,10 @@ class RemotePrompts(PromptSource):
             try:
                 self._peer.send(Cancel(id=job))
             except ConnectionError as error:
-                logger.info("job %d is not cancelled: %s", job, error)
+                logger.info("job %d could not be cancelled: %s", job, error)
 
     def _take(self, row: RunningRequest, message: Arrival) -> FirstToken | None:
-        """Store what a message brings; returns the first token if the prompt is done with it."""
+        """Store a message; return the first token if the message completes the prompt."""
         try:
             if isinstance(message, Piece):
                 self._take_piece(row, message)
@@ -289,63 +289,63 @@ class RemotePrompts(PromptSource):
                 return first
             raise ValueError(message.reason[:MAX_TEXT])
         except ValueError as error:
-            logger.warning("request %r is prefilled here: %s", row.request.rid, error)
+            logger.warning("request %r is prefilled locally: %s", row.request.rid, error)
             self._give_up(message.id)
             return None
 
     def _take_piece(self, row: RunningRequest, piece: Piece) -> None:
         end = piece.start + piece.count
         if not row.num_cached <= piece.start <= row.kv_len or piece.count < 1:
-            raise ValueError(f"tokens {piece.start} to {end} came where {row.kv_len} were there")
+            raise ValueError(f"unexpected KV of tokens {piece.start} to {end} after {row.kv_len}")
         if end > len(row.prefill_ids):
-            raise ValueError(f"tokens up to {end} came of a prompt of {len(row.prefill_ids)}")
+            raise ValueError(f"got KV up to token {end} of a prompt of {len(row.prefill_ids)}")
         self.transfer.check_kv(piece.kv, piece.count)
         self.transfer.put(row.pages, piece.start, piece.count, piece.kv)
         row.kv_len = end
 
     def _begin(self, row: RunningRequest, done: Prefilled) -> FirstToken:
-        """Make the slot ready for its first round; ValueError if something does not fit."""
+        """Prepare the slot for its first round; raise ValueError if the message does not fit."""
         request, text = row.request, row.prefill_ids
         if done.weights != self.weights:
-            raise ValueError(f"weights {done.weights} instead of {self.weights}")
+            raise ValueError(f"prefilled with weights {done.weights}; expected {self.weights}")
         if row.kv_len != len(text):
-            raise ValueError(f"KV of {row.kv_len} tokens came instead of {len(text)}")
+            raise ValueError(f"got KV of {row.kv_len} tokens; expected {len(text)}")
         if not 0 <= done.token < self._target.vocab_size:
-            raise ValueError(f"token {done.token} is none of {self._target.vocab_size}")
+            raise ValueError(f"token={done.token} must be in [0, {self._target.vocab_size})")
         if done.cached_tokens > len(text):
-            raise ValueError(f"{done.cached_tokens} of {len(text)} tokens were cached")
+            raise ValueError(f"cached_tokens={done.cached_tokens} must be at most {len(text)}")
         self.transfer.check_rows(done.rows)
         logprobs, hidden = self._reports(request, done)
         if (start := request.logprob_start_len) is not None:
             count = len(text) - 1 - start
             of_prompt = _logprobs(done.prompt_logprobs, count, request.top_logprobs)
             request.take_prompt_logprobs(start, of_prompt)
-        if request.max_new_tokens > 1:  # otherwise there is no round
+        if request.max_new_tokens > 1:  # otherwise no round runs
             left = request.num_left - 1
             self.transfer.begin(row.slot, [*text, done.token], left, done.rows)
         return FirstToken(done.token, logprobs, hidden, done.cached_tokens)
 
     def _reports(self, request: Request, done: Prefilled) -> tuple[Logprobs | None, Any]:
-        """What is reported beside the first token, as it was asked for; ValueError if not."""
+        """Return the requested log-probabilities and hidden states; ValueError if they misfit."""
         logprobs, hidden = None, None
         if request.top_logprobs is not None:
             logprobs = _logprobs(done.logprobs, 1, request.top_logprobs)
         if request.arguments.return_hidden_states:
             hidden, width = done.hidden, self._target.hidden_size
             if _kinds((hidden,)) != [((1, width), "float32")]:
-                raise ValueError(f"hidden states came as {_kinds((hidden,))}")
+                raise ValueError(f"unexpected hidden states {_kinds((hidden,))}")
         return logprobs, hidden
 
 
 class LocalPeer(PrefillPeer):
-    """The prefill side of the same process: arrays go from device to device."""
+    """A prefill side in the same process; arrays are copied from device to device."""
 
     def __init__(
         self,
         prefill: tuple[EngineLoop, PrefillJobs],
         decode: tuple[EngineLoop, RemotePrompts],
     ) -> None:
-        """Join both sides; ValueError where they do not fit."""
+        """Connect both sides; raise ValueError if they do not fit."""
         decode[1].transfer.expect(prefill[1].transfer.facts)
         self._client = DecodeClient(*prefill, self._deliver)
         super().__init__(decode)
@@ -370,19 +370,19 @@ class LocalPeer(PrefillPeer):
         self._client.lost()
 
     def _deliver(self, message: Message) -> None:
-        if isinstance(message, Arrival):  # weights are looked at where they are
+        if isinstance(message, Arrival):  # weights are read directly
             self.put(message)
 
 
 def _json(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as JSON values, from which :meth:`SamplingParams.of` makes equal ones."""
+    """Convert sampling parameters to JSON values; :meth:`SamplingParams.of` is the inverse."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items()}
         if isinstance(value, tuple):
             return [*map(plain, value)]
-        # numbers of numpy and other subclasses are not JSON values
+        # numpy numbers and other subclasses are not JSON values
         kinds = (bool, int, float, str)
         return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
@@ -390,15 +390,15 @@ def _json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:
-    """Log-probabilities of ``count`` tokens, each with ``top`` others; ValueError if not."""
+    """Check log-probabilities of ``count`` tokens, each with ``top`` others, or ValueError."""
     best = (count, top or 0) if count else (0, 0)
     wanted = [((count,), "float32"), (best, "int32"), (best, "float32")]
     if arrays is None or _kinds(arrays) != wanted:
         given = None if arrays is None else _kinds(arrays)
-        raise ValueError(f"log-probabilities came as {given} where {wanted} are due")
+        raise ValueError(f"unexpected log-probabilities {given}; expected {wanted}")
     return Logprobs(*arrays)
 
 
 def _kinds(arrays: tuple[Any, ...]) -> list[Any]:
-    """Shape and dtype of each array."""
+    """Return shape and dtype of each array."""
     return [array if array is None else (tuple(array.shape), str(array.dtype)) for array in arrays]

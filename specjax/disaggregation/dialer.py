@@ -1,4 +1,4 @@
-"""A dialer: a channel to a listener that is opened again whenever it is lost."""
+"""Dialer: keeps a channel to a listener open and reopens it after a loss."""
 
 import logging
 import os
@@ -37,31 +37,31 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-RETRY = 1e-3  # seconds until a frame is offered again that libzmq had no room for
+RETRY = 1e-3  # seconds until a frame is offered again after libzmq's queue was full
 
 
 class Dialer:
-    """Connects to one listener for as long as it is not closed, in a daemon thread.
+    """Connects to one listener in a daemon thread until it is closed.
 
-    What it calls comes in this order, never two at once: ``opened``, then ``deliver`` for each
-    message and ``lost`` once, then the next channel's ``opened``.
+    Callbacks never overlap and come in this order: ``opened``, then ``deliver`` for each message
+    and ``lost`` once, then ``opened`` of the next channel.
 
-    Between two attempts it waits, twice as long each time, less a random part by which many
-    processes spread out. After a channel that has lasted longer than any wait it starts with the
-    shortest one. A peer that is refused is asked at the slowest pace: only a new process can help.
+    The wait between attempts doubles each time, up to ``max_wait``, and is shortened by a random
+    part so that many processes spread out. After a channel that lasted longer than ``max_wait``, it
+    starts at ``first_wait``. A refused peer is retried at ``max_wait``, as it needs a restart.
     """
 
     def __init__(
         self, address: str, terms: Terms, *, first_wait: float = 0.1, max_wait: float = 5.0
     ) -> None:
-        """Starts to connect at once.
+        """Start to connect at once.
 
         Args:
-            first_wait: seconds after the first failure.
-            max_wait: seconds that no wait exceeds.
+            first_wait: seconds to wait after the first failure.
+            max_wait: maximum seconds between two attempts.
 
         Raises:
-            ValueError: the address is not one, or lacks a secret.
+            ValueError: if the address is malformed or needs a secret.
         """
         check_secret(address, terms.secret)
         self._address = address
@@ -75,7 +75,7 @@ class Dialer:
         self._thread = start_device_thread(self._run, "specjax-dial", self.close)
 
     def close(self) -> None:
-        """Close the channel and open no more; returns at once, and ``lost`` follows."""
+        """Close the channel and stop dialing; returns at once, ``lost`` follows."""
         self._closing.set()
         self._bell.ring()
 
@@ -96,14 +96,14 @@ class Dialer:
         self._context.destroy(linger=0)
 
     def _attempt(self, number: int) -> None:
-        """One channel, from its connections to its end; raises if it was not opened."""
+        """Run one channel from its connections to its end; raise if it was not opened."""
         found = places(self._address)
         with ExitStack() as stack:
             lanes, monitors = [], []
             for lane in range(LANES):
                 sock = stack.enter_context(self._context.socket(zmq.DEALER))
                 prepare(sock, self._terms, listens=False)
-                sock.affinity = 1 << lane  # a thread of its own
+                sock.affinity = 1 << lane  # one I/O thread per lane
                 monitors.append(stack.enter_context(sock.get_monitor_socket(EVENTS)))
                 stack.callback(sock.disable_monitor)
                 lanes.append(sock)
@@ -116,7 +116,7 @@ class Dialer:
         self._logged.add(reason)
         is_expected = isinstance(error, OSError | ValueError)
         logger.warning(
-            "no channel to %s, trying again: %s",
+            "cannot connect to %s, retrying: %s",
             self._address,
             reason,
             exc_info=None if is_expected else error,
@@ -124,7 +124,7 @@ class Dialer:
 
 
 class _Session:
-    """The lanes of one attempt, and what comes through them."""
+    """The lanes of one connection attempt and their messages."""
 
     def __init__(
         self,
@@ -145,13 +145,13 @@ class _Session:
         self._assembler = Assembler(dialer._terms.max_bytes)
         self._frames: deque[Frame] = deque()  # to be sent
         self._facts, self._token = dialer._terms.hello().facts, os.urandom(16)
-        self._num_connected = 0  # lanes
-        self._turn = 0  # the lane of the next frame
-        self._num_untold = 0  # frames that the listener does not know to be taken
+        self._num_connected = 0  # number of connected lanes
+        self._turn = 0  # lane of the next frame
+        self._num_untold = 0  # received frames that are not acknowledged yet
         self._channel: Channel | None = None
 
     def run(self) -> None:
-        """Until the channel ends; raises the reason if it was not opened."""
+        """Run until the channel ends; raise the reason if it was not opened."""
         try:
             self._connect()
             while True:
@@ -177,14 +177,14 @@ class _Session:
             if monitor in ready:
                 self._watch(recv_monitor_message(monitor)["event"])
         if self._channel is None and time.monotonic() > self._deadline:
-            raise TimeoutError("the peer was too slow in the handshake")
+            raise TimeoutError("the handshake timed out")
         self._send()
 
     def _connect(self) -> None:
-        """Connect the next lane.
+        """Connect the next lane, after the handshake of the one before.
 
-        libzmq gives a connection to its least busy thread, and would not yet know of another one
-        that has just come: lanes that connect at once share one thread of the listener.
+        The listener's libzmq gives a new connection to its least busy thread. Lanes that connect at
+        the same time would share a thread.
         """
         sock = self._lanes[self._num_connected]
         sock.connect(self._place)
@@ -198,19 +198,19 @@ class _Session:
                 self._connect()
             return
         if self._channel is not None:
-            raise ChannelClosed("the peer closed the connection, or was silent")
+            raise ChannelClosed("the peer closed the connection or stopped responding")
         if event == zmq.EVENT_CLOSED:
-            raise ConnectionRefusedError("nobody listens there")
+            raise ConnectionRefusedError("nothing listens on this address")
         raise ConnectionError(
-            "the peer closed the connection in the handshake: it may have another "
-            "disaggregation_secret, or another version"
+            "the peer closed the connection during the handshake; its disaggregation_secret or "
+            "its version may differ"
         )
 
     def _send(self) -> None:
         if self._num_untold:
             self._frames.extend(encode(Taken(count=self._num_untold)))
             self._num_untold = 0
-        with suppress(zmq.Again):  # in the next step
+        with suppress(zmq.Again):  # retry in the next step
             while self._frames:
                 self._lanes[0].send(self._frames[0], zmq.DONTWAIT, copy=False)
                 self._frames.popleft()
@@ -241,9 +241,9 @@ class _Session:
             self._dialer._logged.clear()
             self._channel = channel
         else:
-            raise WireError(f"a {type(message).__name__} came where none was due")
+            raise WireError(f"unexpected {type(message).__name__} message")
 
     def _queue(self, channel: Channel, message: Message, sent: Sent | None) -> None:
-        assert sent is None, "nobody asks for it here"
+        assert sent is None, "not supported by the dialer"
         self._frames.extend(encode(message))
         self._dialer._bell.ring()

@@ -1,7 +1,7 @@
-"""Frames: how a message becomes bytes, and what has to hold before bytes become a message.
+"""Frames: encode messages to bytes, and check and decode received bytes.
 
 The first frame of a message is msgpack, with dtype and shape in place of each array. The bytes of
-the arrays follow in order: little endian, C order, at most ``FRAME_BYTES`` a frame, and no frame
+the arrays follow in order: little endian, C order, at most ``FRAME_BYTES`` per frame. A frame never
 has bytes of two arrays.
 """
 
@@ -16,34 +16,34 @@ import numpy as np
 
 from specjax.disaggregation.messages import Message, Open, Taken, WireError
 
-SCHEMA = 3  # to be raised with every change of a message or a frame
+SCHEMA = 3  # raise it with every change of a message or a frame
 # libzmq moves 2.9 GB/s between two cores in frames of this size, and 1.7 GB/s in 64 MiB
 FRAME_BYTES = 2**20
-MAX_ARRAYS = 4096  # of a message
+MAX_ARRAYS = 4096  # per message
 MAX_RANK = 8
 
 _NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in _NAMES.split()}
-DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)  # in the order of the host: it has no other
+DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)  # always in the host's byte order
 
 AnyMessage = Message | Open | Taken
 Frame = bytes | memoryview
 
 
 def encode(message: AnyMessage) -> list[Frame]:
-    """The frames of a message; those of contiguous arrays are views, not copies.
+    """Encode a message into frames; contiguous arrays become views, not copies.
 
-    Waits for arrays that a device still computes or copies. WireError if a value is not one that
-    :class:`Assembler` takes.
+    Blocks until a device has computed or copied the arrays. Raises WireError for a value that
+    :class:`Assembler` would not accept.
     """
     arrays: list[np.ndarray] = []
 
     def pack_array(value: Any) -> list[Any]:
         if isinstance(value, np.generic) or not hasattr(value, "__array__"):
-            raise WireError(f"{type(value).__name__} is not a value of a message")
+            raise WireError(f"a message cannot have {type(value).__name__} values")
         array = np.asarray(value)
         if array.dtype.name not in DTYPES or array.ndim > MAX_RANK:
-            raise WireError(f"{array.dtype.name}{list(array.shape)} is not an array of a message")
+            raise WireError(f"a message cannot have {array.dtype.name}{list(array.shape)} arrays")
         arrays.append(np.ascontiguousarray(array, DTYPES[array.dtype.name]))
         return [array.dtype.name, list(array.shape)]
 
@@ -53,17 +53,17 @@ def encode(message: AnyMessage) -> list[Frame]:
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(head) > FRAME_BYTES:
-        raise WireError(f"{len(head)} bytes beside arrays are more than {FRAME_BYTES}")
+        raise WireError(f"{len(head)} bytes without arrays exceed {FRAME_BYTES}")
     if len(arrays) > MAX_ARRAYS:
-        raise WireError(f"{len(arrays)} arrays are more than {MAX_ARRAYS}")
+        raise WireError(f"{len(arrays)} arrays exceed the limit of {MAX_ARRAYS}")
     return [head, *(view for array in arrays for view in _views(array))]
 
 
 class Assembler:
-    """Messages from the frames of one direction of a connection.
+    """Assembles messages from the frames of one direction of a connection.
 
-    Nothing larger is allocated than ``max_bytes`` for all arrays of a message together. One that
-    has raised WireError is not to be asked again.
+    All arrays of a message together may have at most ``max_bytes``. Do not use an assembler again
+    after it has raised WireError.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -71,23 +71,23 @@ class Assembler:
         self._decoder = _decoder(self._make_array)
         self._message: AnyMessage | None = None
         self._arrays: list[np.ndarray] = []
-        self._views: deque[memoryview] = deque()  # parts of the arrays that have not come yet
+        self._views: deque[memoryview] = deque()  # parts of arrays that have not arrived yet
         self._num_bytes = 0
 
     def feed(self, frame: memoryview) -> AnyMessage | None:
-        """Take the next frame; returns the message that it completes."""
+        """Add the next frame; return the message that it completes."""
         if self._message is None:
             self._begin(frame)
         else:
             view = self._views.popleft()
             if len(frame) != len(view):
-                raise WireError(f"a frame of {len(frame)} bytes came where {len(view)} were due")
-            np.copyto(np.asarray(view), np.asarray(frame))  # unlike slices it lets others run
+                raise WireError(f"a frame has {len(frame)} bytes; expected {len(view)}")
+            np.copyto(np.asarray(view), np.asarray(frame))  # slices would block other threads
         if self._views:
             return None
         for array in self._arrays:
             if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
-                raise WireError(f"{array.view(np.uint8).max()} is not a value of a bool")
+                raise WireError(f"a bool must be 0 or 1, not {array.view(np.uint8).max()}")
         message, self._message, self._arrays = self._message, None, []
         return message
 
@@ -96,33 +96,33 @@ class Assembler:
         try:
             self._message = self._decoder.decode(frame)
         except (ValueError, RecursionError) as error:
-            raise WireError(f"a frame is not a message: {error}") from None
+            raise WireError(f"a frame is not a valid message: {error}") from None
         self._views.extend(view for array in self._arrays for view in _views(array))
 
     def _make_array(self, kind: type, value: Any) -> np.ndarray:
         dtype, shape = _check_spec(value)
         self._num_bytes += math.prod(shape) * dtype.itemsize
         if self._num_bytes > self._max_bytes:
-            raise ValueError(f"{self._num_bytes} bytes of arrays are more than {self._max_bytes}")
+            raise ValueError(f"{self._num_bytes} bytes of arrays exceed {self._max_bytes}")
         if len(self._arrays) == MAX_ARRAYS:
-            raise ValueError(f"there are more than {MAX_ARRAYS} arrays")
+            raise ValueError(f"a message can have at most {MAX_ARRAYS} arrays")
         array = np.empty(shape, dtype)
         self._arrays.append(array)
         return array
 
 
 def _check_spec(value: Any) -> tuple[np.dtype, tuple[int, ...]]:
-    """Dtype and shape of an array; ValueError if it has none."""
+    """Return dtype and shape of an array; raise ValueError if they are not valid."""
     name, shape = msgspec.convert(value, tuple[str, list[int]])
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r:.40} must be one of {', '.join(DTYPES)}")
     if len(shape) > MAX_RANK or not all(0 <= size < 2**62 for size in shape):
-        raise ValueError(f"an array has at most {MAX_RANK} axes, and none is negative")
+        raise ValueError(f"an array must have at most {MAX_RANK} axes of 0 to 2**62 - 1")
     return DTYPES[name], tuple(shape)
 
 
 def _views(array: np.ndarray) -> list[memoryview]:
-    """The bytes of a contiguous array, in parts of frames."""
+    """Split the bytes of a contiguous array into frames."""
     data = array.reshape(-1).view(np.uint8).data
     return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
 

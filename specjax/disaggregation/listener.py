@@ -1,4 +1,4 @@
-"""A listener: the side of channels that others connect to."""
+"""Listener: accepts the channels of decode sides."""
 
 import logging
 import math
@@ -31,9 +31,9 @@ from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512  # those of 128 decode sides; a silent one takes 5 KB
-# Heartbeats in which a decode side must take MIN_FRAMES while more than a window waits for it. At
-# less than 1.6 MB/s it computes any prompt faster than it gets its KV.
+MAX_CONNECTIONS = 512  # 128 decode sides; an idle connection takes 5 KB
+# Heartbeats within which a decode side must take MIN_FRAMES while more than a window is queued. A
+# decode side below 1.6 MB/s would compute any prompt faster than it gets the KV.
 MAX_STALL = 10
 MIN_FRAMES = 16
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -41,37 +41,37 @@ EVENTS = REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DIS
 
 
 class _Side(Channel):
-    """A decode side; what is not of :class:`Channel` belongs to the listener's thread."""
+    """A decode side; attributes that :class:`Channel` lacks belong to the listener's thread."""
 
     def __init__(self, lanes: list[bytes], assembler: Assembler, *channel: Any) -> None:
         super().__init__(*channel)
         self.lanes = lanes
         self.assembler = assembler
-        self.frames: deque[Frame | Sent] = deque()  # and what is called after them
+        self.frames: deque[Frame | Sent] = deque()  # frames, and callbacks to run after them
         self.num_sent = 0
         self.num_taken = 0
-        self.mark = 0  # what it had taken when the listener looked for progress last
-        self.num_ticks = 0  # since then
+        self.mark = 0  # num_taken at the last check that found progress
+        self.num_ticks = 0  # heartbeats since then
 
 
 class Listener:
-    """Takes decode sides until it is closed, each with a queue of its own.
+    """Accepts decode sides until it is closed; each has its own queue.
 
-    One thread has all sockets. Another one waits for arrays that a device still computes. Whoever
-    does not know the secret costs a connection for the time of a handshake.
+    One thread owns all sockets. Another one waits for arrays that a device still computes. A peer
+    without the secret occupies a connection until its handshake fails.
 
     Attributes:
-        address: where it listens, with the port that was chosen for port 0.
+        address: address to connect to, with the actual port if port 0 was passed.
     """
 
     def __init__(
         self, address: str, terms: Terms, *, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        """Listens when it returns.
+        """Start to listen.
 
         Raises:
-            ValueError: the address is not one, or lacks a secret.
-            OSError: it cannot be listened at.
+            ValueError: if the address is malformed or needs a secret.
+            OSError: if the address cannot be bound.
         """
         check_secret(address, terms.secret)
         host, _ = parse_address(address)
@@ -79,8 +79,8 @@ class Listener:
         self._terms = terms
         self._max_connections = max_connections
         self._is_closing = False
-        self._sides: dict[bytes, _Side] = {}  # by each of their lanes
-        # by token: the lanes of decode sides of which not all have come
+        self._sides: dict[bytes, _Side] = {}  # one entry per lane
+        # by token: lanes of decode sides that have not opened all of their lanes yet
         self._openings: dict[bytes, dict[int, bytes]] = {}
         self._connections: set[int] = set()
         self._num_refused = self._num_excess = 0  # since the last heartbeat
@@ -90,7 +90,7 @@ class Listener:
         try:
             self._router = self._context.socket(zmq.ROUTER)
             prepare(self._router, terms, listens=True)
-            self._router.router_mandatory = True  # sending to one that has gone is an error
+            self._router.router_mandatory = True  # sending to a disconnected peer is an error
             self._monitor = self._router.get_monitor_socket(EVENTS)
             self._router.bind(place)
         except zmq.ZMQError as error:
@@ -104,7 +104,7 @@ class Listener:
         self._thread = start_device_thread(self._run, "specjax-listen", self.close)
 
     def close(self) -> None:
-        """End all channels and listen no more."""
+        """End all channels and stop listening."""
         self._is_closing = True
         self._bell.ring()
         if threading.current_thread() is not self._thread:
@@ -124,7 +124,7 @@ class Listener:
                     logger.exception("a message could not be sent")
                     side.end(error)
                 self._bell.ring()
-            del item, side, message, sent  # a device's memory may hang on it
+            del item, side, message, sent  # they may keep device memory alive
 
     # The thread of the sockets.
 
@@ -143,7 +143,7 @@ class Listener:
                     self._receive()
                 if self._monitor in ready:
                     self._watch()
-                # intervals are counted, not seconds: in a process that was stopped none has passed
+                # count intervals, not seconds: while a process is stopped, none passes
                 if is_tick := time.monotonic() - ticked >= self._terms.pulse.interval:
                     ticked = time.monotonic()
                     self._tick()
@@ -154,7 +154,7 @@ class Listener:
                         logger.exception("a decode side could not be served")
                         side.end(error)
         except Exception:
-            logger.exception("%s can be reached no more", self.address)
+            logger.exception("the listener on %s has stopped", self.address)
         finally:
             for side in set(self._sides.values()):
                 side.end(ChannelClosed("this side closed the connection"))
@@ -180,14 +180,14 @@ class Listener:
     def _feed(self, side: _Side, lane: bytes, frames: list[zmq.Frame]) -> None:
         try:
             if lane != side.lanes[0] or len(frames) != 1:
-                raise WireError("a frame came where none was due")
+                raise WireError("unexpected frame")
             message = side.assembler.feed(frames[0].buffer)
             if isinstance(message, Taken):
                 side.num_taken += message.count
                 if side.num_taken > side.num_sent:
-                    raise WireError(f"{side.num_taken} frames of {side.num_sent} were taken")
+                    raise WireError(f"{side.num_taken} of {side.num_sent} frames acknowledged")
             elif isinstance(message, Open | Hello):
-                raise WireError("the peer said hello twice")
+                raise WireError("the peer sent a second hello")
             elif message is not None:
                 side.deliver(message)
         except Exception as error:
@@ -196,13 +196,13 @@ class Listener:
     def _open(self, lane: bytes, frame: memoryview) -> None:
         try:
             message = Assembler(0).feed(frame)
-        except WireError:  # of a decode side that was hung up on, for instance
+        except WireError:  # for example from a decode side that was disconnected
             return
         if not isinstance(message, Open) or message.lane >= LANES:
             return
         if any(lane in opening.values() for opening in self._openings.values()):
             return
-        if len(self._openings) > self._max_connections:  # those of lost connections stay
+        if len(self._openings) > self._max_connections:  # lost connections leave entries
             self._openings.clear()
         opening = self._openings.setdefault(message.token, {})
         opening[message.lane] = lane
@@ -223,7 +223,7 @@ class Listener:
             side.open(self._terms)
         except Exception as error:
             logger.warning("%s refused a decode side: %s", self.address, error)
-            self._send_frames(side)  # so that it can say what differs
+            self._send_frames(side)  # the hello lets the decode side report the difference
             side.end(error)
 
     def _queue(self, side: Channel, message: Message, sent: Sent | None) -> None:
@@ -234,7 +234,7 @@ class Listener:
             self._send_frames(side)
         if is_tick and side.is_open:
             self._check_progress(side)
-            self._send(side, b"")  # a heartbeat, that finds out whether it has gone
+            self._send(side, b"")  # a heartbeat, which detects a lost connection
         if not side.is_open:
             self._drop(side)
 
@@ -264,13 +264,13 @@ class Listener:
         if not side.frames or side.num_taken - side.mark >= MIN_FRAMES:
             side.mark, side.num_ticks = side.num_taken, 0
         elif side.num_ticks >= MAX_STALL:
-            logger.warning("hanging up on a decode side that takes too little of its KV")
-            side.end(ChannelClosed("this side takes too little of what it asked for"))
+            logger.warning("disconnecting a decode side that reads its KV too slowly")
+            side.end(ChannelClosed("the decode side reads its KV too slowly"))
 
     def _drop(self, side: _Side) -> None:
         assert side.reason is not None
         side.frames.clear()
-        self._send(side, b"", str(side.reason).encode()[:1000])  # two frames: the end
+        self._send(side, b"", str(side.reason).encode()[:1000])  # two frames mark the end
         for lane in side.lanes:
             del self._sides[lane]
         side.tell_lost()
@@ -286,7 +286,7 @@ class Listener:
                 self._num_refused += 1
 
     def _admit(self, descriptor: int) -> None:
-        """Count a connection of libzmq, or hang up on it if there are too many."""
+        """Count a libzmq connection, or close it if there are too many."""
         if len(self._connections) < self._max_connections:
             self._connections.add(descriptor)
         else:
@@ -294,8 +294,8 @@ class Listener:
             self._is_connected(descriptor, hangs_up=True)
 
     def _is_connected(self, descriptor: int, *, hangs_up: bool = False) -> bool:
-        """Whether it is a connection of this listener; hang up on it if asked."""
-        # libzmq may have closed it, and what has its number now may be anything
+        """Return whether a descriptor is a connection of this listener; ``hangs_up`` closes it."""
+        # libzmq may have closed it, and another file may have its number now
         with (
             suppress(OSError, IndexError),
             socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as sock,
@@ -309,14 +309,14 @@ class Listener:
     def _tick(self) -> None:
         if self._num_refused:
             logger.warning(
-                "%s refused %d connections that were not of decode sides with this version and "
+                "%s refused %d connections that were not decode sides with the same version and "
                 "disaggregation_secret",
                 self.address,
                 self._num_refused,
             )
             self._num_refused = 0
         if self._num_excess:
-            logger.warning("%s has %d connections too many", self.address, self._num_excess)
+            logger.warning("%s closed %d excess connections", self.address, self._num_excess)
             self._num_excess = 0
-        # libzmq may tell the end of a connection before its beginning
+        # libzmq may report the end of a connection before its beginning
         self._connections = set(filter(self._is_connected, self._connections))

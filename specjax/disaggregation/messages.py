@@ -1,8 +1,8 @@
-"""Messages between a decode process, which asks, and a prefill process, which computes prompts.
+"""Messages between a decode process, which sends jobs, and a prefill process, which runs them.
 
-An array is anything with ``__array__``. The sender may give arrays of a device. The receiver gets
-those of numpy. Types, ranges and sizes are checked before a message is delivered. Whether shapes
-and dtypes of arrays are those of the model is for the receiver to check.
+An array is anything with ``__array__``. The sender may pass device arrays; the receiver gets numpy
+arrays. Types, ranges and sizes are checked before a message is delivered. The receiver checks
+whether shapes and dtypes of arrays match the model.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ else:
 
     @runtime_checkable
     class Array(Protocol):
-        """What msgspec hands to the hooks of :mod:`~specjax.disaggregation.frames`."""
+        """Type that msgspec passes to the hooks of :mod:`~specjax.disaggregation.frames`."""
 
         def __array__(self) -> Any: ...
 
@@ -24,7 +24,7 @@ Natural = Annotated[int, Meta(ge=0)]  # msgpack has no integers above 2**64 - 1
 
 
 class WireError(ValueError):
-    """Bytes or values that are not a message; a connection that brought them is of no more use."""
+    """Bytes or values that are not a valid message; the connection must be closed."""
 
 
 class _Struct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -35,30 +35,30 @@ class Hello(_Struct, frozen=True):
     """The first message of each side.
 
     Attributes:
-        facts: JSON values that both sides have to agree on. Its ``weights``, a string, is the
-            fingerprint of this side's weights, as in :class:`Weights`.
+        facts: JSON values: ``KVTransfer.facts``, and a string ``weights``, the fingerprint of this
+            side's weights as in :class:`Weights`.
     """
 
     facts: dict[str, Any]
 
 
 class Job(_Struct, frozen=True):
-    """The decode side asks: prefill this prompt, and send its KV rows.
+    """Request of the decode side to prefill a prompt and send its KV rows.
 
     Attributes:
-        id: names the job in all messages of this connection.
+        id: identifies the job in all messages of this connection.
         rid: the request's id, for logs and traces.
         input_ids: i32 [n], the whole prompt.
-        start: the token from which KV rows are to be sent; those before it are there already.
+        start: first token whose KV rows to send; the decode side has the earlier ones.
         params: sampling parameters, JSON values.
-        seed: of the request's random numbers.
+        seed: seed of the request's random numbers.
         end_token_ids: tokens that end the request.
-        top_logprobs: how many of the likeliest tokens to give with each token; ``None`` for no
-            log probabilities at all.
-        logprob_start_len: the prompt's token from which on it has log probabilities too; ``None``
-            for none of them.
-        return_hidden_states: whether hidden states of the first token are requested.
-        timeout: seconds after which nobody waits for it any more; ``None`` for no limit.
+        top_logprobs: number of top tokens to return with each token; ``None``: return no
+            log-probabilities.
+        logprob_start_len: first prompt token to return log-probabilities for; ``None``: return none
+            for the prompt.
+        return_hidden_states: whether to return hidden states of the first token.
+        timeout: seconds until the job is no longer needed; ``None`` for no limit.
     """
 
     id: Natural
@@ -75,17 +75,17 @@ class Job(_Struct, frozen=True):
 
 
 class Cancel(_Struct, frozen=True):
-    """The decode side says: nobody waits for this job any more."""
+    """Cancellation of a job by the decode side."""
 
     id: Natural
 
 
 class Piece(_Struct, frozen=True):
-    """The prefill side sends KV rows of the tokens ``start`` to ``start + count - 1``.
+    """KV rows of the tokens ``start`` to ``start + count - 1`` from the prefill side.
 
     Attributes:
-        kv: one array for each pool of rows, in the dtype of the pool; rows after the first
-            ``count`` are padding.
+        kv: one array per pool of rows, in the dtype of the pool; rows after the first ``count``
+            are padding.
     """
 
     id: Natural
@@ -95,17 +95,17 @@ class Piece(_Struct, frozen=True):
 
 
 class Prefilled(_Struct, frozen=True):
-    """The prefill side says: the prompt is done, and all its pieces are sent.
+    """End of a job: the prompt is prefilled and all its pieces were sent.
 
     Attributes:
-        weights: fingerprint of the weights that did all of it.
+        weights: fingerprint of the weights that computed the whole prompt.
         token: the first token.
-        logprobs: the first token's log probability and the likeliest tokens with theirs.
+        logprobs: the first token's log-probability and the top tokens with theirs.
         hidden: hidden states of the prompt's last token.
-        rows: what the first round starts from, besides the token.
-        prompt_logprobs: log probabilities of the prompt, as asked for.
-        cached_tokens: tokens of the prompt that the prefill side had in its prefix cache.
-        seconds: from the job's arrival at the prefill side to its first token.
+        rows: inputs of the first round in addition to the token.
+        prompt_logprobs: log-probabilities of the prompt, if requested.
+        cached_tokens: prompt tokens that the prefill side served from its prefix cache.
+        seconds: time from the job's arrival at the prefill side to its first token.
     """
 
     id: Natural
@@ -120,32 +120,32 @@ class Prefilled(_Struct, frozen=True):
 
 
 class Refused(_Struct, frozen=True):
-    """The prefill side will not do a job, or not to its end."""
+    """Refusal of the prefill side to run or finish a job."""
 
     id: Natural
     reason: str
 
 
 class Weights(_Struct, frozen=True):
-    """This side's weights have changed; ``weights`` is their fingerprint."""
+    """Notice that this side's weights have changed; ``weights`` is their fingerprint."""
 
     weights: str
 
 
 Message = Hello | Job | Cancel | Piece | Prefilled | Refused | Weights
-Arrival = Piece | Prefilled | Refused  # what a prefill side says of one job
+Arrival = Piece | Prefilled | Refused  # messages of a prefill side about one job
 
 
-# Messages of the connection itself, which nobody else sees.
+# Messages that only the channel itself uses.
 
 
 class Open(_Struct, frozen=True):
-    """The first message of each lane: a decode side has several connections.
+    """The first message of each lane of a decode side.
 
     Attributes:
-        token: random, and the same for all lanes of a decode side.
+        token: random; the same for all lanes of a decode side.
         lane: number of the lane.
-        facts: those of :class:`Hello`.
+        facts: as in :class:`Hello`.
     """
 
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -154,6 +154,6 @@ class Open(_Struct, frozen=True):
 
 
 class Taken(_Struct, frozen=True):
-    """The decode side has taken this many more frames."""
+    """Acknowledgement of ``count`` more frames by the decode side."""
 
     count: Natural

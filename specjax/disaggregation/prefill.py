@@ -1,4 +1,4 @@
-"""The prefill side: computes the prompts that decode sides ask for, and sends their rows."""
+"""The prefill side: computes prompts for decode sides and sends their KV rows."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -30,35 +30,35 @@ from specjax.scheduling.request import GenerateRequest, Request, RunningRequest
 
 logger = logging.getLogger(__name__)
 
-Reply = Callable[[Message], None]  # to a decode side, from the loop's thread; it does not block
+Reply = Callable[[Message], None]  # sends to a decode side; called in the loop's thread
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PrefillRequest(Request):
-    """A job, which ends with its first token."""
+    """Request of a job; it ends with its first token."""
 
     job: Job
     reply: Reply
-    rows: tuple[Any, ...] | None = field(default=None, init=False)  # for its first round
-    weights: str = field(default="", init=False)  # those that computed all of it
+    rows: tuple[Any, ...] | None = field(default=None, init=False)  # inputs of the first round
+    weights: str = field(default="", init=False)  # fingerprint at the end of prefill
 
 
 class PrefillJobs(PromptSource):
-    """Jobs of decode sides: computed here, and their KV is sent after each chunk.
+    """Runs jobs of decode sides and sends their KV after each chunk.
 
-    KV of the last ``lookahead`` tokens of a chunk may still change with the next one; it is sent
-    with that.
+    The next chunk may still change the KV of the last ``lookahead`` tokens of a chunk, so that KV
+    is sent with the next chunk.
 
     Attributes:
-        transfer: takes KV out of the runner.
-        weights: fingerprint of the weights here.
+        transfer: reads KV from the runner.
+        weights: fingerprint of this side's weights.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.transfer = KVTransfer(runner)
         self._lookahead = runner.config.algorithm.lookahead
         self.vocab_size = runner.networks.target_config.vocab_size
-        # tokens whose KV has been sent; a job that begins anew sends all again
+        # number of tokens whose KV was sent; a job that is restarted sends all KV again
         self._sent: dict[RunningRequest, int] = {}
         self._clients: set[DecodeClient] = set()
         self.weights = self.transfer.weights()
@@ -68,7 +68,7 @@ class PrefillJobs(PromptSource):
         return bool(self._clients)
 
     def hosted(self, message: Message) -> Message:
-        """A message whose arrays are on their way to the host. In the loop's thread."""
+        """Start to copy the arrays of a message to the host. In the loop's thread."""
         if isinstance(message, Piece):
             return replace(message, kv=self.transfer.hosted(message.kv))
         if isinstance(message, Prefilled):
@@ -77,7 +77,7 @@ class PrefillJobs(PromptSource):
 
     def join(self, client: "DecodeClient") -> None:
         self._clients.add(client)
-        client.reply(Weights(weights=self.weights))  # its hello may have told of older ones
+        client.reply(Weights(weights=self.weights))  # its hello may have had older weights
 
     def leave(self, client: "DecodeClient") -> None:
         self._clients.discard(client)
@@ -89,7 +89,7 @@ class PrefillJobs(PromptSource):
 
     def dispatched(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
-            if isinstance(row.request, PrefillRequest):  # otherwise nobody has asked for its KV
+            if isinstance(row.request, PrefillRequest):  # other requests send no KV
                 self._send(row, row.request)
 
     def _send(self, row: RunningRequest, request: PrefillRequest) -> None:
@@ -108,7 +108,7 @@ class PrefillJobs(PromptSource):
 
 
 class DecodeClient:
-    """One decode side, as the prefill side sees it; for any thread."""
+    """One decode side, as the prefill side sees it; thread-safe."""
 
     def __init__(self, loop: EngineLoop, jobs: PrefillJobs, reply: Reply) -> None:
         self._loop = loop
@@ -119,11 +119,11 @@ class DecodeClient:
 
     @property
     def weights(self) -> str:
-        """Fingerprint of the weights that jobs are computed with."""
+        """Fingerprint of the weights that compute the jobs."""
         return self._jobs.weights
 
     def take(self, message: Message) -> None:
-        """Begin a job, or end it."""
+        """Start or cancel a job."""
         if isinstance(message, Cancel):
             call = self._calls.get(message.id)
             if call is not None:
@@ -131,10 +131,10 @@ class DecodeClient:
         elif isinstance(message, Job):
             self._begin(message)
         else:
-            raise WireError(f"a decode side sent a {type(message).__name__}")
+            raise WireError(f"unexpected {type(message).__name__} of a decode side")
 
     def lost(self) -> None:
-        """End all jobs: nobody waits for them."""
+        """Abort all jobs after the decode side has disconnected."""
         self._loop.post(partial(self._jobs.leave, self))
         for call in list(self._calls.values()):
             self._loop.abort(call)
@@ -155,9 +155,9 @@ class DecodeClient:
         ids = np.asarray(job.input_ids)
         size = self._jobs.vocab_size
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-            raise ValueError(f"input_ids {ids.dtype}{list(ids.shape)} are no list of tokens")
+            raise ValueError(f"input_ids {ids.dtype}{list(ids.shape)} must be a list of tokens")
         if ids.min() < 0 or ids.max() >= size:
-            raise ValueError(f"input_ids from {ids.min()} to {ids.max()} are no tokens of {size}")
+            raise ValueError(f"input_ids must be in [0, {size}); got {ids.min()} to {ids.max()}")
         check_integer("start", job.start, 0, len(ids) - 1)
         start = job.logprob_start_len
         arguments = GenerateRequest(
@@ -182,7 +182,7 @@ class DecodeClient:
         )
 
     def _end(self, request: PrefillRequest, error: Any) -> None:
-        """Told by the loop when a job has ended, with what failed before it could begin."""
+        """Reply when a job has ended; ``error`` is what failed before it could begin."""
         job, reason = request.job, request.finish_reason or {}
         del self._calls[job.id]
         if error is not None or reason.get("type") == "abort":
@@ -212,7 +212,7 @@ class DecodeClient:
 
 
 def _arrays(values: Sequence[Any], top: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Log-probabilities f32 ``[P]``, and the best tokens i32 ``[P, N]`` with theirs."""
+    """Log-probabilities f32 ``[P]``, top tokens i32 ``[P, N]`` and theirs f32 ``[P, N]``."""
     count, width = len(values), len(top[0]) if top else 0
     best = np.array([[one[:2] for one in tokens] for tokens in top], object)
     best = best.reshape(count, width, 2)

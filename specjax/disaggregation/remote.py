@@ -1,4 +1,4 @@
-"""A prefill and a decode side in different processes, over sockets."""
+"""Prefill and decode sides in different processes, connected by sockets."""
 
 import logging
 import time
@@ -29,22 +29,22 @@ from specjax.scheduling.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 
-# Bytes of KV of one decode side's jobs that are computed or wait to be sent; its other jobs wait.
+# Maximum bytes of KV per decode side that jobs compute or have queued; its other jobs wait.
 MAX_QUEUED = 2**30
-# Seconds that all wait for the network, once a single prompt has more than that. It has to take
-# 67 MB meanwhile, or the decode side computes that prompt faster.
+# Maximum seconds that all jobs wait for the network if a single prompt exceeds MAX_QUEUED. If the
+# decode side takes less than 67 MB meanwhile, it can compute that prompt faster.
 MAX_WAIT = 0.25
-# bytes of prompts of one decode side that wait, each counted as 1 KiB at least
+# maximum bytes of waiting prompts per decode side, each counted as at least 1 KiB
 MAX_WAITING = 2**26
-# of the arrays of a job: prompts of four million tokens
+# maximum bytes of the arrays of a job: prompts of four million tokens
 MAX_JOB = 2**24
 
 
 class PrefillServer:
-    """Takes decode sides that connect to a prefill side.
+    """Accepts the connections of decode sides to a prefill side.
 
     Attributes:
-        address: where it listens.
+        address: address that it listens on.
     """
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, PrefillJobs]) -> None:
@@ -55,7 +55,7 @@ class PrefillServer:
         self.address = self._listener.address
 
     def close(self) -> None:
-        """Hang up on everyone."""
+        """Disconnect all decode sides and stop listening."""
         self._listener.close()
 
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
@@ -65,10 +65,10 @@ class PrefillServer:
 
 
 class _DecodeSide:
-    """The jobs of one decode side, of which as many are computed at once as it takes.
+    """Queue of the jobs of one decode side; the KV that it has not read yet limits running jobs.
 
-    KV that was computed waits in pinned memory until it is sent. A decode side that is slow to take
-    it delays its own jobs.
+    Computed KV waits in pinned memory until it is sent. A decode side that reads slowly delays only
+    its own jobs.
     """
 
     def __init__(self, channel: Channel, side: tuple[EngineLoop, PrefillJobs]) -> None:
@@ -76,8 +76,8 @@ class _DecodeSide:
         self._prompts = side[1]
         self._waiting: dict[int, Job] = {}
         self._num_waiting_bytes = 0
-        self._queued: dict[int, int] = {}  # bytes of KV of each job that is computed or sent
-        self._given_up: set[int] = set()  # jobs of which nothing more is sent; the loop's thread
+        self._queued: dict[int, int] = {}  # bytes of KV of each running or unsent job
+        self._given_up: set[int] = set()  # jobs that send nothing more; in the loop's thread
         self._num_given = self._num_sent = 0  # bytes of KV, counted in different threads
         self._client = DecodeClient(*side, self._reply)
 
@@ -93,22 +93,22 @@ class _DecodeSide:
             self._client.take(message)
 
     def lost(self, error: Exception) -> None:
-        logger.info("a decode side has gone: %s", error)
+        logger.info("a decode side disconnected: %s", error)
         self._waiting.clear()
         self._client.lost()
 
     def _take(self, job: Job) -> None:
         if job.id in self._waiting or job.id in self._queued:
-            raise WireError(f"job {job.id} came again while it was being done")
+            raise WireError(f"job {job.id} was sent again while in progress")
         if self._num_waiting_bytes + _size(job) > MAX_WAITING:
-            self._reply(Refused(id=job.id, reason="too many prompts of this decode side wait"))
+            self._reply(Refused(id=job.id, reason="too many prompts queued by this decode side"))
             return
         self._waiting[job.id] = job
         self._num_waiting_bytes += _size(job)
         self._begin()
 
     def _begin(self) -> None:
-        """Hand on the next jobs, at least one."""
+        """Start the next jobs; if none is running, at least one."""
         while self._waiting:
             job = next(iter(self._waiting.values()))
             size = self._prompts.transfer.sent_bytes(np.size(job.input_ids) - job.start)
@@ -142,29 +142,29 @@ class _DecodeSide:
             self._given_up.discard(message.id)
         try:
             message = self._prompts.hosted(message)
-        except Exception as error:  # no pinned memory: it is copied to other memory, slowly
-            logger.warning("the host has no pinned memory for what is sent: %s", error)
+        except Exception as error:  # no pinned memory: the copy uses slower memory
+            logger.warning("no pinned host memory for sent KV; sending is slower: %s", error)
         with suppress(ConnectionError):
             self._channel.send(message, sent)
 
     def _wait(self, job: int) -> None:
-        """Wait until there is capacity for a piece of a job; give the job up after ``MAX_WAIT``."""
+        """Wait for capacity to send a piece of a job; give the job up after ``MAX_WAIT``."""
         deadline = time.monotonic() + MAX_WAIT
         while self._channel.is_open and self._num_given - self._num_sent > MAX_QUEUED:
             if job in self._given_up:
                 return
             if time.monotonic() > deadline:
-                logger.warning("a decode side is too slow for the KV of a long prompt")
+                logger.warning("a decode side reads the KV of a long prompt too slowly")
                 self._given_up.add(job)
                 self._client.take(Cancel(id=job))
             time.sleep(1e-3)
 
 
 class RemotePeer:
-    """The prefill side of another process, whenever it can be reached.
+    """The prefill side in another process; reconnects automatically.
 
     Attributes:
-        address: where it is.
+        address: address of the prefill side.
     """
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, RemotePrompts]) -> None:
@@ -182,20 +182,20 @@ class RemotePeer:
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
         facts = channel.hello.facts
         if not isinstance(facts.get("weights"), str):
-            raise ValueError(f"the prefill side says of its weights {facts.get('weights')!r:.80}")
+            raise ValueError(f"weights={facts.get('weights')!r:.80} must be a fingerprint")
         self._side[1].transfer.expect(facts)
         link = _Link(channel, self._side)
 
         def lost(error: Exception) -> None:
             if not self._is_closed:
-                logger.warning("prompts are computed here, the prefill side has gone: %s", error)
+                logger.warning("prefilling locally, the prefill side disconnected: %s", error)
             link.close()
 
         return link.deliver, lost
 
 
 class _Link(PrefillPeer):
-    """A prefill side for as long as one channel to it is open."""
+    """A prefill side while one channel to it is open."""
 
     weights = ""
 
@@ -218,7 +218,7 @@ class _Link(PrefillPeer):
         elif isinstance(message, Arrival):
             self.put(message)
         else:
-            raise WireError(f"a prefill side sent a {type(message).__name__}")
+            raise WireError(f"unexpected {type(message).__name__} of a prefill side")
 
 
 def _hello(prompts: PrefillJobs | RemotePrompts) -> Hello:

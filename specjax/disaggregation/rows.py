@@ -1,8 +1,8 @@
-"""Token rows of the KV pools, and what a first round starts from: out of a runner, or into one.
+"""Moves KV rows of tokens, and the inputs of a first round, out of a runner or into one.
 
-Rows are by token, not by page, so that page sizes may differ on the two sides. Which arrays of an
-algorithm's state have KV by token shows in their shapes: they grow with the pool. Tables that do
-not grow stay where they are.
+Rows are per token, not per page, so the page sizes of the two sides may differ. The arrays of an
+algorithm's state that grow with the pool have KV per token. Arrays that do not grow are not
+transferred.
 """
 
 import math
@@ -30,13 +30,13 @@ from specjax.speculative.future_map import (
 )
 from specjax.types import KVPools
 
-# tokens of a piece: 67 MB of the Llama-3.1-8B shape, of which a round takes no notice
+# tokens per piece: 67 MB for the Llama-3.1-8B shape, which does not slow down a round
 MOST_TOKENS, FEW_TOKENS = 512, 64
 KV = tuple[Any, ...]
 
 
 def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
-    """For each array of the KV pools its axis of KV indices; ``None`` where it has none."""
+    """Return the axis of KV indices of each array of the KV pools; ``None`` if it has none."""
     config, nets = runner.config, runner.networks
 
     def leaves(num_kv: int) -> list[Any]:
@@ -54,9 +54,9 @@ def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
 
 
 def check_facts(here: dict[str, Any], there: Any) -> None:
-    """ValueError where two sides do not agree, naming both values."""
+    """Raise ValueError with both values if the facts of two sides differ."""
     if not isinstance(there, dict):
-        raise ValueError(f"the other side says nothing of its model: {there!r:.80}")
+        raise ValueError(f"the other side sent no facts of its model: {there!r:.80}")
     names = sorted({*here, *there})
     differing = [
         f"{name}: {here.get(name)} here, {there.get(name)} there"
@@ -68,21 +68,21 @@ def check_facts(here: dict[str, Any], there: Any) -> None:
 
 
 def _described(name: str, config: Any) -> dict[str, str]:
-    """The fields of a configuration, so that an error names those that differ."""
+    """Split a configuration into fields, so that an error names those that differ."""
     if not is_dataclass(config):
         return {name: repr(config)}
     return {f"{name}.{field.name}": repr(getattr(config, field.name)) for field in fields(config)}
 
 
 def _layered(leaf: jax.Array, axis: int) -> jax.Array:
-    """With all axes before that of the KV indices as one."""
+    """Merge all axes before the axis of KV indices into one."""
     return leaf.reshape(-1, *leaf.shape[axis:])
 
 
 def take_rows(
     pools: KVPools, index: jax.Array, *, axes: Sequence[int | None], implementation: str | None
 ) -> KV:
-    """KV of the indices i32 ``[W]``, an array for each that has an axis of them."""
+    """Gather KV at the indices i32 ``[W]`` from each array that has an axis of KV indices."""
     taken = []
     for leaf, axis in zip(jax.tree.leaves(pools), axes, strict=True):
         if axis is not None:
@@ -99,10 +99,10 @@ def put_rows(
     axes: Sequence[int | None],
     implementation: str | None,
 ) -> DeviceState:
-    """Write what :func:`take_rows` gave to the indices i32 ``[W]``; those beyond a pool are none.
+    """Write KV from :func:`take_rows` at the indices i32 ``[W]``; skip indices beyond a pool.
 
-    No index may stand twice. What is not finite becomes 0: it would reach whoever gets the page
-    next.
+    Indices must be unique. Values that are not finite become 0, because they would affect the next
+    request that gets the page.
     """
     leaves, structure = jax.tree.flatten(state.pools)
     given = iter(kv)
@@ -115,7 +115,7 @@ def put_rows(
 
 
 def take_first(state: DeviceState, slot: jax.Array) -> tuple[jax.Array, ...]:
-    """The algorithm's rows ``[1, ...]`` of request slot i32 ``[]``."""
+    """Return the algorithm's rows ``[1, ...]`` of request slot i32 ``[]``."""
     return tuple(jax.tree.leaves(resolve(state.future, slot[None])))
 
 
@@ -129,16 +129,16 @@ def begin(
     *,
     algorithm: SpeculativeAlgorithm,
 ) -> DeviceState:
-    """Make a request slot i32 ``[]`` as its prefill would have left it, but for the KV pools.
+    """Set up a request slot i32 ``[]`` as after a local prefill, except for the KV pools.
 
     Args:
-        state: which it has to become.
-        slot: of the request.
-        numbers: i32 ``[2]``, tokens in the pool and tokens that it may still produce.
+        state: state to update.
+        slot: slot of the request.
+        numbers: i32 ``[2]``, tokens in the pool and tokens that the request may still generate.
         history: i32 ``[C]``, the text with its bonus token.
         sampling: i32 ``[1, K]``, packed parameters of the request.
-        rows: what :func:`take_first` gave elsewhere; ``None`` where nothing came along.
-        algorithm: decides what the first round here starts from.
+        rows: result of :func:`take_first` on the prefill side; ``None`` if it sent none.
+        algorithm: makes the inputs of the first round.
     """
     seq_lens, remaining, slots = numbers[:1], numbers[1:], slot[None]
     bonus_tokens = history[seq_lens]
@@ -158,7 +158,7 @@ def begin(
 
 
 def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
-    """u32 ``[2]`` of the bits of a weight, the one of this number, u32 ``[]``."""
+    """Hash the bits of a weight and its number u32 ``[]`` to u32 ``[2]``."""
     bits = jax.lax.bitcast_convert_type(weight, jnp.dtype(f"uint{8 * weight.dtype.itemsize}"))
     place = jnp.uint32(2) * number + jnp.uint32(1)
     for axis, size in enumerate(weight.shape):
@@ -171,7 +171,7 @@ def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def joined(fingerprints: Sequence[jax.Array]) -> str:
-    """The fingerprint of all weights, from those of each."""
+    """Combine the fingerprints of weights to one."""
     one = two = 0
     for found in fingerprints:
         words = np.asarray(found).tolist()
@@ -180,9 +180,9 @@ def joined(fingerprints: Sequence[jax.Array]) -> str:
 
 
 class KVTransfer:
-    """Takes rows out of a runner and puts rows into it; everything is compiled at the start.
+    """Reads rows from a runner and writes rows to it; all functions are compiled at the start.
 
-    Used by the thread that dispatches the runner's rounds, but for :meth:`placed`.
+    Only the thread that dispatches the runner's rounds may use it, except for :meth:`placed`.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -190,7 +190,7 @@ class KVTransfer:
         self._axes = token_axes(runner)
         self._axis = next(axis for axis in self._axes if axis is not None)
         self._place = runner.networks.placement
-        # whatever the context, since both sides need the same
+        # independent of the context length: both sides need the same widths
         self.widths = (FEW_TOKENS, MOST_TOKENS)
         state = runner.abstract_state
         self._rows = jax.eval_shape(take_first, state, self._ints())
@@ -208,7 +208,7 @@ class KVTransfer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As JSON values, what ``both`` sides have to agree on, and the shapes of ``rows``."""
+        """JSON values: ``both`` must be equal on both sides; ``rows`` has shapes and dtypes."""
         nets, config = self._runner.networks, self._runner.config
         axes = [axis for axis in self._axes if axis is not None]
         kv = [
@@ -228,14 +228,14 @@ class KVTransfer:
 
     @property
     def token_bytes(self) -> int:
-        """Of the KV of one token."""
+        """Bytes of KV per token."""
         width = self.widths[-1]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self._kv[width]) // width
 
     def sent_bytes(self, num_tokens: int) -> int:
-        """KV that :meth:`take` gives for a prompt of this many tokens, padding included.
+        """Bytes of KV that :meth:`take` returns for a prompt, including padding.
 
-        A chunk that ends between two pieces adds a padded one: one such chunk is counted.
+        A chunk that ends between two pieces adds a padded piece; one such chunk is counted.
         """
         pieces, rest = divmod(max(num_tokens, 0), self.widths[-1])
         padded = pick_bucket(rest, self.widths) if rest else 0
@@ -243,20 +243,20 @@ class KVTransfer:
 
     @property
     def most_bytes(self) -> int:
-        """Of the arrays of one message: a piece, or all else that a prefill side sends."""
+        """Maximum bytes of arrays in one message of a prefill side."""
         config = self._runner.config
         leaves = *self._kv[self.widths[-1]], *self._rows
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        # log-probabilities: a value, and ids and values of the best; hidden states
+        # log-probabilities (a value, top ids and values) and hidden states
         size += 4 * config.context * (1 + 2 * config.max_top_logprobs)
         return size + 2**20
 
     def compile(self, *, gives: bool, show_progress: bool) -> None:
-        """Compile what a prefill side dispatches, or what a decode side does."""
+        """Compile the functions of a prefill side (``gives``) or of a decode side."""
         runner, state = self._runner, self._runner.abstract_state
         add = runner.compiled.add
         nets, number = runner.networks, jax.ShapeDtypeStruct((), jnp.uint32)
-        # one for each kind of weight: a function of all weights takes long to compile
+        # one function per shape and dtype: a single one over all weights compiles slowly
         kinds = {_fingerprint_key(w): w for w in (*nets.target.abstract, *nets.draft.abstract)}
         for key, weight in kinds.items():
             add(key, jax.jit(partial(fingerprint)), self._place.abstract((weight, number)))
@@ -285,7 +285,7 @@ class KVTransfer:
         runner.compiled.add(_begin_key(rows), start, arguments)
 
     def expect(self, facts: dict[str, Any]) -> None:
-        """Compile for rows as a prefill side of these facts has them; ValueError if it is unfit."""
+        """Compile for the rows of a prefill side; raise ValueError if its facts do not fit."""
         check_facts(self.facts["both"], facts.get("both"))
         rows: Any = facts.get("rows")
         try:
@@ -294,17 +294,17 @@ class KVTransfer:
                 for shape, kind in rows
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(f"rows={rows!r} are no shapes and dtypes: {error}") from error
+            raise ValueError(f"rows={rows!r} must be shapes and dtypes: {error}") from error
         kinds, own = ([(len(row.shape), row.dtype) for row in r] for r in (given, self._rows))
         size = sum(math.prod(row.shape) * row.dtype.itemsize for row in given)
         if kinds != own or size > self.most_bytes:
-            raise ValueError(f"rows={rows!r} come where rows are {self.facts['rows']}")
+            raise ValueError(f"rows={rows!r} do not match {self.facts['rows']}")
         if _begin_key(given) not in self._runner.compiled:
             self._add_begin(given)
             self._runner.compiled.compile(show_progress=False)
 
     def weights(self) -> str:
-        """Fingerprint of the weights as they are now; nearly always another where a bit is."""
+        """Fingerprint of the current weights; if a bit differs, it differs almost certainly."""
         target, draft = self._runner.weights
         parts = [
             self._runner.compiled[_fingerprint_key(weight)](weight, self.placed(np.uint32(number)))
@@ -313,7 +313,7 @@ class KVTransfer:
         return joined(parts)
 
     def _index(self, pages: Sequence[int], start: int, index: np.ndarray, count: int) -> jax.Array:
-        """KV indices i32 ``[W]``, those of ``count`` tokens from ``start`` on before the others."""
+        """Return KV indices i32 ``[W]``: those of ``count`` tokens from ``start`` on come first."""
         size = self._runner.config.page_size
         places = np.arange(start, start + count)
         index[:count] = np.asarray(pages, np.int32)[places // size] * size + places % size
@@ -321,7 +321,7 @@ class KVTransfer:
         return placed
 
     def take(self, pages: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, KV]]:
-        """KV of tokens on these pages, in pieces of their first token, their number and arrays."""
+        """Yield KV of the tokens on these pages in pieces: first token, token count and arrays."""
         runner = self._runner
         while start < end:
             count = min(end - start, self.widths[-1])
@@ -331,7 +331,7 @@ class KVTransfer:
             start += count
 
     def take_first(self, slot: int) -> tuple[jax.Array, ...]:
-        """The algorithm's rows of a slot."""
+        """Return the algorithm's rows of a slot."""
         if not self._rows:
             return ()
         state, place = self._runner.on_device, self._place
@@ -341,20 +341,20 @@ class KVTransfer:
         return found
 
     def placed(self, arrays: Any) -> Any:
-        """Arrays of the other side on this side's device."""
+        """Put arrays of the other side on this side's device."""
         return self._place.put(arrays)
 
     def hosted(self, arrays: Any) -> Any:
-        """Arrays of this side on their way to the host.
+        """Start to copy arrays of this side to the host.
 
-        A GPU copies to pinned memory at 30 GB/s and more, and to any other at 1.3 (H200).
+        An H200 copies to pinned memory at 30 GB/s or more, and to pageable memory at 1.3 GB/s.
         """
         if self._place.on_cpu:
             return arrays
         return jax.device_put(arrays, self._place.sharding.with_memory_kind("pinned_host"))
 
     def check_kv(self, kv: KV, count: int) -> None:
-        """ValueError for arrays that are not ``count`` rows of these pools."""
+        """Raise ValueError if the arrays are not ``count`` rows of these pools."""
         width = kv[0].shape[self._axis] if kv and len(kv[0].shape) > self._axis else 0
         wanted = [(leaf.shape, str(leaf.dtype)) for leaf in self._kv.get(width, ())]
         given = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in kv]
@@ -362,12 +362,12 @@ class KVTransfer:
             raise ValueError(f"{count} rows of {given} do not fit pools of {wanted}")
 
     def check_rows(self, rows: tuple[Any, ...] | None) -> None:
-        """ValueError for rows that are not as the peer said that they would be."""
+        """Raise ValueError if rows do not match the shapes that the peer announced."""
         if _begin_key(rows) not in self._runner.compiled:
-            raise ValueError(f"rows came as {_begin_key(rows)[1]}, which nobody spoke of")
+            raise ValueError(f"rows {_begin_key(rows)[1]} were not announced")
 
     def put(self, pages: Sequence[int], start: int, count: int, kv: KV) -> None:
-        """Write KV that passed :meth:`check_kv` to tokens on these pages."""
+        """Write KV, checked by :meth:`check_kv`, to the tokens on these pages."""
         width, runner = kv[0].shape[self._axis], self._runner
         none = np.arange(width, dtype=np.int32) + runner.config.sizes.num_kv
         index = self._index(pages, start, none, count)
@@ -377,7 +377,7 @@ class KVTransfer:
     def begin(
         self, slot: int, text: Sequence[int], remaining: int, rows: tuple[Any, ...] | None
     ) -> None:
-        """Let decoding of a text start whose last token is the bonus token."""
+        """Prepare a slot to decode a text whose last token is the bonus token."""
         history = np.zeros(self._runner.config.context, np.int32)
         history[: len(text)] = text
         numbers = np.array([len(text) - 1, remaining], np.int32)

@@ -40,22 +40,21 @@ class EngineArgs:
             ``"STANDALONE"``: a model with the same vocabulary, named as ``model`` is. For
             ``"MULTI_LAYER_EAGLE"``: a checkpoint with the modules, by default that of ``model``.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
-            ``"MULTI_LAYER_EAGLE"``, the name of an installed package's algorithm, or ``None`` to
-            decode without drafts.
+            ``"MULTI_LAYER_EAGLE"``, one of an installed package, or ``None`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
             for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step.
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
         speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
             Default: ``speculative_num_steps + 1`` (the maximum of a chain); for a tree one per
             branch and level, and the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``.
-        speculative_adaptive: adapt the number of drafted tokens to the measured acceptance. It
-            starts at ``speculative_num_steps``, which may be 0.
+        speculative_adaptive: adapt the number of drafted tokens to the measured acceptance,
+            starting at ``speculative_num_steps``, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
         speculative_use_rejection_sampling: accept drafts above temperature 0 by speculative
-            sampling (chains only). A draft is accepted with probability ``min(1, p / q)`` of the
-            target's and the draft's probability, else a token is drawn from the residual of p over
-            q. The target's distribution is kept (in bfloat16 up to rounding), but a seed no longer
-            gives the text of plain decoding.
+            sampling (chains only). A draft with target probability p and draft probability q is
+            accepted with probability ``min(1, p / q)``, else a token is drawn from the residual
+            ``max(0, p - q)``. The target's distribution is kept (in bfloat16 up to rounding), but
+            a seed no longer gives the text of plain decoding.
         speculative_accept_threshold_single: accept a draft above temperature 0 if its target
             probability is at least this, from 0 (accept every draft) to 1 (off). Values below 1 are
             lossy: they keep neither the target's distribution nor a seed's plain text.
@@ -70,8 +69,8 @@ class EngineArgs:
             frequent one.
         speculative_ngram_external_corpus_path: JSON lines file to search in addition to the
             request's text; each line is a text or a list of token ids.
-        speculative_ngram_external_corpus_max_tokens: maximum number of tokens in that corpus.
-        draft_rope_theta: overrides the rotary base of the draft head.
+        speculative_ngram_external_corpus_max_tokens: maximum tokens of the external corpus.
+        draft_rope_theta: rotary base of the draft head, instead of the checkpoint's.
         tokenizer: directory or repo id of a tokenizer to use instead of the model's.
         chat_template: file with a Jinja template to use instead of the tokenizer's.
         revision: branch, tag or commit of ``model`` if that is a repo id; not for other options.
@@ -84,8 +83,9 @@ class EngineArgs:
             ``abort``. The ``timeout`` of a request overrides it. Default: no limit.
         batch_buckets: batch sizes that rounds are compiled for. Default: powers of two up to
             ``max_running_requests``, on a GPU from 2 on if a padded batch of one is faster.
-        max_total_tokens: tokens in the KV pool.
-        mem_fraction_static: share of device memory for weights and KV, not with max_total_tokens.
+        max_total_tokens: tokens in the KV pool. Default: set by ``mem_fraction_static``.
+        mem_fraction_static: share of device memory for weights and KV, unless
+            ``max_total_tokens`` is set. Default: 0.5 on a CPU, 0.85 on a GPU.
         disable_radix_cache: compute every prompt in full instead of caching KV pages by prefix.
         chunked_prefill_size: prompt tokens prefilled per step while requests decode, which delays
             them. Default: 512. If nothing decodes or a burst of requests starts, up to 8,192 on a
@@ -100,7 +100,7 @@ class EngineArgs:
         rounds_per_dispatch: rounds per call on the device. More than 1 pays if a round is shorter
             than its dispatch; streaming becomes coarser.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
-        seed: seed of the noise of requests without ``sampling_seed``.
+        seed: random seed for requests without ``sampling_seed``.
         compile_cache_dir: folder for compiled functions; ``"auto"`` is the user's cache folder,
             ``None`` keeps JAX's own setting.
         show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
@@ -112,8 +112,8 @@ class EngineArgs:
         disaggregation_secret: shared secret of both sides, required if they are on different hosts.
             It is neither sent nor shown; all traffic is encrypted.
         simulate_accept_length: accept this many tokens per round on average, right or wrong, to
-            measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree they follow its
-            deepest path, which may be shorter.
+            measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree the accepted
+            tokens follow the deepest path, which may be shorter.
     """
 
     model: str | PathLike[str] = "smollm2-135m"

@@ -56,7 +56,7 @@ class Engine:
     ``Engine``. Any thread may call the methods; the engine's own thread runs the requests of all
     callers together. In a forked process the methods raise ``RuntimeError``.
 
-    It ends with :meth:`close`, its ``with`` block, its last reference or the interpreter.
+    An engine ends with :meth:`close`, its ``with`` block, its last reference or the interpreter.
 
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
@@ -207,7 +207,7 @@ class Engine:
         """Complete one input or a list of inputs.
 
         With a list of inputs, each option except ``stream`` is one value or one value per input.
-        If the caller leaves early (Ctrl-C, a stream closed or dropped), running requests abort.
+        If the caller leaves early (Ctrl-C, a closed or dropped stream), its requests are aborted.
 
         Args:
             prompt: raw text; no chat template is applied.
@@ -228,7 +228,7 @@ class Engine:
                 cached. -1 reports none.
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
                 ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
-                norm, from which completion token ``i`` was sampled.
+                norm that gave the logits of completion token ``i``.
             timeout: seconds after which the requests end with finish reason ``abort``. Default: the
                 engine's ``request_timeout``.
             stream: yield cumulative results as they grow instead of returning the last one. A slow
@@ -275,7 +275,7 @@ class Engine:
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
         """Check and tokenise the arguments of :meth:`generate`, for :meth:`async_run`.
 
-        Any thread may call this, so it need not block an event loop.
+        Any thread may call this, so that an event loop need not block.
         """
         self._need_open()
         if not self.runner.config.batch_buckets:
@@ -369,7 +369,7 @@ class Engine:
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
         """Return the two most likely tokens after ``input_ids`` and the gap of their logits.
 
-        It shows how near a tie was at which bfloat16 texts with and without speculation diverge.
+        A small gap explains why bfloat16 texts with and without speculation diverge there.
         """
         self._need_open()
         nets = self.runner.networks

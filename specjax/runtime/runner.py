@@ -132,7 +132,7 @@ class ModelRunner:
         Pools are zeroed: uninitialised memory may hold NaN, and a masked NaN is still NaN.
         """
         self.weights = (target, draft)
-        # compiled only here, so that the JAX settings of a thread that resets do not matter
+        # compiled here, so that reset() never compiles, whatever JAX settings its thread has
         self._empty_state = self.networks.placement.zeros(self.abstract_state)
         self.on_device = self._empty_state()
 
@@ -141,7 +141,8 @@ class ModelRunner:
     ) -> None:
         """Reset the rows between rounds; nothing compiles.
 
-        For measurements, i32 ``[R]`` set the tokens in the pool and the tokens left to produce.
+        For measurements, ``seq_lens`` and ``remaining`` i32 ``[R]`` set the lengths of rows in the
+        pool and their tokens left to produce.
         """
         future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state.future)
         if seq_lens is not None and remaining is not None:
@@ -161,10 +162,7 @@ class ModelRunner:
         del self.weights, self.on_device
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
-        """Replace weight ``index`` by one of the same shape and dtype for later dispatches.
-
-        Nothing compiles.
-        """
+        """Replace weight ``index`` by one of the same shape and dtype; nothing compiles."""
         both = [list(weights) for weights in self.weights]
         both[draft][index] = weight
         self.weights = (tuple(both[0]), tuple(both[1]))
@@ -228,8 +226,8 @@ class ModelRunner:
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
         """Dispatch chunks of prompts in one call; raises ValueError if no bucket holds them.
 
-        The result is i32 ``[chunks]`` with padding: the first sampled token of each prompt that
-        ends. ``with_logprobs`` adds prompt log-probabilities and limits the chunks to
+        The result is i32 ``[chunks]``, then padding. Entries of chunks that end a prompt are its
+        first sampled token. ``with_logprobs`` adds prompt log-probabilities; chunks must then fit
         ``config.logprob_buckets``.
         """
         config, name = self.config, "prefill_logprobs" if with_logprobs else "prefill"

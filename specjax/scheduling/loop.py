@@ -170,7 +170,7 @@ def _end_device_threads() -> None:
 class EventLoopDelivery:
     """Delivers items from other threads to mailboxes of one event loop, in batches.
 
-    Waking an event loop costs a system call, during which its thread takes the interpreter.
+    Waking an event loop costs a system call, during which its thread takes the interpreter lock.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -208,8 +208,8 @@ class EngineLoop:
     """Steps a scheduler in its own daemon thread, the only thread that uses the scheduler.
 
     Callers put commands in a queue. The thread runs them between steps and sleeps on the queue if
-    idle. Putting a command never blocks and is reentrant, so that a garbage collection
-    can abort a call in any thread at any time.
+    idle. Putting a command never blocks and is reentrant, so that a garbage collection can abort a
+    call in any thread at any time.
 
     The thread keeps this object alive, and this object does not refer to its owner. A finalizer of
     the owner calls :meth:`stop`.
@@ -374,7 +374,7 @@ class EngineLoop:
                 return
             command()
 
-    # Only the loop's thread calls these. After its end no call is left, and commands only refuse.
+    # Only the loop's thread calls these. After its end no call is left; commands are refused.
 
     def _run(self) -> None:
         while not self._is_stopping:

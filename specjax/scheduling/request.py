@@ -217,7 +217,7 @@ class Request:
 
     @property
     def missing_logprobs(self) -> int | None:
-        """First prompt token to compute for a missing log-probability; ``None`` if none misses."""
+        """First prompt token to compute for a missing log-probability; ``None`` if all exist."""
         if self.logprob_start_len is None:
             return None
         first = self.logprob_start_len + len(self.input_token_logprobs)

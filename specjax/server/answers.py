@@ -72,7 +72,7 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> Result | None:
-        """Fields of a choice's first chunk before its text; ``None`` if there is no such chunk."""
+        """Fields of a choice's first chunk before its text; ``None`` for no such chunk."""
 
     @abstractmethod
     def part(self, text: str) -> Result:

@@ -102,7 +102,7 @@ def render_chat_template(
     Blocks until another process has rendered the text.
 
     Raises:
-        ValueError: if there is no message, a message is malformed, the template refuses them or
+        ValueError: if the list is empty, a message is malformed, the template refuses them or
             fails, or rendering takes more than ``MAX_SECONDS`` or too much memory.
     """
     if not messages:

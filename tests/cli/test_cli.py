@@ -34,7 +34,7 @@ TOKENIZER.chat_template = TEMPLATE
 
 
 class FakeEngine:
-    """Answers every request with one text, the way `Engine` does: two tokens a round."""
+    """Fake engine that answers every request with one text, two tokens per round."""
 
     made: list[dict[str, Any]]
     closed: int
@@ -123,7 +123,7 @@ def run(*argv: str, engine: FakeEngine) -> int:
     return main(["generate", *argv], make_engine=engine)
 
 
-def test_text_goes_to_stdout_and_figures_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_goes_to_stdout_and_metrics_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(answer="Grüße, 世界!")
     assert run("Hi", engine=engine) == 0
     out, err = capsys.readouterr()
@@ -157,7 +157,7 @@ def test_only_given_options_reach_the_engine() -> None:
     assert engine.requests[0]["sampling_params"] == {"temperature": 0.0}
 
 
-# of one kind each: texts, integers, numbers, switches, lists, and what is turned off
+# one option of each kind: strings, integers, numbers, switches, lists and disabled options
 ENGINE_OPTIONS: dict[str, Any] = {
     "model": "m",
     "draft": "d",
@@ -189,7 +189,7 @@ SAMPLING_OPTIONS: dict[str, Any] = {
 
 
 def flags(values: dict[str, Any]) -> Iterator[str]:
-    """Values as they are typed."""
+    """Return option values as a user types them."""
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
@@ -222,7 +222,7 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     body = json.loads(out)
     assert out.count("\n") == 1
-    assert out.isascii()  # so that no locale loses a character
+    assert out.isascii()  # ASCII, so that no locale loses a character
     assert body["text"] == "Grüße"
     assert body["output_ids"] == TOKENIZER.encode("Grüße")
     assert body["meta_info"]["finish_reason"] == {"type": "stop"}
@@ -251,7 +251,7 @@ def test_compare_shares_weights_and_repeats_the_same_request(
         "show_progress": True,
     }
     assert speculative["draft"] == "d"
-    # one warm call and three timed ones each, all alike, seeded so that they can be equal
+    # one warm-up and three timed calls for each engine, all equal, with a seed
     assert len(engine.requests) == 8
     assert all(request == engine.requests[0] for request in engine.requests)
     assert engine.requests[0]["sampling_params"]["sampling_seed"] == 0
@@ -330,7 +330,7 @@ def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -
 def test_closed_standard_streams(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the interpreter starts where a shell closes them (``<&-``)."""
+    """Like the interpreter after a shell has closed the streams (``<&-``)."""
     monkeypatch.setattr(sys, name, None)
     engine = FakeEngine(answer="ok")
     prompt = "-" if name == "stdin" else "Hi"
@@ -368,7 +368,7 @@ def test_a_closed_pipe_ends_quietly(
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert run("Hi", "--quiet", engine=engine) == 141
-        # what the interpreter does at exit must not fail once more
+        # the flush of the interpreter at exit must not fail again
         stdout.write("rest")
         stdout.flush()
     assert capsys.readouterr().err == ""
@@ -408,7 +408,7 @@ def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None
         assert f"--{name.replace('_', '-')}" in out
     described = inspect.getdoc(EngineArgs) or ""
     for field in dataclasses.fields(EngineArgs):
-        if field.name in ("show_progress", "disaggregation_secret"):  # --quiet, and in a file
+        if field.name in ("show_progress", "disaggregation_secret"):  # with --quiet, into a file
             continue
         assert f"--{field.name.replace('_', '-')} " in out
         text = described.partition(f"{field.name}: ")[2].partition(".")[0]
@@ -444,7 +444,7 @@ SPLIT = ("--disaggregation-mode", "decode", "--disaggregation-address", "10.0.0.
 
 
 def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
-    """The file first; without a mode nothing of the environment is used."""
+    """The file takes precedence; without a mode the environment is ignored."""
     file, engine = tmp_path / "secret", FakeEngine(answer="ok")
     file.write_text("  of the file \nsecond line\n")
     monkeypatch.setenv("SPECJAX_DISAGGREGATION_SECRET", "of the environment")
@@ -521,9 +521,9 @@ def test_show_accepts_marks_drafts_and_explains(
 @pytest.mark.parametrize(
     ("whole", "flags", "steps"),
     [
-        # a split character belongs to the token that completes it
+        # a character split over tokens belongs to the token that completes it
         ("aé", [False, False, True], [("a", 2, "a"), ("aé", 3, "[é]")]),
-        # text after a possible stop string is painted later
+        # text that may begin a stop string is painted later
         ("abcd", [False, True, True, False], [("a", 3, "a"), ("abcd", 4, "[bc]d")]),
         # text cut at a stop string stays cut
         ("abcd", [False, True, True, True], [("ab", 4, "a[b]")]),
@@ -562,7 +562,7 @@ def test_painted_pieces_join_to_the_text(text: str, cuts: list[int], flags: list
 
 @pytest.fixture(scope="module")
 def real_options(files: Files) -> list[str]:
-    """Options of a tiny model, so that the real engine answers; it is compiled once."""
+    """Options of a tiny model for the real engine, which is compiled once."""
     options = f"--model {files.target} --draft {files.head} --compile-cache-dir {files.cache}"
     sizes = "--page-size 4 --chunked-prefill-size 1 --speculative-num-steps 3"
     return f"{options} {sizes} --max-new-tokens 12 --ignore-eos".split()
@@ -582,7 +582,7 @@ def test_real_engine_compares_equal_and_reports_json(
     assert len(meta["output_is_draft"]) == 12
     assert sum(meta["output_is_draft"]) == meta["spec_num_correct_drafts"] > 0
     assert meta["prompt_tokens"] == len("<user>hello there<assistant>")
-    # the first token comes from prefill; a round that ends on a draft gives no bonus token
+    # the first token comes from prefill; a round that ends on a draft adds no bonus token
     assert meta["completion_tokens"] == (
         1 + meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] - meta["output_is_draft"][-1]
     )

@@ -1,4 +1,4 @@
-"""Trees on the terminal: what is drawn, and that looking at rounds changes no token."""
+"""Trees on the terminal: how they are drawn, and that watching rounds changes no token."""
 
 import re
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ TEXTS = {10: " a", 11: " b", 12: " c", 13: "\n", 14: " e", 15: " f", 16: "\x1b"}
 ADAPTIVE = {"candidate_steps": [1, 3], "warmup_batches": 1, "update_interval": 1, "ema_alpha": 0.9}
 PROMPT = "hello there"
 FIGURE = "spec_correct_drafts_histogram"
-# a penalty, since the greedy text of this model repeats one token
+# with a penalty, because the greedy text of this model repeats one token
 SAMPLINGS = [
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"temperature": 0.9, "sampling_seed": 7},
@@ -42,7 +42,7 @@ SAMPLINGS = [
 
 
 def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
-    """As a decoder that drops the space at the start of a text; special tokens stay."""
+    """Decode like a decoder that drops a leading space; special tokens stay."""
     assert not skip_special_tokens
     return "".join(map(TEXTS.__getitem__, ids)).removeprefix(" ")
 
@@ -62,15 +62,15 @@ def test_colours_only_add_to_it() -> None:
 @pytest.mark.parametrize(
     ("tree", "lines"),
     [
-        (  # a chain of which nothing was accepted
+        (  # a chain without an accepted draft
             RoundTree(tokens=[10, 11, 12], parents=[-1, 0, 1], path=[0], bonus=14),
             ["0 of 2 drafts accepted, 1 token", "  ' a'", "+ ├─ ' e'", "  └─ ' b'", "     └─ ' c'"],
         ),
-        (  # and one that was accepted as a whole
+        (  # a fully accepted chain
             RoundTree(tokens=[10, 11], parents=[-1, 0], path=[0, 1], bonus=14),
             ["1 of 1 drafts accepted, 2 tokens", "  ' a'", "* └─ ' b'", "+    └─ ' e'"],
         ),
-        (  # a round that drafted nothing
+        (  # a round without drafts
             RoundTree(tokens=[10], parents=[-1], path=[0], bonus=14),
             ["0 of 0 drafts accepted, 1 token", "  ' a'", "+ └─ ' e'"],
         ),
@@ -81,8 +81,8 @@ def test_chains_are_drawn_likewise(tree: RoundTree, lines: list[str]) -> None:
     assert drawn == ["", f"round 1: {lines[0]}", *lines[1:]]
 
 
-def test_the_end_of_the_text_is_told() -> None:
-    """Four tokens, of which prefill brought one: two rounds, the second in part, no third."""
+def test_the_end_of_the_text_is_shown() -> None:
+    """Four tokens, the first from prefill: two rounds, the second is cut, no third."""
     chain = RoundTree(tokens=[10, 11], parents=[-1, 0], path=[0, 1], bonus=14)
     drawn = TreePainter(decode, colour=False).draw([chain] * 3, 4)
     assert [line for line in drawn.splitlines() if line.startswith("round")] == [
@@ -92,7 +92,7 @@ def test_the_end_of_the_text_is_told() -> None:
 
 
 def verified(count: int) -> tuple[VerifyInput, VerifyOutput]:
-    """A chain of three drafts of which the last is padding."""
+    """A chain of three drafts; the last one is padding."""
     tree = chain_input(jnp.array([[5, 6, 7, 8]]), jnp.array([9]), jnp.array([2]))
     tokens = jnp.array([[6, 3, 0, 0]])
     return tree, VerifyOutput(
@@ -103,7 +103,7 @@ def verified(count: int) -> tuple[VerifyInput, VerifyOutput]:
     )
 
 
-def test_padding_is_left_out_and_so_are_rounds_behind_the_end() -> None:
+def test_padding_and_rounds_after_the_end_are_left_out() -> None:
     expected = RoundTree(tokens=[5, 6, 7], parents=[-1, 0, 1], path=[0, 1], bonus=3)
     assert RoundTree.of(*verified(2)) == expected
     assert RoundTree.of(*verified(0)) is None
@@ -136,9 +136,9 @@ def test_watched_rounds_bring_the_same_tokens(engine: Engine, sampling) -> None:
     assert runner._watch is None
     ids, meta = shown["output_ids"], shown["meta_info"]
     assert ids == served["output_ids"]
-    if len(shapes) == 1:  # else it also depends on the request before
+    if len(shapes) == 1:  # otherwise the text also depends on the request before
         assert meta[FIGURE] == served["meta_info"][FIGURE]
-    # the trees tell the same story: each begins with the token that the one before it ended with
+    # trees connect: each begins with the last token of the one before
     told, root = ids[:1], ids[0]
     for tree in trees:
         assert tree.tokens[0] == root
@@ -151,7 +151,7 @@ def test_watched_rounds_bring_the_same_tokens(engine: Engine, sampling) -> None:
     assert shapes[-1].nodes in sizes <= {shape.nodes for shape in shapes}
     is_chain = all(tree.parents == [*range(-1, len(tree.tokens) - 1)] for tree in trees)
     assert is_chain == (shapes[-1].topk == 1)
-    # and the engine goes on as before
+    # the engine continues as before
     assert engine.generate(PROMPT, params)["output_ids"] == ids
 
 

@@ -289,7 +289,7 @@ def test_executables_from_jaxs_cache_are_not_stored(folder) -> None:
         pool.add("shared", jax.jit(shared), (abstract,))
 
 
-def test_an_error_while_tracing_leaves_what_is_done(folder) -> None:
+def test_an_error_while_tracing_keeps_finished_functions(folder) -> None:
     pool = pool_of(opened(folder))
 
     def broken(x: jax.Array) -> jax.Array:
@@ -319,7 +319,7 @@ def test_json_values_are_kept_by_configuration(folder, caplog) -> None:
     assert cache.load_json("round times") == {"3 1": 0.25}
 
 
-def test_pruning_deletes_what_nothing_has_read(folder) -> None:
+def test_pruning_deletes_unread_entries(folder) -> None:
     cache = opened(folder)
     for name in ("old", "new"):
         cache.store_json(name, {})
@@ -381,7 +381,7 @@ def test_processes_share_entries_and_may_warm_up_at_once(folder) -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_the_log_tells_what_was_read(warm, caplog, found) -> None:
+def test_the_log_counts_cache_hits(warm, caplog, found) -> None:
     caplog.set_level(logging.INFO, logger="specjax")
     compiled(pool_of(opened(warm) if found else None))
     assert "1 functions in" in caplog.text

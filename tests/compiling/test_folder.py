@@ -90,7 +90,7 @@ def test_anything_but_a_private_file_is_refused(folder, tmp_path) -> None:
             read_private(folder / name)
 
 
-def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch) -> None:
+def test_a_failed_write_keeps_the_old_file(folder, monkeypatch) -> None:
     write_private(folder / "a", b"one")
 
     def fail(*_: object, **__: object) -> None:

@@ -83,7 +83,7 @@ def test_the_environment_is_in_the_key(monkeypatch) -> None:
     assert key_of() != before
 
 
-def test_flags_are_read_anew(monkeypatch, tmp_path) -> None:
+def test_flags_are_read_again(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     before = key_of()
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1  --xla_two=2")

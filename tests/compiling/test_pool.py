@@ -71,7 +71,7 @@ def test_auto_is_the_users_cache_folder(no_cache, tmp_path, monkeypatch, xdg) ->
     assert configured() == str(folder)
 
 
-def test_auto_respects_what_jax_is_configured_with(no_cache, tmp_path) -> None:
+def test_auto_uses_jaxs_configured_folder(no_cache, tmp_path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     assert folder_of("auto") == tmp_path / "mine"

@@ -1,4 +1,4 @@
-"""Sides that know the secret and send what they should not: frames, jobs and answers."""
+"""Sides that know the secret and send malformed frames, jobs and answers."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def garbled(rng: random.Random, data: bytes) -> bytes:
 
 
 def changed_value(rng: random.Random, head: bytes) -> bytes:
-    """A first frame of which one field has another value, or none, or another name."""
+    """A first frame with one field changed, removed or renamed."""
     body = msgspec.msgpack.decode(head)
     values: list[Any] = [None, -1, 2**63, 1.5, "", [], {}, True, [[]], {"a": {}}, "x" * 999]
     name = rng.choice(sorted(body))
@@ -68,14 +68,14 @@ def changed_value(rng: random.Random, head: bytes) -> bytes:
 
 
 def wrong_frames(rng: random.Random, message: Message) -> list[bytes]:
-    """Frames that are corrupted, cut, doubled or foreign."""
+    """Frames that are corrupted, cut, duplicated or foreign."""
     head, *rest = (bytes(frame) for frame in encode(message))
     made: Sequence[Callable[[], list[bytes]]] = (
         lambda: [garbled(rng, head), *rest],
         lambda: [head[: rng.randrange(len(head))], *rest],
         lambda: [head, *(frame[:-1] for frame in rest), head],
         lambda: [head, *rest, *rest, b"x"],
-        lambda: [head, *rest, head, *rest],  # the second one is a replay
+        lambda: [head, *rest, head, *rest],  # the second frame is a replay
         lambda: [changed_value(rng, head), *rest],
         lambda: [rng.randbytes(rng.randrange(1, 300))],
         lambda: [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
@@ -87,7 +87,7 @@ def wrong_frames(rng: random.Random, message: Message) -> list[bytes]:
 
 
 def send_wrong_frames(rng: random.Random, address: str, hello: Hello, job: Job) -> None:
-    """A good job, sometimes, then wrong frames; then the end, sometimes heard of."""
+    """Sometimes a good job, then wrong frames; then close, sometimes after reading the answer."""
     with raw_lanes(address, hello) as lanes:
         if rng.random() < 0.3:
             for frame in encode(job):
@@ -174,7 +174,7 @@ def job_of(rng: random.Random, number: int, length: int = 20) -> Job:
 
 
 def wrong_job(rng: random.Random, number: int) -> Job:
-    """A job with one to three odd values, which may also be good ones."""
+    """A job with one to three odd values, some of which are valid."""
     names = rng.sample(sorted(WRONG_JOBS), rng.randint(1, 3))
     return replace(job_of(rng, number), **{name: rng.choice(WRONG_JOBS[name]) for name in names})
 
@@ -183,7 +183,7 @@ def wrong_job(rng: random.Random, number: int) -> Job:
 
 
 def random_like(rng: random.Random, array: Any) -> Any:
-    """Other values, not finite ones among them, or another shape or dtype."""
+    """An array with other values, also not finite ones, or with another shape or dtype."""
     array = np.asarray(array)
     whole = np.issubdtype(array.dtype, np.integer)
     big = np.iinfo(array.dtype).max if whole else np.inf
@@ -215,7 +215,7 @@ def wrong_arrays(rng: random.Random, arrays: tuple[Any, ...] | None) -> tuple[An
 
 
 def wrong_answers(rng: random.Random, message: Any, honest: Weights) -> list[Message]:
-    """What a prefill side sends instead; never nothing that leaves somebody waiting."""
+    """Malformed answers of a prefill side; at least one, so that nobody waits forever."""
     big = rng.choice([2**31, 2**63, 2**64 - 1])
     if isinstance(message, Piece):
         return rng.choice(
@@ -253,10 +253,10 @@ def wrong_answers(rng: random.Random, message: Any, honest: Weights) -> list[Mes
 
 
 class Impostor:
-    """A prefill side that changes what the one that it asks sends.
+    """A prefill side that forwards jobs to a real one and corrupts its answers.
 
     Attributes:
-        num_sent: messages that were changed, or for which wrong frames were sent.
+        num_sent: messages that were changed or replaced by wrong frames.
     """
 
     def __init__(self, prefill: Any, rng: random.Random, share: float) -> None:
@@ -285,7 +285,7 @@ class Impostor:
             return
         else:
             answers = wrong_answers(self._rng, message, Weights(weights=self._weights))
-            if self._rng.random() < 0.02:  # after which the decode side hangs up
+            if self._rng.random() < 0.02:  # after this the decode side disconnects
                 answers.append(self._rng.choice([Cancel(id=1), hello_of(self._prefill)]))
             self.num_sent += 1
         with suppress(ConnectionError):
@@ -294,7 +294,7 @@ class Impostor:
 
 
 class QuickPeer(RemotePeer):
-    """Connects again without a wait."""
+    """Reconnect without a wait."""
 
     def __init__(self, address: str, side: Any) -> None:
         self._side, self.address, self._is_closed = side, address, False
@@ -305,7 +305,7 @@ class QuickPeer(RemotePeer):
 
 
 class Answers(End):
-    """What a hostile decode side hears, by its jobs."""
+    """Answers that a hostile decode side receives, by job."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ends of channels for tests, and a check that nothing of them is left."""
+"""Ends of channels for tests, and a check that they leave no threads or files open."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from specjax.disaggregation.frames import encode
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import Hello, Message, Open, Taken
 
-SECONDS = 60.0  # nothing here takes longer unless it hangs
+SECONDS = 60.0  # no step takes longer unless it hangs
 SECRET = "between us"
 MAX_BYTES = 2**26
 HELLO = Hello(facts={"weights": "w", "page_size": 16})
@@ -25,7 +25,7 @@ QUICK = Pulse(interval=0.1, silence=1.0, handshake=1.0)
 
 
 class End:
-    """One end of a channel: what arrives there, and how it ends."""
+    """One end of a channel: its received messages and the reason of its end."""
 
     def __init__(self) -> None:
         self.opened: SimpleQueue[Channel] = SimpleQueue()
@@ -49,7 +49,7 @@ class End:
         return [self.messages.get(timeout=SECONDS) for _ in range(count)]
 
     def ended(self) -> str:
-        """Why the channel has ended; it must not end twice."""
+        """Return why the channel has ended; it must not end twice."""
         error = self.ends.get(timeout=SECONDS)
         assert not self.channel.is_open
         assert self.ends.empty()
@@ -83,7 +83,7 @@ def dialing(end: End, address: str, **options: Any) -> Iterator[Dialer]:
 
 @contextmanager
 def pair(**options: Any) -> Iterator[tuple[End, End]]:
-    """A connecting and a listening end, which stay parted once they part."""
+    """A connecting and a listening end; after a disconnect they stay disconnected."""
     left, right = End(), End()
     with listening(right, **options) as listener:
         again = {"first_wait": SECONDS, "max_wait": SECONDS}
@@ -101,7 +101,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """What the block starts and opens has ended soon after it."""
+    """Threads and files that the block starts and opens end soon after it."""
 
     def threads() -> set[str]:
         return {f"{t.name} {t.ident}" for t in threading.enumerate() if "specjax" in t.name}
@@ -128,8 +128,8 @@ def reach(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), SECONDS)
 
 
-def heard_until_hung_up(sock: socket.socket) -> bytes:
-    """All that comes before the other side closes the connection."""
+def read_until_closed(sock: socket.socket) -> bytes:
+    """Receive everything until the other side closes the connection."""
     heard = b""
     with suppress(ConnectionResetError):
         while data := sock.recv(65536):
@@ -139,7 +139,7 @@ def heard_until_hung_up(sock: socket.socket) -> bytes:
 
 @contextmanager
 def raw_lanes(address: str, hello: Hello = HELLO) -> Iterator[list[Any]]:
-    """The sockets of a decode side that knows the secret, to do what channels do not."""
+    """Raw sockets of a decode side that knows the secret, for behaviour that channels prevent."""
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         token, lanes = os.urandom(16), []
@@ -151,6 +151,6 @@ def raw_lanes(address: str, hello: Hello = HELLO) -> Iterator[list[Any]]:
             [frame] = encode(Open(token=token, lane=number, facts=hello.facts))
             lane.send(frame)
             lanes.append(lane)
-        lanes[0].recv()  # their hello
+        lanes[0].recv()  # the listener's hello
         lanes[0].send(encode(Taken(count=1))[0])
         yield lanes

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which answers lines on standard input; and who asks it."""
+"""An engine in its own process that answers lines on standard input, and its client."""
 
 import json
 import subprocess
@@ -15,11 +15,11 @@ import numpy as np
 
 from specjax import Engine
 
-SECONDS = 120.0  # to start; nothing takes longer unless it hangs
+SECONDS = 120.0  # start-up time; no step takes longer unless it hangs
 
 
 class Process:
-    """The other end: starts an engine of these options, and asks it; ``modules`` come first."""
+    """Client: starts an engine with these options and calls it; ``modules`` are imported first."""
 
     def __init__(self, modules: Sequence[str] = (), **options: Any) -> None:
         said = json.dumps([modules, options], default=str)
@@ -37,20 +37,20 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Where it listens, once it does."""
+        """Wait until the engine listens; return its address."""
         if not self._started:
             self._address = self._answer()
             self._started = True
         return self._address
 
     def tell(self, name: str, **options: Any) -> None:
-        """Ask something without waiting for the answer."""
+        """Send a call without waiting for the answer."""
         assert self.running.stdin is not None
         self.running.stdin.write(json.dumps([name, options], default=str) + "\n")
         self.running.stdin.flush()
 
     def ask(self, name: str, **options: Any) -> Any:
-        """``"state"`` or a method's name; an error comes as ``{"error": ...}``."""
+        """Call ``"state"`` or a method; an error is returned as ``{"error": ...}``."""
         assert self.address != ""
         self.tell(name, **options)
         return self._answer()
@@ -61,7 +61,7 @@ class Process:
         self.running.wait(SECONDS)
 
     def close(self) -> None:
-        """Let it end by itself, if it is not dead."""
+        """Let the process exit on its own, if it still runs."""
         assert self.running.stdin is not None
         assert self.running.stdout is not None
         try:
@@ -82,7 +82,7 @@ class Process:
 
 
 class ApartEngine(Engine):
-    """A decode side whose prefill side is a process, in the form of ``DisaggregatedEngine``."""
+    """A decode side with its prefill side in a process, in the form of ``DisaggregatedEngine``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A prefill and a decode side of one process, and a peer that holds back what crosses."""
+"""A prefill and a decode side in one process, and a peer that holds back messages."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from specjax.disaggregation.decode import LocalPeer
 from specjax.disaggregation.messages import Message, Prefilled, Weights
 from specjax.testing import num_held
 
-SECONDS = 30.0  # nothing here takes longer unless it hangs
+SECONDS = 30.0  # no step takes longer unless it hangs
 SIZES: dict[str, Any] = {
     "dtype": "float32",
     "max_running_requests": 4,
@@ -28,15 +28,15 @@ REPORTS = {
     "logprob_start_len": 0,
     "return_hidden_states": True,
 }
-# of a request's time, and what its predecessors left
+# times, and state that depends on earlier requests
 OWN = ("id", "e2e_latency", "queue_time", "time_to_first_token", "ema_accept_len", "cached_tokens")
 
 
 class HeldPeer(LocalPeer):
-    """Holds back what the prefill side sends, and lets it go as it is or changed.
+    """Holds back messages of the prefill side and delivers them later, possibly changed.
 
     Attributes:
-        change: makes of each message what is delivered in its place.
+        change: maps each message to the one that is delivered.
     """
 
     def __init__(self, engine: DisaggregatedEngine, change: Any = None) -> None:
@@ -54,14 +54,14 @@ class HeldPeer(LocalPeer):
             super()._deliver(self.change(message))
 
     def wait(self, kind: type, count: int = 1) -> list[Message]:
-        """So many messages of a kind, and all before the last; they are taken out."""
+        """Take this many messages of a kind, and all before the last of them."""
         taken: list[Message] = []
         while sum(isinstance(message, kind) for message in taken) < count:
             taken.append(self.held.get(timeout=SECONDS))
         return taken
 
     def let_go(self, *messages: Message) -> None:
-        """Deliver messages, then all that are held and all to come."""
+        """Deliver messages, then all held ones and all later ones."""
         for message in messages:
             super()._deliver(self.change(message))
         self.is_holding = False
@@ -71,7 +71,7 @@ class HeldPeer(LocalPeer):
 
 @contextmanager
 def held(engine: DisaggregatedEngine, change: Any = None) -> Iterator[HeldPeer]:
-    """In the place of the engine's own peer; both sides are empty afterwards."""
+    """Replace the engine's peer; afterwards both sides are empty."""
     ours = engine._peer
     assert ours is not None
     ours.close()
@@ -85,7 +85,7 @@ def held(engine: DisaggregatedEngine, change: Any = None) -> Iterator[HeldPeer]:
 
 
 def wait_until_empty(*engines: Engine) -> None:
-    """Nothing runs or waits any more on either side, and no page is held."""
+    """Check that neither side has running or waiting requests or used pages."""
     deadline = time.monotonic() + SECONDS
     for engine in engines:
         for side in (engine, getattr(engine, "prefill", engine)):
@@ -100,7 +100,7 @@ def without_rows(message: Message) -> Message:
 
 
 def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *leave: str) -> None:
-    """Results are equal but for times; floats to what float32 gives in another order."""
+    """Results are equal except for times; floats within the float32 tolerance of reordering."""
     for one, other in zip(ours, theirs, strict=True):
         assert one["output_ids"] == other["output_ids"]
         assert one["text"] == other["text"]
@@ -116,7 +116,7 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *leave
 
 
 def _assert_close(ours: Any, theirs: Any) -> None:
-    """Nested lists of log-probabilities and ids, of which ties may swap the ids."""
+    """Nested lists of log-probabilities and ids; ids of ties may be swapped."""
     if isinstance(theirs, list):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""Channels over sockets of this machine: traffic, ends, strangers, and that they open again."""
+"""Channels over local sockets: traffic, disconnects, strangers and reconnects."""
 
 import gc
 import logging
@@ -35,12 +35,12 @@ from .peers import (
     End,
     dialing,
     free_address,
-    heard_until_hung_up,
     listening,
     nothing_left,
     pair,
     raw_lanes,
     reach,
+    read_until_closed,
     terms,
     wait_for,
 )
@@ -57,7 +57,7 @@ def piece(*arrays: Any) -> Piece:
 
 
 class Held:
-    """An array that a device has yet to compute."""
+    """An array that a device has not computed yet."""
 
     def __init__(self, size: int) -> None:
         self.array = np.zeros(size, np.uint8)
@@ -68,7 +68,7 @@ class Held:
         return self.array
 
 
-# Traffic. ``right`` listens, which is what a prefill side does.
+# Traffic. ``right`` listens, like a prefill side.
 
 
 def test_both_ways_in_order() -> None:
@@ -110,7 +110,7 @@ def test_many_threads() -> None:
             for thread in threads:
                 thread.start()
             found = [message.id for message in ends[1 - sender].take(1600)]  # type: ignore[union-attr]
-        for i in range(8):  # each thread's messages are in its order
+        for i in range(8):  # messages of each thread arrive in order
             assert [n for n in found if n // 1000 == i] == [1000 * i + k for k in range(200)]
 
 
@@ -121,7 +121,7 @@ def test_send_waits_for_nobody_and_tells_when_it_is_sent() -> None:
         for number, array in enumerate(held):
             right.channel.send(piece(array), lambda number=number: sent.append(number))
         right.channel.send(Cancel(id=9))
-        time.sleep(2 * QUICK.silence)  # heartbeats go on while a device computes
+        time.sleep(2 * QUICK.silence)  # heartbeats continue while a device computes
         assert left.messages.empty()
         held[0].is_ready.set()
         left.take(1)
@@ -132,7 +132,7 @@ def test_send_waits_for_nobody_and_tells_when_it_is_sent() -> None:
         wait_for(lambda: sent == [0, 1, 2])
 
 
-def test_what_was_sent_is_let_go() -> None:
+def test_sent_messages_are_released() -> None:
     with pair(pulse=Pulse(interval=60, silence=600)) as (left, right):
         array = np.zeros(100_000, np.uint8)
         alive = weakref.ref(array)
@@ -164,7 +164,7 @@ def test_an_array_that_fails_ends_the_channel(caplog: pytest.LogCaptureFixture) 
     assert "could not be sent" in caplog.text
 
 
-# Ends.
+# Disconnects.
 
 
 @pytest.mark.parametrize("closing", [0, 1], ids=["dialer", "listener"])
@@ -214,7 +214,7 @@ def test_a_slow_deliver_is_not_silence() -> None:
             assert theirs.channel.is_open
 
 
-# the folder of the tests comes last: an installed package is not that of a clone
+# the folder of the tests comes last, so that an installed package takes precedence
 WITH_TESTS = f"import sys\nsys.path.append({os.fspath(Path(__file__).parents[2])!r})\n"
 SAFE = {"PYTHONSAFEPATH": "1"}
 PEER = """
@@ -229,7 +229,7 @@ time.sleep(600)
 
 @pytest.fixture(params=["dialer", "listener"])
 def process(request: pytest.FixtureRequest) -> Iterator[tuple[End, subprocess.Popen[str]]]:
-    """A peer in a process, and our end."""
+    """A peer in a process, and this process's end."""
     end, kind = End(), request.param
     code = PEER.format(module=kind, kind=kind.title())
     with ExitStack() as stack:
@@ -256,7 +256,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[tuple[End, subprocess.Po
 
 @pytest.mark.slow
 def test_a_peer_that_is_stopped_or_killed(process) -> None:
-    """Both are noticed, and one that goes on after a stop connects again."""
+    """Both are detected, and a peer that continues after a stop connects again."""
     end, running = process
     running.send_signal(signal.SIGSTOP)
     start = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_peer_that_is_stopped_or_killed(process) -> None:
     assert "closed" in end.ended()
 
 
-# Decode sides that know the secret, and do not behave.
+# Decode sides that know the secret and misbehave.
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_frames_out_of_place_end_their_own_channel(frames: list[bytes]) -> None:
                 lanes[0].send(frame)
             error = end.ends.get(timeout=SECONDS)
             assert isinstance(error, WireError)
-            lanes[0].send(encode(Cancel(id=2))[0])  # whatever comes now is nobody's
+            lanes[0].send(encode(Cancel(id=2))[0])  # messages from here on belong to no channel
         honest.send(Refused(id=3, reason=""))
         assert other.take(1) == [Refused(id=3, reason="")]
         assert end.messages.empty()
@@ -320,8 +320,8 @@ def test_frames_in_the_wrong_form(kind: str) -> None:
 
 
 @pytest.mark.parametrize("takes", [0, 1], ids=["nothing", "too little"])
-def test_who_takes_too_little_is_hung_up_on(takes, monkeypatch, caplog) -> None:
-    """While another one is served, and nothing more than the window is sent."""
+def test_a_too_slow_decode_side_is_disconnected(takes, monkeypatch, caplog) -> None:
+    """Another decode side is served meanwhile, and only the window is sent."""
     monkeypatch.setattr(listening_module, "MAX_STALL", 20)
     end, other = End(), End()
     with listening(end, pulse=QUICK) as listener, dialing(other, listener.address):
@@ -336,12 +336,12 @@ def test_who_takes_too_little_is_hung_up_on(takes, monkeypatch, caplog) -> None:
             while takes and slow.is_open and end.ends.empty():
                 lanes[0].send(encode(Taken(count=1))[0])
                 time.sleep(2 * QUICK.interval)
-            assert "takes too little" in str(end.ends.get(timeout=SECONDS))
+            assert "reads its KV too slowly" in str(end.ends.get(timeout=SECONDS))
         assert honest.is_open
-    assert "takes too little" in caplog.text
+    assert "reads its KV too slowly" in caplog.text
 
 
-def test_who_takes_slowly_but_enough_is_not(monkeypatch) -> None:
+def test_a_slow_decode_side_stays_connected(monkeypatch) -> None:
     monkeypatch.setattr(listening_module, "MAX_STALL", 4)
     monkeypatch.setattr(listening_module, "MIN_FRAMES", 1)
     with pair(pulse=QUICK) as (left, right):
@@ -351,8 +351,8 @@ def test_who_takes_slowly_but_enough_is_not(monkeypatch) -> None:
         assert left.take(3 * WINDOW) == [Cancel(id=i) for i in range(3 * WINDOW)]
 
 
-def test_half_a_decode_side_is_none() -> None:
-    """However often it says that it opens a lane."""
+def test_an_incomplete_decode_side_is_ignored() -> None:
+    """However often a peer opens a lane."""
     end = End()
     with listening(end, pulse=QUICK) as listener, raw_lanes(listener.address) as lanes:
         end.wait().close()
@@ -374,8 +374,8 @@ def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
     end, left = End(), End()
     with listening(end, pulse=QUICK) as listener:
         with dialing(left, listener.address, secret="something else", pulse=QUICK):
-            wait_for(lambda: "it may have another disaggregation_secret" in caplog.text)
-            wait_for(lambda: "with this version and disaggregation_secret" in caplog.text)
+            wait_for(lambda: "its disaggregation_secret or its version may differ" in caplog.text)
+            wait_for(lambda: "with the same version and disaggregation_secret" in caplog.text)
         assert end.opened.empty()
         assert left.opened.empty()
 
@@ -404,15 +404,15 @@ def test_strangers_get_nothing(said: bytes) -> None:
         end.wait()
         with reach(listener.address) as sock:
             sock.sendall(said)
-            heard = heard_until_hung_up(sock)
-        assert len(heard) <= 64  # a greeting, which is the same for all
+            heard = read_until_closed(sock)
+        assert len(heard) <= 64  # the greeting, which is the same for all peers
         assert left.wait().is_open
         assert end.ends.empty()
         wait_for(lambda: len(listener._connections) == LANES)
 
 
-def test_one_who_drips() -> None:
-    """The handshake's time is that of all its bytes."""
+def test_a_slow_handshake_times_out() -> None:
+    """The handshake limit covers all bytes of the handshake."""
     with listening(End(), pulse=QUICK) as listener, reach(listener.address) as sock:
         start = time.monotonic()
         with suppress(OSError):
@@ -420,11 +420,11 @@ def test_one_who_drips() -> None:
                 sock.sendall(bytes([byte]))
                 time.sleep(0.03)
         assert 0.3 < time.monotonic() - start < SECONDS
-        heard_until_hung_up(sock)
+        read_until_closed(sock)
 
 
-def test_connections_are_few(caplog: pytest.LogCaptureFixture) -> None:
-    """Who has one keeps it, and others come once there are fewer."""
+def test_connections_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    """Existing connections stay, and new ones are accepted when others have ended."""
     end, left, late = End(), End(), End()
     limit = 2 * LANES + 1
     with (
@@ -436,7 +436,7 @@ def test_connections_are_few(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(30):
             with suppress(ConnectionError):
                 stack.enter_context(reach(listener.address))
-        wait_for(lambda: "connections too many" in caplog.text)
+        wait_for(lambda: "excess connections" in caplog.text)
         assert len(listener._connections) <= limit
         honest.send(Cancel(id=1))
         assert left.take(1) == [Cancel(id=1)]
@@ -446,20 +446,20 @@ def test_connections_are_few(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_listener_with_another_secret_or_none() -> None:
-    """Who connects is no more trusting than who listens."""
+    """The connecting side verifies the listener too."""
     left = End()
     with socket.create_server(("127.0.0.1", 0)) as server:
         with dialing(left, f"127.0.0.1:{server.getsockname()[1]}", pulse=QUICK):
             with server.accept()[0] as sock:
                 sock.sendall(GREETING[:32] + b"\1" + bytes(31))
-                assert b"READY" not in heard_until_hung_up(sock)
+                assert b"READY" not in read_until_closed(sock)
             assert left.opened.empty()
 
 
-# Opening again.
+# Reconnects.
 
 
-def test_a_peer_that_comes_goes_and_comes_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_reconnects(caplog: pytest.LogCaptureFixture) -> None:
     address, left = free_address(), End()
     with dialing(left, address, max_wait=0.05):
         time.sleep(0.1)  # many attempts
@@ -474,7 +474,7 @@ def test_a_peer_that_comes_goes_and_comes_again(caplog: pytest.LogCaptureFixture
                 assert end.take(1) == [Cancel(id=2)]
             assert "this side closed" in end.ended()
             assert "the peer closed" in left.ended()
-    assert 1 <= caplog.text.count("ConnectionRefusedError") <= 4  # once for each outage
+    assert 1 <= caplog.text.count("ConnectionRefusedError") <= 4  # one for each outage
 
 
 def test_a_hello_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -493,7 +493,7 @@ def test_a_hello_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
         dialing(left, listener.address, opened=opened, first_wait=0.001, max_wait=0.1),
     ):
         wait_for(lambda: len(attempts) >= 3)
-        assert attempts[1] - attempts[0] > 0.04  # the slowest pace at once
+        assert attempts[1] - attempts[0] > 0.04  # max_wait at once
         facts["page_size"] = 8
         wait_for(lambda: "page_size=8" in caplog.text)
         assert left.opened.empty()
@@ -504,7 +504,7 @@ def test_a_hello_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) == 2
 
 
-def test_a_listener_that_refuses_says_what_it_is_and_is_not_asked_at_once_again() -> None:
+def test_a_listener_that_refuses_sends_its_hello_and_is_retried_slowly() -> None:
     times: list[float] = []
     heard: list[Hello] = []
 
@@ -568,7 +568,7 @@ def test_close_is_prompt(state: str) -> None:
 def test_mistakes_are_raised_at_once() -> None:
     end = End()
     for kind in (Dialer, Listener):
-        with pytest.raises(ValueError, match="is no address"):
+        with pytest.raises(ValueError, match="is not an address"):
             kind("nowhere", terms(end))
         with pytest.raises(ValueError, match="disaggregation_secret"):
             kind("10.0.0.1:1", terms(end, secret=""))
@@ -593,7 +593,7 @@ def test_addresses() -> None:
         *("", "host", ":1", "host:", "host:x", "host:-1", "host:65536", "host:9999999999", "::1:1"),
         *("[::1]", "[host]:1", "[]:1", "[::1:1", "a b:1", "http://host:1", "host:1/", "host:²"),
     ):
-        with pytest.raises(ValueError, match=r"no address|must be an integer from 0 to 65535"):
+        with pytest.raises(ValueError, match=r"not an address|must be an integer from 0 to 65535"):
             parse_address(address)
 
 
@@ -618,7 +618,7 @@ def test_an_empty_secret_is_for_this_machine_only() -> None:
 
 
 def test_in_a_forked_process() -> None:
-    """A child that ends leaves the channels of its parent as they are."""
+    """A child that exits does not affect the channels of its parent."""
     code = """
 import os
 from tests.disaggregation.peers import pair

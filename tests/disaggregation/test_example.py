@@ -1,4 +1,4 @@
-"""The example's two commands, as a reader would give them."""
+"""The two commands of the example, as in its documentation."""
 
 import re
 import signal

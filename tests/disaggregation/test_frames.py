@@ -1,4 +1,4 @@
-"""Frames: round trips of every message, and nothing else that gets through."""
+"""Frames: every message survives a round trip, and malformed frames are refused."""
 
 import math
 import os
@@ -63,7 +63,7 @@ JOB = Job(
 
 
 def read(*frames: Any, max_bytes: int = MAX_BYTES) -> Any:
-    """The message that the last frame completes, and none before it."""
+    """Return the message that the last frame completes; earlier frames must complete none."""
     assembler = Assembler(max_bytes)
     *early, last = [assembler.feed(memoryview(frame)) for frame in frames]
     assert not any(early)
@@ -79,7 +79,7 @@ def array_head(spec: Any) -> bytes:
 
 
 def assert_same(value: Any, other: Any) -> None:
-    """Equal in value and type, arrays in dtype, shape and every bit."""
+    """Equal values and types; arrays are equal in dtype, shape and every bit."""
     if hasattr(value, "__array__"):
         value = np.asarray(value)
         assert isinstance(other, np.ndarray)
@@ -191,7 +191,7 @@ def test_contiguous_arrays_are_cut_into_views() -> None:
 
 
 def test_frames_of_schema_3() -> None:
-    """A change of these bytes, or of the messages, needs another schema."""
+    """If these bytes or messages change, raise SCHEMA."""
     assert (SCHEMA, FRAME_BYTES) == (3, 2**20)
     kv = [["int16", [2, 3]], ["bool", [1]]]
     head = head_of("Piece", id=3, start=16, count=2, kv=kv)
@@ -217,7 +217,7 @@ def test_frames_of_schema_3() -> None:
     }
 
 
-# What is refused.
+# Refused frames.
 
 
 @pytest.mark.parametrize(
@@ -268,14 +268,14 @@ def test_values_that_are_not_sent(message: Any, name: str, value: Any) -> None:
         (head_of("Message"), "Invalid value 'Message'"),
         (msgspec.msgpack.encode({"id": 1}), "missing required field `type`"),
         (head_of("Open", token=b"short", lane=0, facts={}), "length >= 16"),
-        (array_head(["int8", [MAX_BYTES + 1]]), f"are more than {MAX_BYTES}"),
-        (array_head(["int64", [2**61, 2**61]]), f"are more than {MAX_BYTES}"),
-        (head_of("Piece", id=1, start=0, count=1, kv=[["int8", [0]]] * 5000), "more than 4096"),
-        (array_head(["int64", [0, 2**61, 2**61]]), "not a message"),  # does not fit in memory
-        *((array_head(spec), "not a message") for spec in (None, {"dtype": "int8"}, ["int8"])),
-        *((array_head([dtype, [1]]), "not a message") for dtype in ("float128", "object", ["a"])),
+        (array_head(["int8", [MAX_BYTES + 1]]), f"bytes of arrays exceed {MAX_BYTES}"),
+        (array_head(["int64", [2**61, 2**61]]), f"bytes of arrays exceed {MAX_BYTES}"),
+        (head_of("Piece", id=1, start=0, count=1, kv=[["int8", [0]]] * 5000), "at most 4096"),
+        (array_head(["int64", [0, 2**61, 2**61]]), "not a valid"),  # does not fit in memory
+        *((array_head(spec), "not a valid") for spec in (None, {"dtype": "int8"}, ["int8"])),
+        *((array_head([dtype, [1]]), "not a valid") for dtype in ("float128", "object", ["a"])),
         *(
-            (array_head(["int8", shape]), "not a message")
+            (array_head(["int8", shape]), "not a valid")
             for shape in ([-1], [True], [1.0], "1", 1, [1] * (MAX_RANK + 1), [2**62, 0], [2**63])
         ),
     ],
@@ -287,12 +287,12 @@ def test_wrong_first_frames(frame: bytes, match: str) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"1", b"1" * 11, b"1" * 13])
 def test_frames_of_arrays_have_their_size(data: bytes) -> None:
-    with pytest.raises(WireError, match=f"{len(data)} bytes came where 12 were due"):
+    with pytest.raises(WireError, match=f"{len(data)} bytes; expected 12"):
         read(encode(PIECE)[0], data)
 
 
 def test_a_bool_of_two() -> None:
-    with pytest.raises(WireError, match="2 is not a value of a bool"):
+    with pytest.raises(WireError, match="a bool must be 0 or 1, not 2"):
         read(array_head(["bool", [1]]), b"\2")
 
 
@@ -321,7 +321,7 @@ def test_claims_allocate_nothing() -> None:
 
 
 def test_fuzz() -> None:
-    """Whatever comes: a message, the wish for more, or a WireError."""
+    """Any input yields a message, a request for more frames, or a WireError."""
     rng = random.Random(0)
     good = [bytes(frame) for frame in encode(JOB)]
     for _ in range(NUM_FUZZED):

@@ -1,4 +1,4 @@
-"""Engines whose peer knows the secret and sends nonsense: they serve everyone else as before."""
+"""Engines whose peer knows the secret and sends nonsense still serve everyone else."""
 
 import logging
 import random
@@ -77,13 +77,13 @@ def texts(files, prefill) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def _served_afterwards(prefill, decode, texts, caplog) -> Iterator[None]:
-    """Both sides hold nothing then, and give the right texts together."""
+    """Afterwards both sides are empty and generate the right texts together."""
     caplog.set_level(logging.CRITICAL)
     yield
     wait_until_empty(decode, prefill)
     assert decode.wait_for_peer(SECONDS)
     before = [side.metrics.snapshot().prefilled_tokens for side in (decode, prefill)]
-    for _ in range(3):  # all pages of both pools are used again
+    for _ in range(3):  # uses all pages of both pools again
         assert outputs(decode) == texts
     after = [side.metrics.snapshot().prefilled_tokens for side in (decode, prefill)]
     assert [b - a for a, b in zip(before, after, strict=True)] == [0, 3 * sum(map(len, PROMPTS))]
@@ -97,7 +97,7 @@ def outputs(engine: Engine, **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_wrong_frames_to_a_prefill_side(prefill, decode, texts, count):
-    """While it serves another one."""
+    """While the engine serves another decode side."""
     rng, hello, address = random.Random(1), hello_of(decode), prefill.disaggregation_address
     for i in range(count):
         send_wrong_frames(rng, address, hello, job_of(rng, i))
@@ -107,7 +107,7 @@ def test_wrong_frames_to_a_prefill_side(prefill, decode, texts, count):
 
 @pytest.fixture
 def stranger(prefill, decode) -> Iterator[Answers]:
-    """Another decode side, with what it hears."""
+    """Another decode side, and the answers that it receives."""
     answers = Answers()
     options: Any = {"first_wait": SECONDS, "max_wait": SECONDS, "hello": lambda: hello_of(decode)}
     with dialing(answers, prefill.disaggregation_address, **options):
@@ -117,7 +117,7 @@ def stranger(prefill, decode) -> Iterator[Answers]:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_jobs_that_make_no_sense(decode, texts, stranger, count):
-    """Each is done or refused."""
+    """Every job is completed or refused."""
     rng = random.Random(2)
     num_refused, ids = 0, set()
     for i in range(0, count, 20):
@@ -166,14 +166,14 @@ def test_a_job_that_comes_twice_ends_its_own_connection(prefill, decode, texts, 
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_a_decode_side_does_not_send(stranger, message: Message):
+def test_unexpected_messages_of_a_decode_side(stranger, message: Message):
     stranger.channel.send(message)
     stranger.ends.get(timeout=SECONDS)
 
 
 @pytest.fixture
 def sluggard(prefill, decode) -> Iterator[list[Any]]:
-    """The lanes of a decode side that asks for much, lives, and takes nothing."""
+    """The lanes of a decode side that sends jobs and heartbeats but takes no frames."""
     with raw_lanes(prefill.disaggregation_address, hello_of(decode)) as lanes:
         wait_for(lambda: len(prefill._side[1]._clients) == 2)
         yield lanes
@@ -193,10 +193,10 @@ def wait_until_idle(prefill: Engine) -> None:
         done, before = prefill.metrics.snapshot().prefilled_tokens, done
 
 
-def test_a_decode_side_that_takes_nothing_is_hung_up_on(
+def test_a_decode_side_that_takes_nothing_is_disconnected(
     prefill, decode, texts, sluggard, monkeypatch
 ):
-    """Its jobs end, and nothing of them is kept."""
+    """Its jobs end, and the engine keeps nothing of them."""
     monkeypatch.setattr(listener, "MAX_STALL", 2)
     rng = random.Random(4)
     ask_for(sluggard, *(job_of(rng, number) for number in range(1000)))
@@ -208,10 +208,10 @@ def test_a_decode_side_that_takes_nothing_is_hung_up_on(
 def test_requests_next_to_a_slow_decode_side_are_answered_by_the_prefill_side(
     prefill, decode, texts, sluggard, monkeypatch, takes
 ):
-    """Within the time after which they would be computed here."""
+    """Faster than the timeout for a local prefill."""
     monkeypatch.setattr(decoding, "MAX_SILENCE", 2.0)
     monkeypatch.setattr(remote, "MAX_QUEUED", 2**12)
-    monkeypatch.setattr(listener, "MAX_STALL", 10 * SECONDS)  # of heartbeats
+    monkeypatch.setattr(listener, "MAX_STALL", 10 * SECONDS)  # number of heartbeats
     rng = random.Random(6)
     before = [side.metrics.snapshot().prefilled_tokens for side in (decode, prefill)]
     ask_for(sluggard, *(job_of(rng, number) for number in range(1000)))
@@ -222,14 +222,14 @@ def test_requests_next_to_a_slow_decode_side_are_answered_by_the_prefill_side(
         assert outputs(decode) == texts
     after = [side.metrics.snapshot().prefilled_tokens for side in (decode, prefill)]
     assert after[0] == before[0]
-    assert 0 < after[1] - before[1] - 5 * sum(map(len, PROMPTS)) < 20 * 100  # what was asked for
+    assert 0 < after[1] - before[1] - 5 * sum(map(len, PROMPTS)) < 20 * 100  # its own jobs
 
 
 def test_a_long_prompt_that_is_taken_too_slowly_is_given_up(
     prefill, decode, texts, sluggard, monkeypatch
 ):
-    """The others wait for a moment; it is refused, and what follows it is done."""
-    monkeypatch.setattr(remote, "MAX_QUEUED", 2**9)  # less than any prompt's KV
+    """Other jobs wait briefly; this one is refused, and the next ones are completed."""
+    monkeypatch.setattr(remote, "MAX_QUEUED", 2**9)  # below the KV size of any prompt
     monkeypatch.setattr(remote, "MAX_WAIT", 0.05)
     rng = random.Random(7)
     ask_for(sluggard, *(job_of(rng, number, 100) for number in range(20)))
@@ -237,7 +237,7 @@ def test_a_long_prompt_that_is_taken_too_slowly_is_given_up(
     assert outputs(decode) == texts
     assembler, ends = Assembler(2**24), []
     while len(ends) < 20:
-        for lane in sluggard[1:] + sluggard[:1]:  # the hello came through the first one
+        for lane in sluggard[1:] + sluggard[:1]:  # the hello came through the first lane
             frame = lane.recv()
             sluggard[0].send(encode(Taken(count=1))[0])
             message = assembler.feed(memoryview(frame)) if frame else None
@@ -268,7 +268,7 @@ def test_prompts_of_one_decode_side_wait_in_bounded_memory(decode, texts, strang
 @pytest.mark.parametrize("sends_bytes", [False, True], ids=["nonsense", "bytes"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_answers_that_make_no_sense(prefill, decode, texts, count, sends_bytes):
-    """Every request ends; what is taken of them never reaches another request."""
+    """Every request ends, and malformed data never reaches another request."""
     ours = decode._peer
     ours.close()
     if sends_bytes:
@@ -283,14 +283,14 @@ def test_answers_that_make_no_sense(prefill, decode, texts, count, sends_bytes):
             options = REPORTS if rng.random() < 0.5 else {}
             given = outputs(decode, timeout=SECONDS, **options)
             assert [len(one) for one in given] == [6] * len(PROMPTS)
-            if sends_bytes:  # none of which is ever taken
+            if sends_bytes:  # none of these is ever stored
                 assert given == texts
                 if rng.random() < 0.5:
                     assert decode.wait_for_peer(SECONDS)
     finally:
         peer.close()
         impostor.close()
-        while decode.peer_connected:  # its end reaches the loop a little later
+        while decode.peer_connected:  # the loop gets the disconnect a little later
             time.sleep(0.01)
         decode._peer = RemotePeer(ours.address, SECRET, decode._side)
 
@@ -308,7 +308,7 @@ def test_answers_that_make_no_sense(prefill, decode, texts, count, sends_bytes):
     ],
 )
 def test_odd_values_of_a_caller(prefill, decode, params, options):
-    """Whether they can be sent or not."""
+    """Whether or not the answers can be sent."""
     out = decode.generate(input_ids=PROMPTS[2], sampling_params=GREEDY | params, **options)
     assert out["meta_info"]["finish_reason"]["type"] in ("length", "stop")
     assert decode.peer_connected

@@ -1,4 +1,4 @@
-"""A prefill and a decode process: one of them killed, started again, or not what it should be."""
+"""A prefill and a decode process: killed, restarted or with another configuration."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ HERE = SIZES | {"disaggregation_mode": "decode", "disaggregation_secret": SECRET
 
 
 class PrefillSide:
-    """A prefill process, which is always started at the same port."""
+    """A prefill process that always uses the same port."""
 
     def __init__(self, files: Files) -> None:
         self._options = files.arguments(**THERE)
@@ -65,7 +65,7 @@ def has_ended(state: dict[str, int]) -> bool:
 
 
 def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy and seeded, of different lengths, a third with stop strings or biases."""
+    """Greedy and seeded requests of different lengths; a third with stop strings or biases."""
     rng = np.random.default_rng(seed)
     more: list[dict[str, Any]] = [{}, {"stop": ["zz", "q!"]}, {"logit_bias": {7: 2.5}}]
     return [
@@ -114,7 +114,7 @@ def shared_decode(files: Files, alone: Engine, side: PrefillSide) -> Iterator[En
 
 @pytest.fixture
 def decode(shared_decode: Engine, side: PrefillSide) -> Iterator[Engine]:
-    """Joined to the prefill process; both are empty afterwards."""
+    """Connect to the prefill process; afterwards both are empty."""
     if side.process.running.poll() is not None:
         side.restart()
     assert shared_decode.wait_for_peer(SECONDS)
@@ -132,7 +132,7 @@ def count_wrong(
     after: int | None = None,
     do: Callable[[], None] = lambda: None,
 ) -> int:
-    """Answers of many callers that are not right; ``do`` something once so many have come."""
+    """Count wrong answers to many callers; call ``do`` once after this many answers."""
     expected = [answer(alone, question) for question in asked]
     with ThreadPoolExecutor(CALLERS) as callers:
         coming: dict[Future[list[int]], int] = {
@@ -199,7 +199,7 @@ def test_the_decode_process_is_killed(files, alone, decode, side):
         before = side.state()["prefilled_tokens"]
         assert other.address == side.address
 
-        def was_asked() -> bool:  # once the other one has connected
+        def was_asked() -> bool:  # after the other process has connected
             assert other.ask("generate", **question)["output_ids"] == answer(alone, question)
             return side.state()["prefilled_tokens"] > before
 
@@ -226,7 +226,7 @@ def test_a_prefill_side_answers_no_callers(decode, side):
 
 @pytest.fixture
 def parted(decode: Engine) -> Iterator[Engine]:
-    """A decode side whose peer the test gives; it gets its own back."""
+    """A decode side with the test's peer; afterwards it gets its own peer back."""
     ours = decode._peer
     assert isinstance(ours, RemotePeer)
     ours.close()
@@ -250,7 +250,7 @@ def copied(files: Files, folder: Path) -> Path:
 
 
 def test_another_configuration(files, alone, parted, tmp_path, caplog):
-    """What differs is named, and nothing is asked."""
+    """The log names the differences, and no job is sent."""
     target = copied(files, tmp_path)
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
@@ -279,7 +279,7 @@ def test_other_weights_of_the_same_model(files, alone, parted, tmp_path, caplog)
         peer = RemotePeer(str(prefill.disaggregation_address), SECRET, parted._side)
         try:
             assert parted.wait_for_peer(SECONDS)
-            wait_for(lambda: "computed here until the weights are equal" in caplog.text)
+            wait_for(lambda: "prefilling locally until the weights are equal" in caplog.text)
             check_computed_here(alone, parted)
         finally:
             peer.close()

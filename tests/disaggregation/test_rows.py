@@ -1,4 +1,4 @@
-"""Rows of tokens that come from another runner; tests/disaggregation/test_sides.py serves both."""
+"""Token rows from another runner; tests/disaggregation/test_sides.py serves with both."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def transfer_of(runner: ModelRunner) -> KVTransfer:
     return transfer
 
 
-def test_what_is_put_goes_nowhere_else():
+def test_put_changes_no_other_rows():
     runner = copied_runner(3)
     transfer = transfer_of(runner)
     kv = tuple(
@@ -67,7 +67,7 @@ def test_a_wrong_width_names_both():
 
 
 def test_the_first_branches_of_more():
-    """A tree's rows serve a chain."""
+    """Rows of a tree also serve a chain."""
     chain = copied_runner(3)
     tree = copied_runner(3, shapes=(DraftShape(3, 4, 9),))
     build = chain.config.algorithm.build_disagg_draft_input
@@ -112,7 +112,7 @@ def test_a_fingerprint_sees_every_bit():
 
 
 @pytest.mark.parametrize("count", [1, 64, 65, 512, 513, 1100])
-def test_what_is_sent_of_a_prompt_counts_its_padding(count: int) -> None:
+def test_sent_bytes_of_a_prompt_include_padding(count: int) -> None:
     transfer = KVTransfer(copied_runner(3))
     widths = [512] * (count // 512)
     if rest := count % 512:

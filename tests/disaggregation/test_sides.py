@@ -1,4 +1,4 @@
-"""A decode side and the one that prefills for it: what crosses, and whatever can go wrong."""
+"""A decode side and its prefill side: transferred data, and failures."""
 
 import gc
 import random
@@ -48,7 +48,7 @@ def alone(files) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def pair(files, alone) -> Iterator[DisaggregatedEngine]:
-    """Pages of 4 tokens here, of 16 there."""
+    """Page sizes differ: 4 tokens on one side, 16 on the other."""
     with files.engine(
         kind=DisaggregatedEngine,
         share_weights_with=alone,
@@ -98,7 +98,7 @@ def test_no_requests(alone, pair):
 
 
 def test_streams_and_counts(alone, pair, texts):
-    """Each request is counted once, by the decode side, and each prompt token by the other."""
+    """The decode side counts each request once, the prefill side each prompt token once."""
     before = [side.metrics.snapshot() for side in (pair, pair.prefill)]
     *_, last = pair.generate(input_ids=PROMPTS[4], sampling_params=GREEDY, stream=True)
     assert last["output_ids"] == texts[4]["output_ids"]
@@ -123,7 +123,7 @@ def test_nothing_compiles_and_nothing_is_copied_unasked(pair):
 def test_while_the_decode_side_is_full_requests_wait_there(pair, texts):
     with held(pair) as peer, ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair)
-        messages = peer.wait(Prefilled, 3)  # 420 tokens are not enough for a fourth
+        messages = peer.wait(Prefilled, 3)  # 420 tokens do not fit a fourth one
         time.sleep(0.1)
         state = pair.debug_state()
         assert state["running"] + state["waiting"] == len(PROMPTS)
@@ -133,7 +133,7 @@ def test_while_the_decode_side_is_full_requests_wait_there(pair, texts):
 
 
 def test_requests_without_rows_begin_without_drafts(pair, texts):
-    """The others are as before."""
+    """Other requests are not affected."""
     with held(pair) as peer, ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair, PROMPTS[:4])
         messages = peer.wait(Prefilled, 4)
@@ -165,11 +165,11 @@ def test_a_timeout_in_transit(pair):
     with held(pair), ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, pair, PROMPTS[4], timeout=0.2)
         reason = asked.result(timeout=10)["meta_info"]["finish_reason"]
-    assert "timeout of 0.2 s" in reason["message"]
+    assert "timed out after 0.2 s" in reason["message"]
 
 
-def test_what_a_silent_peer_is_asked_for_is_prefilled_here(pair, texts, caplog, monkeypatch):
-    """Nothing else wakes the engine, and what comes later changes nothing."""
+def test_jobs_of_a_silent_peer_are_prefilled_locally(pair, texts, caplog, monkeypatch):
+    """Only the deadline wakes the engine, and late messages change nothing."""
     monkeypatch.setattr(decode, "MAX_SILENCE", 0.2)
     before = pair.metrics.snapshot().prefilled_tokens
     with held(pair) as peer:
@@ -177,12 +177,12 @@ def test_what_a_silent_peer_is_asked_for_is_prefilled_here(pair, texts, caplog, 
         monkeypatch.undo()
         peer.let_go()
         assert_same(ask(pair), texts)
-    assert "is prefilled here: no answer" in caplog.text
+    assert "is prefilled locally: no answer" in caplog.text
     assert pair.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
 
 
 def test_a_peer_that_goes_on_is_waited_for(pair, texts, monkeypatch):
-    """Also by those that it computes later, and by each for as long as something comes of it."""
+    """Also by later requests of the peer, and by each one as long as its messages arrive."""
     prompts, ahead, taken = pair._side[1], 0.0, 0
     take = prompts.take
 
@@ -227,7 +227,7 @@ def test_the_peer_goes_in_transit(pair, texts):
         assert_same(asked.result(), texts)
 
 
-# messages of a kind with other values, which do not fit
+# messages of a kind with values that do not fit
 WRONG: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
     "short": (Piece, lambda piece: {"count": piece.count - 1}),
     "moved": (Piece, lambda piece: {"start": piece.start + 1}),
@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[type, Callable[[Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_prefilled_here(pair, texts, name, caplog):
+def test_misfits_are_prefilled_locally(pair, texts, name, caplog):
     kind, values = WRONG[name]
 
     def change(message: Any) -> Message:
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_prefilled_here(pair, texts, name, caplog):
     with held(pair, change) as peer:
         peer.let_go()
         assert_same(ask(pair), texts)
-    assert "is prefilled here" in caplog.text
+    assert "is prefilled locally" in caplog.text
 
 
 def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
@@ -261,7 +261,7 @@ def test_the_transfer_fails(pair, texts, caplog, monkeypatch):
     assert "no memory" in caplog.text
 
 
-def test_a_pair_without_references_goes(files, alone):
+def test_a_pair_without_references_is_freed(files, alone):
     engine = files.engine(kind=DisaggregatedEngine, share_weights_with=alone, **SIZES)
     gone = [weakref.ref(side._scheduler) for side in (engine, engine.prefill)]
     del engine
@@ -293,7 +293,7 @@ def test_messages_of_nobody_are_ignored(pair, texts):
 
 
 def test_other_weights_on_one_side_only(pair, texts):
-    """What was computed with others is not taken, and nothing is asked until both are equal."""
+    """KV of other weights is dropped, and no job is sent until the weights are equal."""
     names, weights = pair.runner.networks.target.names, pair.runner.weights[0]
     named = dict(zip(names, map(np.asarray, weights), strict=True))
     other = {"lm_head.kernel": np.roll(named["lm_head.kernel"], 1, axis=1)}
@@ -313,7 +313,7 @@ def test_other_weights_on_one_side_only(pair, texts):
 
 
 class ReadOnce:
-    """An array that cannot be read again."""
+    """An array that can be read only once."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = [values]
@@ -323,7 +323,7 @@ class ReadOnce:
 
 
 def test_both_sides_get_the_same_weights(pair, texts):
-    """What the one has got is not read once more, and possibly refused, for the other."""
+    """Weights that one side has read are not read, and possibly refused, again for the other."""
     name = "lm_head.kernel"
     old = np.asarray(pair.runner.weights[0][pair.runner.networks.target.names.index(name)])
     before = pair._side[1].weights
@@ -355,7 +355,7 @@ def test_a_side_that_cannot_have_them_leaves_the_weights_of_both(
 
 
 def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
-    """Where they are replaced between its dispatch and its reading."""
+    """If weights are replaced between dispatch and read-back."""
     sent: list[Message] = []
     there = {"disaggregation_mode": "prefill", "disaggregation_address": "127.0.0.1:0"}
     options = SIZES | there | {"overlap": True}
@@ -378,7 +378,7 @@ def test_an_unread_result_keeps_the_weights_that_it_is_of(files, alone):
 
 
 def test_sockets_between_the_sides(pair, texts):
-    """Also where the server goes in the middle, and comes again."""
+    """Also if the prefill side disconnects in the middle and reconnects."""
     assert pair._peer is not None
     pair._peer.close()
     prefill = pair.prefill
@@ -411,7 +411,7 @@ def test_sockets_between_the_sides(pair, texts):
 
 def test_an_engine_without_another_side_has_no_peer(alone):
     assert alone.peer_connected is None
-    with pytest.raises(ValueError, match="disaggregation_mode is None"):
+    with pytest.raises(ValueError, match="needs disaggregation_mode"):
         alone.wait_for_peer(1)
     with pytest.raises(ValueError, match="timeout=-1"):
         alone.wait_for_peer(-1)
@@ -439,7 +439,7 @@ def piece_of_nobody(number: int, *kv: Any) -> Piece:
 
 
 class Hearer(PrefillPeer):
-    """Hands on what the test puts."""
+    """A peer that forwards the messages of the test."""
 
     weights = ""
 
@@ -486,9 +486,9 @@ def test_kv_in_transit_is_in_the_memory_plan(pair, alone):
 
 
 def test_the_first_failure_of_the_transfer_is_its_last(pair, monkeypatch):
-    """And nothing of what came is kept."""
+    """And it keeps nothing of the message."""
     logged: list[str] = []
-    # a log of pytest keeps errors, with the frames that hold the array
+    # pytest's log keeps errors, with frames that hold the array
     monkeypatch.setattr(decode.logger, "warning", lambda text, exc_info: logged.append(text))
     peer, array = Hearer(pair._side), np.zeros(1)
     kept = weakref.ref(array)
@@ -496,7 +496,7 @@ def test_the_first_failure_of_the_transfer_is_its_last(pair, monkeypatch):
         peer.put(piece_of_nobody(number, array, object()))
     del array
     peer._thread.join(20)
-    assert logged == ["hanging up on the prefill side"]
+    assert logged == ["disconnecting the prefill side after an error"]
     peer.put(piece_of_nobody(7))
     assert peer._messages.empty()
     gc.collect()

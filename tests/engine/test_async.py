@@ -35,7 +35,7 @@ def text_of(result: dict[str, Any]) -> tuple[Any, ...]:
 # asyncio
 
 
-def test_coroutines_run_together_and_give_what_threads_give(engine) -> None:
+def test_coroutines_give_the_same_results_as_threads(engine) -> None:
     expected = [engine.generate(text, GREEDY) for text in TEXTS]
 
     async def main() -> None:
@@ -145,7 +145,7 @@ def test_an_event_loop_that_closes_early_aborts_its_requests(engine) -> None:
 # several samples of an input
 
 
-def test_samples_are_what_their_seeds_give(engine) -> None:
+def test_each_sample_follows_its_seed(engine) -> None:
     one, two = engine.generate(TEXTS[:2], SEEDED | {"n": 1})
     samples = engine.generate(TEXTS[:2], SEEDED | {"n": 3})
     assert len(samples) == 6
@@ -223,7 +223,7 @@ def test_the_queue_is_asked_before_samples_are_made(engine, monkeypatch) -> None
         engine.generate(["a", "b"], {"n": 3})
 
 
-def test_what_a_caller_gave_is_its_own_afterwards(engine) -> None:
+def test_callers_may_change_their_inputs_afterwards(engine) -> None:
     """A request reads nothing again that its caller may have changed since."""
     ids, bias, stop = [1, 2, 3], {4: 50.0}, [7]
     params = GREEDY | {"logit_bias": bias, "stop_token_ids": stop}

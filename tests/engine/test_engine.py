@@ -49,7 +49,7 @@ def check_result(result: dict[str, Any], prompt_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_speculation_gives_what_plain_decoding_gives(engine, plain, params) -> None:
+def test_speculation_gives_the_output_of_plain_decoding(engine, plain, params) -> None:
     with counted_compilations() as events:
         ours, theirs = (e.generate(TEXTS, params) for e in (engine, plain))
     assert events == []
@@ -216,7 +216,7 @@ def test_a_stream_grows_to_the_result(engine) -> None:
     assert "index" not in last
 
 
-def test_a_stream_that_nobody_reads_holds_nothing(engine) -> None:
+def test_an_unread_stream_holds_nothing(engine) -> None:
     stream = engine.generate("hello", GREEDY, stream=True)
     engine.generate("x", GREEDY)
     assert is_idle(engine)
@@ -490,7 +490,7 @@ def test_bad_engines(files, arguments, message) -> None:
         files.engine(**arguments)
 
 
-def test_how_drafts_are_accepted_reaches_the_rounds(files) -> None:
+def test_acceptance_options_apply_to_rounds(files) -> None:
     arguments = {"draft": files.head, "speculative_algorithm": "EAGLE3"}
     for options, expected in (
         ({}, COUPLED),

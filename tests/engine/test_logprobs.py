@@ -55,7 +55,7 @@ def test_they_are_those_of_the_raw_logits(engine, plain, params, num_top) -> Non
             assert not [name for name in other["meta_info"] if "logprobs" in name]
 
 
-def test_each_input_has_what_it_asks_for(engine) -> None:
+def test_each_input_gets_the_requested_reports(engine) -> None:
     results = engine.generate(
         [*TEXTS, "x"],
         [GREEDY, SEEDED, GREEDY],
@@ -116,7 +116,7 @@ def check_prompt(engine: Engine, prompt: list[int], meta: dict[str, Any], first:
 
 
 @pytest.mark.parametrize("num_top", [0, 2])
-def test_prompts_have_theirs(engine, plain, num_top) -> None:
+def test_prompt_logprobs(engine, plain, num_top) -> None:
     """Over several chunks, in a batch, from any token on, and after a prefix-cache hit."""
     prompts = [[6 + (7 * i + j) % 50 for i in range(n)] for j, n in enumerate((37, 5, 21, 1))]
     firsts = [0, 2, 16, 0]
@@ -138,7 +138,7 @@ def test_prompts_have_theirs(engine, plain, num_top) -> None:
         assert not any("input_token_logprobs" in out["meta_info"] for out in without)
 
 
-def test_prompts_have_theirs_where_chunks_run_ahead(files, engine) -> None:
+def test_prompt_logprobs_of_chunks_that_run_ahead(files, engine) -> None:
     """A chunk is dispatched before earlier chunks are read."""
     prompt = [6 + i % 50 for i in range(60)]
     asked = {"sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 3}
@@ -171,7 +171,7 @@ def test_new_weights_report_logprobs_of_new_weights_alone(files) -> None:
 
 
 @pytest.mark.slow
-def test_processed_ones_are_of_what_is_drawn_from(files, plain) -> None:
+def test_processed_logprobs_are_of_the_sampled_distribution(files, plain) -> None:
     params = SEEDED | {"top_k": 3, "temperature": 0.5, "max_new_tokens": 6}
     asked = {"input_ids": [7, 8, 9], "return_logprob": True, "top_logprobs_num": 5}
     with files.engine(speculative=False, logprobs_mode="processed") as engine:

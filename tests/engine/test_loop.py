@@ -68,7 +68,7 @@ def random_jobs(count: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def test_eight_threads_get_what_one_gets(engine) -> None:
+def test_eight_threads_get_the_results_of_one(engine) -> None:
     jobs = random_jobs(64)
     expected = [engine.generate(input_ids=i, sampling_params=p) for i, p in jobs]
     together = threading.Barrier(8)
@@ -97,7 +97,7 @@ def test_eight_threads_get_what_one_gets(engine) -> None:
     assert is_idle(engine)
 
 
-def test_a_fault_reaches_every_kind_of_call(files, engine, monkeypatch) -> None:
+def test_a_fault_ends_every_kind_of_call(files, engine, monkeypatch) -> None:
     made = files.engine(share_weights_with=engine)
 
     def failing(*args: Any) -> Any:

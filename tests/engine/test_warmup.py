@@ -84,7 +84,7 @@ def test_a_warm_up_compiles_and_describes_every_function(files, warmed) -> None:
     assert lines[1].startswith(warmed.functions[0].key)
 
 
-def test_it_goes_on_where_it_stopped(files, warmed) -> None:
+def test_an_interrupted_warm_up_resumes(files, warmed) -> None:
     paths = sorted(Path(warmed.folder).glob("*round*.xla"))
     paths[0].unlink()
     again = warm_up(EngineArgs(**options(files)))
@@ -118,7 +118,7 @@ def test_compiling_after_it_traces_nothing(files, warmed) -> None:
 
 
 @pytest.mark.slow
-def test_stages_are_compiled_where_they_are_asked_for(files, warmed) -> None:
+def test_stages_are_compiled_on_request(files, warmed) -> None:
     with_stages = warm_up(EngineArgs(**options(files)), stages=True)
     new = {function.key.split()[0] for function in with_stages.functions if not function.is_hit}
     assert new == {"draft", "verify", "extend"}
@@ -151,7 +151,7 @@ def command(files: Path, *extra: str) -> list[str]:
     ]
 
 
-def test_the_command_compiles_what_the_engine_needs(files, warmed, tmp_path, capsys) -> None:
+def test_the_command_compiles_all_engine_functions(files, warmed, tmp_path, capsys) -> None:
     assert main(command(files, f"--json={tmp_path / 'result.json'}")) == 0
     out, err = capsys.readouterr()
     assert "0 compiled" in out
@@ -215,7 +215,7 @@ def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b excludes --model, --draft"),
+        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b cannot be combined with --model"),
         (["--batch-buckets=0"], r"batch_buckets=(0,)"),
         (["--compile-cache-dir=none"], "gives no folder"),
     ],

@@ -212,7 +212,7 @@ def test_flush_cache(files, old_engine, disable_radix_cache) -> None:
 
 
 @pytest.mark.parametrize("draft", [False, True])
-def test_what_does_not_fit_is_refused_and_changes_nothing(engine, old_engine, draft) -> None:
+def test_weights_that_do_not_fit_change_nothing(engine, old_engine, draft) -> None:
     nets = engine.runner.networks
     flat = nets.draft if draft else nets.target
     norm, fine = ("norm.scale", np.full(32, 2, np.float32))

@@ -24,7 +24,7 @@ SHAPES = [(STEPS, 1), (0, 4), (0, 1)]
     ("num_steps", "rounds", "run_ahead"),
     [pytest.param(STEPS, 1, 1, marks=pytest.mark.slow), (0, 4, 2), (0, 1, 0), (0, 1, 2)],
 )
-def test_rows_hold_what_they_may_write_soon_and_no_more(num_steps, rounds, run_ahead) -> None:
+def test_rows_hold_only_pages_that_they_write_soon(num_steps, rounds, run_ahead) -> None:
     serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
     requests = serving.add(PROMPTS, LONG)
     advance = rounds * (num_steps + 1)

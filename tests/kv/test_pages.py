@@ -91,7 +91,7 @@ def test_pages_for_rounds_up() -> None:
     assert [allocator.pages_for(n) for n in (0, 1, 16, 17, 48)] == [0, 1, 1, 2, 3]
 
 
-def test_a_pool_needs_a_page_beside_the_padding() -> None:
+def test_a_pool_needs_more_than_the_padding_page() -> None:
     with pytest.raises(ValueError, match="num_pages=1"):
         PageAllocator(1, 4)
 
@@ -132,7 +132,7 @@ def check_stored(view: PageView, attend, shape, expected) -> None:
         np.testing.assert_array_equal(pool[1, slot, 1], -k[place])
 
 
-def test_attend_stores_behind_the_sequences() -> None:
+def test_attend_stores_after_the_sequences() -> None:
     view, rows = view_of([3, 1, 5], [2, 4, 0]), 5
     attend = view.attend(jnp.array([2, 7], jnp.int32), rows)
     expected = {}
@@ -156,7 +156,7 @@ def test_packed_segments_are_stored_and_padding_is_not() -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_attention_stores_without_attending_what_it_would_attend_to(qk_norm: bool) -> None:
+def test_stores_with_and_without_attention_are_equal(qk_norm: bool) -> None:
     """In bfloat16, where products are partial sums unless heads are normed."""
     config = replace(TARGET, dtype="bfloat16", hidden_size=128, head_dim=16)
     kind = LayerKind.of(config, qk_norm=qk_norm, qkv_bias=qk_norm)

@@ -79,7 +79,7 @@ def test_wrong_pages_are_refused_and_nothing_is_taken(tokens, wrong, match) -> N
     assert cache.match(text("a", "b", "c"))[1] == held
 
 
-def test_what_is_not_locked_cannot_be_unlocked() -> None:
+def test_only_locked_matches_can_be_unlocked() -> None:
     """A lock of a longer match does not count."""
     cache, pool = make_cache(lookahead=0)
     store(cache, pool, text("a", "b", "c", "d"))
@@ -343,7 +343,7 @@ class Caching(RuleBasedStateMachine):
             lookup.is_alive &= unlocked.isdisjoint(lookup.chain)
 
     @invariant()
-    def every_page_has_one_place(self) -> None:
+    def every_page_has_one_owner(self) -> None:
         own = [page for request in self.running for page in request.own]
         places = [*own, *self.model.pages.values()]
         assert len(set(places)) == len(places)

@@ -90,7 +90,7 @@ def test_throughput_starts_with_work_that_no_admission_announced():
     assert speed.rate(1001.0, 7) == pytest.approx(7.0)
 
 
-def test_events_become_figures():
+def test_events_become_metrics():
     clock = Clock()
     totals = Totals(clock=clock, max_total_tokens=100)
     registry = EngineMetrics("m", totals).registry
@@ -170,7 +170,7 @@ def test_a_snapshot_is_of_one_moment():
     assert totals.snapshot().num_verifies > 0
 
 
-def test_figures_of_the_tier_are_there_where_rounds_draft():
+def test_tier_metrics_exist_if_rounds_draft():
     totals = Totals(drafts=True, tier=DraftShape(2, 4, 7))
     registry = EngineMetrics("m", totals).registry
     samples = exposed(registry)
@@ -183,7 +183,7 @@ def test_figures_of_the_tier_are_there_where_rounds_draft():
     assert not {"spec_num_steps", "spec_num_draft_tokens", "spec_num_switches_total"} & set(plain)
 
 
-def test_figures_of_adaptation_say_what_they_leave_out():
+def test_adaptive_metrics_exclude_the_bonus_token():
     totals = Totals(drafts=True, adapts=True, ema_accept_len=1.5, num_switches=2, wasted_drafts=3)
     registry = EngineMetrics("m", totals).registry
     samples = exposed(registry)

@@ -48,7 +48,7 @@ def test_fused_layers_compute_the_same(dtype, limit, rows) -> None:
     assert np.abs(ours - theirs).max() <= limit * np.abs(theirs).max()
 
 
-def test_products_come_as_partial_sums_where_that_pays() -> None:
+def test_products_come_as_partial_sums_if_that_pays() -> None:
     config = replace(WIDE, dtype="bfloat16")
     build = partial(CausalLM, config, implementation="interpret")
     flat = FlatModel.of(build)

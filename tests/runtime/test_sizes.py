@@ -45,12 +45,12 @@ def plan(memory: int = 10_000, **changes: Any) -> int:
     return plan_pages(needs, replace(BASE, **config), memory=memory, **limits)
 
 
-def test_max_total_tokens_is_what_fits_beside_the_padding_page() -> None:
+def test_max_total_tokens_excludes_the_padding_page() -> None:
     for tokens, pages in ((1, 1), (4, 1), (5, 2), (100, 25)):
         assert plan(max_total_tokens=tokens) == pages + 1
 
 
-def test_what_functions_take_stays_free() -> None:
+def test_temporary_memory_stays_free() -> None:
     # 8,500 of 10,000 bytes, in pages of 40 with the padding page
     assert plan(max_total_tokens=844) == 212
     with pytest.raises(ValueError, match="lower max_total_tokens"):
@@ -79,7 +79,7 @@ def test_never_more_than_all_requests_can_use() -> None:
         ({"temporary_bytes": 9_000, "max_total_tokens": 1}, "temporary memory; lower max_running"),
     ],
 )
-def test_refusals_name_the_knob(changes, message) -> None:
+def test_refusals_name_the_option(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         plan(**changes)
 
@@ -119,7 +119,7 @@ def test_batch_buckets(limit, sizes) -> None:
         (True, True, 10**10, 1),
     ],
 )
-def test_a_batch_of_one_is_padded_where_that_is_faster(on_gpu, drafts, weight_bytes, rows) -> None:
+def test_a_batch_of_one_is_padded_if_that_is_faster(on_gpu, drafts, weight_bytes, rows) -> None:
     sizes = {"on_gpu": on_gpu, "drafts": drafts, "weight_bytes": weight_bytes}
     assert smallest_bucket(**sizes) == rows
 
@@ -142,7 +142,7 @@ def test_prefill_buckets(largest, on_cpu, sizes) -> None:
 
 
 @given(st.integers(1, 5_000), st.integers(1, 20_000))
-def test_prompts_fill_three_quarters_of_what_is_computed(largest, num_tokens) -> None:
+def test_prompts_fill_three_quarters_of_prefills(largest, num_tokens) -> None:
     """Except for the last tokens, which do not fill the smallest bucket."""
     config = replace(BASE, prefill_buckets=prefill_buckets(largest))
     widths = []
@@ -168,7 +168,7 @@ def config_of(slots: int, *shapes: DraftShape) -> RunnerConfig:
 @pytest.mark.parametrize(
     ("slots", "steps", "measured"), [(8, 7, 0.927e9), (64, 3, 0.98e9), (256, 3, 1.25e9)]
 )
-def test_the_plan_holds_what_xla_takes(slots, steps, measured) -> None:
+def test_the_plan_covers_the_memory_of_xla(slots, steps, measured) -> None:
     """The largest ``temp_bytes`` of any function, of jax 0.11.2 on an H200."""
     planned = temporary_bytes(LLAMA31_8B, config_of(slots, *chains(steps)), 3)
     assert measured <= planned <= 1.3 * measured
@@ -182,7 +182,7 @@ def test_logits_of_all_nodes_count() -> None:
     assert temporary_bytes(LLAMA31_8B, config_of(64, wide), 3) > 3 * 16 * logits
 
 
-def test_noise_is_stored_where_no_kernel_draws() -> None:
+def test_noise_is_stored_without_sampling_kernels() -> None:
     on_gpu = config_of(256, *chains(3))
     on_cpu = replace(on_gpu, implementation="xla")
     more = temporary_bytes(LLAMA31_8B, on_cpu, 3) - temporary_bytes(LLAMA31_8B, on_gpu, 3)
@@ -205,7 +205,7 @@ def test_probabilities_that_drafts_are_judged_by_count() -> None:
     ],
     ids=["long", "chain", "wide"],
 )
-def test_the_plan_holds_rounds_with_ngrams(context, shape, breadth) -> None:
+def test_the_plan_covers_ngram_rounds(context, shape, breadth) -> None:
     """Temporary memory of XLA on this CPU for 64 requests; attention takes very little of it."""
     algorithm = replace(NGRAM, breadth=breadth)
     config = replace(

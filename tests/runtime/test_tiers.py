@@ -124,7 +124,7 @@ def test_hundreds_of_switches_compile_nothing() -> None:
     assert serving.scheduler._controller.switches > 145
 
 
-def test_rounds_without_proposals_say_nothing_where_no_tier_is_plain(caplog) -> None:
+def test_rounds_without_proposals_are_ignored_without_a_plain_tier(caplog) -> None:
     """The first round after plain ones has nothing to draft from."""
     serving, policy = serving_with(iter([0, 0, *[4] * 100]))
     (request,) = serving.add(PROMPTS[:1], GREEDY)
@@ -221,7 +221,7 @@ def test_a_resting_draft_computes_no_more_than_its_keys_and_values() -> None:
     assert 0 < flops(runner) - flops(make_runner()) < 0.7 * whole
 
 
-def test_measured_rounds_leave_nothing_behind() -> None:
+def test_measured_rounds_leave_no_trace() -> None:
     runner = tier_runner()
     with counted_compilations() as compiled:
         seconds = measure_round_seconds(runner)

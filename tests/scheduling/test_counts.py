@@ -47,7 +47,7 @@ def play(num_steps: int, limit: int, first: int, rounds: list[Round]) -> Request
 
 
 @given(histories())
-def test_figures_follow_from_the_kept_positions(history) -> None:
+def test_metrics_follow_from_the_kept_positions(history) -> None:
     num_steps, limit, first, rounds = history
     request = play(*history)
     meta = request.result()["meta_info"]
@@ -95,7 +95,7 @@ def check_identities(request: Request) -> None:
     assert meta["spec_accept_length"] == expected
 
 
-def test_plain_requests_have_no_speculative_figures() -> None:
+def test_plain_requests_have_no_speculative_metrics() -> None:
     request = make_request([7], SamplingParams(max_new_tokens=3))
     request.append_first(9)
     request.append_round([8], 0, 0, DraftShape.chain(0))

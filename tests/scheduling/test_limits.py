@@ -125,7 +125,7 @@ def test_a_fault_ends_all_requests_and_leaves_nothing(call, is_cached, monkeypat
 
 @pytest.mark.parametrize(("num_steps", "rounds"), [(0, 1), (2, 4)])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-def test_no_round_in_vain(num_steps, rounds, run_ahead) -> None:
+def test_no_unnecessary_rounds(num_steps, rounds, run_ahead) -> None:
     """Plain rounds give one token each, so their number is known in advance."""
     serving = Serving(num_steps=num_steps, rounds=rounds, run_ahead=run_ahead)
     serving.add([PROMPTS[0]], replace(GREEDY, max_new_tokens=8))

@@ -251,7 +251,7 @@ def test_a_refused_request_takes_its_call_along(loop, scheduler) -> None:
     loop.abort(other.call)
 
 
-def test_a_call_that_nobody_can_hear_is_aborted(loop, scheduler) -> None:
+def test_a_call_without_a_caller_is_aborted(loop, scheduler) -> None:
     deaf = Call([CountingRequest("a", None)], is_stream=True)  # type: ignore[list-item]
     deaf.deliver = lambda _: False
     loop.submit(deaf)
@@ -314,7 +314,7 @@ def test_functions_run_between_steps(loop, scheduler) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_fault_reaches_everyone(loop, scheduler) -> None:
+def test_a_fault_ends_all_calls(loop, scheduler) -> None:
     scheduler.error_at = 3
     callers = [
         Caller(loop, CountingRequest("a", None), CountingRequest("b", 1)),

@@ -58,7 +58,7 @@ def test_an_equal_prompt_is_found_in_whole_pages(num_steps, length, params) -> N
     [(0, 0, SEEDED), (0, 1, CHARGED), (STEPS, 0, GREEDY), (STEPS, 1, SEEDED), (STEPS, 1, CHARGED)],
     ids=["plain-seeded", "plain-charged", "chain-greedy", "chain-seeded", "chain-charged"],
 )
-def test_a_conversation_goes_on_behind_what_was_written(num_steps, run_ahead, params) -> None:
+def test_a_conversation_continues_after_its_cached_text(num_steps, run_ahead, params) -> None:
     serving = Serving(num_steps=num_steps, is_cached=True, run_ahead=run_ahead)
     text, known = START[:7], 1
     for turn in range(4):
@@ -70,7 +70,7 @@ def test_a_conversation_goes_on_behind_what_was_written(num_steps, run_ahead, pa
         text = text + request.output_ids + START[turn : turn + 5]
 
 
-def test_a_stopped_request_leaves_only_what_it_keeps() -> None:
+def test_a_stopped_request_caches_only_its_kept_text() -> None:
     """The device ran on after the stop; a later request finds only the kept text."""
     whole = plain_output(tuple(START), GREEDY, 0)
     serving = Serving(is_cached=True, run_ahead=1)

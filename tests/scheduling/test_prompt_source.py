@@ -47,7 +47,7 @@ class Taking(PromptSource):
         self.counts["released"] += 1
 
 
-def test_what_a_source_gives_up_is_computed_here() -> None:
+def test_prompts_given_up_by_a_source_are_computed_here() -> None:
     source = Taking()
     serving = Serving(run_ahead=1, is_cached=True, prompt_source=source)
     requests = serving.add(PROMPTS, GREEDY)

@@ -94,7 +94,7 @@ def test_the_newest_goes_first_and_the_order_stays() -> None:
     serving.check_clean()
 
 
-def test_log_probabilities_stay_beside_their_tokens() -> None:
+def test_log_probabilities_stay_with_their_tokens() -> None:
     def serve(num_pages: int):
         serving = Serving(run_ahead=1, num_pages=num_pages)
         requests = [

@@ -255,13 +255,13 @@ def test_prompts_are_computed_together_and_share_pages_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "least"), [(1, 2), (2, 2), (16, 2), (17, 3), (32, 4), (64, 8), (256, 32)]
+    ("slots", "least"), [(1, 2), (2, 2), (16, 2), (17, 3), (32, 4), (64, 8), (256, 32)]
 )
-def test_a_burst_fills_an_eighth_of_all_places(places: int, least: int) -> None:
-    assert scheduler_module.min_burst(places) == least
+def test_a_burst_is_an_eighth_of_all_slots(slots: int, least: int) -> None:
+    assert scheduler_module.min_burst(slots) == least
 
 
-def test_decoding_waits_for_a_burst_but_not_for_ever(monkeypatch) -> None:
+def test_decoding_waits_for_a_burst_but_not_forever(monkeypatch) -> None:
     monkeypatch.setattr(scheduler_module, "MAX_STALL", 3 * 16)
     serving = Serving(num_steps=0)
     (first,) = serving.add(PROMPTS[:1], replace(GREEDY, max_new_tokens=50))

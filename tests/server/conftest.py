@@ -1,4 +1,4 @@
-"""One tiny engine behind one server, for all modules."""
+"""One tiny engine and one server, shared by all modules."""
 
 from collections.abc import Iterator
 

@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Options of the command for arguments of an engine."""
+    """Convert engine arguments to options of the command."""
     found = []
     for name, value in arguments.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -37,7 +37,7 @@ def serving(
     key: str | None = None,
     descriptors: int | None = None,
 ) -> Iterator[tuple[Any, Client]]:
-    """The process, which may not be ready yet, and its client."""
+    """The process, which may not be ready yet, and a client of it."""
     port = free_port()
     command = [*COMMAND, "serve", *flags(arguments), "--port", str(port), *more]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -53,7 +53,7 @@ def serving(
 
 
 def wait_until_ready(process: Any, client: Client) -> set[int]:
-    """Wait for the line that says so; returns what ``/health`` said before."""
+    """Wait until the server is ready; return the answers of ``/health`` before that."""
     seen: set[int] = set()
     over = threading.Event()
 
@@ -62,7 +62,7 @@ def wait_until_ready(process: Any, client: Client) -> set[int]:
             try:
                 seen.add(client.get("/health").status)
             except OSError:
-                time.sleep(0.01)  # nobody listens yet
+                time.sleep(0.01)  # nothing listens yet
 
     thread = threading.Thread(target=look)
     thread.start()

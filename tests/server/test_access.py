@@ -1,4 +1,4 @@
-"""Who may use what, and how much of it."""
+"""Access control and limits of the server."""
 
 import socket
 import threading
@@ -47,7 +47,7 @@ def test_a_key_is_needed_where_there_is_one(engine) -> None:
 
 
 def refusal(access: Access, headers: dict[str, str], client: str = "127.0.0.1") -> str | None:
-    """The code that an administrator is refused with."""
+    """Return the error code for an administration route, if it is refused."""
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     one = Exchange({"client": (client, 1), "headers": pairs}, None, None)  # type: ignore[arg-type]
     try:
@@ -89,7 +89,7 @@ PRIVATE = {"is_private": True}
         ("127.0.0.1", {"host": "specjax"}, None, PRIVATE | {"allowed_hosts": ["specjax"]}),
     ],
 )
-def test_who_is_local(client, headers, expected, options) -> None:
+def test_local_callers(client, headers, expected, options) -> None:
     assert refusal(Access(**options), headers, client) == expected
 
 
@@ -172,7 +172,7 @@ def test_limits_of_bodies_and_of_requests(engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_queue_is_told(files) -> None:
+def test_a_full_queue_is_reported(files) -> None:
     with files.small(max_waiting_requests=0) as engine, running(make_app(engine)) as port:
         client = Client(port)
         for is_stream in (False, True):
@@ -181,7 +181,7 @@ def test_a_full_queue_is_told(files) -> None:
             assert answer.error["code"] == "queue_full"
 
 
-def test_a_body_has_to_come(client, monkeypatch) -> None:
+def test_a_body_must_arrive_in_time(client, monkeypatch) -> None:
     monkeypatch.setattr(exchange, "READ_SECONDS", 0.05)
     with socket.create_connection(("127.0.0.1", client.port)) as connection:
         connection.sendall(
@@ -209,7 +209,7 @@ def test_weights_are_replaced_one_after_the_other(engine, client, monkeypatch) -
 
 
 @pytest.mark.parametrize("key", ["", " ", "key\n", "two words", "\0"])
-def test_keys_that_nobody_or_everybody_could_show(engine, key) -> None:
+def test_malformed_keys_are_refused(engine, key) -> None:
     for name in ("api_key", "admin_api_key"):
         with pytest.raises(ValueError, match=f"{name} of {len(key)} characters"):
             make_app(engine, **{name: key})

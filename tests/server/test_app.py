@@ -1,4 +1,4 @@
-"""Routes that tell something, and who may use which."""
+"""Routes that return information, and access to them."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_unknown_routes_have_openais_shape(client, method, path, status) -> None
     assert path in answer.error["message"]
 
 
-def test_until_the_engine_is_there_everything_is_unavailable(engine) -> None:
+def test_everything_is_unavailable_until_the_engine_is_ready(engine) -> None:
     future: Future[Engine] = Future()
     with running(make_app(future)) as port:
         client = Client(port)
@@ -76,7 +76,7 @@ def test_until_the_engine_is_there_everything_is_unavailable(engine) -> None:
 
 
 def scraped(client: Client) -> dict[tuple[str, str], Any]:
-    """Samples by name and by position or reason."""
+    """Metric samples by name and by position or reason."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(answer.body.decode())
@@ -99,7 +99,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there(client) -> None:
     assert asked <= {name for name, _ in scraped(client)}
 
 
-def test_figures_have_the_names_that_others_read(engine, client) -> None:
+def test_metrics_have_the_names_of_vllm(engine, client) -> None:
     before = engine.metrics.snapshot()
     client.post("/v1/completions", {"prompt": "hello", "max_tokens": 30, "temperature": 0})
     totals, samples = engine.metrics.snapshot(), scraped(client)

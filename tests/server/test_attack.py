@@ -1,4 +1,4 @@
-"""What strangers cost a server: memory, and the time that others wait meanwhile.
+"""Attacks by strangers: memory of the server, and latency of other clients meanwhile.
 
 pytest -m long -s tests/server/test_attack.py
 """
@@ -45,15 +45,15 @@ def server(files: Files) -> Iterator[tuple[Any, Client]]:
 
 
 def resident(process: Any, name: str = "VmRSS") -> float:
-    """Megabytes of memory that a process holds, or has held at most (``VmHWM``)."""
+    """Memory of a process in MB: current, or peak (``VmHWM``)."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return float(status.partition(f"{name}:")[2].split()[0]) * 1024 / MB
 
 
 def while_attacked(server: tuple[Any, Client], what: str, attack: Callable[[], None]) -> None:
-    """Check memory, and how long another client waits, while ``attack`` runs."""
+    """Check memory, and the latency of another client, while ``attack`` runs."""
     process, client = server
-    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak begins anew
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the peak
     before, waits, over = resident(process), [], threading.Event()
 
     def look() -> None:
@@ -126,7 +126,7 @@ def test_silent_connections(server) -> None:
                 address = ("127.0.0.1", server[1].port)
                 connection = socket.create_connection(address, timeout=20)
                 stack.enter_context(connection).sendall(b"P")
-            time.sleep(20)  # until they are given up
+            time.sleep(20)  # until the server drops them
 
     while_attacked(server, "500 silent connections", attack)
 
@@ -135,7 +135,7 @@ def test_silent_connections(server) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_large_answers_that_nobody_reads(server, is_stream: bool) -> None:
-    """25 requests of 1 KB that each ask for 14 MB."""
+    """25 requests of 1 KB that each need 14 MB of output."""
     asked = {"prompt": "hello", "n": 128, "max_tokens": 110, "logprobs": 20, "ignore_eos": True}
 
     def attack() -> None:

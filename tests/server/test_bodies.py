@@ -1,4 +1,4 @@
-"""Bodies of requests: typed fields, bounded values, and what large ones cost the server."""
+"""Request bodies: typed fields, limits of values, and memory cost of large bodies."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def body_of(**values: Any) -> Body:
 
 @contextmanager
 def few_bytes(limit: int) -> Iterator[None]:
-    """What happens inside takes at most ``limit`` bytes at any time."""
+    """The block allocates at most ``limit`` bytes at any time."""
     tracemalloc.start()
     try:
         yield
@@ -53,7 +53,7 @@ def test_inputs_of_other_types_are_refused(value: Any) -> None:
 def test_large_inputs_are_refused_before_they_are_decoded(item: bytes) -> None:
     data = bytearray(b'{"x": [' + b",".join([item] * (LARGE // len(item))) + b"]}")
     body = Body(parse_object(data))
-    # copies of the JSON text alone
+    # only copies of the JSON text
     with few_bytes(3 * len(data)), pytest.raises((ApiError, ValueError)) as found:
         body.inputs("x", max_ids=1000, max_rows=1000)
     assert len(str(found.value)) < 300
@@ -100,7 +100,7 @@ def test_texts_too_long_for_the_context_are_not_encoded(engine, client, monkeypa
 
 
 class Sender:
-    """A client that sends a body in parts, when it is told to."""
+    """A client that sends a body in parts, on demand."""
 
     def __init__(self, *, length: int | None = None) -> None:
         self.parts: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
@@ -112,7 +112,7 @@ class Sender:
         return {"type": "http.request", "body": part, "more_body": has_more}
 
     def start(self, large: LargeBodies, go: asyncio.Event) -> tuple[Any, asyncio.Event]:
-        """A task that reads the body and holds it until ``go``, and an event: it has been read."""
+        """A task that reads a body and holds it until ``go``, and an event that it was read."""
         entered = asyncio.Event()
 
         async def read() -> int:
@@ -132,7 +132,7 @@ def test_large_bodies_share_a_budget() -> None:
         for sender in senders[:3]:
             sender.parts.put_nowait((b"x" * LARGE, True))
             await asyncio.sleep(0.01)
-        # the second has not said how long it is, and counts as the longest body
+        # the second body has no length, so it counts as the longest possible one
         assert large.left == 0
         for sender in senders[:3]:
             sender.parts.put_nowait((b"", False))
@@ -166,7 +166,7 @@ def test_two_large_bodies_are_read_at_once() -> None:
     asyncio.run(main())
 
 
-def test_a_large_body_has_to_come_at_a_rate(monkeypatch) -> None:
+def test_a_large_body_must_arrive_at_a_rate(monkeypatch) -> None:
     monkeypatch.setattr(exchanges, "RATE_GRACE_SECONDS", 0.05)
 
     async def main() -> None:

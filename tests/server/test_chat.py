@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` against the engine itself."""
+"""``/v1/chat/completions`` compared with the engine."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_the_template_gets_its_variables(engine, client, monkeypatch) -> None:
     body = client.post(ROUTE, asked | GREEDY).json()
     expected = engine.generate("think hellox", ENGINE_GREEDY)["text"]
     assert body["choices"][0]["message"]["content"] == expected
-    # one that takes long is waited for away from the event loop
+    # a slow template must not block the event loop
     slow = "{% for i in range(1000) %}{% for j in range(900) %}{% endfor %}{% endfor %}hello"
     monkeypatch.setattr(engine.tokenizer, "chat_template", slow)
     body = client.post(ROUTE, {"messages": HELLO} | GREEDY).json()

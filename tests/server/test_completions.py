@@ -1,4 +1,4 @@
-"""``/v1/completions`` against the engine itself."""
+"""``/v1/completions`` compared with the engine."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -57,7 +57,7 @@ def test_a_stream_ends_with_its_reason_and_usage(client) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "e"])
-def test_a_stream_tells_the_accepted_drafts(engine, client, stop) -> None:
+def test_a_stream_marks_the_accepted_drafts(engine, client, stop) -> None:
     sampling = ENGINE_GREEDY | {"stop": stop}
     native = client.stream("/generate", {"text": "hello", "sampling_params": sampling})[-1]
     asked = {"prompt": "hello", "stop": stop, "stream_options": {"include_drafts": True}} | GREEDY
@@ -68,8 +68,8 @@ def test_a_stream_tells_the_accepted_drafts(engine, client, stop) -> None:
     assert "".join(piece["text"] for piece in pieces) == native["text"]
     expected = AcceptPieces(IncrementalDecoder(engine.tokenizer).push)
     ids, flags = native["output_ids"], native["meta_info"]["output_is_draft"]
-    told = [(piece["text"], piece["is_draft"]) for piece in pieces]
-    assert told == expected.take(native["text"], ids, flags, final=True)
+    marked = [(piece["text"], piece["is_draft"]) for piece in pieces]
+    assert marked == expected.take(native["text"], ids, flags, final=True)
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_sampling_fields_reach_the_engine(engine, client) -> None:
     params = {names.get(name, name): value for name, value in asked.items() if name != "prompt"}
     body = client.post(ROUTE, asked).json()
     assert body["choices"][0]["text"] == engine.generate("hello", params)["text"]
-    assert "metrics" not in body  # of a request that does not speculate
-    # without a limit there are 16, and 0 is another way to turn top_k off
+    assert "metrics" not in body  # requests without speculation
+    # default: 16 tokens; top_k=0 also turns it off
     assert client.post(ROUTE, {"prompt": "a"}).json()["usage"]["completion_tokens"] <= 16
     whole = client.post(ROUTE, asked | {"top_k": 0}).json()["choices"][0]["text"]
     assert whole == engine.generate("hello", params | {"top_k": -1})["text"]
@@ -176,7 +176,7 @@ def test_acceptance_is_reported_under_both_names(client) -> None:
     assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted)
 
 
-# log-probabilities, as harnesses of evaluations read them
+# log-probabilities in the form that evaluation harnesses read
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])

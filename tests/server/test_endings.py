@@ -1,4 +1,4 @@
-"""Clients that go, servers that stop, engines that fail."""
+"""Clients that disconnect, servers that stop, engines that fail."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def wait_for(condition: Any) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_goes_aborts_its_request(engine, client, is_stream) -> None:
+def test_a_disconnect_aborts_the_request(engine, client, is_stream) -> None:
     aborted = engine.metrics.snapshot().num_aborted
     body = LONG | {"stream": is_stream, "n": 8}
     connection = client.connect("POST", COMPLETIONS, body)
@@ -73,7 +73,7 @@ def test_long_answers_go_in_pieces() -> None:
     assert b"".join(message["body"] for message in sent[1:]) == body + b"end"
 
 
-def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
+def test_a_client_that_reads_nothing_is_dropped(monkeypatch) -> None:
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.05)
 
     async def never(*message: Any) -> Any:
@@ -86,7 +86,7 @@ def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
         for _ in range(5):
             await asyncio.sleep(0.03)
             await one.push(b"x")
-        await asyncio.sleep(0.2)  # to wait for the engine is no fault of the client's
+        await asyncio.sleep(0.2)  # the client does not stall while it waits for the engine
         return "all"
 
     async def main() -> None:
@@ -105,7 +105,7 @@ def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
     assert len(sent) == 5
 
 
-def test_the_connection_of_who_takes_nothing_is_closed(monkeypatch) -> None:
+def test_the_connection_of_a_stalled_client_is_closed(monkeypatch) -> None:
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.05)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_server_that_stops_lets_requests_end(engine) -> None:
         wait_for(lambda: service.num_requests == 0)
 
 
-def test_what_is_aborted_is_answered(engine) -> None:
+def test_aborted_requests_are_answered(engine) -> None:
     app = make_app(engine)
     service = app.routes[0].app.service
     with running(app) as port:

@@ -1,4 +1,4 @@
-"""What clients are told where they err: a status, and OpenAI's error object."""
+"""Client errors: status and OpenAI's error object."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content} | more]}
 
 
-# By route a good request, and for each field values that are refused with its name.
+# A good request per route, and for each field the values that are refused with its name.
 WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     COMPLETIONS: (
         {"prompt": "a"},
@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         {"tokens": ["a", [10**30], [1] * (2**20 + 1), [[1] * (2**20 + 1)]]},
     ),
 }
-# Requests that err in another way: the field that is named, and what is said.
+# Other bad requests, with the field in the error and words of its message.
 OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": ""}, None, "no tokens"),
     (COMPLETIONS, {"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "max_tokens=3"),
@@ -75,7 +75,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "stream_options",
         "unknown_field",
     ),
-    # names in quoted values stay
+    # names inside quoted values are not changed
     (COMPLETIONS, {"prompt": "a", "stop": ["max_new_tokens", 5]}, "stop", "'max_new_tokens'"),
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "'temperature'"),
     (COMPLETIONS, {"prompt": "a", "respons_format": 1}, "respons_format", "'response_format'"),
@@ -119,7 +119,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (GENERATE, {"text": ["a", "b"], "rid": "one"}, None, "rid='one'"),
     (GENERATE, {"text": "a", "top_logprobs_num": 3}, None, "return_logprob"),
     ("/tokenize", {"prompt": "\ud800"}, None, ""),
-    # of other routes
+    # fields of other routes
     (GENERATE, {"text": "a", "temperature": [1]}, "temperature", "pass it in sampling_params"),
     (GENERATE, {"text": "a", "max_tokens": [1]}, "max_tokens", "pass it in sampling_params"),
     (GENERATE, {"text": "a", "top_k": [1]}, "top_k", "pass it in sampling_params"),
@@ -127,7 +127,7 @@ OTHERS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "sampling_params": [1]}, "sampling_params", "other routes do"),
     (CHAT, HELLO | {"prompt": [1]}, "prompt", "other routes do"),
     (CHAT, HELLO | {"enable_thinking": [1]}, "enable_thinking", "pass it in chat_template_kwargs"),
-    # by these words LiteLLM knows the error
+    # LiteLLM recognises the error by this wording
     (COMPLETIONS, {"prompt": "a" * 500}, "prompt", "This model's maximum context length is 128"),
     (CHAT, said("a" * 500), "messages", "This model's maximum context length is 128"),
     (GENERATE, {"text": "a" * 500}, None, "context_length_exceeded"),
@@ -176,7 +176,7 @@ def test_bad_requests_name_the_field(client, route, body, param, words) -> None:
     ],
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT, GENERATE, "/tokenize"])
-def test_bodies_that_are_no_requests(client, route, body) -> None:
+def test_bodies_that_are_not_requests(client, route, body) -> None:
     answer = client.ask("POST", route, body)
     assert answer.status == 400
     assert len(answer.body) < 5000
@@ -198,7 +198,7 @@ def test_an_unknown_model_is_not_found(engine, client) -> None:
     assert client.post(COMPLETIONS, asked).json()["model"] == engine.target.name
 
 
-def test_what_asks_for_nothing_is_taken(client) -> None:
+def test_neutral_values_are_accepted(client) -> None:
     neutral = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -232,7 +232,7 @@ def test_an_id_in_use_is_refused(engine, client) -> None:
         stream.close()
 
 
-def test_a_defect_tells_nothing(engine, client, monkeypatch) -> None:
+def test_an_internal_error_reveals_nothing(engine, client, monkeypatch) -> None:
     def broken(*args: Any, **options: Any) -> None:
         raise KeyError("secret")
 

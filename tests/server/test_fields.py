@@ -1,4 +1,4 @@
-"""Fields of requests: unknown ones, and what clients of other engines send and expect back."""
+"""Request fields: unknown ones, and those that clients of other engines send and expect."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ def counted(client: Client) -> float:
     for line in client.get("/metrics").body.decode().splitlines():
         if line.startswith("specjax:ignored_request_fields_total "):
             return float(line.split()[1])
-    raise AssertionError("there is no such metric")
+    raise AssertionError("metric not found")
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -62,7 +62,7 @@ def test_many_fields_are_refused_early(client, route) -> None:
 
 @pytest.fixture
 def shown_template(engine, monkeypatch) -> None:
-    """A chat template that shows what it is given."""
+    """A chat template that prints its variables."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
@@ -96,7 +96,7 @@ def test_the_final_message_is_continued(engine, client, shown_template) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc "}]
     flags = {"add_generation_prompt": False, "continue_final_message": True}
     assert rendered(client, engine, messages=turns, **flags) == "<user>a<assistant>bc "
-    # what the template writes after the message is cut
+    # text that the template adds after the message is cut
     more = [*turns, {"role": "assistant", "content": "xyz", "tool_calls": []}]
     engine.tokenizer.chat_template += "end"
     assert rendered(client, engine, messages=more, **flags).endswith("<assistant>xyz")

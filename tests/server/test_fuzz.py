@@ -1,4 +1,4 @@
-"""Whatever comes as a request, in fields or in bytes, no answer is a failure of the server."""
+"""Fuzz tests: no request, by fields or by bytes, makes the server answer with a failure."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specjax.testing import Client, is_idle, num_held
 
-# valid where they are few, so that other fields are reached
+# valid values for a few fields, so that the checks of the others are reached
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "ab", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
@@ -71,7 +71,7 @@ HEADERS = (
     ("x y", "z"),
     ("", "z"),
 )
-# what becomes of a body's text
+# mutations of a body's text
 MUTATIONS: tuple[Callable[[bytes, int], bytes], ...] = (
     lambda data, i: data[: i % (len(data) + 1)],
     lambda data, i: data + b"}" * (i % 5),
@@ -144,7 +144,7 @@ def test_bodies_of_any_bytes(client, data: bytes, cut: int) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes of a request; the server may wait for more of one that is not whole."""
+    """Bytes of a request; the server may wait for the rest of an incomplete one."""
 
     data: bytes
     is_whole: bool
@@ -177,7 +177,7 @@ def wires(draw: st.DrawFn) -> Wire:
 
 
 def statuses(port: int, wire: Wire) -> list[int]:
-    """Those of all answers until the server hangs up, or could wait for more."""
+    """Statuses of all answers until the server closes the connection or may wait for more."""
     found = b""
     with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
         try:
@@ -189,14 +189,14 @@ def statuses(port: int, wire: Wire) -> list[int]:
         except TimeoutError:
             assert not wire.is_whole, (wire, found)
         except ConnectionError:
-            pass  # it hung up before it had read all
+            pass  # the server closed the connection before it had read everything
     return [int(status) for status in re.findall(rb"^HTTP/1.1 (\d+) ", found, re.M)]
 
 
 @pytest.mark.slow
 @EXAMPLES
 def test_requests_of_any_bytes(engine, client, examples: int) -> None:
-    """Counts statuses; 0 stands for connections without an answer."""
+    """Count statuses; 0 counts connections without an answer."""
     seen: Counter[int] = Counter()
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))

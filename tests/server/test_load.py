@@ -1,6 +1,6 @@
-"""A process under load: every request is answered, nothing is left behind, and it ends in order.
+"""A process under load: it answers every request, leaks nothing and shuts down in order.
 
-Clients of all kinds come at once: some go, err, read slowly or never; the others check answers.
+Many clients run at once. Some disconnect, send errors, read slowly or never; others check answers.
 """
 
 import json
@@ -42,12 +42,12 @@ MALFORMED: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/nothing", {}),
     ("PUT", CHAT, {}),
 )
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close at once, with a reset
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close at once with a reset
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     rss_mb: float
     threads: int
@@ -63,32 +63,32 @@ class Footprint:
             try:
                 targets.append(str(path.readlink()))
             except FileNotFoundError:
-                continue  # closed meanwhile
+                continue  # closed in the meantime
         sockets = sum(target.startswith("socket:") for target in targets)
         return cls(int(status["VmRSS"][0]) / 1024, int(status["Threads"][0]), sockets)
 
 
 @dataclass
 class Load:
-    """Requests to one server, each drawn from its number; counts what became of them."""
+    """Sends requests to one server, each drawn from its number, and counts the outcomes."""
 
     client: Client
     kinds: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
-    signal_time: float = float("inf")  # requests that begin later may find nobody
+    signal_time: float = float("inf")  # later requests may find the server gone
 
     def __post_init__(self) -> None:
         self._texts: dict[str, list[str]] = {}
         self._lock = threading.Lock()
 
     def run(self, numbers: range, at_once: int) -> None:
-        """Ask and check the answers."""
+        """Send a request and check its answers."""
         with ThreadPoolExecutor(at_once) as pool:
             for _ in pool.map(self.ask, numbers):
                 pass
 
     def ask(self, number: int) -> bool:
-        """One request; whether anybody listened, which has to be so before the signal."""
+        """Send one request; return whether the server accepted it, as it must before the signal."""
         rng = random.Random(number)
         draw, begun = rng.random(), time.monotonic()
         kind = "answered"
@@ -110,7 +110,7 @@ class Load:
 
     def _answered(self, rng: random.Random) -> int:
         path, body = _request(rng)
-        if rng.random() < 0.05:  # long enough to be read in another thread
+        if rng.random() < 0.05:  # long enough to be parsed in another thread
             body["metadata" if path != GENERATE else "rid"] = "x" * 20_000 + str(rng.random())
         is_stream = rng.random() < 0.5
         answer = self.client.post(path, body | {"stream": is_stream})
@@ -129,7 +129,7 @@ class Load:
             if "abort" in reasons:
                 assert time.monotonic() > self.signal_time, (path, body, answer.body)
                 known = self._texts.get(key, texts)
-                # a part of a stop string may stay at the end
+                # a part of a stop string may remain at the end
                 assert "stop" in body or all(map(str.startswith, known, texts)), (
                     body,
                     texts,
@@ -177,7 +177,7 @@ class Load:
         return response.status
 
     def _silent(self, rng: random.Random) -> int:
-        """A client that reads nothing of an answer that no buffer holds."""
+        """A client that does not read an answer larger than all buffers."""
         body = {"prompt": rng.choice(PROMPTS), "max_tokens": 90, "ignore_eos": True}
         body |= {"n": 16, "logprobs": 20, "echo": True, "stream": rng.random() < 0.5}
         connection = self.client.connect("POST", COMPLETIONS, body)
@@ -190,7 +190,7 @@ class Load:
 
 
 def _request(rng: random.Random, tokens: int = 0) -> tuple[str, dict[str, Any]]:
-    """One whose text is always the same."""
+    """A request with a deterministic text."""
     prompt, count = rng.choice(PROMPTS), tokens or rng.randint(4, 8)
     if rng.random() < 0.5:
         sampling: dict[str, Any] = {"temperature": 0}
@@ -212,11 +212,11 @@ def _request(rng: random.Random, tokens: int = 0) -> tuple[str, dict[str, Any]]:
 
 
 def _texts(parts: list[Any], path: str) -> tuple[list[str], set[str | None]]:
-    """Texts of all choices, and why they ended, from a whole answer's parts or a stream's."""
+    """Texts and finish reasons of all choices, from a whole answer or a stream."""
     texts: dict[int, str] = {}
     reasons: set[str | None] = set()
     for part in parts:
-        if path == GENERATE:  # cumulative
+        if path == GENERATE:  # cumulative stream
             texts[part.get("index", 0)] = part["text"]
             reason = part["meta_info"]["finish_reason"]
             reasons.add(reason and reason["type"])
@@ -230,7 +230,7 @@ def _texts(parts: list[Any], path: str) -> tuple[list[str], set[str | None]]:
 
 
 def settled(process: Any, client: Client) -> Footprint:
-    """What the process holds once nothing runs and no client is connected."""
+    """Resources of the process when nothing runs and no client is connected."""
     deadline = time.monotonic() + 20
     while True:
         load = client.get("/v1/loads").json()["loads"][0]
@@ -241,14 +241,14 @@ def settled(process: Any, client: Client) -> Footprint:
         assert time.monotonic() < deadline, load
         time.sleep(0.1)
     found = []
-    for _ in range(10):  # the last connections close in a moment
+    for _ in range(10):  # the last connections close soon
         found.append(Footprint.of(process.pid))
         time.sleep(0.05)
     return min(found, key=lambda one: one.sockets)
 
 
 def report(process: Any, client: Client, total: int) -> None:
-    """Run requests, of which the first fifth warms up, and compare what the process holds."""
+    """Run requests, the first fifth as warm-up, and compare the resources of the process."""
     load, start = Load(client), time.monotonic()
     load.run(range(total // 5), AT_ONCE)
     before = settled(process, client)
@@ -258,13 +258,13 @@ def report(process: Any, client: Client, total: int) -> None:
     print(f"{before} -> {after}")
     assert sum(load.kinds.values()) == total
     assert after.sockets == before.sockets
-    # those of asyncio's pool come when they are needed
+    # threads of asyncio's pool start on demand
     assert after.threads <= before.threads + 4 + (os.cpu_count() or 1)
     assert after.rss_mb < before.rss_mb + 30
 
 
 def end_under_load(process: Any, client: Client) -> None:
-    """What begins before a signal is answered; what begins later may find nobody."""
+    """Requests before a signal are answered; later ones may find the server gone."""
     load, numbers, lock = Load(client), count(10**6), threading.Lock()
 
     def ask_on() -> None:
@@ -290,7 +290,7 @@ def end_under_load(process: Any, client: Client) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("total", [500, pytest.param(10_000, marks=pytest.mark.long)])
-def test_load_leaves_nothing_behind(files, total) -> None:
+def test_load_leaks_nothing(files, total) -> None:
     with serving(files.arguments(**SIZES), *OPTIONS) as (process, client):
         wait_until_ready(process, client)
         report(process, client, total)
@@ -300,8 +300,8 @@ def test_load_leaves_nothing_behind(files, total) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_hours_leave_nothing_behind(files) -> None:
-    """``SOAK_SECONDS`` of load, an hour by default; memory is compared with that after a sixth."""
+def test_hours_of_load_leak_nothing(files) -> None:
+    """``SOAK_SECONDS`` of load (default: an hour); memory may not grow after a sixth."""
     seconds, numbers = float(os.environ.get("SOAK_SECONDS", 3600)), count()
     with serving(files.arguments(**SIZES), *OPTIONS) as (process, client):
         wait_until_ready(process, client)
@@ -314,6 +314,6 @@ def test_hours_leave_nothing_behind(files) -> None:
             print(f"{time.monotonic() - start:.0f} s, {first + 500} requests: {found[-1]}")
         before, after = found
         assert after.sockets == before.sockets
-        # those of the pools, which are bounded, come when they are needed
+        # threads of the bounded pools start on demand
         assert after.threads <= before.threads + 4 + (os.cpu_count() or 1)
         assert after.rss_mb < 1.03 * before.rss_mb

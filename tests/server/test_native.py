@@ -1,4 +1,4 @@
-"""SGLang's own routes: ``/generate``, and what goes with it."""
+"""SGLang's native routes: ``/generate`` and ``/abort_request``."""
 
 import threading
 import time
@@ -34,8 +34,8 @@ def test_results_are_the_engines(engine, client, inputs) -> None:
         assert list(map(plain, found)) == list(map(plain, expected))
 
 
-def test_what_gateways_and_benchmarks_add_changes_nothing(engine, client) -> None:
-    """Defaults of SGLang's parameters, router and bench_serving, and a model's name."""
+def test_fields_of_gateways_and_benchmarks_change_nothing(engine, client) -> None:
+    """Accepts the defaults of SGLang's parameters, router and bench_serving, and a model name."""
     neutral = {"skip_special_tokens": True, "no_stop_trim": False, "regex": None, "stop": None}
     added = {"model": engine.target.name, "lora_path": None, "image_data": [], "priority": 0}
     names = (
@@ -88,7 +88,7 @@ def test_an_id_aborts_its_request(engine, client) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while thread.is_alive():  # until it is there to be aborted
+    while thread.is_alive():  # until the request can be aborted
         assert client.post("/abort_request", {"rid": "one"}).status == 200
         time.sleep(0.001)
     assert found[-1]["meta_info"]["finish_reason"]["type"] == "abort"

@@ -68,7 +68,7 @@ def driver() -> Iterator[Any]:
         pytest.skip("chromium or chromedriver (Debian: chromium-driver) is not installed")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    # as root there is no sandbox
+    # root has no sandbox
     for name in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1280,844"):
         options.add_argument(f"--{name}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -91,7 +91,7 @@ def address() -> Iterator[str]:
 
 
 class Page:
-    """What tests do with the page."""
+    """The page in a browser, as a user sees it."""
 
     def __init__(self, driver: Any) -> None:
         from selenium.webdriver.support.wait import WebDriverWait

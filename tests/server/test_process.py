@@ -1,4 +1,4 @@
-"""``specjax serve`` as a process, from before it is ready to the answers behind a signal."""
+"""``specjax serve`` as a process, from start-up to the answers after a signal."""
 
 import asyncio
 import signal
@@ -40,7 +40,7 @@ def test_a_signal_ends_a_start(files, number) -> None:
 
 @pytest.mark.slow
 def test_silent_connections_lock_out_nobody(files) -> None:
-    """The process may open 128 files, its log stays short, its key is from the environment."""
+    """The process may open 128 files, its log stays short, and its key is in the environment."""
     server = serving(files.arguments(), descriptors=128, key="secret")
     with server as (process, client), ExitStack() as stack:
         assert 503 in wait_until_ready(process, client)
@@ -93,7 +93,7 @@ def test_many_connections_may_wait_to_be_accepted() -> None:
         server.lifespan = config.lifespan_class(config)
         await server.startup([listener])
         information = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-        # of a socket that listens tcpi_sacked is the length of its queue
+        # tcpi_sacked of a listening socket is the length of its queue
         queue = struct.unpack_from("<8B6I", information)[-1]
         most = int(Path("/proc/sys/net/core/somaxconn").read_text())
         assert queue == min(BACKLOG, most) > ACCEPT_BATCH

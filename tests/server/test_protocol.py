@@ -1,4 +1,4 @@
-"""Connections: what comes before a request's handler is bounded in bytes, seconds and number."""
+"""Connections: limits of bytes, time and number before a request reaches its handler."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
 async def count(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the number of bytes of the body."""
+    """Answer with the number of bytes in the body."""
     size, has_more = 0, True
     while has_more and scope["path"] != "/refused":
         message = await receive()
@@ -46,12 +46,12 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def answers(port: int, *parts: bytes) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Receive everything until the server closes the connection."""
     with connected(port) as connection:
         try:
             for part in parts:
                 connection.sendall(part)
-        except OSError:  # it does not wait for the rest
+        except OSError:  # the server does not wait for the rest
             pass
         found = b""
         try:
@@ -104,7 +104,7 @@ def test_requests_follow_each_other(port: int) -> None:
     assert [part[0:1] for part in found.split(b"\r\n\r\n")[1:]] == [b"3", b"3", b"3", b"5"]
 
 
-def test_slow_heads_are_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heads_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
     monkeypatch.setattr(protocol, "DRAIN_SECONDS", 0.05)
     assert status(answers(port, GET)) == 408
@@ -159,7 +159,7 @@ def test_failures_to_accept_are_logged_once() -> None:
 
 
 def test_few_requests_wait_on_a_connection(port: int) -> None:
-    """Those beyond are not kept: the connection is closed."""
+    """Excess connections are closed."""
     some = GET + b"\r\n"
     assert answers(port, some * 10 + GET + b"connection: close\r\n\r\n").count(b"200 OK") == 11
     assert answers(port, some * 2000).count(b"200 OK") < 100

@@ -1,6 +1,6 @@
-"""The Ray Serve example: a replica is killed under load, and every request has its answer.
+"""The Ray Serve example: a replica is killed under load, and every request is answered.
 
-In an environment of its own: ``pip install '.[dev,ray]'``; ``-s`` shows the figures.
+Use a separate environment: ``pip install '.[dev,ray]'``. ``-s`` prints the metrics.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ pytestmark = [
 
 
 def question(i: int) -> tuple[str, dict[str, Any]]:
-    """A prompt and its sampling parameters; every other one is greedy."""
+    """A prompt and its sampling parameters; every second one is greedy."""
     params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
     if i % 2:
         params |= {"temperature": 0.8, "sampling_seed": i}
@@ -53,7 +53,7 @@ def body(i: int) -> dict[str, Any]:
 
 
 def ask(client: Client, i: int) -> str:
-    """The text; raises where there is no whole answer. Every third pair of requests streams."""
+    """Return the text; raise if the answer is incomplete. Every third pair of requests streams."""
     if i // 2 % 2:
         events = client.stream(COMPLETIONS, body(i % 16))
         return "".join(event["choices"][0]["text"] for event in events)
@@ -63,7 +63,7 @@ def ask(client: Client, i: int) -> str:
 
 
 def replicas(ancestor: int) -> set[int]:
-    """Processes of replicas below a process."""
+    """Processes of replicas among the children of a process."""
     parents, found = {}, set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -81,7 +81,7 @@ def replicas(ancestor: int) -> set[int]:
 
 
 def wait_for_replacement(client: Client, since: float) -> None:
-    """Until a replica that was started since then has answered."""
+    """Wait until a replica that was started since then has answered."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError, HTTPException):
@@ -98,7 +98,7 @@ def test_a_killed_replica_leaves_nobody_without_an_answer(files: Files, tmp_path
     port = free_port()
     options = [*flags(files.arguments(dtype="float32")), "--replicas", str(REPLICAS)]
     options += ["--port", str(port)]
-    # sockets of Unix have short paths
+    # paths of Unix sockets must be short
     variables = {"RAY_TMPDIR": "/tmp", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     log = tmp_path / "log"
     with log.open("w") as file:
@@ -114,7 +114,7 @@ def test_a_killed_replica_leaves_nobody_without_an_answer(files: Files, tmp_path
     slowest = 0.0
 
     def answer(i: int) -> bool:
-        """Ask until there is an answer; returns whether it is right."""
+        """Retry until there is an answer; return whether it is right."""
         nonlocal slowest
         before = time.monotonic()
         for number in range(1, TRIES + 1):
@@ -159,7 +159,7 @@ def test_a_killed_replica_leaves_nobody_without_an_answer(files: Files, tmp_path
             sep="\n",
         )
         assert all(right)
-        # a signal lets what is in hand end
+        # after a signal, requests in progress finish
         with ThreadPoolExecutor(CLIENTS) as pool:
             futures = [pool.submit(ask, client, i) for i in range(CLIENTS)]
             time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Shapes of answers, and that the documentation has every field."""
+"""Shapes of answers, and documentation of every field."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_offsets_count_characters_of_the_text() -> None:
     assert more["top_logprobs"][1:] == [{texts.of(i)[0]: -1.0} for i in ids[1:]]
 
 
-def test_infinity_is_no_json() -> None:
+def test_infinity_is_not_json() -> None:
     texts, triple = TokenTexts(byte_tokenizer()), (-math.inf, 97, None)
     lists, _ = completion_logprobs(texts, [triple], [[triple]], 0)
     assert lists["token_logprobs"] == [LEAST]

@@ -30,6 +30,6 @@ assert render() == "hi"
 
 @pytest.mark.slow
 def test_forked_children_render_and_end() -> None:
-    """The parent's process answers the parent alone, and its pipe holds no child up."""
+    """The parent's process answers only the parent, and its pipe does not block a child's exit."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-P", "-c", FORKED], check=True, timeout=60, env=environment)

@@ -1,4 +1,4 @@
-"""Text of a request: stop strings, whole characters, and what a stream shows."""
+"""Text of a request: stop strings, whole characters and streamed text."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ def make(stop=None, *, limit: int = 10_000, ends: frozenset[int] = frozenset()) 
 
 
 def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
-    """Append tokens in rounds of the given sizes (repeating); returns what a stream would show."""
+    """Append tokens in rounds of the given sizes (repeated); return the streamed texts."""
     request.append_first(ids[0])
     shown, at, turn = [request.streamed_text()], 1, 0
     while at < len(ids) and not request.is_finished:
@@ -40,9 +40,9 @@ def feed(request: Request, ids: list[int], sizes: list[int]) -> list[str]:
 
 
 def cut(ids: list[int], stops: list[str]) -> tuple[str, int, bool]:
-    """Text, completion tokens and whether a stop string ended it, by decoding every prefix.
+    """Return text, token count and whether a stop string ended it, by decoding every prefix.
 
-    Text counts from where it ends with a whole character.
+    Prefixes that end inside a character are skipped.
     """
     for count in range(1, len(ids) + 1):
         whole = tokenizer().decode(ids[:count])
@@ -108,7 +108,7 @@ pieces = st.sampled_from(["a", "b", "ab", " ", "the", "\n", "é", "日", "👩",
     st.lists(st.lists(pieces, min_size=1, max_size=3).map("".join), max_size=3),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_streams_take_nothing_back(text, stops, sizes) -> None:
+def test_streamed_text_is_final(text, stops, sizes) -> None:
     ids = tokenizer().encode(text)
     request = make(stops, limit=len(ids))
     shown = feed(request, ids, sizes)
@@ -119,7 +119,7 @@ def test_streams_take_nothing_back(text, stops, sizes) -> None:
 
 
 class Letters:
-    """A decoder of one letter a token."""
+    """A decoder with one letter per token."""
 
     def push(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
@@ -148,7 +148,7 @@ def test_the_first_and_shortest_stop_string_is_found_at_once(text, stops) -> Non
         assert (found, completion.streamed()) == (None, said[: len(said) - held])
 
 
-def test_the_start_of_a_stop_string_is_held_until_it_is_none() -> None:
+def test_a_possible_start_of_a_stop_string_is_held_back() -> None:
     ids = [tokenizer().encode(letter)[0] for letter in "xabay"]
     request = make("abab")
     assert feed(request, ids, [1]) == ["x", "x", "x", "x", "xabay"]
@@ -198,7 +198,7 @@ def test_a_stop_string_inside_an_accepted_run_cuts_its_tail() -> None:
 
 
 def test_text_held_as_half_a_character_can_complete_a_stop_string() -> None:
-    """A token may bring whole characters and the start of another: nothing slips through."""
+    """A token may complete characters and start another one; no stop string is missed."""
     first, second = tokenizer().encode("x"), tokenizer().encode("👩🏽")
     ids = [*first, second[0]]
     request = make("\ufffd", limit=len(ids))

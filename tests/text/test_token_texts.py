@@ -8,7 +8,7 @@ from specjax.text.tokenizer import Tokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and an end token."""
+    """A tokenizer with one token per byte, and an end token."""
     vocabulary = byte_alphabet()
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -18,7 +18,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def word_tokenizer() -> Tokenizer:
-    """Word marks, and bytes by their number."""
+    """A tokenizer with word marks, and bytes by number."""
     vocabulary = {"<0xE2>": 0, "<0x82>": 1, "<0xAC>": 2, "▁the": 3, "a": 4}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -42,7 +42,7 @@ def test_texts_of_tokens() -> None:
     assert texts.of(0xE2) == ("bytes:\\xe2", b"\xe2")
     assert texts.of(256) == ("</s>", b"</s>")
     assert texts.is_special(256)
-    assert texts.of(10_000) == ("", b"")  # of a padded vocabulary
+    assert texts.of(10_000) == ("", b"")  # an id of a padded vocabulary
     words = TokenTexts(word_tokenizer())
     assert [words.of(i)[1] for i in range(5)] == [b"\xe2", b"\x82", b"\xac", b" the", b"a"]
     assert TokenTexts(None).of(3) == ("", b"")

@@ -1,4 +1,4 @@
-"""Tokenizers from directories and GGUF files, chat templates, streaming decoding."""
+"""Tokenizers from directories and GGUF files, chat templates, incremental decoding."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def smollm2() -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """A SentencePiece-like tokenizer: word marks, and unknown characters as bytes."""
+    """A SentencePiece-like tokenizer: word marks, and bytes for unknown characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁a", "▁b", "c"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -68,7 +68,7 @@ def save(path: Path, tokenizer: Tokenizer, **config: Any) -> Path:
 
 def test_embedded_tokenizer() -> None:
     tokenizer = smollm2()
-    # ids as transformers gives them for the same file
+    # ids that transformers returns for the same file
     assert tokenizer.encode("Hello world") == [19556, 905]
     assert tokenizer.encode("  12") == [216, 216, 33, 34]
     assert tokenizer.encode("<|im_start|>user") == [1, 4093]
@@ -174,7 +174,7 @@ def test_tokens_that_only_the_configuration_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["jinja", "json", "config", "named"])
-def test_places_of_the_chat_template(tmp_path: Path, place: str) -> None:
+def test_sources_of_the_chat_template(tmp_path: Path, place: str) -> None:
     tokenizer = byte_fallback_tokenizer()
     config: dict[str, Any] = {}
     if place == "config":
@@ -285,7 +285,7 @@ LOOP = "{% for i in range(99999) %}"
     ],
 )
 def test_endless_templates(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also away from the main thread, and without the memory that they ask for."""
+    """Also outside the main thread, and with limited memory."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
     before = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -314,7 +314,7 @@ def test_a_stopped_process_is_replaced(size: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_conversation_of_a_stopped_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait for it are rendered by the next process."""
+    """Waiting conversations are rendered by the next process."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 2.0)
     os.kill(chat_template.start_renderer().pid, signal.SIGSTOP)
     with ThreadPoolExecutor(4) as pool:
@@ -416,7 +416,7 @@ def test_gguf_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (tokens.index("<|end|>"), tokens.index("<|turn|>"))
 
 
-def test_gguf_adds_bos_when_told(tmp_path: Path) -> None:
+def test_gguf_adds_bos_if_configured(tmp_path: Path) -> None:
     file = write_vocabulary(tmp_path / "t.gguf", **{"ggml.add_bos_token": True})
     tokenizer = tokenizer_from_gguf(file)
     bos = tokenizer.backend.token_to_id(tokenizer.special_tokens["bos_token"])
@@ -458,7 +458,7 @@ def test_gguf_refusals(tmp_path: Path, changes: dict[str, Any], message: str) ->
 
 
 def check_stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> None:
-    """Pieces add up to the whole text, and no piece ends in half a character."""
+    """Pieces join to the whole text, and no piece ends inside a character."""
     decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
     pieces = [decoder.push([i]) for i in ids]
     assert not any(piece.endswith("\ufffd") for piece in pieces)
@@ -477,7 +477,7 @@ def test_stream_of_text(text: str, skip: bool) -> None:
 @given(st.lists(st.integers(0, 49151), max_size=40), st.booleans())
 @settings(max_examples=80)
 def test_stream_of_any_tokens(ids: list[int], skip: bool) -> None:
-    """Also of tokens that make no valid UTF-8."""
+    """Also if tokens are not valid UTF-8."""
     check_stream(smollm2(), ids, skip=skip)
 
 
