@@ -170,7 +170,7 @@ def add_bench_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its options")
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of NAME")
     parser.set_defaults(quiet=True)
 
 

@@ -64,7 +64,6 @@ class SamplingParams:
         logit_bias: added to token logits, from -100 to 100, by token id (an integer or its digits).
         min_new_tokens: minimum completion tokens before an end token; does not hold back stop
             strings.
-            back.
         n: number of completions per prompt.
         stop: strings that end the request, at most 128 of at most 256 characters; they are removed
             from the text.
