@@ -87,13 +87,12 @@ def orbax_source(path: Path) -> TensorSource:
 
     directory = (path / WEIGHTS).absolute()
     try:
-        stored = dict(ocp.metadata(directory).metadata)
+        infos = {
+            name: TensorInfo(tuple(found.shape), directory, np.dtype(found.dtype).name)
+            for name, found in ocp.metadata(directory).metadata.items()
+        }
     except Exception as error:  # orbax raises several unrelated types
         raise ValueError(f"{directory} is not a complete orbax checkpoint: {error}") from error
-    infos = {
-        name: TensorInfo(tuple(found.shape), directory, np.dtype(found.dtype).name)
-        for name, found in stored.items()
-    }
     weights: dict[str, np.ndarray] = {}
     lock = threading.Lock()
 

@@ -56,22 +56,31 @@ def embedded_head(name: str) -> Path:
     return path
 
 
-def locate(model: str | os.PathLike[str], knob: str, revision: str | None = None) -> Path:
-    """Find the directory or GGUF file of a model; download the snapshot of a repository.
+def locate(
+    model: str | os.PathLike[str],
+    knob: str,
+    revision: str | None = None,
+    *,
+    takes_files: bool = False,
+) -> Path:
+    """Find the directory of a model; download the snapshot of a repository.
 
     ``knob`` is the name of the argument for errors. ``revision`` is a branch, tag or commit of a
-    repository.
+    repository. With ``takes_files`` the model may also be embedded or a GGUF file.
     """
     name = os.fspath(model)
-    if name in EMBEDDED_MODELS:
+    if takes_files and name in EMBEDDED_MODELS:
         return find_embedded(name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     is_file = os.path.isfile(path)
-    if is_file and path.suffix != ".gguf":
-        raise ValueError(f"{knob}={name!r} is a file; expected a directory or a .gguf file")
-    if path.suffix == ".gguf" and not is_file:
+    if is_file and not (takes_files and path.suffix == ".gguf"):
+        expected = "a directory or a .gguf file" if takes_files else "a directory"
+        raise ValueError(f"{knob}={name!r} is a file; expected {expected}")
+    if is_file or os.path.isdir(path):
+        return path
+    if path.suffix == ".gguf":
         raise ValueError(f"{knob}={name!r}: no such file")
-    return path if os.path.exists(path) else download(name, knob, revision)
+    return download(name, knob, revision)
 
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -176,7 +185,7 @@ def open_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {['auto', *sorted(DTYPES)]}")
-    name, path = os.fspath(model), locate(model, knob, revision)
+    name, path = os.fspath(model), locate(model, knob, revision, takes_files=True)
     if path.suffix == ".gguf":
         file = GGUFFile(path)
         config = gguf_config(file, dtype)

@@ -364,7 +364,7 @@ class Engine:
         """
         self._need_open()
         new = weights_from_tensors(self._plan, named_tensors, draft=draft)
-        self._replace_weights(new, allow_nonfinite, self._plan)
+        self._replace_weights(new, allow_nonfinite)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
         """Return the two most likely tokens after ``input_ids`` and the gap of their logits.
@@ -423,14 +423,17 @@ class Engine:
         """Engines whose weights are replaced together."""
         return (self,)
 
-    def _replace_weights(self, new: NewWeights, allow_nonfinite: bool, plan: EnginePlan) -> None:
+    def _replace_weights(
+        self, new: NewWeights, allow_nonfinite: bool, plan: EnginePlan | None = None
+    ) -> None:
         if not allow_nonfinite:
             check_finite(new)
         for engine in self._engines:  # check all before any is changed
             engine.check_health()
         for engine in self._engines:
             engine._loop.run(partial(engine._replace_between_steps, new), is_vital=True)
-            engine._plan = replace(engine._plan, target=plan.target, drafts=plan.drafts)
+            if plan is not None:
+                engine._plan = replace(engine._plan, target=plan.target, drafts=plan.drafts)
 
     def _replace_between_steps(self, new: NewWeights) -> None:
         self._scheduler.flush_cache()

@@ -32,7 +32,7 @@ Params = SamplingParams | Mapping[str, Any] | None
 MAX_SAMPLES = 128
 # 2**64 over the golden ratio: its multiples spread over all seeds, far from the caller's
 SEED_STRIDE = 0x9E3779B97F4A7C15
-_SECRET, _numbers = os.urandom(32), itertools.count()
+_secret, _numbers = os.urandom(32), itertools.count()
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -238,8 +238,16 @@ def new_id() -> str:
     Without a system call: after ``os.urandom`` another thread has the interpreter. That took 8 % of
     the event loop's time in bursts of 64 requests on two CPU cores.
     """
-    number = f"{os.getpid()} {next(_numbers)}".encode()
-    return blake2b(number, digest_size=16, key=_SECRET).hexdigest()
+    number = next(_numbers).to_bytes(8)
+    return blake2b(number, digest_size=16, key=_secret).hexdigest()
+
+
+def _renew_secret() -> None:
+    global _secret
+    _secret = os.urandom(32)
+
+
+os.register_at_fork(after_in_child=_renew_secret)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

@@ -314,7 +314,8 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        message, param, code = str(error), None, None
+        # cut before it is searched, which takes time that grows with the square of open quotes
+        message, param, code = str(error)[: MAX_MESSAGE + 1], None, None
         names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others
         message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
         if isinstance(error, ParameterError):

@@ -158,7 +158,8 @@ def make_corpus(
     if args.data.exists():
         logger.info("using the text in %s", args.data)
         corpus = Corpus.load(args.data)
-        largest, limit = max((x.tokens.max() for x in corpus), default=0), target.config.vocab_size
+        largest = max((x.tokens.max(initial=0) for x in corpus), default=0)
+        limit = target.config.vocab_size
         if largest >= limit:
             raise ValueError(f"{args.data} is for another model: token {largest} of {limit}")
         return corpus

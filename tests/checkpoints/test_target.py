@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
 from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
@@ -200,10 +201,13 @@ def test_orbax_shape_mismatch(tmp_path: Path) -> None:
     save_orbax(tmp_path / "fewer", config, fewer)
     with pytest.raises(ValueError, match=r"lacks 1 .*'norm\.scale' \(32,\)"):
         open_target(tmp_path / "fewer").load_weights()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/config.json").write_bytes((tmp_path / "fewer/config.json").read_bytes())
-    with pytest.raises(ValueError, match="not a complete orbax checkpoint"):
-        open_target(tmp_path / "empty").load_weights()
+    for name, tree in {"empty": None, "nested": {"norm": {"scale": np.zeros(3)}}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes((tmp_path / "fewer/config.json").read_bytes())
+        if tree is not None:
+            ocp.save((tmp_path / name / "weights").absolute(), tree)
+        with pytest.raises(ValueError, match="not a complete orbax checkpoint"):
+            open_target(tmp_path / name).load_weights()
 
 
 def test_unknown_model(tmp_path: Path) -> None:

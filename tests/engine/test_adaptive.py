@@ -14,6 +14,8 @@ from specjax import Engine
 from specjax.adaptive import CostAwarePolicy
 from specjax.compiling.cache import FOLDER
 from specjax.engine import build
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
 
 from ..runners import chains
 
@@ -179,3 +181,21 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
     assert tables[0] == tables[1]
     assert [set(table) for table in tables] == [set(tables[0])] * 3
     assert {tier for tier, _ in tables[0]} == set(chains(0, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (None, "1, 3 or 7 drafted tokens per round, adaptive (ema)"),
+        (
+            {"policy": "cost", "candidate_steps": [0, 2]},
+            "0 or 2 drafted tokens per round, adaptive (cost)",
+        ),
+        ({"candidate_steps": [4]}, "4 drafted tokens per round, adaptive (ema)"),
+    ],
+)
+def test_the_start_line_names_the_tiers(files, config, line):
+    plan = plan_engine(
+        EngineArgs(**files.arguments(speculative_adaptive=True, speculative_adaptive_config=config))
+    )
+    assert any(line in described for described in plan.describe())

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specjax.kv.budget import GROW_DISPATCHES
+from specjax.kv.budget import GROW_DISPATCHES, MIN_RESERVE
 from specjax.sampling.params import SamplingParams
+from specjax.scheduling.request import RunningRequest
 
-from ..runners import plain_outputs
+from ..runners import make_request, plain_outputs
 from ..scheduling.serving import STEPS, Serving
 
 pytestmark = pytest.mark.slow
@@ -91,3 +92,43 @@ def test_the_cache_gives_way_before_a_request_does() -> None:
     serving.finish()
     assert request.num_retractions == 0
     assert len(request.output_ids) == 120
+
+
+def test_preemptions_make_admissions_more_careful() -> None:
+    """A third request fits at first, not after two preemptions, and fits again later."""
+    serving = Serving(num_steps=0, num_pages=1 + 44)
+    running = serving.add(PROMPTS[:2], LONG)
+    while len(serving.rows) < 2:
+        serving.step()
+    budget = serving.scheduler._budget
+    request = make_request(PROMPTS[2], LONG)
+
+    def fits() -> bool:
+        row = RunningRequest(
+            request=request,
+            slot=4,
+            prefill_ids=request.known_ids,
+            max_kv_tokens=request.max_kv_tokens,
+            num_cacheable=request.num_cacheable,
+        )
+        is_admitted = budget.admit(row, serving.rows, budget.capacity(serving.rows))
+        if is_admitted:
+            budget.release(row, None)
+        return is_admitted
+
+    assert [row.request for row in serving.rows] == running
+    assert fits()
+    budget.raise_reserve()
+    budget.raise_reserve()
+    assert not fits()
+    for _ in range(1000):
+        assert budget.grow((), serving.rows)
+    assert fits()
+    # the reserve stays within its bounds
+    for _ in range(10):
+        budget.raise_reserve()
+    assert budget._reserve == 1.0
+    for _ in range(3000):
+        budget.grow((), serving.rows)
+    assert budget._reserve == MIN_RESERVE
+    serving.finish()

@@ -242,3 +242,10 @@ def test_native_streams_may_be_incremental(engine, client) -> None:
             assert joined == expected["meta_info"][name]
         scored = [part["meta_info"].get("input_token_logprobs") for part in own]
         assert scored == [expected["meta_info"]["input_token_logprobs"]] + [None] * (len(own) - 1)
+
+
+def test_a_long_message_is_searched_only_as_far_as_it_is_shown() -> None:
+    started = time.monotonic()
+    with pytest.raises(fields.ApiError), fields.client_names("prompt"):
+        raise ValueError('\\"' * 30_000)  # quotes that never close
+    assert time.monotonic() - started < 5
