@@ -86,7 +86,7 @@ def test_its_map_has_a_token_for_each_request():
 
 def test_arguments():
     assert EngineArgs(speculative_algorithm="Markov").shape == DraftShape.chain(4)
-    with pytest.raises(ValueError, match=r"speculative_eagle_topk.* nothing reads"):
+    with pytest.raises(ValueError, match=r"speculative_eagle_topk.* no effect"):
         EngineArgs(speculative_algorithm="markov", speculative_eagle_topk=2)
 
 
