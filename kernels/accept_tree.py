@@ -183,8 +183,8 @@ def accept_tree(
     found = [each.shape for each in (*trees, *ints)]
     if found != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
         raise ValueError(
-            f"shapes {found} of parents, target_tokens, num_proposed, slots and seq_lens must fit "
-            f"draft_tokens {draft_tokens.shape}, as must end_token_ids {end_token_ids.shape}"
+            f"parents, target_tokens, num_proposed, slots, seq_lens {found} and end_token_ids "
+            f"{end_token_ids.shape} must have shapes that fit draft_tokens {draft_tokens.shape}"
         )
     inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
     if implementation == "xla" or 0 in (batch, num_rows):

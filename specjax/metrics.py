@@ -243,7 +243,7 @@ _EMA = (
     "Accepted drafts per verify pass, moving average. It excludes the bonus token, which "
     "spec_accept_length includes."
 )
-_SIMULATED = "Tokens per verify pass accepted regardless of the target, to measure speed alone."
+_SIMULATED = "Tokens accepted per verify pass, right or wrong, to measure speed alone."
 _COMPUTED = "Tokens computed or found in the prefix cache, including those of resumed requests."
 _KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily,

@@ -36,7 +36,7 @@ class DraftShape(NamedTuple):
         return cls(steps, 1, steps + 1 if nodes is None else min(nodes, steps + 1))
 
     def __str__(self) -> str:
-        """The steps of a completely verified chain; else steps, branches and rows."""
+        """Only the steps if a chain is verified in full, else ``steps-branches-rows``."""
         return str(self.steps) if self == self.chain(self.steps) else "-".join(map(str, self))
 
     @property

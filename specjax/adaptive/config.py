@@ -75,9 +75,9 @@ def _check(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
-    """A policy, and slots in ascending order of batch size; the first also covers smaller batches.
+    """A policy, and one slot per range of batch sizes; the first also serves smaller batches.
 
-    The policy is ``"ema"``, ``"cost"``, or ``None`` to let the caller choose.
+    The policy is ``"ema"``, ``"cost"``, or ``None`` to let the caller choose. Slots ascend.
     """
 
     slots: tuple[AdaptiveSlot, ...] = (AdaptiveSlot(),)
@@ -86,7 +86,7 @@ class AdaptiveConfig:
     def __post_init__(self) -> None:
         sizes = [slot.min_batch_size for slot in self.slots]
         if not sizes or sizes != sorted(set(sizes)):
-            raise ValueError(f"slots must ascend by min_batch_size, at least one; got {sizes}")
+            raise ValueError(f"slots must ascend by min_batch_size and not be empty; got {sizes}")
         if self.policy is not None:
             _check("policy", self.policy)
 
@@ -179,6 +179,6 @@ def _check_keys(values: Mapping[Any, Any], known: Iterable[str], where: str = ""
         if key not in known:
             name = f"{where}{key}" if where else key
             raise ValueError(
-                f"unknown key {name!r}={value!r}; allowed keys: {', '.join(known)}, and outside of "
-                "slots batch sizes with up to 9 digits, such as '8'"
+                f"unknown key {name!r}={value!r}; allowed keys: {', '.join(known)}; outside of "
+                "slots also batch sizes with up to 9 digits, such as '8'"
             )

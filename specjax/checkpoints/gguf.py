@@ -123,7 +123,7 @@ class GGUFFile:
         if kind in _SCALARS:
             return self._array(kind, 1)[0]
         if kind != _ARRAY or nesting == _MAX_NESTING:
-            raise ValueError(f"type {kind} at byte {self._at} in {nesting} arrays is not valid")
+            raise ValueError(f"type {kind} at byte {self._at}, {nesting} arrays deep, is not valid")
         item, length = self._number("<I"), self._number("<Q")
         if item in _SCALARS:
             return self._array(item, length)

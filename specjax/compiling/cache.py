@@ -93,7 +93,7 @@ class CompileCache:
         self._devices = tuple(devices or jax.devices()[:1])
         text = repr(tuple(facts))
         if " at 0x" in text:
-            raise ValueError(f"configuration={text} has a memory address; give values with a repr")
+            raise ValueError(f"configuration={text} has a memory address; values need a __repr__")
         self._key = digest_of([FORMAT, environment(self._devices), text])
 
     def key(

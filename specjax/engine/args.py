@@ -37,7 +37,7 @@ class EngineArgs:
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         draft: directory or repo id of the draft head. Default: the head embedded for ``model``. For
-            ``"STANDALONE"``: a model with the same vocabulary, named as ``model`` is. For
+            ``"STANDALONE"``: a model with the same vocabulary, given like ``model``. For
             ``"MULTI_LAYER_EAGLE"``: a checkpoint with the modules, by default that of ``model``.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
             ``"MULTI_LAYER_EAGLE"``, one of an installed package, or ``None`` for plain decoding.
@@ -46,7 +46,7 @@ class EngineArgs:
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
         speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
             Default: ``speculative_num_steps + 1`` (the maximum of a chain); for a tree one per
-            branch and level, and the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``.
+            branch and level plus the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``.
         speculative_adaptive: adapt the number of drafted tokens to the measured acceptance,
             starting at ``speculative_num_steps``, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
@@ -59,8 +59,8 @@ class EngineArgs:
             probability is at least this, from 0 (accept every draft) to 1 (off). Values below 1 are
             lossy: they keep neither the target's distribution nor a seed's plain text.
         speculative_accept_threshold_acc: divide the acceptance probability of drafts above
-            temperature 0 by this, capped at 1. From 0 (accept every draft that the target may
-            draw) to 1 (off). Values below 1 are lossy too.
+            temperature 0 by this; the result is capped at 1. From 0 (accept every draft that the
+            target may draw) to 1 (off). Values below 1 are lossy too.
         speculative_ngram_min_match_window_size: minimum n-gram length to match.
         speculative_ngram_max_match_window_size: maximum n-gram length to match (at most 16).
         speculative_ngram_max_bfs_breadth: matches that a tree is built from (at most 16); 1 drafts
@@ -73,12 +73,12 @@ class EngineArgs:
         draft_rope_theta: rotary base of the draft head, instead of the checkpoint's.
         tokenizer: directory or repo id of a tokenizer to use instead of the model's.
         chat_template: file with a Jinja template to use instead of the tokenizer's.
-        revision: branch, tag or commit of ``model`` if that is a repo id; not for other options.
+        revision: branch, tag or commit, if ``model`` is a repo id; does not apply to other options.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"auto"``: float32 on a CPU, else the checkpoint's.
-        context_length: tokens of prompt and completion together. Default: the model's limit.
+        context_length: maximum tokens of prompt plus completion. Default: the model's limit.
         page_size: tokens per KV page.
         max_running_requests: requests decoded at once. Default: 4 on a CPU, 32 on a GPU.
-        max_waiting_requests: waiting requests beyond which new ones are refused. Default: no limit.
+        max_waiting_requests: maximum waiting requests; further ones are refused. Default: no limit.
         request_timeout: seconds, waiting included, after which a request ends with finish reason
             ``abort``. The ``timeout`` of a request overrides it. Default: no limit.
         batch_buckets: batch sizes that rounds are compiled for. Default: powers of two up to

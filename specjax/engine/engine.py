@@ -369,7 +369,7 @@ class Engine:
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
         """Return the two most likely tokens after ``input_ids`` and the gap of their logits.
 
-        A small gap explains why bfloat16 texts with and without speculation diverge there.
+        A small gap explains why bfloat16 texts with and without speculation diverge here.
         """
         self._need_open()
         nets = self.runner.networks

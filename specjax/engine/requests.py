@@ -99,7 +99,7 @@ def encode_conversation(
     """Render a conversation with the chat template and ``variables``, and return its token ids.
 
     With ``continue_final_message`` the ids end with the content of the last message. Characters
-    are counted first: ValueError if there are too many for the context.
+    are counted first; a conversation that is too long for the context raises ValueError.
     """
     contents = (one.get("content") for one in messages if isinstance(one, Mapping))
     num_chars = sum(len(text) for text in contents if isinstance(text, str))

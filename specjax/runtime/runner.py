@@ -93,7 +93,7 @@ class ModelRunner:
         if type(future) is not FutureMap:
             raise ValueError(
                 f"create_future_map of {algorithm.name} must return a FutureMap; got a "
-                f"{type(future).__name__}; pass further leaves as rows"
+                f"{type(future).__name__}; pass further arrays as rows"
             )
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)

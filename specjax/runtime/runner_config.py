@@ -47,7 +47,7 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         shapes = self.shapes
         if list(shapes) != sorted(set(shapes)) or not shapes or shapes[0].steps < 0:
-            raise ValueError(f"{shapes=} must ascend from 0 steps or more")
+            raise ValueError(f"{shapes=} must ascend, not be empty and have no negative steps")
 
     @property
     def on_gpu(self) -> bool:

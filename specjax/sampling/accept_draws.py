@@ -120,9 +120,9 @@ def threshold_tokens(
 ) -> jax.Array:
     """Target-only sampling with SGLang's thresholds: tokens i32 ``[B, T]``.
 
-    Each row has one coin. Its children are tried in row order. The first child is accepted with
-    ``coin <= prob_acc / threshold_acc`` (``prob_acc`` sums ``probs`` of the children up to it), or
-    with a probability of at least ``threshold_single``. If no child is accepted, the token is drawn
+    Each row has one coin. Its children are tried in row order. The first is accepted that has
+    ``coin < prob_acc / threshold_acc`` (``prob_acc`` sums ``probs`` of the children up to it) or
+    a probability of at least ``threshold_single``. If no child is accepted, the token is drawn
     from ``probs`` without the children. With both at 1 the token is distributed as ``probs``.
     """
     is_child, (batch, rows, vocab_size) = tree.is_child, probs.shape

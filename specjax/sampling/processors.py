@@ -141,7 +141,7 @@ def adjust_logits(
 
 
 def advance_states(states: tuple[Any, ...], slots: jax.Array, new: NewTokens) -> tuple[Any, ...]:
-    """The states by request slot, after the texts of slots i32 ``[B]`` have grown."""
+    """Return the states of all request slots after slots i32 ``[B]`` got new tokens."""
     if not jax.tree.leaves(states):
         return states
     rows = jax.tree.map(lambda leaf: leaf[slots], states)

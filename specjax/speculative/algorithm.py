@@ -151,11 +151,11 @@ class CommonAlgorithm:
         """Rows ``[B, ...]`` of requests whose prompts were computed elsewhere; B may be 0.
 
         Args:
-            rows: left by the prefill engine, ``None`` if they were not sent.
+            rows: the rows that the prefill engine sent, or ``None`` if it sent none.
             bonus_tokens: i32 ``[B]``.
             seq_lens: i32 ``[B]``, tokens in the KV pools.
             slots: i32 ``[B]``, request slots of this engine.
-            future: of this engine; the slots' lengths, bonus tokens and history are already set.
+            future: this engine's map; lengths, bonus tokens and history are already set.
 
         Returns:
             Rows for the first round on this engine. ``None`` means zeros: the first round drafts
@@ -210,8 +210,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         """Draft a tree of ``shape.nodes`` rows whose root is the bonus token.
 
         If the tree has more rows, only the first ``shape.nodes`` are verified.
-        With ``batch.draw.acceptance.uses_rejection`` the tree must be a chain with ``draft_probs``,
-        drawn with noise that the target does not use.
+        If ``batch.draw.acceptance.uses_rejection`` is set, the tree must be a chain with
+        ``draft_probs``. Its drafts must be drawn with noise that the target does not use.
         """
 
     def extend(

@@ -71,8 +71,8 @@ class Corpus:
 
     def recipes(self) -> Recipes:
         raise ValueError(
-            f"named_tensors do not apply to the corpus {self.path}; write another file, and "
-            "pass draft_path"
+            f"named_tensors cannot replace the corpus {self.path}; write another file, and "
+            "pass its path as draft_path"
         )
 
 
@@ -81,7 +81,7 @@ def open_corpus(
 ) -> Corpus:
     """Read a file of JSON lines; each document is a string or a list of token ids.
 
-    Raises ValueError with the line for anything else, and if it exceeds ``max_tokens``.
+    If a line has another form, or the total exceeds ``max_tokens``, ValueError names the line.
     """
     left = max_tokens
 
@@ -138,7 +138,7 @@ def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np
 
 
 def _context_ranks(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rank the ``width`` tokens that end at each position, ignoring all up to a separator.
+    """Rank the last ``width`` tokens at each position; tokens up to a separator do not count.
 
     Ranks halves, then pairs of halves. Also returns whether the tokens include a separator.
     """

@@ -1,7 +1,7 @@
 """The round over request slots (draft, verify, extend), and several rounds in one call.
 
-All functions take read-only arguments first, then the device state, which they return first so that
-it can be donated. A row whose request may not produce more tokens is treated as padding.
+Read-only arguments come first, then the device state, which can be donated: functions return the
+new state first. A row whose request may not produce more tokens is treated as padding.
 """
 
 from dataclasses import dataclass, replace

@@ -161,7 +161,7 @@ def make_corpus(
         largest = max((x.tokens.max(initial=0) for x in corpus), default=0)
         limit = target.config.vocab_size
         if largest >= limit:
-            raise ValueError(f"{args.data} is for another model: token {largest} of {limit}")
+            raise ValueError(f"{args.data} is for another model: token {largest} >= vocab {limit}")
         return corpus
     config, tokenizer = CollectConfig(**chosen(args, CollectConfig)), target.load_tokenizer()
     sampler = Sampler.open(
