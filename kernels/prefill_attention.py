@@ -191,7 +191,7 @@ def prefill_attention(
         NotImplementedError: by the Pallas kernel, if the head dim is not a power of two from 16 to
             256, or there are more query heads per KV head than rows in a tile.
     """
-    check_heads(q, pool)
+    check_heads(q, pool, 3)
     if not page_table.shape[:1] == starts.shape == counts.shape:
         raise ValueError(
             f"page_table {page_table.shape}, starts {starts.shape} and counts {counts.shape} must "

@@ -265,8 +265,10 @@ def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
     )
 
 
-def check_heads(q: jax.Array, pool: jax.Array) -> None:
+def check_heads(q: jax.Array, pool: jax.Array, ndim: int) -> None:
     """Reject queries ``[..., N, H]`` that do not fit a pool ``[L, slots, 2, KV, H]``."""
+    if q.ndim != ndim:
+        raise ValueError(f"q {q.shape} must have {ndim} dimensions")
     heads, dim = q.shape[-2:]
     if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != dim:
         raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {dim}]")
@@ -309,7 +311,7 @@ def tree_attention(
         NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
             keys, or if the head dim is not a power of two from 16 to 256.
     """
-    check_heads(q, pool)
+    check_heads(q, pool, 4)
     implementation = resolve(implementation, head_dim=q.shape[3], is_attention=True)
     if implementation in ("xla", "chunked"):
         is_chunked = implementation == "chunked"

@@ -45,10 +45,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     size = "number of tokens that the draft can predict, the most frequent ones of the answers"
     add("--draft-vocab-size", type=int, default=8192, help=size)
     add("--intermediate-size", type=int, help="size of the feed-forward layer (default: target's)")
-    switch, fed_back = argparse.BooleanOptionalAction, "feed back normalized output (EAGLE 3.1)"
+    switch = argparse.BooleanOptionalAction
     add("--fc-norm", action=switch, default=True, help="normalize each feature (EAGLE 3.1)")
+    fed_back = "feed back normalized output (EAGLE 3.1)"
     add("--norm-output", action=switch, default=True, help=fed_back)
-    add = (training := parser.add_argument_group("training")).add_argument
+    training = parser.add_argument_group("training")
+    add = training.add_argument
     add("--stop-at", type=int, help="step at which this run ends (default: --steps)")
     add("--held-out", type=float, default=0.01, help="share of the prompts held out of training")
     checkpoints = "orbax checkpoints; the run resumes from the latest; no default"

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,11 +135,12 @@ def open_draft(
         ValueError: if the head is not found or does not fit the target.
     """
     path = embedded_head(target.name) if draft is None else locate(draft, "draft")
+    source: Callable[[], TensorSource]
     if is_orbax_directory(path):
         source, config = partial(orbax_source, path), _restored(path, target.config)
     else:
         stored = canonical_source(open_directory(path))
-        source, config = partial(lambda: stored), draft_config(path, stored, target.config)
+        source, config = lambda: stored, draft_config(path, stored, target.config)
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(
             f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "

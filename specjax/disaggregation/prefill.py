@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from msgspec.structs import replace
@@ -26,7 +25,7 @@ from specjax.runtime.runner import ModelRunner
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call, EngineLoop
 from specjax.scheduling.prompt_source import PromptSource
-from specjax.scheduling.request import GenerateRequest, Request, RunningRequest
+from specjax.scheduling.request import GenerateRequest, Request, RunningRequest, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class DecodeClient:
         check_integer("start", job.start, 0, len(ids) - 1)
         start = job.logprob_start_len
         arguments = GenerateRequest(
-            rid=uuid4().hex,
+            rid=new_id(),
             input_ids=ids.tolist(),
             sampling_params=SamplingParams.of(job.params),
             return_logprob=job.top_logprobs is not None,

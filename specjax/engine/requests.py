@@ -1,12 +1,9 @@
 """Turn the arguments of ``generate`` into the requests that the engine runs."""
 
-import itertools
 import math
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,7 +18,7 @@ from specjax.checks import (
 from specjax.engine.plan import EnginePlan
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
-from specjax.scheduling.request import GenerateRequest, Request
+from specjax.scheduling.request import GenerateRequest, Request, new_id
 from specjax.scheduling.scheduler import Scheduler
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -32,7 +29,6 @@ Params = SamplingParams | Mapping[str, Any] | None
 MAX_SAMPLES = 128
 # 2**64 over the golden ratio: its multiples spread over all seeds, far from the caller's
 SEED_STRIDE = 0x9E3779B97F4A7C15
-_secret, _numbers = os.urandom(32), itertools.count()
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -230,24 +226,6 @@ class RequestFactory:
         )
         self._scheduler.check(request)
         return request
-
-
-def new_id() -> str:
-    """32 hexadecimal digits that nobody can guess.
-
-    Without a system call: after ``os.urandom`` another thread has the interpreter. That took 8 % of
-    the event loop's time in bursts of 64 requests on two CPU cores.
-    """
-    number = next(_numbers).to_bytes(8)
-    return blake2b(number, digest_size=16, key=_secret).hexdigest()
-
-
-def _renew_secret() -> None:
-    global _secret
-    _secret = os.urandom(32)
-
-
-os.register_at_fork(after_in_child=_renew_secret)
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:

@@ -154,7 +154,8 @@ class ModelRunner:
 
         The old pools are freed first, since two may not fit.
         """
-        jax.tree.map(lambda leaf: leaf.delete(), self.on_device)
+        for leaf in jax.tree.leaves(self.on_device):
+            leaf.delete()
         self.on_device = self._empty_state()
 
     def unload(self) -> None:

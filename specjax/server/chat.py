@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from specjax.checks import short
-from specjax.engine.requests import encode_conversation, new_id
+from specjax.engine.requests import encode_conversation
 from specjax.scheduling.loop import Call
-from specjax.scheduling.request import TokenLogprob
+from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs
 from specjax.server.completions import MAX_LOGPROBS, take_params, take_shown
 from specjax.server.fields import ApiError, Body, client_names, finish_fields

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specjax.checks import is_integer, short
-from specjax.engine.requests import new_id
 from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
-from specjax.scheduling.request import TokenLogprob
+from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import Answer, Result, Sent, Tops, completion_logprobs
 from specjax.server.fields import (
     INPUTS,

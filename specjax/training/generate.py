@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specjax.checks import check_integer
 from specjax.engine import Engine
 from specjax.engine.requests import sample_seed
 from specjax.sampling.params import SamplingParams
@@ -72,6 +73,15 @@ class Sampler:
         A temperature of 0 is greedy. After each group of prompts, ``on_finished`` is called with
         the numbers of its prompts and tokens.
         """
+        check_integer(
+            "max_new_tokens", max_new_tokens, 1, self.engine.context_length - self.max_prompt_len
+        )
+        for i, prompt in enumerate(prompts):
+            if not 1 <= len(prompt) <= self.max_prompt_len:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; it must have 1 to "
+                    f"--max-prompt-len={self.max_prompt_len}"
+                )
         params = [
             SamplingParams(
                 temperature=temperature,

@@ -183,6 +183,8 @@ def test_unsupported_inputs_are_refused():
         PALLAS(jnp.tile(q, (1, 20, 1)), pool, 0, *ints, page_size=4)
     with pytest.raises(ValueError, match="must be"):
         REFERENCE(q, pool[..., :8], 0, *ints, page_size=4)
+    with pytest.raises(ValueError, match="must have 3 dimensions"):
+        REFERENCE(q[None], pool, 0, *ints, page_size=4)
     with pytest.raises(ValueError, match=r"starts \(5,\)"):
         REFERENCE(q, pool, 0, ints[0], ints[1][:5], ints[2], page_size=4)
     with pytest.raises(ValueError, match="block_rows=48"):

@@ -45,3 +45,12 @@ def test_sampled_texts_vary_with_the_seed_and_greedy_ones_do_not(sampler, prompt
     assert first[::2] == other[::2]
     assert all(a != b for a, b in zip(first[1::2], other[1::2], strict=True))
     assert all(len(text) == 8 for text in first)
+
+
+def test_what_does_not_fit_is_refused(sampler):
+    longest = sampler.max_prompt_len
+    most = sampler.engine.context_length - longest
+    with pytest.raises(ValueError, match=rf"prompt 1 has {longest + 1} tokens.*--max-prompt-len="):
+        sampler.generate([[1], [1] * (longest + 1)], [0.0, 0.0], 4, 0)
+    with pytest.raises(ValueError, match=rf"max_new_tokens={most + 1} .* from 1 to {most}"):
+        sampler.generate([[1]], [0.0], most + 1, 0)
