@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # lowest layer first; a package may import only its own files and packages of lower layers
 LAYERS = (
     ("checks",),
-    ("types", "config", "json_file"),
+    ("types", "config", "json_file", "logs"),
     ("kernels",),
     ("models",),
     ("kv", "sampling", "text"),

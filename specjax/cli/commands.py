@@ -22,6 +22,7 @@ from specjax.cli.options import (
 from specjax.compiling.cache import open_compile_cache
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import warm_up
+from specjax.logs import LEVELS, LOAD_SECONDS
 
 API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
 SECONDS_PER_DAY = 86400.0
@@ -86,7 +87,24 @@ def add_serve_parser(commands: Any) -> None:
         help="Host header names to accept in addition to loopback names, for example those of a "
         "proxy; used if the server listens on a loopback address without a key",
     )
-    add_switches(group, {"--quiet": "hide progress"})
+    group.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        help='minimum level of log lines (default: info; with --quiet: warning). "info" has a '
+        f"line per {LOAD_SECONDS:g} s under load",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="format of log lines on standard error (default: text)",
+    )
+    switches = {
+        "--access-log": "log a line per answered request: client, method, path, status and time; "
+        'those of /, /health, /ping and /metrics have level "debug"',
+        "--quiet": "hide progress",
+    }
+    add_switches(group, switches)
     add_engine_options(parser, SERVING)
 
 

@@ -2,15 +2,13 @@
 
 import argparse
 import io
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from tqdm.contrib.logging import logging_redirect_tqdm
-
+from specjax import logs
 from specjax.cli.commands import (
     add_bench_parser,
     add_serve_parser,
@@ -61,10 +59,10 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     if sys.stderr is None:  # print would use standard output instead
         sys.stderr = io.StringIO()
     args = build_parser().parse_args(argv)
-    log = logging.getLogger("specjax")
-    old_level = log.level
-    log.setLevel(logging.WARNING if args.quiet else logging.INFO)
-    engine_args = engine_arguments(args) | {"show_progress": not args.quiet}
+    level = getattr(args, "log_level", "warning" if args.quiet else "info")
+    shows_progress = not args.quiet and level in ("debug", "info")
+    engine_args = engine_arguments(args) | {"show_progress": shows_progress}
+    kind, has_access = getattr(args, "log_format", "plain"), getattr(args, "access_log", False)
     for stream in (sys.stdout, sys.stderr):
         # print "?" for a character that the terminal cannot show, instead of failing
         if hasattr(stream, "reconfigure"):
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
     try:
         if sys.stdout is None:
             raise ValueError("standard output is closed; redirect it to a file or to /dev/null")
-        with logging_redirect_tqdm([log]):  # log lines appear above a progress bar
+        with logs.configured(level, kind, has_access=has_access):
             if args.command == "warmup":
                 status = run_warmup(args, engine_args)
             elif args.command == "serve":
@@ -93,5 +91,3 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         return report_error("specjax", error)
-    finally:
-        log.setLevel(old_level)

@@ -3,9 +3,10 @@
 import logging
 import os
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 # limited, since each compilation starts its own threads and autotuning shares the device
 MAX_THREADS = 8
 CompilerOptions = dict[str, str | bool] | None
+# called by any thread with the number of functions that are ready, and of all functions
+on_progress: ContextVar[Callable[[int, int], None]] = ContextVar(
+    "on_progress", default=lambda num_ready, num_all: None
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class CompilePool(dict[Hashable, Compiled]):
             }
         )
         done: dict[Hashable, CompiledFunction] = {}
+        report = on_progress.get()
+        report(0, len(jobs))
         # tqdm: None shows the bar on a terminal only; elsewhere log lines suffice
         is_off = None if show_progress else True
         bar = tqdm(total=len(jobs), desc="compiling", unit="fn", disable=is_off)
@@ -102,6 +109,7 @@ class CompilePool(dict[Hashable, Compiled]):
             self[job.key] = compiled
             bar.set_postfix_str(f"{job.label}{' (cached)' if is_hit else ''}")
             bar.update()
+            report(len(done), len(jobs))
 
         def load(job: _Job) -> None:
             began = time.perf_counter()

@@ -124,23 +124,25 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        try:
-            if scope["method"] not in self.methods:
-                raise _unknown_route(exchange, 405)
-            if not self.is_open:
-                self.service.access.check(exchange)
-            if self.is_admin:
-                self.service.access.check_admin(exchange)
-            if self.needs_engine:
-                self.service.engine  # noqa: B018 - raises if there is none
-            value = await self.handler(self.service, exchange)
-            if value is not None:
-                is_json = isinstance(value, bytes)
-                await exchange.reply(value if is_json else dump(value).encode())
-        except ClientGoneError:
-            return
-        except Exception as error:
-            await exchange.fail(_api_error(scope, error))
+        # probes and scrapes would fill the access log
+        with exchange.logged(logging.DEBUG if self.is_open else logging.INFO):
+            try:
+                if scope["method"] not in self.methods:
+                    raise _unknown_route(exchange, 405)
+                if not self.is_open:
+                    self.service.access.check(exchange)
+                if self.is_admin:
+                    self.service.access.check_admin(exchange)
+                if self.needs_engine:
+                    self.service.engine  # noqa: B018 - raises if there is none
+                value = await self.handler(self.service, exchange)
+                if value is not None:
+                    is_json = isinstance(value, bytes)
+                    await exchange.reply(value if is_json else dump(value).encode())
+            except ClientGoneError:
+                exchange.status = ClientGoneError.status
+            except Exception as error:
+                await exchange.fail(_api_error(scope, error))
 
 
 def _api_error(scope: Scope, error: Exception) -> ApiError:
@@ -163,7 +165,8 @@ async def no_route(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "websocket.close"})
         return
     exchange = Exchange(scope, receive, send)
-    await exchange.fail(_unknown_route(exchange, 404))
+    with exchange.logged(logging.INFO):
+        await exchange.fail(_unknown_route(exchange, 404))
 
 
 def _unknown_route(exchange: Exchange, status: int) -> ApiError:

@@ -2,11 +2,17 @@
 
 import asyncio
 import json
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from specjax.logs import ACCESS, request_id
+from specjax.scheduling.request import new_id
 from specjax.server.fields import ApiError, Body, parse_object
+
+access = logging.getLogger(ACCESS)
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -35,6 +41,7 @@ EVENT_HEADERS: list[Header] = [
 ]
 ABORT = "specjax.abort"  # ASGI scope extension that closes the connection at once
 MAX_REQUEST_ID = 128  # characters of X-Request-Id
+MAX_SHOWN = 256  # characters of a path or rid in the access log
 DONE = b"data: [DONE]\n\n"
 
 
@@ -44,6 +51,8 @@ def dump(value: Any) -> str:
 
 class ClientGoneError(Exception):
     """The client has disconnected."""
+
+    status = 499  # in the access log, as in nginx
 
 
 class LargeBodies:
@@ -88,6 +97,29 @@ class Exchange:
         self._is_streaming = self._has_answered = self._is_sending = False
         self._num_sent = 0
         self._watch: asyncio.Future[None] | None = None
+        given = (self.header(b"x-request-id") or b"").decode("latin-1")
+        is_safe = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID
+        self.id = given if is_safe and given.strip() else new_id()
+        self.rid = ""  # of the engine's request; of several, the first
+        self.status = 0
+
+    @contextmanager
+    def logged(self, level: int) -> Iterator[None]:
+        """Give log lines of the block the request's id; log its end in the access log."""
+        token, started = request_id.set(self.id), time.perf_counter()
+        try:
+            yield
+        finally:
+            fields = {
+                "client": (self.scope.get("client") or ("-",))[0],
+                "method": self.scope["method"],
+                "path": self.scope["path"][:MAX_SHOWN],
+                "status": self.status,
+                "seconds": round(time.perf_counter() - started, 4),
+                "rid": self.rid[:MAX_SHOWN] or "-",
+            }
+            access.log(level, "%s " * 4 + "%s s %s", *fields.values(), extra={"fields": fields})
+            request_id.reset(token)
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of a header; ``name`` is in lower case."""
@@ -233,9 +265,8 @@ class Exchange:
             pass
 
     async def _start(self, status: int, headers: list[Header]) -> None:
-        given = self.header(b"x-request-id") or b""
-        if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.decode().isprintable():
-            headers = [*headers, (b"x-request-id", given)]
+        self.status = status
+        headers = [*headers, (b"x-request-id", self.id.encode())]
         await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _deliver(self, message: MutableMapping[str, Any]) -> None:

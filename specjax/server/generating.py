@@ -1,7 +1,10 @@
 """Runs a request: read the body, call the engine and send the response."""
 
 import asyncio
+import logging
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 from specjax.scheduling.loop import Call
@@ -10,6 +13,8 @@ from specjax.server.exchange import Exchange
 from specjax.server.fields import ApiError, Body, parse_object
 from specjax.server.native import NativeAnswer
 from specjax.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Longer requests are read and tokenised in another thread. For short ones the thread switch costs
@@ -31,6 +36,8 @@ async def generate(
     """Answer a generation request; ``read`` checks and tokenises it."""
     service.check_open()
     call, answer = await read_body(service, exchange, read, renders=renders)
+    exchange.rid = call.groups[0]
+    logger.debug("rid %s begins: %d completions", exchange.rid, len(call.requests))
     num_reported = max_reported(call)
     if num_reported > MAX_REPORTED:
         raise ApiError(
@@ -61,7 +68,8 @@ async def read_body(
         # templates have their own threads because one can take seconds
         threads = service.renderers if renders else None
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, lambda: read(service, Body(parse_object(data))))
+        run = partial(copy_context().run, lambda: read(service, Body(parse_object(data))))
+        return await loop.run_in_executor(threads, run)
 
 
 def max_reported(call: Call) -> int:

@@ -21,7 +21,10 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from specjax.compiling.pool import on_progress
 from specjax.engine import Engine
+from specjax.logs import LOAD_SECONDS
+from specjax.metrics import Totals
 from specjax.server.app import route
 from specjax.server.exchange import ABORT
 from specjax.server.fields import ApiError
@@ -102,7 +105,10 @@ def serve(
     if not is_loopback(host) and access.api_key is None:
         logger.warning("%s accepts requests without an API key; set --api-key", address)
 
+    is_over = threading.Event()
+
     def make() -> None:
+        on_progress.set(service.report_progress)
         try:
             engine = make_engine()
         except BaseException as error:
@@ -115,6 +121,8 @@ def serve(
             gc.freeze()
             future.set_result(engine)
             print(f"serving {service.name} at {address}", flush=True)
+            arguments = engine.metrics.snapshot, is_over
+            threading.Thread(target=log_load, args=arguments, name="specjax-load").start()
 
     maker = threading.Thread(target=make, name="specjax-make-engine", daemon=True)
     maker.start()
@@ -122,6 +130,7 @@ def serve(
         server.run(sockets=[listener])
     finally:
         server.has_begun.set()
+        is_over.set()
         listener.close()
         if maker.is_alive():
             # compiling cannot be interrupted, and would crash at interpreter exit
@@ -130,6 +139,38 @@ def serve(
         if future.exception() is None:
             future.result().close()
     future.result()  # raises the exception of make_engine
+
+
+def log_load(
+    snapshot: Callable[[], Totals], is_over: threading.Event, interval: float = LOAD_SECONDS
+) -> None:
+    """Log one line per interval in seconds in which the engine had work."""
+    past, then = snapshot(), time.monotonic()
+    while not is_over.wait(interval):
+        now, moment = snapshot(), time.monotonic()
+        if load := describe_load(now, past, moment - then):
+            parts = (f"{name.replace('_', ' ')} {value}" for name, value in load.items())
+            logger.info("%s", ", ".join(parts), extra={"fields": load})
+        past, then = now, moment
+
+
+def describe_load(now: Totals, past: Totals, seconds: float) -> dict[str, float]:
+    """Requests, tokens per second, used share of the KV pool and accept length; {} if idle."""
+    tokens = now.generated_tokens - past.generated_tokens
+    prompts = now.prefilled_tokens - past.prefilled_tokens
+    if not (now.num_running or now.num_waiting or tokens or prompts):
+        return {}
+    load = {
+        "running": now.num_running,
+        "waiting": now.num_waiting,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "prefill_tokens_per_second": round(prompts / seconds, 1),
+        "kv_use": round(now.token_usage, 4),
+    }
+    if verifies := now.num_verifies - past.num_verifies:
+        accepted = now.num_accepted_drafts - past.num_accepted_drafts
+        load["accept_length"] = round(1 + accepted / verifies, 2)
+    return load
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -133,6 +133,7 @@ class Service:
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
         self.large_bodies = LargeBodies(2 * max_body_bytes)  # two of the longest
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
+        self._progress = ""
         self._is_stopping = False
         self.is_updating = False  # a weight update is running
 
@@ -142,7 +143,8 @@ class Service:
         engine = self._engine
         if isinstance(engine, Future):
             if not engine.done():
-                raise ApiError(503, "the model is still loading", code="starting")
+                message = f"the model is still loading{self._progress}"
+                raise ApiError(503, message, code="starting")
             if engine.exception() is not None:
                 raise ApiError(503, "the model could not be loaded", code="engine_failed")
             engine = self._engine = engine.result()
@@ -151,6 +153,10 @@ class Service:
         except ValueError:
             raise ApiError(503, "the engine is closed", code="stopping") from None
         return engine
+
+    def report_progress(self, num_ready: int, num_all: int) -> None:
+        """Show the progress of compiling in refusals until the engine is ready."""
+        self._progress = f": {num_ready}/{num_all} functions ready"
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.compiling.cache import FOLDER, open_compile_cache
-from specjax.compiling.pool import CompilePool
+from specjax.compiling.pool import CompilePool, on_progress
 
 from ..settings import kept_cache_settings
 
@@ -117,7 +117,11 @@ def test_pool_compiles_and_refuses_other_shapes(capsys, monkeypatch, is_terminal
     for n in (2, 3):
         pool.add(("double", n), double, (jax.ShapeDtypeStruct((n,), jnp.float32),))
     assert len(pool) == 0
+    seen: list[tuple[int, int]] = []
+    token = on_progress.set(lambda *counts: seen.append(counts))
     pool.compile(show_progress=True)
+    on_progress.reset(token)
+    assert sorted(seen) in ([(0, 2), (1, 2), (2, 2)], [(0, 2), (2, 2), (2, 2)])
     assert ("compiling: 100%" in capsys.readouterr().err) is is_terminal
     assert len(pool) == 2
     assert pool["double", 3](jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
