@@ -21,6 +21,7 @@ from specjax.runtime.runner_config import pick_bucket
 from specjax.scheduling.in_flight import InFlight
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Deadlines, PromptPiece, Request, RunningRequest
+from specjax.types import NO_DRAFTS
 
 logger = logging.getLogger(__name__)
 
@@ -414,6 +415,8 @@ class Scheduler:
         batch_size = pick_bucket(len(rows), config.batch_buckets)
         controller = self._controller
         tier = None if controller is None else controller.activate_for_batch(batch_size)
+        if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
+            tier = NO_DRAFTS  # drafts would not be used
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch

@@ -68,6 +68,17 @@ def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
             metas += [out["meta_info"] for out in outputs]
         info = engine.get_server_info()
         metrics = samples(engine)
+        # a batch that wants no drafts pays for none
+        engine._controller.policy.chosen, used, run = chains(3)[0], [], engine.runner.round
+        monkeypatch.setattr(
+            engine.runner, "round", lambda slots, tier: used.append(tier) or run(slots, tier)
+        )
+        plainly = GREEDY | {"speculative": False}
+        assert engine.generate(PROMPTS_TINY[0], plainly)["output_ids"] == plain_ids[False][0]
+        assert set(used) == set(chains(0))
+        used.clear()
+        engine.generate(PROMPTS_TINY[0], GREEDY)
+        assert set(used) != set(chains(0))
     json.dumps(info)
     (state,) = info["internal_states"]
     figures = state["adaptive"]

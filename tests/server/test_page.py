@@ -23,8 +23,10 @@ SECONDS = 120.0
 OPTIONS = (
     "serve --model smollm2-135m --served-model-name smollm2 --port 0 --api-key sécret --quiet "
     "--context-length 256 --max-running-requests 1 --speculative-num-steps 2 "
-    "--chunked-prefill-size 64"
+    "--chunked-prefill-size 64 --speculative-adaptive"
 )
+# two drafted tokens, and none for a batch that wants none
+TIERS = {"candidate_steps": [0, 2], "warmup_batches": 10**6}
 
 
 def test_the_page_needs_neither_key_nor_engine() -> None:
@@ -78,9 +80,12 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(tmp_path_factory) -> Iterator[str]:
     """A server with the embedded model."""
-    command = [*COMMAND, *OPTIONS.split(), "--compile-cache-dir", str(COMPILED)]
+    path = tmp_path_factory.mktemp("tiers") / "tiers.json"
+    path.write_text(json.dumps(TIERS))
+    files = ["--compile-cache-dir", str(COMPILED), "--speculative-adaptive-config", str(path)]
+    command = [*COMMAND, *OPTIONS.split(), *files]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -211,6 +216,18 @@ def test_a_browser_shows_streamed_text_and_moving_figures(driver, address, tmp_p
     draft = page.all(".assistant .draft")[0]
     assert draft.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
     page.one("#colours").click()
+    (rate,) = page.texts("#rates")
+    assert re.fullmatch(r"with drafts [\d.]+ tokens/s", rate)
+    text = page.one(".assistant .text").get_property("textContent")
+    page.one("#speculate").click()
+    page.one(".again").click()
+    page.until(lambda: page.texts(".assistant p.small")[0])
+    assert page.one(".assistant .text").get_property("textContent") == text
+    assert not page.all(".assistant .draft")
+    assert "accept length" not in page.texts(".assistant p.small")[0]
+    (rates,) = page.texts("#rates")
+    assert re.fullmatch(rf"plain [\d.]+ tokens/s · {rate}", rates)
+    page.one("#speculate").click()
 
     # the conversation goes on, and ends when the user says so
     page.type("#max-tokens", "")
