@@ -1,13 +1,15 @@
 """openai-python returns the engine's answers and raises its own exceptions."""
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specjax.testing import Client
 
-from .conftest import MESSAGES, MODEL, PROMPT
+from .conftest import KEY, MESSAGES, MODEL, PROMPT
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 0.8, "sampling_seed": 7}
 
@@ -24,6 +26,16 @@ def said(engine) -> Any:
 
 def values(meta: dict[str, Any]) -> list[float]:
     return [value for value, *_ in meta["output_token_logprobs"]]
+
+
+def test_the_block_of_the_documents_runs(run_program, given) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    (source,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
+    for documented, here in (("http://127.0.0.1:30000", given["address"]), ('"none"', repr(KEY))):
+        assert documented in source
+        source = source.replace(documented, here)
+    (choice,) = run_program("openai_block", source=source)["choices"]
+    assert choice["message"]["content"]
 
 
 def test_models(found) -> None:
