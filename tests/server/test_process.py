@@ -7,7 +7,8 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -102,6 +103,27 @@ def test_many_connections_may_wait_to_be_accepted() -> None:
 
     with bind("127.0.0.1", 0) as listener:
         asyncio.run(main(listener))
+
+
+def test_ipv6_loopback(capsys) -> None:
+    """While the engine is made, a server at ::1 answers 503, and 403 to pages of other sites."""
+    try:
+        with bind("::1", 0) as listener:
+            port = listener.getsockname()[1]
+    except OSError:
+        pytest.skip("needs the IPv6 loopback address")
+    seen = []
+
+    def make(**options: object) -> None:
+        for headers in ({}, {"origin": "http://page.example"}):
+            with closing(HTTPConnection("::1", port, timeout=10)) as connection:
+                connection.request("GET", "/v1/models", headers=headers)
+                seen.append(connection.getresponse().status)
+        raise ValueError("seen")
+
+    assert main(["serve", "--host", "::1", "--port", str(port)], make_engine=make) == 2
+    assert capsys.readouterr().err.endswith("specjax: error: seen\n")
+    assert seen == [503, 403]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
