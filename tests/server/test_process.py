@@ -108,7 +108,7 @@ def test_many_connections_may_wait_to_be_accepted() -> None:
 def test_ipv6_loopback(capsys) -> None:
     """While the engine is made, a server at ::1 answers 503, and 403 to pages of other sites."""
     try:
-        with bind("::1", 0) as listener:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
             port = listener.getsockname()[1]
     except OSError:
         pytest.skip("needs the IPv6 loopback address")
