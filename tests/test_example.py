@@ -1,4 +1,4 @@
-"""The examples: the one-file program, and the plugin, installed and run in a new process."""
+"""The examples: programs, the notebook, and the plugin, installed and run in a new process."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 
 from specjax import SamplingParams
 from specjax.engine.args import EngineArgs
@@ -139,3 +140,27 @@ def test_a_script_runs(name: str, typed: str, shown: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = EXAMPLES / "tour.ipynb"
+    assert notebook.stat().st_size < 300_000
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    saved = [output for cell in code for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in saved) == 2
+    plt.switch_backend("agg")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    names: dict[str, Any] = {}
+    for cell in code:
+        exec("".join(cell["source"]), names)
+    assert capsys.readouterr().out.count("equal to plain decoding: True") == 2
+    bars, tree = map(plt.figure, plt.get_fignums())
+    heights = [bar.get_height() for bar in bars.axes[0].patches]
+    assert sum(heights) == names["meta"]["spec_num_correct_drafts"] > 0
+    assert len(tree.axes[0].texts) == len(names["tokens"]) == len(names["places"])
+    plt.close("all")
