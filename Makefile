@@ -18,11 +18,13 @@ help:
 	@echo "make clean  remove $(VENV), build outputs and caches"
 
 demo: $(VENV)/.demo
-	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 128 --context-length 512 --show-accepts --compare
+	$(BIN)/specjax generate "$(DEMO_PROMPT)" --max-new-tokens 128 --show-accepts --compare
 	@echo
-	@echo "next: $(BIN)/specjax generate \"Why is the sky blue?\" --show-accepts"
-	@echo "      $(BIN)/specjax --help"
-	@echo "to omit $(BIN)/, activate the environment: . $(BIN)/activate"
+	@echo "These commands use the functions that are compiled now:"
+	@echo "  $(BIN)/specjax generate \"Why is the sky blue?\" --show-accepts"
+	@echo "  $(BIN)/specjax generate \"Once upon a time\" --raw --temperature 0.8 --compare"
+	@echo "All options: $(BIN)/specjax generate --help"
+	@echo "To omit $(BIN)/, activate the environment: . $(BIN)/activate"
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 -m "not slow and not parity and not clients and not gpu"

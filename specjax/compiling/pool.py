@@ -52,12 +52,14 @@ class CompilePool(dict[Hashable, Compiled]):
 
     Calling a compiled function with other shapes or dtypes raises instead of compiling again.
     ``cache`` has executables of earlier processes; its key must cover all that the functions close
-    over. ``report`` describes each compiled function in the order of adding.
+    over. ``report`` describes each compiled function in the order of compiling. An added function
+    that is used before :meth:`compile` is compiled then.
     """
 
     def __init__(self, cache: CompileCache | None = None) -> None:
         super().__init__()
         self.cache = cache
+        self.shows_progress = False  # of functions that are compiled at their first use
         self.report: list[CompiledFunction] = []
         self._jobs: list[_Job] = []
 
@@ -78,6 +80,15 @@ class CompilePool(dict[Hashable, Compiled]):
             raise ValueError(f"function={function} is module-level; pass jax.jit(partial(...))")
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
+
+    def __missing__(self, key: Hashable) -> Compiled:
+        jobs = self._jobs
+        self._jobs = [job for job in jobs if job.key == key]
+        if not self._jobs:
+            raise KeyError(key)
+        self.compile(show_progress=self.shows_progress)
+        self._jobs = [job for job in jobs if job.key != key]
+        return self[key]
 
     def compile(self, *, show_progress: bool) -> None:
         """Compile the added functions or read them from the cache.

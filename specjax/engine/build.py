@@ -42,11 +42,15 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def build_engine(
-    args: EngineArgs, shared: tuple[EnginePlan, ModelRunner] | None = None
+    args: EngineArgs,
+    shared: tuple[EnginePlan, ModelRunner] | None = None,
+    *,
+    compile_on_use: bool = False,
 ) -> tuple[EnginePlan, ModelRunner, Tokenizer | None]:
     """Return the plan, a compiled and loaded runner, and the tokenizer if there is one.
 
-    The weights of ``shared``, an engine over the same model, are used by both.
+    The weights of ``shared``, an engine over the same model, are used by both. ``compile_on_use``
+    compiles each function at its first use instead.
     """
     plan = plan_engine(args)
     if shared is not None and not is_same(shared[0].target, plan.target):
@@ -66,7 +70,7 @@ def build_engine(
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
-        runner.compile(show_progress=args.shows_progress)
+        runner.compile(show_progress=args.shows_progress, on_use=compile_on_use)
         if args.disaggregation_mode is not None:
             gives = args.disaggregation_mode == "prefill"
             KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)

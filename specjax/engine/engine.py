@@ -61,6 +61,7 @@ class Engine:
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
         share_weights_with: an engine over the same model, whose current weights are shared.
+        compile_on_use: compile each function at its first use, for an engine with few requests.
         **options: the other attributes of :class:`~specjax.engine.args.EngineArgs`.
 
     Attributes:
@@ -79,6 +80,7 @@ class Engine:
         model: str | PathLike[str] = "smollm2-135m",
         *,
         share_weights_with: "Engine | None" = None,
+        compile_on_use: bool = False,
         **options: Any,
     ) -> None:
         args = EngineArgs(model=model, **options)
@@ -87,15 +89,20 @@ class Engine:
                 f"disaggregation_mode={args.disaggregation_mode!r} needs disaggregation_address; "
                 "for two devices of one process make a DisaggregatedEngine"
             )
-        self._start(args, share_weights_with)
+        self._start(args, share_weights_with, compile_on_use)
 
-    def _start(self, args: EngineArgs, share_weights_with: "Engine | None") -> None:
+    def _start(
+        self,
+        args: EngineArgs,
+        share_weights_with: "Engine | None",
+        compile_on_use: bool = False,
+    ) -> None:
         self.args = args
         shared = None
         if share_weights_with is not None:
             share_weights_with._need_open()
             shared = share_weights_with._plan, share_weights_with.runner
-        plan, runner, tokenizer = build_engine(args, shared)
+        plan, runner, tokenizer = build_engine(args, shared, compile_on_use=compile_on_use)
         self._plan: EnginePlan = plan
         self.runner: ModelRunner = runner
         self.tokenizer: Tokenizer | None = tokenizer

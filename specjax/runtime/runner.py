@@ -105,17 +105,20 @@ class ModelRunner:
         """Maximum number of most likely tokens per position that a request may ask for."""
         return min(self.config.max_top_logprobs, self.networks.target_config.vocab_size)
 
-    def compile(self, *, show_progress: bool, stages: bool = False) -> None:
+    def compile(self, *, show_progress: bool, stages: bool = False, on_use: bool = False) -> None:
         """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
 
         ``stages`` adds draft, verify and extend as separate functions, for :meth:`watch_rounds`.
-        Functions that are already compiled stay.
+        Functions that are already compiled stay. With ``on_use`` each function is compiled at its
+        first use instead.
         """
         functions = self._functions()
         for job in (*functions.jobs(), *(functions.stage_jobs() if stages else ())):
             if job[0] not in self.compiled:
                 self.compiled.add(*job)
-        self.compiled.compile(show_progress=show_progress)
+        self.compiled.shows_progress = show_progress
+        if not on_use:
+            self.compiled.compile(show_progress=show_progress)
 
     def _functions(self) -> RoundFunctions:
         nets = self.networks

@@ -249,10 +249,11 @@ def test_compare_shares_weights_and_repeats_the_same_request(
         "context_length": 64,
         "max_running_requests": 1,
         "show_progress": True,
+        "compile_on_use": True,
     }
     assert speculative["draft"] == "d"
-    # one warm-up and three timed calls for each engine, all equal, with a seed
-    assert len(engine.requests) == 8
+    # warm-up (one call, and two without speculation) and three timed calls each, with a seed
+    assert len(engine.requests) == 9
     assert all(request == engine.requests[0] for request in engine.requests)
     assert engine.requests[0]["sampling_params"]["sampling_seed"] == 0
     assert engine.closed == 2
