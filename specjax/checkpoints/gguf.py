@@ -17,7 +17,7 @@ from specjax.checkpoints.tensors import TensorInfo, TensorSource
 from specjax.config import ModelConfig, Rope, RopeScaling
 from specjax.json_file import Fields, PositiveSize, Size
 from specjax.models.layers import rope_frequencies
-from specjax.models.registry import FAMILIES, family_of, target_recipes
+from specjax.models.registry import FAMILIES, HOW_TO_ADD, family_of, target_recipes
 from specjax.text.tokenizer import Tokenizer, set_template, unique_ids
 
 _STRING, _ARRAY = 8, 9
@@ -196,7 +196,7 @@ def gguf_config(file: GGUFFile, dtype: str) -> ModelConfig:
     arch = file.metadata.get("general.architecture", str, None)
     supported = tuple(name for name, family in FAMILIES.items() if family.gguf)
     if arch not in supported:
-        demand = f"is not supported; supported: {supported}"
+        demand = f"is not supported; supported: {supported}; {HOW_TO_ADD}"
         raise file.metadata.wrong("general.architecture", demand)
     keys = _architecture_keys(file, arch)
     if keys.get("expert_count", Size, 0):

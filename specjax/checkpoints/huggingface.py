@@ -12,7 +12,7 @@ from typing import Any
 from specjax.checkpoints.tensors import TensorSource, open_directory
 from specjax.config import DTYPES, DraftConfig, ModelConfig, RopeScaling
 from specjax.json_file import Fields, Flag, PositiveSize, Size
-from specjax.models.registry import FAMILIES
+from specjax.models.registry import FAMILIES, UNKNOWN
 from specjax.text.tokenizer import find_eos_token_id, unique_ids
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def huggingface_config(directory: Path, dtype: str) -> ModelConfig:
     config = Fields.read(directory / "config.json")
     model_type = config.get("model_type", str, None)
     if model_type not in FAMILIES:
-        raise config.wrong("model_type", f"is not supported; supported: {sorted(FAMILIES)}")
+        raise config.wrong("model_type", UNKNOWN)
     family = FAMILIES[model_type]
     if family.architecture not in (
         config.get("architectures", list[str], []) or [family.architecture]
@@ -142,6 +142,9 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     return head.body.build(DraftConfig, values)
 
 
+ANOTHER_HEAD = "set draft to a head of this target, or speculative_algorithm to 'NGRAM'"
+
+
 def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
     """Raise ValueError if a head is for a target of another vocabulary or hidden size."""
     for name, found, wanted in (
@@ -151,7 +154,7 @@ def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfi
         if found != wanted:
             raise ValueError(
                 f"{path}: {name}={found} of the head, but the target has {wanted}; the head was "
-                "trained for another model"
+                f"trained for another model; {ANOTHER_HEAD}"
             )
 
 
@@ -161,7 +164,8 @@ def check_feature_layers(
     """Raise ValueError if the target lacks one of the layers whose outputs a head fuses."""
     if not all(0 <= layer < target.num_layers for layer in layers):
         raise ValueError(
-            f"{path}: {shown} must be layers of the target, which has {target.num_layers} layers"
+            f"{path}: {shown} must be layers of the target, which has {target.num_layers} layers; "
+            f"{ANOTHER_HEAD}"
         )
 
 

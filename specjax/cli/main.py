@@ -17,6 +17,7 @@ from specjax.cli.commands import (
     run_serve,
     run_warmup,
 )
+from specjax.cli.env import add_env_parser, run_env
 from specjax.cli.generate import add_generate_parser, run_generate
 from specjax.cli.options import engine_arguments
 from specjax.engine import Engine
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve_parser(commands)
     add_warmup_parser(commands)
     add_bench_parser(commands)
+    add_env_parser(commands)
     return parser
 
 
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
                 status = run_serve(args, engine_args, make_engine)
             elif args.command == "bench":
                 status = run_bench(args.name, args.options)
+            elif args.command == "env":
+                status = run_env()
             else:
                 engine_args = {"max_running_requests": 1} | engine_args
                 status = run_generate(args, engine_args, make_engine)

@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
@@ -18,6 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from specjax.checkpoints.presets import write_preset
 from specjax.checkpoints.target import EMBEDDED_MODELS
 from specjax.engine.args import CHOICES, EngineArgs
+from specjax.engine.other_names import ANSWERS, answer
 from specjax.speculative.registry import DEFAULT
 
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
@@ -37,6 +39,13 @@ ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_pr
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
 SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # other users see flags
 SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION, SECRET))
+
+
+class _Answer(argparse.Action):
+    """Answers an option of another engine."""
+
+    def __call__(self, *_: Any) -> None:
+        raise argparse.ArgumentError(None, str(answer(self.option_strings[0])))
 
 
 def add_command(
@@ -94,6 +103,10 @@ def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] 
     parser.add_argument(
         "--tp-size", "--tp", "--tensor-parallel-size", type=_one_gpu, help=argparse.SUPPRESS
     )
+    for name in ANSWERS:
+        with suppress(argparse.ArgumentError):  # the command has such an option
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, action=_Answer, nargs="?", help=argparse.SUPPRESS)
 
 
 def add_start_options(

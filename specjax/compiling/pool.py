@@ -82,12 +82,11 @@ class CompilePool(dict[Hashable, Compiled]):
         self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
 
     def __missing__(self, key: Hashable) -> Compiled:
-        jobs = self._jobs
-        self._jobs = [job for job in jobs if job.key == key]
-        if not self._jobs:
-            raise KeyError(key)
+        """Compile an added function at its first use."""
+        jobs = {job.key: job for job in self._jobs}
+        self._jobs = [jobs.pop(key)]
         self.compile(show_progress=self.shows_progress)
-        self._jobs = [job for job in jobs if job.key != key]
+        self._jobs = list(jobs.values())
         return self[key]
 
     def compile(self, *, show_progress: bool) -> None:

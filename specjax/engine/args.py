@@ -14,6 +14,7 @@ from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import Natural, Positive, convert, is_integer, refused
 from specjax.config import MAX_STEPS
 from specjax.disaggregation.address import check_secret
+from specjax.engine.other_names import answers_other_names
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.types import DraftShape
@@ -30,6 +31,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+@answers_other_names
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Start options of an :class:`~specjax.Engine`, under SGLang's names.

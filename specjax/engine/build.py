@@ -24,6 +24,7 @@ from specjax.engine.args import EngineArgs
 from specjax.engine.plan import EnginePlan, plan_engine
 from specjax.engine.weights import is_same, load_weights
 from specjax.runtime.runner import ModelRunner
+from specjax.runtime.runner_config import device_memory
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.prefill import UNLIMITED
 from specjax.text.chat_template import start_renderer
@@ -74,8 +75,22 @@ def build_engine(
         if args.disaggregation_mode is not None:
             gives = args.disaggregation_mode == "prefill"
             KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
-        runner.load(*loading.result())
+        try:
+            runner.load(*loading.result())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(_out_of_memory(plan)) from error
     return plan, runner, tokenizer
+
+
+def _out_of_memory(plan: EnginePlan) -> str:
+    total = device_memory(plan.networks.placement.device)
+    return (
+        f"{plan.needs.weight_bytes / 1e9:.2f} GB of weights and {plan.kv_bytes / 1e9:.2f} GB of KV "
+        f"do not fit into the free part of {total / 1e9:.2f} GB; stop other processes and engines, "
+        "or lower mem_fraction_static, max_total_tokens, max_running_requests or context_length"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

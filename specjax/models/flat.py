@@ -4,6 +4,7 @@ Passing an nnx object costs a Python traversal per call; a flat tuple costs only
 traced function rebuilds the module.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from jax.sharding import SingleDeviceSharding
 
 from specjax.config import ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
+from specjax.models.driver import unused_gpu
 from specjax.models.layers import dense_attend
 from specjax.models.weights import QuantArray
+
+logger = logging.getLogger(__name__)
 
 # standard deviation of random quantised values; their scale divides by it
 RANDOM_VALUES = 24.0
@@ -112,16 +116,20 @@ class Placement:
         try:
             devices = jax.devices()
         except (RuntimeError, AssertionError) as error:  # the plugin is absent or fails
+            hint = unused_gpu()
             raise ValueError(
                 f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: "
                 f"{error!r}; set JAX_PLATFORMS=cpu, or for a GPU install the extra cuda12 or "
-                "cuda13 (pip install '.[cuda13]')"
+                f"cuda13 (pip install '.[cuda13]'){'' if hint is None else f'; {hint}'}"
             ) from error
         if not 0 <= index < len(devices):
             raise ValueError(
                 f"base_gpu_id={index} must be below {len(devices)}, the number of devices of kind "
                 f"{devices[0].device_kind}"
             )
+        is_chosen = "cpu" in (jax.config.jax_platforms or "")  # type: ignore[attr-defined]
+        if devices[index].platform == "cpu" and not is_chosen and (reason := unused_gpu()):
+            logger.warning("running on the CPU: %s", reason)
         return cls(devices[index])
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from specjax.checks import refused
 from specjax.config import ModelConfig
 from specjax.models.family import MTP_PREFIX, Family, Part, Recipe, Recipes, linear, vectors
 from specjax.models.layers import LayerKind
@@ -15,11 +16,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "mimo": MIMO,
 }
+HOW_TO_ADD = "docs/extending.md shows how to add a model family"
+UNKNOWN = f"must be one of {sorted(FAMILIES)}; {HOW_TO_ADD}"
 
 
 def family_of(config: ModelConfig) -> Family:
     if config.model_type not in FAMILIES:
-        raise ValueError(f"model_type={config.model_type!r} must be one of {sorted(FAMILIES)}")
+        raise refused("model_type", config.model_type, UNKNOWN)
     return FAMILIES[config.model_type]
 
 

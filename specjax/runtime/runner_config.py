@@ -186,7 +186,8 @@ def plan_pages(
             f"no KV page fits into {memory / 1e9:.2f} GB with {weight_bytes / 1e9:.2f} GB of "
             f"weights and {temporary / 1e9:.2f} GB of temporary memory; lower "
             "max_running_requests, context_length, speculative_num_steps, "
-            "speculative_num_draft_tokens or chunked_prefill_size"
+            "speculative_num_draft_tokens or chunked_prefill_size; if the weights alone do not "
+            "fit, set dtype='bfloat16' or choose a smaller model"
         )
     if max_total_tokens is not None:
         num_pages = 1 - (-max_total_tokens // config.page_size)

@@ -464,6 +464,9 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) ->
         ("--context-len 5", "unrecognized arguments: --context-len 5"),
         ("--tp-size 2", "an engine runs on one GPU"),
         ("--tensor-parallel-size 8", "an engine runs on one GPU"),
+        ("--model-path m", "--model-path: this option is called model here; pass --model"),
+        ("--max-num-seqs=8", "called max_running_requests here; pass --max-running-requests"),
+        ("--disable-overlap-schedule", "on the command line --no-overlap"),
         ("--dtype float64", "invalid choice: 'float64'"),
         ("--disaggregation-secret hunter2", "other users can read a command line"),
         ("--disaggregation-secret=hunter2", "SPECJAX_DISAGGREGATION_SECRET"),
@@ -624,3 +627,30 @@ def test_a_key_on_the_command_line_wins(monkeypatch) -> None:
     monkeypatch.setenv("A_KEY", "environment")
     assert commands._or_environment("flag", "A_KEY") == "flag"
     assert commands._or_environment(None, "A_KEY") == "environment"
+
+
+def test_env_prints_a_report_without_secrets(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    monkeypatch.setenv("SPECJAX_API_KEY", "hunter2")
+    assert main(["env"]) == 0
+    out, err = capsys.readouterr()
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert lines["specjax"] == version("specjax")
+    assert lines["XLA_FLAGS"] == "--xla_cpu_multi_thread_eigen=true"
+    assert lines["SPECJAX_API_KEY"] == "(set)"
+    assert lines["device 0"].endswith(" GB")
+    assert {"Python", "OS", "jax", "jaxlib", "flax", "numpy", "compile cache"} <= set(lines)
+    assert "hunter2" not in out + err
+
+
+def test_env_reports_a_platform_without_a_plugin() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "specjax", "env"],
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "devices: none: " in ended.stdout
+    assert "JAX_PLATFORMS: cuda" in ended.stdout

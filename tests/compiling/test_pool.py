@@ -129,3 +129,17 @@ def test_pool_compiles_and_refuses_other_shapes(capsys, monkeypatch, is_terminal
         pool["double", 3](jnp.ones(2))
     pool.compile(show_progress=False)  # nothing left to do
     assert capsys.readouterr().err == ""
+
+
+def test_a_function_is_compiled_at_its_first_use() -> None:
+    pool = CompilePool()
+    double = jax.jit(lambda x: 2 * x)
+    for n in (2, 3, 4):
+        pool.add(("double", n), double, (jax.ShapeDtypeStruct((n,), jnp.float32),))
+    assert pool["double", 3](jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert pool["double", 4] is pool["double", 4]
+    assert [found.key for found in pool.report] == ["double 3", "double 4"]
+    with pytest.raises(KeyError):
+        pool["double", 5]
+    pool.compile(show_progress=False)
+    assert [found.key for found in pool.report][2:] == ["double 2"]

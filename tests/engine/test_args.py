@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from specjax import Engine
 from specjax.engine.args import EngineArgs
+from specjax.engine.other_names import ANSWERS
 
 SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "EAGLE3"}
 ADAPTIVE = SPECULATIVE | {"speculative_adaptive": True}
@@ -95,8 +97,28 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_names_are_pythons_own_error() -> None:
-    with pytest.raises(TypeError, match="tp_size"):
-        EngineArgs(tp_size=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
+        EngineArgs(modle="m")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model_path", "model_path: this option is called model here; pass model"),
+        ("gpu_memory_utilization", "is called mem_fraction_static here"),
+        ("tensor_parallel_size", "tensor_parallel_size is not supported: an engine runs on one"),
+    ],
+)
+def test_names_of_other_engines_are_answered(name: str, text: str) -> None:
+    for make in (EngineArgs, Engine):
+        with pytest.raises(TypeError, match=text):
+            make(**{name: 1})
+
+
+def test_answers_name_options_that_exist() -> None:
+    ours = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert not ours & set(ANSWERS)
+    assert {here for here in ANSWERS.values() if here.isidentifier()} <= ours
 
 
 @pytest.mark.parametrize(
