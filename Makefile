@@ -22,7 +22,7 @@ demo: $(VENV)/.demo
 	@echo
 	@echo "These commands use the functions that are compiled now:"
 	@echo "  $(BIN)/specjax generate \"Why is the sky blue?\" --show-accepts"
-	@echo "  $(BIN)/specjax generate \"Once upon a time\" --raw --temperature 0.8 --compare"
+	@echo "  $(BIN)/specjax generate \"Once upon a time\" --raw --temperature 0.8"
 	@echo "All options: $(BIN)/specjax generate --help"
 	@echo "To omit $(BIN)/, activate the environment: . $(BIN)/activate"
 
