@@ -206,6 +206,89 @@ class DraftConfig(TransformerConfig):
         return len(self.feature_layers) * self.target_hidden_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(TransformerConfig):
+    """A block drafter (DFlash or DSpark): one pass over a block drafts all of its tokens.
+
+    The block is the last token and then mask tokens. If ``anchor_first``, row ``j`` predicts token
+    ``j + 1`` after the last one, otherwise a mask row predicts the token at its own position.
+    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the output.
+    ``feature_layers`` are the target layers whose *outputs* the context is projected from; -1 is
+    the embedding.
+    """
+
+    checkpoint_format: str  # name of the published format
+    target_hidden_size: int
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    num_drafts: int  # tokens that a block drafts
+    anchor_first: bool
+    mask_token_id: int
+    windows: tuple[int, ...] = ()  # last keys that each layer sees, 0 for all; empty: all layers 0
+    causal: tuple[bool, ...] = ()  # whether each layer is causal in the block; empty: none is
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = True
+    has_own_lm_head: bool = False
+    markov_head: str | None = None  # "vanilla", "gated" or "rnn"
+    markov_rank: int = 0
+    has_confidence_head: bool = False
+    confidence_with_markov: bool = False  # whether it also reads the previous token's embedding
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.num_layers)
+        if not self.causal:
+            object.__setattr__(self, "causal", (False,) * self.num_layers)
+        for name in ("windows", "causal"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must have one value for each of "
+                    f"num_layers={self.num_layers}"
+                )
+        if not self.feature_layers:
+            raise ValueError("a block drafter needs feature_layers")
+        most = MAX_STEPS if not self.anchor_first else MAX_NODES - 1
+        if not 1 <= self.num_drafts <= most:
+            raise ValueError(f"num_drafts={self.num_drafts} must be from 1 to {most}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} must be in [0, {self.vocab_size}), the "
+                "target's vocabulary"
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be between 1 and the target's "
+                f"vocab_size={self.vocab_size}"
+            )
+        if self.draft_vocab_size < self.vocab_size and not self.has_own_lm_head:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} of {self.vocab_size} needs its own "
+                "lm_head"
+            )
+        if self.markov_head not in (None, "vanilla", "gated", "rnn"):
+            raise ValueError(
+                f"markov_head_type={self.markov_head!r} must be 'vanilla', 'gated' or 'rnn'"
+            )
+        if (self.markov_head is None) != (self.markov_rank == 0):
+            raise ValueError(
+                f"markov_rank={self.markov_rank} does not fit markov_head_type={self.markov_head!r}"
+            )
+        if self.confidence_with_markov and not self.markov_rank:
+            raise ValueError("confidence_head_with_markov=True needs a markov_rank above 0")
+
+    @property
+    def block(self) -> int:
+        """Rows of the draft pass."""
+        return self.num_drafts + (not self.anchor_first)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target features that the context is projected from."""
+        return len(self.feature_layers) * self.target_hidden_size
+
+
 # maximum rows per verify in one attention tile, without the root
 MAX_STEPS = 63
 # maximum rows of a verified tree, including the root

@@ -19,7 +19,7 @@ from specjax.checkpoints.huggingface import (
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
-from specjax.config import DraftConfig, ModelConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.family import MTP_PREFIX, Recipes, draft_recipes
 from specjax.models.registry import mtp_recipes
@@ -80,7 +80,7 @@ def canonical_source(source: TensorSource) -> TensorSource:
     return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
 
 
-def check_vocabulary(source: TensorSource, config: DraftConfig) -> None:
+def check_vocabulary(source: TensorSource, config: DraftConfig | BlockConfig) -> None:
     """Check that the vocabulary maps of a head fit each other and the target."""
     if "d2t" not in source.infos:
         return

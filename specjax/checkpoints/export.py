@@ -1,4 +1,4 @@
-"""Write EAGLE-3 heads in the published format, and targets with fewer layers."""
+"""Write drafts in published formats, and targets with fewer layers."""
 
 import dataclasses
 import json
@@ -14,8 +14,9 @@ from specjax.checkpoints.orbax import save_orbax
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX
 from specjax.checks import check_integer, is_integer
-from specjax.config import DraftConfig
-from specjax.models.family import draft_recipes
+from specjax.config import BlockConfig, DraftConfig
+from specjax.models.block import block_recipes
+from specjax.models.family import Recipes, draft_recipes
 
 # published name of a setting -> our name
 _PUBLISHED = {
@@ -33,35 +34,55 @@ _PUBLISHED_ALIKE = (
 )
 
 
+# keys of a block drafter's ``transformer_layer_config``
+_BLOCK_BODY = (
+    *("num_attention_heads", "num_key_value_heads", "attention_bias", "hidden_size"),
+    *("intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta"),
+    *("rope_scaling", "max_position_embeddings"),
+)
+
+
 def export_draft(
     path: str | os.PathLike[str],
-    config: DraftConfig,
+    config: DraftConfig | BlockConfig,
     weights: Mapping[str, Any],
     *,
     max_shard_bytes: int = 4 * 1024**3,
 ) -> None:
-    """Write a head as ``config.json`` and safetensors, with SGLang's and SpecForge's names.
+    """Write a draft as ``config.json`` and safetensors.
+
+    An EAGLE-3 head has the names of SGLang and SpecForge, a block drafter those of speculators:
+    ``dspark`` with a Markov head, else ``dflash``.
 
     Args:
         path: directory to create; existing weights and configuration in it are replaced.
-        weights: arrays by flat name, as :meth:`DraftCheckpoint.load_weights` returns them.
+        config: the draft; block drafters need one window and one rule of causality.
+        weights: arrays by flat name, as :meth:`DraftCheckpoint.load_weights` returns them. A block
+            drafter's ``context.*`` repeats other weights and may be left out.
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: if the head is not EAGLE-3 or the weights do not fit the configuration.
+        ValueError: if the draft is an EAGLE-1/2 head, the format cannot express it, or the weights
+            do not fit the configuration.
     """
-    if not config.fuses_features:
+    check_integer("max_shard_bytes", max_shard_bytes, 1)
+    if isinstance(config, BlockConfig):
+        recipes, body = block_recipes(config), _published_block(config)
+        recipes = {name: recipes[name] for name in recipes if not name.startswith("context.")}
+        weights = {name: weights[name] for name in weights if not name.startswith("context.")}
+    elif config.fuses_features:
+        recipes, body = draft_recipes(config), _published_config(config)
+    else:
         raise ValueError(
             f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
         )
-    check_integer("max_shard_bytes", max_shard_bytes, 1)
-    tensors = _published_tensors(config, weights)
+    tensors = _published_tensors(config, recipes, weights)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / SAFETENSORS_INDEX):
         stale.unlink(missing_ok=True)
-    body = json.dumps(_published_config(config), indent=2) + "\n"
-    (directory / "config.json").write_text(body, encoding="utf-8")
+    text = json.dumps(body, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
     _write_shards(directory, tensors, max_shard_bytes)
 
 
@@ -81,9 +102,60 @@ def _published_config(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def _published_tensors(config: DraftConfig, weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _published_block(config: BlockConfig) -> dict[str, Any]:
+    slides, window = [window > 0 for window in config.windows], max(config.windows)
+    by_default = {  # causality that the formats express -> their keys
+        tuple(slides): {"sliding_window_non_causal": False},
+        (False,) * config.num_layers: {"sliding_window_non_causal": True},
+        (True,) * config.num_layers: {"is_causal": True},
+    }
+    if set(config.windows) - {0, window} or config.causal not in by_default:
+        raise ValueError(
+            f"windows={config.windows} with causal={config.causal} must have one window, and be "
+            "causal in all layers, in none, or in those with a window"
+        )
+    values = dataclasses.asdict(config)
+    names = {name: ours for name, ours in _PUBLISHED.items() if name in _BLOCK_BODY}
+    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    algorithm = "dspark" if config.markov_head else "dflash"
+    method = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
+    return {
+        "architectures": [{"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator"}[algorithm]],
+        "speculators_model_type": algorithm,
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "num_hidden_layers": config.num_layers,
+            **{name: values[ours] for name, ours in names.items()},
+            **{name: values[name] for name in _BLOCK_BODY if name in values},
+            "layer_types": kinds,
+            "sliding_window": window or None,
+        },
+        "torch_dtype": config.dtype,
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block if not config.anchor_first else config.num_drafts,
+        "sample_from_anchor": config.anchor_first,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.feature_layers],
+        **by_default[config.causal],
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head,
+        "enable_confidence_head": config.has_confidence_head,
+        "confidence_head_with_markov": config.confidence_with_markov,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+    }
+
+
+def _published_tensors(
+    config: DraftConfig | BlockConfig, recipes: Recipes, weights: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """Split and transpose weights into tensors by published name, with both vocabulary maps."""
-    recipes = draft_recipes(config)
     missing, unknown = sorted(set(recipes) - set(weights)), sorted(set(weights) - set(recipes))
     if missing or unknown:
         raise ValueError(f"weights do not fit the head: missing {missing}, unknown {unknown}")

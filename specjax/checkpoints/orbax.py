@@ -16,18 +16,18 @@ import numpy as np
 
 from specjax.checkpoints.digests import WEIGHTS, write_digests
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
-from specjax.config import DraftConfig, ModelConfig, RopeScaling, TransformerConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling, TransformerConfig
 from specjax.json_file import Fields, Flag, Size, read_json
 from specjax.models.registry import FAMILIES
 from specjax.text.tokenizer import Tokenizer
 
-C = TypeVar("C", ModelConfig, DraftConfig)
+C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
 _KEY = "specjax_config"
 
 
 def save_orbax(
     path: str | os.PathLike[str],
-    config: ModelConfig | DraftConfig,
+    config: ModelConfig | DraftConfig | BlockConfig,
     weights: Mapping[str, Any],
     *,
     tokenizer: Tokenizer | None = None,

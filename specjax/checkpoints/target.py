@@ -56,6 +56,20 @@ def embedded_head(name: str) -> Path:
     return path
 
 
+def default_block_draft(target: "TargetCheckpoint") -> Path:
+    """The folder ``dspark`` of a checkpoint, or the drafter of an embedded target."""
+    places = [target.path / "dspark"]
+    if target.name in EMBEDDED_MODELS:
+        places.append(_HEADS / f"{target.name}-dspark")
+    for path in places:
+        if (path / "config.json").is_file():
+            return path
+    raise ValueError(
+        f"draft=None, but model={target.name!r} has no block drafter: neither a folder 'dspark' in "
+        "its checkpoint nor an embedded one; pass draft=DIRECTORY"
+    )
+
+
 def locate(
     model: str | os.PathLike[str],
     knob: str,

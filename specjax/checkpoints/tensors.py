@@ -15,7 +15,7 @@ from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
 from specjax.checkpoints.digests import check_saved_weights
-from specjax.config import DraftConfig, ModelConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields
 from specjax.models.family import Part, Recipe, Recipes
 
@@ -152,7 +152,7 @@ def open_directory(directory: Path) -> TensorSource:
 _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-C = TypeVar("C", ModelConfig, DraftConfig)
+C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
 Progress = Callable[[int, int], None]
 
 

@@ -1,0 +1,444 @@
+"""Open block drafters: six published formats, resolved to one :class:`BlockConfig`.
+
+:func:`open_block` finds and opens a drafter; :func:`block_config` reads a ``config.json`` with the
+tensors of its file. The formats differ in four ways: where keys stand, whether ``block_size``
+counts the last token, which rows predict which tokens, and how target layers are counted.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoints.draft import check_vocabulary
+from specjax.checkpoints.huggingface import ANOTHER_HEAD, check_pair, layer_sizes
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
+from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
+from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
+from specjax.config import BlockConfig
+from specjax.json_file import Fields, Flag, PositiveSize, Size
+from specjax.models.block import block_recipes
+from specjax.models.family import Recipes
+
+(
+    DFLASH,
+    DFLASH_DEEPSPEC,
+    DSPARK_DEEPSPEC,
+    DSPARK_SPECFORGE,
+    DFLASH_SPECULATORS,
+    DSPARK_SPECULATORS,
+) = (
+    "DFlash",
+    "DFlash of DeepSpec",
+    "DSpark of DeepSpec",
+    "DSpark of SpecForge",
+    "DFlash of speculators",
+    "DSpark of speculators",
+)
+_SPECULATORS = {"dflash": DFLASH_SPECULATORS, "dspark": DSPARK_SPECULATORS}
+# architecture or speculators_model_type -> name of a format that is not supported
+_REFUSED = {
+    "DominoDraftModel": "Domino",
+    "DFlash2DraftModel": "DFlash2",
+    "DFlash2BeamDraftModel": "DFlash2",
+    "MiniMaxDFlash2DraftModel": "DFlash2",
+    "LiLiCorrDraftModel": "LiLiCorr",
+    "Qwen3XPressModel": "XPress",
+    "xpress": "XPress",
+    "domino": "Domino",
+}
+# key that only files of an unsupported format have -> its name
+_REFUSED_KEYS = {
+    "conv_kernel_size": "DFlash2",
+    "selector_rank": "DFlash2",
+    "lilicorr_hidden_size": "LiLiCorr",
+    "xpress_block_size": "XPress",
+}
+# settings that change the forward pass -> the only supported value
+_NEUTRAL: dict[str, Any] = {
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "use_gemma_norm": False,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "input_embedding_scale": 1.0,
+}
+# defaults of Qwen3Config: files of speculators leave out keys that equal them
+_QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}
+_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+_ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_tokens.")
+
+
+@dataclass(frozen=True)
+class BlockCheckpoint(Checkpoint[BlockConfig]):
+    """A block drafter on disk. Its ``config`` is resolved against the target and has its dtype."""
+
+    def describe(self) -> str:
+        config = self.config
+        layout = "anchor-first" if config.anchor_first else "fill-in"
+        kinds = [
+            ("causal " if causal else "") + (f"sliding ({window})" if window else "full")
+            for window, causal in zip(config.windows, config.causal, strict=True)
+        ]
+        layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        extra = f", {config.markov_head} Markov head of rank {config.markov_rank}"
+        return (
+            f"{config.checkpoint_format} {self.path}: {layout}, {config.num_drafts} drafts per "
+            f"round from {config.block} rows, layers {layers}, features of layers "
+            f"{list(config.feature_layers)}, mask token {config.mask_token_id}, "
+            f"rope_theta={config.rope_theta:g}, vocabulary {config.draft_vocab_size} of "
+            f"{config.vocab_size}{extra if config.markov_head else ''}"
+            f"{', confidence head (not used)' if config.has_confidence_head else ''}, "
+            f"dtype {config.dtype}"
+        )
+
+    def recipes(self) -> Recipes:
+        return block_recipes(self.config)
+
+    def canonical_name(self, name: str) -> str:
+        return canonical_name(name)
+
+    def check_values(self, source: TensorSource) -> None:
+        check_vocabulary(source, self.config)
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether it is a vocabulary map or a copy of a target tensor."""
+        return name in ("d2t", "lm_head.weight") or name.startswith((*_COPIES, "confidence_head."))
+
+
+def canonical_name(name: str) -> str:
+    """Strip the ``model.`` prefix of a stored name and replace aliases."""
+    name = name.removeprefix("model.")
+    for alias, canonical in _ALIASES.items():
+        if name.startswith(alias):
+            return canonical + name.removeprefix(alias)
+    return name
+
+
+def canonical_source(source: TensorSource) -> TensorSource:
+    """The tensors under canonical names, which must be unique."""
+    stored: dict[str, str] = {}
+    for name in sorted(source.infos):
+        canonical = canonical_name(name)
+        if canonical in stored:
+            both = f"{stored[canonical]!r} and {name!r}"
+            raise ValueError(f"{source.path} stores one tensor under two names: {both}")
+        stored[canonical] = name
+    infos = {canonical: source.infos[name] for canonical, name in stored.items()}
+    return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
+
+
+def open_block(
+    draft: str | os.PathLike[str] | None,
+    target: TargetCheckpoint,
+    *,
+    rope_theta: float | None = None,
+) -> BlockCheckpoint:
+    """Find a block drafter and read its configuration.
+
+    Args:
+        draft: a directory (one of six published formats, or written by :func:`save_orbax`), a
+            repository id, or None for the folder ``dspark`` of the target's checkpoint, or the
+            drafter that ships with an embedded target.
+        target: the target model.
+        rope_theta: replaces the drafter's rotary base.
+
+    Raises:
+        ValueError: if the drafter is not found, its format is not supported or can be read in two
+            ways, or it does not fit the target.
+    """
+    path = default_block_draft(target) if draft is None else locate(draft, "draft")
+    source: Callable[[], TensorSource]
+    if is_orbax_directory(path):
+        source, config = partial(orbax_source, path), orbax_config(path, BlockConfig)
+        check_pair(path, config.vocab_size, config.target_hidden_size, target.config)
+        _check_features(path, config.feature_layers, target.config.num_layers)
+        context = max(config.max_position_embeddings, target.config.max_position_embeddings)
+        config = dataclasses.replace(
+            config, dtype=target.config.dtype, max_position_embeddings=context
+        )
+    else:
+        stored = canonical_source(open_directory(path))
+        source, config = lambda: stored, block_config(path, stored, target)
+    if rope_theta is not None:
+        config = dataclasses.replace(config, rope_theta=rope_theta)
+    return BlockCheckpoint(config, path, source)
+
+
+class _File:
+    """Settings and tensors of a drafter. Nested settings come before those at the top level."""
+
+    def __init__(self, directory: Path, source: TensorSource) -> None:
+        self.path, self.source = directory / "config.json", source
+        self.top = Fields.read(self.path)
+        self.layer = self.top.fields("transformer_layer_config")
+        dspark, dflash = self.top.fields("dspark_config"), self.top.fields("dflash_config")
+        self.places = (dspark, dflash, self.top, self.layer)
+        self.kind = self.top.get("speculators_model_type", str, None)
+        stated: dict[str, Any] = {}
+        for place in (self.layer, self.top):
+            stated |= {key: value for key, value in place.values.items() if value is not None}
+        self.body = Fields({**(_QWEN3 if self.kind else {}), **stated}, self.path)
+
+    def get(self, key: str, kind: Any, default: Any = ...) -> Any:
+        """The first value of a key, in nested settings and then at the top level."""
+        place = next((place for place in self.places if key in place), self.top)
+        return place.get(key, kind, default)
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.source.infos
+
+    def lists(self, *keys: str) -> Mapping[str, list[int]]:
+        found = {key: self.get(key, list[int], None) for key in keys}
+        return {key: ids for key, ids in found.items() if ids is not None}
+
+    def refused(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: {what} is not supported; supported: DFlash, DSpark and, with "
+            f"speculative_algorithm='EAGLE3', P-EAGLE; {ANOTHER_HEAD}"
+        )
+
+
+def block_format(file: _File) -> str:
+    """The published format of a file, decided by its own keys. Raises ValueError."""
+    names, projector = (
+        file.top.get("architectures", list[str], []),
+        file.get("projector_type", str, ""),
+    )
+    found = [_REFUSED[name] for name in (*names, file.kind, projector) if name in _REFUSED]
+    found += [name for key, name in _REFUSED_KEYS.items() if any(key in p for p in file.places)]
+    if file.top.get("has_embed_tokens", Flag, False):
+        found.append("Nemotron")
+    if file.kind == "peagle" or "PEagleDraftModel" in names or file.has("mask_hidden"):
+        raise ValueError(
+            f"{file.path} is a P-EAGLE head; set speculative_algorithm='EAGLE3' to draft with it"
+        )
+    if "pard_token" in file.top and not file.has("fc.weight"):
+        found.append("PARD")
+    if found:
+        raise file.refused(f"the format {found[0]}")
+    if file.kind is not None:
+        if file.kind not in _SPECULATORS:
+            raise file.refused(f"speculators_model_type={file.kind!r}")
+        return _SPECULATORS[file.kind]
+    is_nested = "dflash_config" in file.top or "dspark_config" in file.top
+    has_markov = file.get("markov_rank", Size, 0) > 0
+    if "DSparkDraftModel" in names or projector == "dspark":
+        return DSPARK_SPECFORGE
+    if "Qwen3DSparkModel" in names:
+        return DSPARK_DEEPSPEC if has_markov else DFLASH_DEEPSPEC
+    if "DFlashDraftModel" in names and not has_markov:
+        return DFLASH
+    if not names and is_nested:
+        return DSPARK_SPECFORGE if has_markov else DFLASH
+    if not names and has_markov:
+        return DSPARK_DEEPSPEC
+    if file.get("sample_from_anchor", Flag, None) is not None:
+        return DSPARK_SPECFORGE if is_nested else DSPARK_DEEPSPEC
+    if not (file.has("fc.weight") and file.has("hidden_norm.weight")):
+        raise file.refused(f"architectures={names}")
+    raise ValueError(
+        f"{file.path}: architectures={names} with markov_rank="
+        f"{file.get('markov_rank', Size, 0)} may be DFlash (a mask row predicts the token at its "
+        "own position) or DSpark (each row predicts the next token); set sample_from_anchor to "
+        "false or true in this file"
+    )
+
+
+def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint) -> BlockConfig:
+    """Read ``config.json`` of a drafter and resolve it against its target.
+
+    ``source`` has the drafter's tensors under canonical names. Raises ValueError if the format is
+    not supported or ambiguous, or the drafter does not fit the target.
+    """
+    file, model = _File(directory, source), target.config
+    kind = block_format(file)
+    for key, neutral in _NEUTRAL.items():
+        for place in (*file.places, file.top.fields("rope_scaling")):
+            if key in place and place.get(key, Any) != neutral:
+                raise file.refused(f"{key}={place.get(key, Any)!r}")
+    if (directory / "mask_embedding.pt").exists():
+        raise file.refused("a mask embedding in mask_embedding.pt")
+    if "rope_dim" in file.top.fields("rope_scaling"):
+        raise file.refused("rope_scaling with rope_dim")
+    vocab_size = file.body.get("vocab_size", Size, model.vocab_size)
+    hidden_size = file.body.get("hidden_size", Size)
+    stated = file.get("target_hidden_size", Size, model.hidden_size)
+    check_pair(file.path, vocab_size, stated, model)
+    if hidden_size != model.hidden_size:
+        raise ValueError(
+            f"{file.path}: hidden_size={hidden_size} differs from the target's "
+            f"{model.hidden_size}; a block drafter reads the target's embeddings; {ANOTHER_HEAD}"
+        )
+    num_layers = file.body.get("num_hidden_layers", PositiveSize)
+    anchor_first, num_drafts = _layout(file, kind)
+    windows, causal = _attention(file, num_layers)
+    has_bias = file.body.get("attention_bias", Flag, False)
+    values = layer_sizes(file.body) | {
+        "checkpoint_format": kind,
+        "vocab_size": vocab_size,
+        "num_layers": num_layers,
+        # published drafters state their training length, which is not a limit
+        "max_position_embeddings": max(
+            file.body.get("max_position_embeddings", Size, 1), model.max_position_embeddings
+        ),
+        "dtype": model.dtype,
+        "target_hidden_size": model.hidden_size,
+        "draft_vocab_size": _draft_vocab_size(file, model.vocab_size),
+        "feature_layers": _feature_layers(file, num_layers, target),
+        "num_drafts": num_drafts,
+        "anchor_first": anchor_first,
+        "mask_token_id": _mask_token(file, target),
+        "windows": windows,
+        "causal": causal,
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+    }
+    values["has_own_lm_head"] = values["draft_vocab_size"] != model.vocab_size
+    values |= _heads(file, hidden_size)
+    return file.top.build(BlockConfig, values)
+
+
+def _layout(file: _File, kind: str) -> tuple[bool, int]:
+    """Whether every row predicts the next token, and the number of drafts per round."""
+    stated = file.get("sample_from_anchor", Flag, None)
+    size = file.get("block_size", PositiveSize, 16 if kind == DFLASH else ...)
+    drafts = None
+    if file.kind:
+        methods = file.top.fields("speculators_config").get("proposal_methods", list[Any], [])
+        first = methods[0] if methods and isinstance(methods[0], dict) else {}
+        drafts = Fields(first, file.path).get("speculative_tokens", PositiveSize, None)
+    if stated is None and kind == DSPARK_SPECULATORS:
+        if drafts not in (size, size - 1):
+            raise ValueError(
+                f"{file.path}: without sample_from_anchor, block_size={size} and "
+                f"speculative_tokens={drafts} may mean {size} drafts (each row predicts the next "
+                f"token) or {size - 1} (a mask row predicts the token at its own position); set "
+                "sample_from_anchor to true or false in this file"
+            )
+        stated = drafts == size
+    anchor_first = kind not in (DFLASH, DFLASH_SPECULATORS) if stated is None else stated
+    found = size if anchor_first else size - 1
+    if drafts is not None and drafts > found:
+        raise ValueError(
+            f"{file.path}: speculative_tokens={drafts} exceeds the {found} drafts of "
+            f"block_size={size} with sample_from_anchor={str(anchor_first).lower()}; correct "
+            "sample_from_anchor or block_size in this file"
+        )
+    return anchor_first, found
+
+
+def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Window (0 for none) and causality of each layer."""
+    kinds = file.get("layer_types", list[str], ["full_attention"] * num_layers)
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{file.path}: layer_types={kinds} must have 'full_attention' or 'sliding_attention' "
+            f"for each of num_hidden_layers={num_layers}"
+        )
+    slides = [kind == "sliding_attention" for kind in kinds]
+    has_window = [slide or file.get("use_swa", Flag, False) for slide in slides]
+    window = file.get("swa_window_size", Size, file.get("sliding_window", Size, 0))
+    if any(has_window) and not window:
+        raise ValueError(f"{file.path}: layers with sliding attention need sliding_window")
+    stated = file.top.get("is_causal", Flag, file.get("causal", Flag, None))
+    non_causal = file.get("sliding_window_non_causal", Flag, False)
+    causal = [slide and not non_causal if stated is None else stated for slide in slides]
+    return tuple(window if it else 0 for it in has_window), tuple(causal)
+
+
+def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> tuple[int, ...]:
+    """Target layers whose outputs the context reads; speculators counts the embedding as 0."""
+    count = target.config.num_layers
+    stated = file.get("num_target_layers", Size, count)
+    if stated != count:
+        raise ValueError(
+            f"{file.path}: num_target_layers={stated}, but the target has {count} layers; "
+            f"{ANOTHER_HEAD}"
+        )
+    counted = "aux_hidden_state_layer_ids"
+    if file.kind and (found := file.lists(counted, f"eagle_{counted}")):
+        layers = tuple(i - 1 for i in next(iter(found.values())))
+    elif found := file.lists("target_layer_ids"):
+        layers = tuple(found["target_layer_ids"])
+    elif found := file.lists(counted, f"eagle_{counted}"):
+        layers = tuple(i - 1 for i in next(iter(found.values())))
+    elif num_layers == 1:
+        layers = (count // 2,)
+    else:
+        layers = tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
+    _check_features(file.path, layers, count)
+    info = file.source.infos.get("fc.weight")
+    width = len(layers) * target.config.hidden_size
+    if info is not None and info.shape[1:] != (width,):
+        raise ValueError(
+            f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {len(layers)} features "
+            f"of the target's hidden_size={target.config.hidden_size} make {width} inputs; the "
+            "drafter was trained for another target or other layers"
+        )
+    return layers
+
+
+def _check_features(path: Path, layers: tuple[int, ...], count: int) -> None:
+    if not layers or not all(-1 <= layer < count for layer in layers):
+        raise ValueError(
+            f"{path}: feature layers {list(layers)} must be layers of the target, which has "
+            f"{count} layers (-1 is the embedding); {ANOTHER_HEAD}"
+        )
+
+
+def _mask_token(file: _File, target: TargetCheckpoint) -> int:
+    for key in _MASK_KEYS:
+        if (found := file.get(key, Size, None)) is not None:
+            return int(found)
+    token = file.get("mask_token", str, "<|MASK|>")
+    try:
+        found = target.load_tokenizer().backend.token_to_id(token)
+    except ValueError:
+        found = None
+    if found is None:
+        raise ValueError(
+            f"{file.path} has none of {list(_MASK_KEYS)}, and the target's tokenizer has no token "
+            f"{token!r}; set mask_token_id in this file"
+        )
+    return int(found)
+
+
+def _draft_vocab_size(file: _File, vocab_size: int) -> int:
+    info = file.source.infos.get("d2t")
+    return int(file.get("draft_vocab_size", Size, info.shape[0] if info else vocab_size))
+
+
+def _heads(file: _File, hidden_size: int) -> dict[str, Any]:
+    """Markov and confidence heads; the tensors decide if the configuration does not."""
+    infos = file.source.infos
+    stored = infos.get("markov_head.markov_w1.weight")
+    rank = file.get("markov_rank", Size, stored.shape[-1] if stored else 0)
+    kind = file.get("markov_head_type", str, "vanilla") if rank else None
+    confidence = infos.get("confidence_head.proj.weight")
+    has_confidence = file.get("enable_confidence_head", Flag, confidence is not None)
+    width = confidence.shape[-1] if confidence else hidden_size
+    with_markov = file.get("confidence_head_with_markov", Flag, width != hidden_size)
+    return {
+        "markov_head": kind,
+        "markov_rank": rank,
+        "has_confidence_head": has_confidence,
+        "confidence_with_markov": has_confidence and with_markov and rank > 0,
+    }

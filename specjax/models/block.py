@@ -1,0 +1,224 @@
+"""Block drafters (DFlash, DSpark): one pass drafts a whole block of tokens (flax nnx).
+
+The context is a projection of target features: ``c = hidden_norm(fc(features))``. Each layer's keys
+and values of the text come from ``c`` alone, without attention, so they are written once per token
+(:meth:`BlockDraft.store`). A draft pass (:meth:`BlockDraft.__call__`) runs the last token and mask
+tokens through pre-norm decoder layers with query and key norms. All rows see the whole context;
+rows of a layer that is not causal also see each other.
+
+The published tensors are those of :func:`block_recipes`. ``context.kernel`` repeats the key and
+value projections of all layers side by side, so that the context takes one product: XLA would
+otherwise copy them together in every round.
+
+Sources: DFlash (arXiv 2602.06036), DSpark, and the published checkpoints.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.config import BlockConfig
+from specjax.kernels.add_norm import rms_norm
+from specjax.models.decoder import CausalLM
+from specjax.models.eagle import DraftVocabulary
+from specjax.models.family import Part, Recipe, Recipes, decoder_layer, linear, vectors
+from specjax.models.layers import (
+    Attend,
+    DecoderLayer,
+    Embedding,
+    LayerKind,
+    Linear,
+    RMSNorm,
+    Store,
+    rope_tables,
+)
+
+
+class MarkovHead(nnx.Module):
+    """Low-rank bias of a draft's logits that depends on the token before it.
+
+    ``vanilla`` reads only that token, ``gated`` also the hidden state, and ``rnn`` keeps a state
+    over the tokens of a block. Axes: R rank, V draft vocabulary.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        dtypes, rank, size = config.dtypes, config.markov_rank, config.hidden_size
+        self.kind, self.rank = config.markov_head, rank
+        self.embedding = Embedding(config.vocab_size, rank, dtype=dtypes.activations)
+        self.output = Linear(rank, config.draft_vocab_size, bias=False, dtypes=dtypes)
+        gated, joint = self.kind == "gated", self.kind == "rnn"
+        self.gate = Linear(size + rank, rank, bias=True, dtypes=dtypes) if gated else None
+        self.joint = Linear(size + 2 * rank, 3 * rank, bias=True, dtypes=dtypes) if joint else None
+
+    def start(self, batch: int) -> jax.Array:
+        """The state ``[B, R]`` before the first token of a block."""
+        return jnp.zeros((batch, self.rank), self.embedding.table.dtype)
+
+    def __call__(
+        self, tokens: jax.Array, hidden: jax.Array, state: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Bias f32 ``[B, V]`` and the next state ``[B, R]``.
+
+        ``tokens`` i32 ``[B]`` are target ids of the tokens before; ``hidden [B, D]`` are the states
+        of the rows whose logits are adjusted.
+        """
+        read = self.embedding(tokens)
+        if self.gate is not None:
+            read = jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, read], axis=-1))) * read
+        if self.joint is not None:
+            joined = self.joint(jnp.concatenate([state, read, hidden], axis=-1))
+            gate, candidate, read = jnp.split(joined, 3, axis=-1)
+            gate = jax.nn.sigmoid(gate)
+            state = gate * state + (1 - gate) * jnp.tanh(candidate)
+            read = jnp.tanh(read)
+        return self.output(read, jnp.float32), state
+
+
+class ConfidenceHead(Linear):
+    """Predicts acceptance; it is loaded, but rounds do not read it."""
+
+    def probability(self, inputs: jax.Array) -> jax.Array:
+        """Probability f32 ``[...]`` that a draft is accepted if all drafts before it are.
+
+        ``inputs [..., D]`` is the hidden state of its row, ``[..., D + R]`` with the Markov head's
+        embedding of the token before it.
+        """
+        kernel, inputs = self.kernel[...].astype(jnp.float32), inputs.astype(jnp.float32)
+        out = jnp.matmul(inputs, kernel, precision=jax.lax.Precision.HIGHEST)
+        bias = 0.0 if self.bias is None else self.bias[...].astype(jnp.float32)
+        return jax.nn.sigmoid(out + bias)[..., 0]
+
+
+class BlockDraft(nnx.Module):
+    """The network of a :class:`~specjax.config.BlockConfig`.
+
+    Embeddings are the target's, and so is the output head unless the configuration has its own.
+    """
+
+    def __init__(self, config: BlockConfig, implementation: str | None = None) -> None:
+        self.config = config
+        dtypes, size = config.dtypes, config.hidden_size
+        kv_size = 2 * config.num_kv_heads * config.head_dim
+        self.fc = Linear(config.feature_size, size, bias=False, dtypes=dtypes)
+        self.hidden_norm = RMSNorm(config, size)
+        self.context = Linear(
+            size, config.num_layers * kv_size, bias=config.qkv_bias, dtypes=dtypes
+        )
+        self.layers = nnx.List(
+            DecoderLayer(config, kind, implementation) for kind in block_kinds(config)
+        )
+        self.norm = RMSNorm(config, size, implementation=implementation)
+        own, width = config.has_own_lm_head, config.draft_vocab_size
+        self.lm_head = Linear(size, width, bias=False, dtypes=dtypes) if own else None
+        # target id = draft id + offset
+        reduced = width != config.vocab_size
+        self.d2t = DraftVocabulary(jnp.zeros((width,), jnp.int32)) if reduced else None
+        self.markov = MarkovHead(config) if config.markov_head else None
+        inputs = size + config.markov_rank * config.confidence_with_markov
+        self.confidence_head = (
+            ConfidenceHead(inputs, 1, bias=True, dtypes=dtypes)
+            if config.has_confidence_head
+            else None
+        )
+
+    def store(self, features: jax.Array, positions: jax.Array, kv: Any, store: Store) -> Any:
+        """Write keys and values of all layers for text tokens, from their target features.
+
+        ``features [B, T, K * D_target]`` are at positions i32 ``[B, T]``; ``store`` writes to the
+        same positions of ``kv``, which is returned.
+        """
+        config = self.config
+        context = self.hidden_norm(self.fc(features.astype(config.dtypes.activations)))
+        joined = self.context(context)
+        shape = (*joined.shape[:-1], 2, config.num_layers, config.num_kv_heads, config.head_dim)
+        keys, values = jnp.moveaxis(joined.reshape(shape), -4, 0)
+        norms = [norm for layer in self.layers if (norm := layer.attention.k_norm) is not None]
+        scales = jnp.stack([norm.scale[...] for norm in norms])
+        keys = rms_norm(keys, scales[:, None], config.rms_norm_eps)
+        rope = rope_tables(config.rope, positions)
+        for i in range(config.num_layers):
+            kv = store(kv, i, keys[..., i, :, :], values[..., i, :, :], rope)
+        return kv
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        kv: Any,
+        attend: Attend,
+        causal_attend: Attend,
+        target: CausalLM,
+    ) -> tuple[jax.Array, Any]:
+        """Hidden states ``[B, T, D]`` of a block after the final norm, and the updated ``kv``.
+
+        Args:
+            tokens: i32 ``[B, T]``: the last token, then mask tokens.
+            positions: i32 ``[B, T]``: those of the block.
+            kv: the pool; the block's keys and values are written after the text.
+            attend: attention of layers whose rows see the whole block.
+            causal_attend: attention of causal layers.
+            target: the target, for its embeddings.
+        """
+        config = self.config
+        x, delta = target.embedding(tokens).astype(config.dtypes.activations), None
+        rope = rope_tables(config.rope, positions)
+        for i, layer in enumerate(self.layers):
+            how = causal_attend if config.causal[i] else attend
+            _, x, delta, kv = layer(x, delta, rope, kv, i, how)
+        return self.norm.add(x, delta)[1], kv
+
+    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+        """Float32 logits ``[..., draft_vocab_size]`` of hidden states, without a Markov head."""
+        if self.lm_head is None:
+            return target.logits(hidden)
+        return self.lm_head(hidden, jnp.float32)
+
+    @property
+    def vocabulary(self) -> jax.Array | None:
+        """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` if they are the same."""
+        if self.d2t is None:
+            return None
+        return self.d2t[...] + jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32)
+
+    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+        """Target token ids of draft vocabulary ids."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
+
+
+def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
+    """The kind of each layer."""
+    return tuple(LayerKind.of(config, window=window or None) for window in config.windows)
+
+
+def block_recipes(config: BlockConfig) -> Recipes:
+    """Recipes of all weights of a block drafter, by flat name; tensors have canonical names."""
+    size, dtypes, rank = config.hidden_size, config.dtypes, config.markov_rank
+    kv_size = config.num_kv_heads * config.head_dim
+    recipes = linear("fc", {"fc": size}, config.feature_size, dtypes)
+    recipes |= vectors(size, {"hidden_norm": "hidden_norm", "norm": "norm"})
+    names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in range(config.num_layers)]
+    parts = dict.fromkeys(names, kv_size)
+    recipes |= linear("context", parts, size, dtypes, bias=config.qkv_bias)
+    for i, kind in enumerate(block_kinds(config)):
+        recipes |= decoder_layer(config, kind, f"layers.{i}.", f"layers.{i}.")
+    if config.has_own_lm_head:
+        recipes |= linear("lm_head", {"lm_head": config.draft_vocab_size}, size, dtypes)
+    if config.draft_vocab_size != config.vocab_size:
+        recipes["d2t"] = Recipe((Part("d2t", (config.draft_vocab_size,)),), dtype="int32")
+    if config.markov_head:
+        table = Part("markov_head.markov_w1.weight", (config.vocab_size, rank))
+        recipes["markov.embedding.table"] = Recipe((table,))
+        width = {"markov_head.markov_w2": config.draft_vocab_size}
+        recipes |= linear("markov.output", width, rank, dtypes)
+    if config.markov_head == "gated":
+        gate = {"markov_head.gate_proj": rank}
+        recipes |= linear("markov.gate", gate, size + rank, dtypes, bias=True)
+    if config.markov_head == "rnn":
+        joint = {"markov_head.joint_proj": 3 * rank}
+        recipes |= linear("markov.joint", joint, size + 2 * rank, dtypes, bias=True)
+    if config.has_confidence_head:
+        inputs = size + rank * config.confidence_with_markov
+        recipes |= linear("confidence_head", {"confidence_head.proj": 1}, inputs, dtypes, bias=True)
+    return recipes
