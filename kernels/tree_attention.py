@@ -3,9 +3,11 @@
 Axes: B requests, T query tokens (tree rows) per request, U new keys per request, N query heads, KV
 key/value heads, H head dim, P pages per request. The U new keys of a request are in the slots of
 positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len``, and the new keys
-that the mask selects. In a verified tree, all T rows are new keys. A tree level that is being
-drafted also sees the new keys of the levels above it. The pool is ``[L, slots, 2, KV, H]``: keys
-and values of one token are adjacent, so one store writes both. Page 0 is the padding page.
+that the mask selects. With a window W, row t is at position ``seq_len + U - T + t`` and sees no key
+before the last W positions up to its own. In a verified tree, all T rows are new keys. A tree level
+that is being drafted also sees the new keys of the levels above it. The pool is ``[L, slots, 2, KV,
+H]``: keys and values of one token are adjacent, so one store writes both. Page 0 is the padding
+page.
 """
 
 from dataclasses import dataclass
@@ -20,13 +22,23 @@ from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 
 # keys per step of the chunked form; with 256 a short context needs one step and no loop overhead
 CHUNK = 256
+# finite, so that the difference of two of them is 0 and not NaN
+NEGATIVE = -1e30
 
 
 def _visible(
-    keys: jax.Array, seq_lens: jax.Array, tree_mask: jax.Array | None, rows: int
+    keys: jax.Array,
+    seq_lens: jax.Array,
+    tree_mask: jax.Array | None,
+    rows: int,
+    window: int | None,
 ) -> jax.Array:
     """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``."""
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]
+    if window is not None:
+        oldest = _first_offset(tree_mask, rows, window) + jnp.arange(rows)[None, :, None]
+        recent = offset[:, None, :] >= oldest
+        return recent & _visible(keys, seq_lens, tree_mask, rows, None)
     if tree_mask is None:
         return offset[:, None, :] <= jnp.arange(rows)[None, :, None]
     num_new = tree_mask.shape[2]
@@ -34,6 +46,11 @@ def _visible(
     inside = jnp.broadcast_to(inside, tree_mask.shape[:2] + keys.shape)
     in_tree = jnp.take_along_axis(tree_mask, inside, axis=2)
     return jnp.where((offset < 0)[:, None, :], True, in_tree & (offset < num_new)[:, None, :])
+
+
+def _first_offset(tree_mask: jax.Array | None, rows: int, window: int) -> int:
+    """Position of the first key in the window of row 0, relative to ``seq_len``."""
+    return (0 if tree_mask is None else tree_mask.shape[2] - rows) - window + 1
 
 
 def _gather(
@@ -76,6 +93,7 @@ def _dense_or_chunked(
     seq_lens: jax.Array,
     tree_mask: jax.Array | None,
     page_size: int,
+    window: int | None,
     is_chunked: bool,
 ) -> jax.Array:
     """Process all keys of the page table at once, or chunks up to the longest text."""
@@ -84,7 +102,7 @@ def _dense_or_chunked(
 
     def scores_of(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, v = _gather(pool, layer, page_table, keys, page_size)
-        return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows)), v
+        return _scores(grouped, k, _visible(keys, seq_lens, tree_mask, rows, window)), v
 
     if not is_chunked:
         scores, v = scores_of(jnp.arange(page_table.shape[1] * page_size, dtype=jnp.int32))
@@ -94,8 +112,6 @@ def _dense_or_chunked(
         best, total, mixed = carry
         scores, v = scores_of(i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
         new_best = jnp.maximum(best, scores.max(axis=-1))
-        # new_best is finite: the first chunk holds key 0, which every row sees after a text, and
-        # without a text all new keys of a row (MAX_MASKED is below CHUNK)
         weights = jnp.exp(scores - new_best[..., None])
         scale = jnp.exp(best - new_best)
         total = total * scale + weights.sum(axis=-1)
@@ -103,7 +119,7 @@ def _dense_or_chunked(
 
     shape = grouped.shape[:-1]
     start = (
-        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.full(shape, NEGATIVE, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
     )
@@ -117,8 +133,6 @@ def _dense_or_chunked(
 MAX_MASKED = 128
 # rows per dot: the smallest tile of the tensor cores, and the maximum per pass over the keys
 MIN_ROWS, MAX_ROWS = 16, 64
-# finite, so that the difference of two of them is 0 and not NaN
-NEGATIVE = -1e30
 LOG2E = 1.4426950408889634
 
 
@@ -174,6 +188,7 @@ def specjax_tree_attention(
     page_size: int,
     scale: float,
     num_new: int,
+    window: int | None,
 ) -> None:
     """One program: a tile of query rows of one KV head over one split of the context."""
     num_outputs = 1 if tiles.num_splits == 1 else 3
@@ -196,9 +211,16 @@ def specjax_tree_attention(
     total = seq_len + (num_new if words else last_token + 1)
 
     blocks = (total + tiles.block_keys - 1) // tiles.block_keys
+    if window is not None:
+        # the window of row 0 begins first; a tile also has row 0 if it repeats the first rows
+        oldest = num_new - rows - window + 1
+        skipped = jnp.maximum(seq_len + oldest, 0) // tiles.block_keys
+        blocks -= skipped
     share = (blocks + tiles.num_splits - 1) // tiles.num_splits
     first = split * share
     last = jnp.minimum(first + share, blocks)
+    if window is not None:
+        first, last = first + skipped, last + skipped
 
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, weight, mixed = carry
@@ -221,6 +243,8 @@ def specjax_tree_attention(
             visible = (offset < 0)[None, :] | ((bit == 1) & (offset < num_new)[None, :])
         else:
             visible = offset[None, :] <= token[:, None]
+        if window is not None:
+            visible &= offset[None, :] >= token[:, None] + oldest
         scores = jnp.where(visible, scores, NEGATIVE)
         new_best = jnp.maximum(best, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp2(scores - new_best[:, None]), 0.0)
@@ -285,6 +309,7 @@ def tree_attention(
     tree_mask: jax.Array | None,
     *,
     page_size: int,
+    window: int | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
 ) -> jax.Array:
@@ -299,6 +324,9 @@ def tree_attention(
         tree_mask: bool ``[B, T, U]``, true if a row sees a new key; ``None`` means causal over the
             T new tokens. A row must see itself.
         page_size: tokens per page.
+        window: number of last positions that a row sees, including its own; new keys that come
+            after the row stay visible if the mask selects them. ``None`` means all. The rows must
+            be at consecutive positions, the last of the U.
         implementation: ``"chunked"`` (a loop over the context), ``"pallas"`` (reads each page once
             for up to 64 query rows of a KV head) or ``"xla"`` (all keys at once).
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
@@ -307,16 +335,18 @@ def tree_attention(
         ``[B, T, N, H]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: for mismatched shapes or an unknown implementation.
+        ValueError: for mismatched shapes, a window below 1 or an unknown implementation.
         NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
             keys, or if the head dim is not a power of two from 16 to 256.
     """
     check_heads(q, pool, 4)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1")
     implementation = resolve(implementation, head_dim=q.shape[3], is_attention=True)
     if implementation in ("xla", "chunked"):
         is_chunked = implementation == "chunked"
         return _dense_or_chunked(
-            q, pool, layer, page_table, seq_lens, tree_mask, page_size, is_chunked
+            q, pool, layer, page_table, seq_lens, tree_mask, page_size, window, is_chunked
         )
     batch, rows, heads, dim = q.shape
     kv_heads = pool.shape[3]
@@ -328,12 +358,13 @@ def tree_attention(
             f"{num_new}), and head dims of powers of two from 16 to 256 (got {dim}); use "
             "implementation='xla'"
         )
+    context = page_table.shape[1] * page_size
     if tiles is None:
         tiles = AttentionTiles.choose(
             batch=batch,
             kv_heads=kv_heads,
             rows=rows * group,
-            context=page_table.shape[1] * page_size,
+            context=context if window is None else min(context, window + num_new),
             dtype=pool.dtype,
         )
     row_tiles = -(-rows * group // tiles.block_rows)
@@ -351,6 +382,7 @@ def tree_attention(
             page_size=page_size,
             scale=dim**-0.5,
             num_new=num_new,
+            window=window,
         ),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
         out_shape=output if tiles.num_splits == 1 else parts,

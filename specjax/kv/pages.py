@@ -14,7 +14,8 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import RopeTables, Store
 
-# options of an ``Attend`` that attention over pages supports
+# options of an ``Attend`` that attention over pages supports for segments of any length; ``attend``
+# alone also supports ``window``
 ATTENTION_OPTIONS: tuple[str, ...] = ()
 
 

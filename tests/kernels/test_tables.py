@@ -102,6 +102,8 @@ def test_lowers_for_cuda_in_one_launch(
         (4, 32, 8, 128, 32, 70, BF16, None),
         (4, 32, 8, 128, 32, 70, F32, 4),
         (16, 32, 8, 128, 32, 70, BF16, 80),
+        (16, 32, 8, 128, 8, 70, BF16, "window"),
+        (8, 9, 3, 64, 2, 20, F32, "window"),
         (8192, 32, 8, 128, 64, 128, BF16, "prefill"),
         (8192, 32, 8, 128, 64, 128, F32, "prefill"),
         (512, 9, 3, 64, 4, 20, BF16, "prefill"),
@@ -118,6 +120,8 @@ def test_attention_lowers_for_cuda_and_its_layers_share_one_kernel(
         attention, q, last = prefill_attention, ((rows, heads, dim), dtype), (lens, lens)
     else:
         attention, q, last = tree_attention, ((batch, rows, heads, dim), dtype), (lens,)
+    if num_masked == "window":  # of a block whose rows see each other
+        attention, num_masked = partial(attention, window=512), rows
     if isinstance(num_masked, int):
         last = (*last, ((batch, rows, num_masked), "bool"))
     elif num_masked is None:

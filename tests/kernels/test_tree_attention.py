@@ -55,14 +55,16 @@ def make_case(case, dtype, tree, seed=0):
     return q, pool, *ints, jnp.asarray(mask), page_size
 
 
-def brute_force(q, pool, table, lens, mask, page_size, layer=1):
+def brute_force(q, pool, table, lens, mask, page_size, layer=1, window=None):
     """Each row in float64 over an explicit list of visible slots."""
     q, pool, table, lens, mask = (np.asarray(x) for x in (q, pool, table, lens, mask))
     q, pool = q.astype(np.float64), pool.astype(np.float64)
     out = np.zeros_like(q)
     group = q.shape[2] // pool.shape[3]
     for b, t, n in np.ndindex(*q.shape[:3]):
-        keys = [*range(lens[b]), *(lens[b] + np.flatnonzero(mask[b, t]))]
+        keys = np.r_[0 : lens[b], lens[b] + np.flatnonzero(mask[b, t])]
+        if window is not None:
+            keys = keys[keys > lens[b] + mask.shape[2] - mask.shape[1] + t - window]
         slots = [table[b, j // page_size] * page_size + j % page_size for j in keys]
         k, v = pool[layer, slots, 0, n // group], pool[layer, slots, 1, n // group]
         scores = k @ q[b, t, n] / np.sqrt(q.shape[3])
@@ -75,14 +77,14 @@ def relative_error(out, expected):
     return np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
 
 
-def check(function, case, dtype, tree, level=None):
+def check(function, case, dtype, tree, level=None, window=None):
     """With ``level``, only the last ``level`` rows are queries; they attend over all new keys."""
     q, pool, table, lens, mask, page_size = make_case(case, dtype, tree)
     if level is not None:
         q, mask = q[:, -level:], mask[:, -level:]
-    expected = brute_force(q, pool, table, lens, mask, page_size)
+    expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
     given = mask if tree else None
-    call = jax.jit(partial(function, page_size=page_size), static_argnums=2)
+    call = jax.jit(partial(function, page_size=page_size, window=window), static_argnums=2)
     out = call(q, pool, 1, table, lens, given)
     assert out.dtype == q.dtype
     assert relative_error(out, expected) < BOUNDS[dtype]
@@ -138,11 +140,52 @@ def test_levels_on_gpu(case, level, dtype):
 
 
 @FORMS
-def test_rows_of_a_block_see_each_other(function):
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_rows_of_a_block_see_each_other(function, window):
     q, pool, table, lens, mask, page_size = make_case(CASES[1], "float32", False)
     mask = jnp.ones_like(mask)
-    expected = brute_force(q, pool, table, lens, mask, page_size)
-    out = function(q, pool, 1, table, lens, mask, page_size=page_size)
+    expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
+    out = function(q, pool, 1, table, lens, mask, page_size=page_size, window=window)
+    assert relative_error(out, expected) < BOUNDS["float32"]
+
+
+# a window within the new rows, one of one key, one over a part of the context, and one over all
+WINDOWS = [
+    ((2, 8, 4, 2, 16, 4, 30), None, 4),
+    ((3, 5, 4, 2, 32, 4, 20), None, 1),
+    ((2, 3, 4, 2, 16, 16, 40), None, 70),
+    ((2, 40, 4, 1, 16, 64, 2), None, 30),
+    ((2, 6, 9, 3, 64, 16, 20), None, 400),
+    ((3, 12, 4, 2, 32, 4, 60), 4, 20),
+]
+
+
+@pytest.mark.parametrize(("case", "level", "window"), WINDOWS, ids=str)
+@FORMS
+def test_a_window_hides_earlier_keys(function, case, level, window):
+    check(function, case, "float32", level is not None, level, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("case", "level", "window"), WINDOWS, ids=str)
+def test_windows_on_gpu(case, level, window, dtype):
+    check(PALLAS, case, dtype, level is not None, level, window)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("window", [1, 17, 40])
+def test_a_window_reads_no_earlier_block_of_keys(num_splits, window):
+    """Keys of earlier blocks are NaN, which a mask would not hide."""
+    case = (1, 5, 4, 2, 16, 4, 40)
+    q, pool, table, lens, mask, page_size = make_case(case, "float32", True)
+    lens = jnp.full_like(lens, 150)
+    expected = brute_force(q, pool, table, lens, mask, page_size, window=window)
+    unread = np.arange((150 - window + 1) // 16 * 16)
+    slots = np.asarray(table)[0, unread // page_size] * page_size + unread % page_size
+    tiles = AttentionTiles(16, 16, num_splits, num_warps=4, num_stages=2)
+    call = partial(INTERPRET, page_size=page_size, window=window, tiles=tiles)
+    out = call(q, pool.at[:, slots].set(jnp.nan), 1, table, lens, mask)
     assert relative_error(out, expected) < BOUNDS["float32"]
 
 
@@ -157,5 +200,7 @@ def test_unsupported_inputs_are_refused():
     mask = jnp.ones((2, 1, 129), bool)
     with pytest.raises(NotImplementedError, match=r"new keys .* \(got 129\)"):
         PALLAS(q, pool, 0, table, lens, mask, page_size=page_size)
+    with pytest.raises(ValueError, match="window=0 must be at least 1"):
+        tree_attention(q, pool, 0, table, lens, None, page_size=1, window=0)
     with pytest.raises(ValueError, match="must be a multiple of"):
         tree_attention(q[:, :, :3], pool, 0, table, lens, None, page_size=1, implementation="xla")

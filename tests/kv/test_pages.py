@@ -171,3 +171,18 @@ def test_stores_with_and_without_attention_are_equal(qk_norm: bool) -> None:
     _, attended = attention(x, rope, pool, 1, view.attend(lens, rows))
     assert np.asarray(stored[1]).any()
     np.testing.assert_array_equal(stored[:, 4:], attended[:, 4:])
+
+
+@pytest.mark.parametrize(("window", "sees"), [(None, True), (7, True), (6, False)])
+def test_a_layer_with_a_window_sees_only_its_last_keys(window: int | None, sees: bool) -> None:
+    """Two rows that see each other, from position 7 on; the key at position 1 changes."""
+    kind = LayerKind.of(TARGET, window=window)
+    flat = FlatModel.of(partial(Attention, TARGET, kind, in_size=TARGET.hidden_size))
+    attention, lens = flat.rebuild(flat.random(0)), jnp.array([7], jnp.int32)
+    view = view_of([3, 1, 5])
+    x = jax.random.normal(jax.random.key(1), (1, 2, TARGET.hidden_size))
+    rope = rope_tables(TARGET.rope, lens[:, None] + jnp.arange(2, dtype=jnp.int32))
+    attend = view.attend(lens, 2, tree_mask=jnp.ones((1, 2, 2), bool))
+    pool = jax.random.normal(jax.random.key(2), (2, 24, 2, TARGET.num_kv_heads, TARGET.head_dim))
+    out = [attention(x, rope, p, 1, attend)[0] for p in (pool, pool.at[1, 3 * 4 + 1].add(1.0))]
+    assert bool((out[0] != out[1]).any()) == sees
