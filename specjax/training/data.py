@@ -1,6 +1,7 @@
 """Token sequences for draft training: storage, splitting, packing and the draft vocabulary."""
 
 import os
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
@@ -111,11 +112,11 @@ def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
+def pack(corpus: Corpus, row_length: int, seed: int, join: float = 0.0) -> PackedBatch:
     """Pack all sequences into rows ``[R, row_length]`` of numpy arrays, in random order.
 
     Sequences longer than a row are cut. A sequence that has no answer after the cut is dropped.
-    The method is best fit, longest first.
+    The method is best fit, longest first. ``join`` is as in :func:`place_rows`.
     """
     lengths = np.asarray([min(len(example.tokens), row_length) for example in corpus], np.int64)
     usable = np.flatnonzero(lengths - [example.prompt_len for example in corpus] >= 2)
@@ -123,38 +124,51 @@ def pack(corpus: Corpus, row_length: int, seed: int) -> PackedBatch:
     shuffled = rng.permutation(usable)
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    # open_rows[space]: rows with exactly ``space`` free tokens
-    open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]
+    spaces: list[tuple[int, int]] = []  # free tokens and index of each row, ascending
     for i in order:
         length = int(lengths[i])
-        space = next((s for s in range(length, row_length) if open_rows[s]), None)
-        if space is None:
+        at = bisect_left(spaces, (length, 0))
+        if at == len(spaces):
+            space, row = row_length, len(rows)
             rows.append([])
-            row, space = len(rows) - 1, row_length
         else:
-            row = open_rows[space].pop()
+            space, row = spaces.pop(at)
         rows[row].append(int(i))
-        open_rows[space - length].append(row)
-    places = np.argsort(rng.permutation(len(rows)))
-    return place_rows(corpus, [rows[row] for row in places], row_length)
+        insort(spaces, (space - length, row))
+    placed = [rng.permutation(rows[row]) for row in rng.permutation(len(rows))]
+    return place_rows(corpus, placed, row_length, join, seed)
 
 
-def place_rows(corpus: Corpus, rows: Sequence[Sequence[int]], row_length: int) -> PackedBatch:
-    """Place the sequences of each row in numpy arrays ``[len(rows), row_length]``; cut the rest."""
+def place_rows(
+    corpus: Corpus,
+    rows: Sequence[Sequence[int] | np.ndarray],
+    row_length: int,
+    join: float = 0.0,
+    seed: int = 0,
+) -> PackedBatch:
+    """Place the sequences of each row in numpy arrays ``[len(rows), row_length]``; cut the rest.
+
+    With probability ``join`` a sequence continues the text of the sequence before it, so that the
+    draft also learns from long contexts.
+    """
+    rng = np.random.default_rng(seed)
     shape = (len(rows), row_length)
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    tokens, segments, texts, positions = (np.zeros(shape, np.int32) for _ in range(4))
     starts = np.zeros(shape, bool)
     for row, indices in enumerate(rows):
-        end = 0
+        end = begin = text = 0
         for segment, i in enumerate(indices, start=1):
             sequence = corpus[i].tokens[: row_length - end]
             where = slice(end, end + len(sequence))
+            if segment == 1 or rng.random() >= join:
+                text, begin = text + 1, end
             tokens[row, where] = sequence
             segments[row, where] = segment
-            positions[row, where] = np.arange(len(sequence))
+            texts[row, where] = text
+            positions[row, where] = np.arange(where.start, where.stop) - begin
             starts[row, end + corpus[i].prompt_len - 1 : where.stop] = True
             end = where.stop
-    return PackedBatch(tokens, segments, positions, starts)  # type: ignore[arg-type]
+    return PackedBatch(tokens, segments, texts, positions, starts)  # type: ignore[arg-type]
 
 
 def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> Iterator[PackedBatch]:

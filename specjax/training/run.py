@@ -41,6 +41,7 @@ SHARD_BYTES = 15_000_000
 
 NUMBER_LIMITS: dict[str, dict[str, float]] = {
     "held_out": {"at_least": 0.0, "below": 1.0},
+    "join": {"at_least": 0.0, "at_most": 1.0},
     "hard_weight": {"at_least": 0.0, "at_most": 1.0},
     "learning_rate": {"above": 0.0},
 }
@@ -109,6 +110,13 @@ def run(args: argparse.Namespace) -> None:
             "--max-answer-tokens and --max-user-tokens) exceeds the model's context of "
             f"{model.context_limit} tokens"
         )
+    if args.join and args.row_length > model.context_limit:
+        raise ValueError(
+            f"--row-length={args.row_length} exceeds the model's context of {model.context_limit} "
+            "tokens, and --join makes texts as long as a row; lower --row-length"
+        )
+    if args.join:
+        longest = max(longest, args.row_length)
     corpus = make_corpus(args, entries, target, dtype, max_new_tokens)
     report: dict[str, Any] = {"model": args.model, "data": corpus.describe()}
     if not args.generate_only:
@@ -116,11 +124,13 @@ def run(args: argparse.Namespace) -> None:
         args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
         args.warmup_steps = min(args.warmup_steps, args.steps - 1)
         config = TrainConfig(**chosen(args, TrainConfig))
-        flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
+        flat = FlatModel.of(
+            partial(CausalLM, model.within(longest), implementation="xla")
+        )
         weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
         trainer = Trainer(config, draft, flat, weights, vocabulary)
-        held_rows = pack(held, config.row_length, args.seed)
+        held_rows = pack(held, config.row_length, args.seed, config.join)
         state = train(args, trainer, kept, held_rows)
         report |= {"steps": int(state.step), "config": dataclasses.asdict(config)}
         named = trainer.named_weights(state.params)
@@ -184,7 +194,7 @@ def make_corpus(
 def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: PackedBatch) -> Any:
     """Run the training loop, which resumes from ``--checkpoint-dir``, and return its state."""
     config = trainer.config
-    rows = pack(kept, config.row_length, args.seed)
+    rows = pack(kept, config.row_length, args.seed, config.join)
     fill = float((rows.segments > 0).mean())
     logger.info("%d training rows of %d tokens, %.0f%% full", *rows.tokens.shape, 100 * fill)
     state = trainer.init()

@@ -35,6 +35,7 @@ class TrainConfig:
         steps: optimiser steps of the whole run.
         batch_rows: packed rows per step.
         row_length: tokens per packed row.
+        join: probability that a sequence continues the text of the one before it in its row.
         ttt_steps: unrolled steps of training-time test.
         learning_rate: peak learning rate; by default 3e-3, less for drafts wider than 576.
         warmup_steps: steps in which the learning rate rises to its peak.
@@ -44,6 +45,7 @@ class TrainConfig:
     steps: int = 2000
     batch_rows: int = 8
     row_length: int = 512
+    join: float = 0.0
     ttt_steps: int = 6
     learning_rate: float = 3e-3
     warmup_steps: int = 100

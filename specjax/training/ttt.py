@@ -25,14 +25,16 @@ STEP_DECAY = 0.8
 
 
 class PackedBatch(NamedTuple):
-    """Packed rows of sequences. Segment 0 is padding; positions restart in each segment.
+    """Packed rows of sequences, each a prompt and its answer. Segment 0 is padding.
 
-    ``starts`` marks the rows at which drafting may start during serving: the last prompt token and
-    every answer token.
+    Tokens see earlier tokens of their text, which is one sequence or several after each other.
+    Positions restart in each text. ``starts`` marks the rows at which drafting may start during
+    serving: the last prompt token and every answer token.
     """
 
     tokens: jax.Array  # i32[B, T]
-    segments: jax.Array  # i32[B, T]
+    segments: jax.Array  # i32[B, T], the sequence, from 1
+    texts: jax.Array  # i32[B, T], the text, from 1
     positions: jax.Array  # i32[B, T]
     starts: jax.Array  # bool[B, T]
 
@@ -72,7 +74,7 @@ def target_outputs(
     target: CausalLM, batch: PackedBatch, vocabulary: jax.Array, feature_layers: tuple[int, ...]
 ) -> TargetOutputs:
     """Run the target over packed rows; ``vocabulary`` i32[W] holds the draft's target ids."""
-    attend = packed_attend(batch.segments)
+    attend = packed_attend(batch.texts)
     hidden, features, _ = target(batch.tokens, batch.positions, None, attend, feature_layers)
     argmax = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
     # a second, small product is cheaper: a gather from [B, T, V] logits would read all of them
@@ -84,7 +86,7 @@ def ttt_states(
 ) -> Iterator[jax.Array]:
     """Yield the recurrent states ``[B, T, D]`` of steps 0 to ``num_steps - 1``."""
     hidden = draft.fuse(features)
-    attend = ttt_attend(batch.segments)
+    attend = ttt_attend(batch.texts)
     kv: tuple[tuple[jax.Array, jax.Array], ...] = ()
     for step in range(num_steps):
         embeds = draft.embed(_shift_left(batch.tokens, step + 1), target)
@@ -146,12 +148,12 @@ def ttt_loss(
 _NEGATIVE = -1e30
 
 
-def packed_attend(segments: jax.Array) -> Attend:
-    """Causal attention within the segments ``i32[B, T]`` of packed rows, without a KV cache.
+def packed_attend(texts: jax.Array) -> Attend:
+    """Causal attention within the texts ``i32[B, T]`` of packed rows, without a KV cache.
 
     Scores and softmax are float32. On a GPU, cuDNN computes it in bfloat16.
     """
-    mask = _causal_mask(segments)[:, None]
+    mask = _causal_mask(texts)[:, None]
 
     @rotated
     def attend(
@@ -164,14 +166,14 @@ def packed_attend(segments: jax.Array) -> Attend:
     return attend
 
 
-def ttt_attend(segments: jax.Array) -> Attend:
+def ttt_attend(texts: jax.Array) -> Attend:
     """Attention of the unrolled draft steps of training-time test over packed rows.
 
     ``kv`` is the tuple of the earlier steps' ``(k, v)``. A query of row i at step j sees the keys
-    of step 0 at rows up to i of its segment. Of steps 1 to j it sees only row i. A chain that is
+    of step 0 at rows up to i of its text. Of steps 1 to j it sees only row i. A chain that is
     drafted from row i during serving sees the same keys.
     """
-    mask = _causal_mask(segments)[:, None, None]
+    mask = _causal_mask(texts)[:, None, None]
 
     @rotated
     def attend(
@@ -200,10 +202,10 @@ def ttt_attend(segments: jax.Array) -> Attend:
     return attend
 
 
-def _causal_mask(segments: jax.Array) -> jax.Array:
-    # bool [B, T, T] of packed rows: the token itself and earlier tokens of the same segment
-    rows = jnp.arange(segments.shape[1])
-    same = segments[:, :, None] == segments[:, None, :]
+def _causal_mask(texts: jax.Array) -> jax.Array:
+    # bool [B, T, T] of packed rows: the token itself and earlier tokens of the same text
+    rows = jnp.arange(texts.shape[1])
+    same = texts[:, :, None] == texts[:, None, :]
     return same & (rows[:, None] >= rows[None, :])
 
 

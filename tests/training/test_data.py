@@ -30,6 +30,25 @@ def test_packing_keeps_sequences_whole_and_separate(corpus):
     assert free.sum() < 24 * 2
 
 
+def test_joined_sequences_share_a_text(corpus):
+    apart, mixed, joined = (pack(corpus, 48, 0, join) for join in (0.0, 0.5, 1.0))
+    np.testing.assert_array_equal(apart.texts, apart.segments)
+    np.testing.assert_array_equal(joined.texts, joined.segments > 0)
+    positions = np.arange(48) * (joined.segments > 0)
+    np.testing.assert_array_equal(joined.positions, positions)
+    for rows in (mixed, joined):  # only texts and positions differ
+        for name in ("tokens", "segments", "starts"):
+            np.testing.assert_array_equal(getattr(rows, name), getattr(apart, name))
+    assert 0 < np.count_nonzero(mixed.texts < mixed.segments) < np.count_nonzero(mixed.texts)
+    for line, texts in enumerate(mixed.texts):
+        for text in range(1, texts.max() + 1):
+            where = texts == text
+            assert mixed.positions[line, where].tolist() == list(range(where.sum()))
+            # a text begins with a whole sequence
+            first = mixed.segments[line, where][0]
+            np.testing.assert_array_equal(where[mixed.segments[line] == first], True)
+
+
 def test_packing_cuts_long_sequences_and_drops_those_without_an_answer():
     corpus = Corpus.of([([1] * 4, [2] * 20, "a"), ([3] * 9, [4] * 20, "a")])
     rows = pack(corpus, 10, 0)
