@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train an EAGLE-3 draft for a target model on the target's own text.
+"""Train a draft for a target model on the target's own text: an EAGLE-3 head or a block drafter.
 
 The three stages are prompts (from files, or sampled from the target), the target's answers to
 them, and training with an export in the published format. Each stage can run on its own.
@@ -42,6 +42,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--generator-rows", type=int, default=64, help="sequences generated in parallel")
     add("--prefill-rows", type=int, default=16, help="prompts prefilled in parallel")
     add = parser.add_argument_group("draft").add_argument
+    names = ("EAGLE3", "DSPARK", "DFLASH")
+    add("--algorithm", default="EAGLE3", choices=names, help="algorithm that the draft is for")
+    add("--draft-layers", type=int, default=3, help="layers of a block drafter")
+    add("--num-drafts", type=int, default=7, help="tokens that a block drafts")
+    add("--markov-rank", type=int, default=32, help="rank of the Markov head (DSPARK)")
     size = "number of tokens that the draft can predict, the most frequent ones of the answers"
     add("--draft-vocab-size", type=int, default=8192, help=size)
     add("--intermediate-size", type=int, help="size of the feed-forward layer (default: target's)")

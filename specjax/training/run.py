@@ -18,8 +18,10 @@ from tqdm import tqdm
 from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.export import export_draft
 from specjax.checks import check_integer, check_number, is_integer
+from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
+from specjax.training.block import BlockTrainer, block_draft_config
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
@@ -88,13 +90,7 @@ def run(args: argparse.Namespace) -> None:
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
     model = target.config
-    draft = default_draft_config(
-        model,
-        intermediate_size=args.intermediate_size or model.intermediate_size,
-        draft_vocab_size=min(args.draft_vocab_size, model.vocab_size),
-        has_fc_norm=args.fc_norm,
-        norm_output=args.norm_output,
-    )
+    draft = draft_config(args, model)
     args.data = args.data or data_file(args, target.path, entries)
     num_answers = args.self_sample + len(entries) * (1 + args.file_samples)
     if args.batch_rows > num_answers and not (args.generate_only or args.data.exists()):
@@ -124,12 +120,11 @@ def run(args: argparse.Namespace) -> None:
         args.learning_rate = args.learning_rate or 3e-3 * min(1.0, 576 / draft.hidden_size)
         args.warmup_steps = min(args.warmup_steps, args.steps - 1)
         config = TrainConfig(**chosen(args, TrainConfig))
-        flat = FlatModel.of(
-            partial(CausalLM, model.within(longest), implementation="xla")
-        )
+        flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
         weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
-        trainer = Trainer(config, draft, flat, weights, vocabulary)
+        kind = Trainer if args.algorithm == "EAGLE3" else BlockTrainer
+        trainer = kind(config, draft, flat, weights, vocabulary)
         held_rows = pack(held, config.row_length, args.seed, config.join)
         state = train(args, trainer, kept, held_rows)
         report |= {"steps": int(state.step), "config": dataclasses.asdict(config)}
@@ -143,6 +138,23 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         args.report.parent.mkdir(parents=True, exist_ok=True)
         args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def draft_config(args: argparse.Namespace, model: ModelConfig) -> DraftConfig | BlockConfig:
+    """The configuration of the draft to train."""
+    changes = {
+        "intermediate_size": args.intermediate_size or model.intermediate_size,
+        "draft_vocab_size": min(args.draft_vocab_size, model.vocab_size),
+    }
+    if args.algorithm == "EAGLE3":
+        changes |= {"has_fc_norm": args.fc_norm, "norm_output": args.norm_output}
+        return default_draft_config(model, **changes)
+    changes |= {"num_layers": args.draft_layers, "num_drafts": args.num_drafts}
+    changes["markov_rank"] = args.markov_rank
+    if args.algorithm == "DFLASH":
+        changes |= {"anchor_first": False, "markov_head": None, "markov_rank": 0}
+        changes |= dict.fromkeys(("has_confidence_head", "confidence_with_markov"), False)
+    return block_draft_config(model, **changes)
 
 
 def chosen(args: argparse.Namespace, config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 draft: initialisation, compiled step, statistics and checkpoints."""
+"""Training of a draft: initialisation, compiled step, statistics and checkpoints."""
 
 import logging
 import os
@@ -36,7 +36,8 @@ class TrainConfig:
         batch_rows: packed rows per step.
         row_length: tokens per packed row.
         join: probability that a sequence continues the text of the one before it in its row.
-        ttt_steps: unrolled steps of training-time test.
+        ttt_steps: unrolled steps of training-time test (EAGLE-3).
+        anchors: blocks per packed row (block drafters).
         learning_rate: peak learning rate; by default 3e-3, less for drafts wider than 576.
         warmup_steps: steps in which the learning rate rises to its peak.
         hard_weight: weight of the one-hot label, from 0 to 1; the rest is the target's softmax.
@@ -47,6 +48,7 @@ class TrainConfig:
     row_length: int = 512
     join: float = 0.0
     ttt_steps: int = 6
+    anchors: int = 256
     learning_rate: float = 3e-3
     warmup_steps: int = 100
     hard_weight: float = 0.7
@@ -92,35 +94,38 @@ def default_draft_config(model: ModelConfig, **changes: Any) -> DraftConfig:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Compiled functions that train one draft for one target.
+    """Compiled functions that train one EAGLE-3 draft for one target.
 
     ``target_weights`` are frozen. They have the order of ``target`` and the dtype of computation.
     ``vocabulary`` i32[W] holds the target ids of the draft vocabulary, ascending.
     """
 
     config: TrainConfig
-    draft: DraftConfig
+    draft: Any  # DraftConfig, or what a subclass trains
     target: FlatModel[CausalLM]
     target_weights: Weights
     vocabulary: np.ndarray
 
     @cached_property
-    def flat(self) -> FlatModel[Eagle3Head]:
+    def flat(self) -> FlatModel[Any]:
         return FlatModel.of(partial(Eagle3Head, self.draft, implementation="xla"))
 
     def init(self) -> TrainState:
-        """Random parameters, except the final norm and the output head: copies of the target's."""
+        """Random parameters, except those that start as copies of the target's."""
         named = dict(zip(self.flat.names, self.flat.random(self.config.seed), strict=True))
+        self.begin(named, dict(zip(self.target.names, self.target_weights, strict=True)))
+        # copies: the training step donates its state, and the target's buffers must survive
+        params = {name: jnp.array(value, jnp.float32) for name, value in named.items()}
+        return TrainState(params, _OPTIMIZER.init(params), jnp.zeros((), jnp.int32))
+
+    def begin(self, named: dict[str, Any], target: Mapping[str, Any]) -> None:
+        """Replace or remove entries of the random weights; ``target`` has the target's by name."""
         named.pop("d2t", None)  # an integer table: not trained
-        target = dict(zip(self.target.names, self.target_weights, strict=True))
         if "lm_head.kernel" in target:
             named["lm_head.kernel"] = target["lm_head.kernel"][:, self.vocabulary]
         else:
             named["lm_head.kernel"] = target["embedding.table"][self.vocabulary].T
         named["norm.scale"] = target["norm.scale"]
-        # copies: the training step donates its state, and the target's buffers must survive
-        params = {name: jnp.array(value, jnp.float32) for name, value in named.items()}
-        return TrainState(params, _OPTIMIZER.init(params), jnp.zeros((), jnp.int32))
 
     def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Convert named float32 parameters to the draft's weights, in its dtype."""
@@ -130,17 +135,26 @@ class Trainer:
             named["d2t"] = jnp.asarray(offsets, jnp.int32)
         return named
 
-    def head(self, params: Mapping[str, jax.Array]) -> Eagle3Head:
+    def head(self, params: Mapping[str, jax.Array]) -> Any:
         return self.flat.rebuild(self.flat.order(self.named_weights(params)))
 
-    def _loss(
-        self, params: dict[str, jax.Array], target_weights: Weights, batch: PackedBatch
+    def loss(
+        self, draft: Any, target: CausalLM, batch: PackedBatch, step: jax.Array
     ) -> tuple[jax.Array, StepStatistics]:
-        target = self.target.rebuild(target_weights)
+        """Loss of the draft on a batch, and its statistics; ``step`` i32 seeds random choices."""
         vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
         outputs = target_outputs(target, batch, vocabulary, self.draft.feature_layers)
-        unrolled = self.head(params), target, batch, jax.lax.stop_gradient(outputs), vocabulary
+        unrolled = draft, target, batch, jax.lax.stop_gradient(outputs), vocabulary
         return ttt_loss(*unrolled, self.config.ttt_steps, self.config.hard_weight)
+
+    def _loss(
+        self,
+        params: dict[str, jax.Array],
+        target_weights: Weights,
+        batch: PackedBatch,
+        step: jax.Array,
+    ) -> tuple[jax.Array, StepStatistics]:
+        return self.loss(self.head(params), self.target.rebuild(target_weights), batch, step)
 
     @cached_property
     def step(self) -> Any:
@@ -150,7 +164,7 @@ class Trainer:
             state: TrainState, target_weights: Weights, batch: PackedBatch, rate: jax.Array
         ) -> tuple[TrainState, StepStatistics]:
             gradient = jax.grad(self._loss, has_aux=True)
-            grads, statistics = gradient(state.params, target_weights, batch)
+            grads, statistics = gradient(state.params, target_weights, batch, state.step)
             updates, moments = _OPTIMIZER.update(grads, state.moments, state.params)
             params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
             return TrainState(params, moments, state.step + 1), statistics
@@ -168,7 +182,8 @@ class Trainer:
             raise ValueError("evaluation needs held-out data, but there are 0 rows")
         ends = range(size, len(rows.tokens) + 1, size)
         whole = (PackedBatch(*(x[end - size : end] for x in rows)) for end in ends)
-        parts = [self._statistics(params, self.target_weights, batch) for batch in whole]
+        step = jnp.zeros((), jnp.int32)
+        parts = [self._statistics(params, self.target_weights, batch, step) for batch in whole]
         return jax.device_get(jax.tree.map(lambda *sums: sum(sums), *parts))
 
 

@@ -115,10 +115,7 @@ def ttt_loss(
     vocabulary (i32[W], ascending) plus ``hard_weight`` times its most probable token. If that token
     is outside the draft vocabulary, the row carries no loss and counts as a miss.
     """
-    width = vocabulary.shape[0]
-    label = jnp.minimum(jnp.searchsorted(vocabulary, outputs.argmax), width - 1).astype(jnp.int32)
-    known = vocabulary[label] == outputs.argmax
-    label = jnp.where(known, label, width)  # out of range: no draft id hits it
+    label, known = labels_of(outputs.argmax, vocabulary)
     soft = jax.nn.softmax(outputs.draft_logits, axis=-1)
     total = jnp.zeros((), jnp.float32)
     alive = jnp.ones(batch.tokens.shape, bool)
@@ -129,12 +126,8 @@ def ttt_loss(
         step_label = _shift_left(label, step + 1)
         carries = (mask & _shift_left(known, step + 1)).astype(jnp.float32)
         logits = draft.logits(hidden, target)
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        expected = jnp.einsum("btw,btw->bt", _shift_left(soft, step + 1), logits)
-        inside = jnp.minimum(step_label, width - 1)
-        picked = jnp.take_along_axis(logits, inside[..., None], axis=-1)[..., 0]
-        mixed = (1.0 - hard_weight) * expected + hard_weight * picked
-        loss = jnp.sum((normalizer - mixed) * carries)
+        losses = cross_entropy(logits, _shift_left(soft, step + 1), step_label, hard_weight)
+        loss = jnp.sum(losses * carries)
         total = total + STEP_DECAY**step * loss / jnp.maximum(carries.sum(), 1.0)
         hit = mask & (jnp.argmax(logits, axis=-1).astype(jnp.int32) == step_label)
         reached = mask & alive
@@ -143,6 +136,31 @@ def ttt_loss(
         sums.append(tuple(jnp.asarray(c, jnp.float32) for c in counts))
     columns = (jnp.stack(column) for column in zip(*sums, strict=True))
     return total, jax.lax.stop_gradient(StepStatistics(*columns))
+
+
+def labels_of(tokens: jax.Array, vocabulary: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draft ids i32 of target tokens, and whether each is in the draft vocabulary i32[W].
+
+    The id of a token outside it is W, which no draft hits.
+    """
+    width = vocabulary.shape[0]
+    label = jnp.minimum(jnp.searchsorted(vocabulary, tokens), width - 1).astype(jnp.int32)
+    known = vocabulary[label] == tokens
+    return jnp.where(known, label, width), known
+
+
+def cross_entropy(
+    logits: jax.Array, soft: jax.Array, label: jax.Array, hard_weight: float
+) -> jax.Array:
+    """Cross entropy f32 ``[...]`` of logits ``[..., W]`` with ``soft [..., W]`` and ``label``.
+
+    The label i32 ``[...]`` has the weight ``hard_weight`` and the distribution the rest.
+    """
+    expected = jnp.sum(soft * logits, axis=-1)
+    inside = jnp.minimum(label, logits.shape[-1] - 1)
+    picked = jnp.take_along_axis(logits, inside[..., None], axis=-1)[..., 0]
+    mixed = (1.0 - hard_weight) * expected + hard_weight * picked
+    return jax.nn.logsumexp(logits, axis=-1) - mixed
 
 
 _NEGATIVE = -1e30

@@ -1,0 +1,260 @@
+"""Loss of block drafters: one pass proposes the tokens after many anchors of each packed row.
+
+An anchor is a known token at row p. Its block sees the target features of the rows before p of the
+same text and its own rows, and predicts the target's tokens at rows p + 1 to p + G. The Markov head
+reads the tokens of the text. Sources: DFlash (arXiv 2602.06036) for the mask; the loss is ours.
+
+Axes: B packed rows, T tokens per row, N anchors per row, R rows per block, G drafts per block, D
+hidden, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import BlockConfig, ModelConfig, TransformerConfig
+from specjax.kernels.rope_store import rotate
+from specjax.models.block import BlockDraft
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.models.layers import Attend, dense_attention, rotated
+from specjax.training.trainer import Trainer
+from specjax.training.ttt import (
+    PackedBatch,
+    StepStatistics,
+    cross_entropy,
+    labels_of,
+    packed_attend,
+)
+
+# weight of each draft's loss relative to that of the draft before it
+DRAFT_DECAY = 0.85
+CONFIDENCE_WEIGHT = 0.1
+# blocks whose logits exist at the same time
+BLOCKS_AT_ONCE = 1024
+# blocks that one attention compares with each other; 64 blocks of 8 rows are 1/8 of 4096 keys
+GROUP = 64
+
+
+def block_draft_config(model: ModelConfig, **changes: Any) -> BlockConfig:
+    """Configure a block drafter with the target's layer shape, except for ``changes``.
+
+    Its mask token is the last of the vocabulary, which models with a padded vocabulary never use.
+    """
+    shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
+    draft = {
+        "checkpoint_format": "dspark",
+        "num_layers": 3,
+        "target_hidden_size": model.hidden_size,
+        "feature_layers": model.default_feature_layers,
+        "num_drafts": 7,
+        "anchor_first": True,
+        "mask_token_id": model.vocab_size - 1,
+        "markov_head": "vanilla",
+        "markov_rank": 32,
+        "has_confidence_head": True,
+        "confidence_with_markov": True,
+    }
+    reduced = changes["draft_vocab_size"] < model.vocab_size
+    return BlockConfig(**shape | draft | changes, has_own_lm_head=reduced)
+
+
+@dataclass(frozen=True)
+class BlockTrainer(Trainer):
+    """Trains a block drafter."""
+
+    @cached_property
+    def flat(self) -> FlatModel[Any]:
+        return FlatModel.of(partial(BlockDraft, self.draft, implementation="xla"))
+
+    def begin(self, named: dict[str, Any], target: Mapping[str, Any]) -> None:
+        """The context has weights of the layers. The output head is, or starts as, the target's."""
+        named.pop("context.kernel")
+        super().begin(named, target)
+        if not self.draft.has_own_lm_head:
+            del named["lm_head.kernel"]
+
+    def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        named = super().named_weights(params)
+        heads, kv_heads, dim = (
+            getattr(self.draft, name) for name in ("num_heads", "num_kv_heads", "head_dim")
+        )
+        ends = heads * dim, (heads + kv_heads) * dim
+        kernels = (named[f"layers.{i}.attention.qkv.kernel"] for i in range(self.draft.num_layers))
+        _, keys, values = zip(*(jnp.split(kernel, ends, axis=1) for kernel in kernels), strict=True)
+        return named | {"context.kernel": jnp.concatenate((*keys, *values), axis=1)}
+
+    def loss(
+        self, draft: BlockDraft, target: CausalLM, batch: PackedBatch, step: jax.Array
+    ) -> tuple[jax.Array, StepStatistics]:
+        key = jax.random.fold_in(jax.random.key(self.config.seed), step)
+        vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
+        chosen = self.config.anchors, self.config.hard_weight
+        return block_loss(draft, target, batch, vocabulary, key, *chosen)
+
+
+class Anchors(NamedTuple):
+    """Anchors of packed rows, and the tokens after them."""
+
+    rows: jax.Array  # i32[B, N], p
+    is_real: jax.Array  # bool[B, N]; False for padding
+    after: jax.Array  # i32[B, N, G], p to p + G - 1, clipped to the row
+    is_drafted: jax.Array  # bool[B, N, G], whether the token after that row is in the same answer
+
+
+def draw_anchors(batch: PackedBatch, count: int, num_drafts: int, key: jax.Array) -> Anchors:
+    """Draw ``count`` different anchors from each packed row; each starts at least one draft."""
+    length = batch.tokens.shape[1]
+    segments = jnp.pad(batch.segments, ((0, 0), (1, num_drafts)))
+    # a round starts after a row of `starts`; the token after that row is the anchor
+    may_start = jnp.pad(batch.starts, ((0, 0), (1, 0)))[:, :-1] & (batch.segments > 0)
+    is_anchor = may_start & (segments[:, :length] == batch.segments)
+    is_anchor &= segments[:, 2 : length + 2] == batch.segments
+    scores = jnp.where(is_anchor, jax.random.uniform(key, batch.tokens.shape), -1.0)
+    best, rows = jax.lax.top_k(scores, min(count, length))
+    is_real = best >= 0
+    ahead = rows[..., None] + jnp.arange(num_drafts, dtype=jnp.int32)
+    own = jnp.take_along_axis(batch.segments, rows, axis=1)[..., None]
+    lines = jnp.arange(len(rows))[:, None, None]
+    is_drafted = is_real[..., None] & (segments[lines, ahead + 2] == own)
+    return Anchors(rows, is_real, jnp.minimum(ahead, length - 1), is_drafted)
+
+
+def context_store(kv: Any, layer: int, k: jax.Array, v: jax.Array, rope: Any) -> Any:
+    """Keep the rotated keys and the values of a layer's context in a tuple by layer."""
+    return (*kv, (rotate(k, *rope), v))
+
+
+def block_attend(batch: PackedBatch, anchors: Anchors, num_rows: int) -> Attend:
+    """Attention of all blocks ``[B, N * R]`` over their contexts and their own rows.
+
+    Blocks are processed in groups, since a query is compared with the keys of all blocks in its
+    group.
+    """
+    count = anchors.rows.shape[1]
+    size = next(n for n in range(min(GROUP, count), 0, -1) if count % n == 0)
+    groups = count // size
+
+    def grouped(x: jax.Array) -> jax.Array:
+        return x.reshape(len(x) * groups, -1, *x.shape[2:])
+
+    lines = jnp.arange(len(anchors.rows))[:, None]
+    context = jnp.arange(batch.tokens.shape[1]) < anchors.rows[..., None]
+    context &= batch.texts[:, None] == batch.texts[lines, anchors.rows][..., None]
+    context = jnp.repeat(grouped(context), num_rows, axis=1)
+    block = jnp.arange(size * num_rows) // num_rows
+    own = jnp.broadcast_to(block[:, None] == block, (len(context), len(block), len(block)))
+    mask = jnp.concatenate([context, own], axis=2)[:, None]
+
+    @rotated
+    def attend(
+        kv: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        keys, values = (
+            jnp.concatenate([jnp.repeat(old, groups, axis=0), grouped(new)], axis=1)
+            for old, new in zip(kv[layer], (k, v), strict=True)
+        )
+        is_fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+        implementation = "cudnn" if is_fused else None
+        out = dense_attention(grouped(q), keys, values, mask=mask, implementation=implementation)
+        return kv, out.reshape(q.shape)
+
+    return attend
+
+
+def block_loss(
+    draft: BlockDraft,
+    target: CausalLM,
+    batch: PackedBatch,
+    vocabulary: jax.Array,
+    key: jax.Array,
+    num_anchors: int,
+    hard_weight: float,
+) -> tuple[jax.Array, StepStatistics]:
+    """Compute the loss of ``num_anchors`` random blocks per packed row, and its statistics.
+
+    The loss of draft j has weight ``DRAFT_DECAY ** (j - 1)``. Labels, and drafts that carry no
+    loss, are as in :func:`specjax.training.ttt.ttt_loss`. The confidence head learns whether a
+    draft is the target's most probable token; its loss changes nothing else.
+    """
+    config = draft.config
+    attend, layers = packed_attend(batch.texts), config.feature_layers
+    states, features, _ = target(batch.tokens, batch.positions, None, attend, layers)
+    best = jnp.argmax(target.logits(states), axis=-1).astype(jnp.int32)
+    states, features = jax.lax.stop_gradient((states, features))
+    kv = draft.store(features, batch.positions, (), context_store)
+    anchors = draw_anchors(batch, num_anchors, config.num_drafts, key)
+    lines = jnp.arange(len(anchors.rows))[:, None]
+    shape = (*anchors.rows.shape, config.block)
+    masks = jnp.full(shape, config.mask_token_id, jnp.int32)
+    tokens = masks.at[..., 0].set(batch.tokens[lines, anchors.rows]).reshape(len(lines), -1)
+    ahead = jnp.arange(config.block, dtype=jnp.int32)
+    positions = batch.positions[lines, anchors.rows][..., None] + ahead
+    blocks = block_attend(batch, anchors, config.block)
+    hidden, _ = draft(tokens, positions.reshape(tokens.shape), kv, blocks, blocks, target)
+    hidden = hidden.reshape(*shape, -1)[:, :, config.block - config.num_drafts :]
+    before, best, states = (
+        x[lines[..., None], anchors.after] for x in (batch.tokens, best, states)
+    )
+
+    def split(x: jax.Array) -> jax.Array:
+        # [B, N, ...] to [C, B * N / C, ...]
+        x = x.reshape(-1, *x.shape[2:])
+        count = max(1, -(-len(x) // BLOCKS_AT_ONCE))
+        x = jnp.pad(x, [(0, -len(x) % count)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(count, -1, *x.shape[1:])
+
+    # logits of all blocks at once would take gigabytes, forwards and backwards
+    @jax.checkpoint
+    def sums(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, StepStatistics]:
+        return _sums(draft, target, vocabulary, hard_weight, *parts)
+
+    parts = tuple(map(split, (hidden, states, before, best, anchors.is_drafted)))
+    confidence, total = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(sums, parts))
+    decay = DRAFT_DECAY ** jnp.arange(config.num_drafts, dtype=jnp.float32)
+    loss = jnp.sum(decay * total.loss / jnp.maximum(total.weight, 1.0))
+    loss += CONFIDENCE_WEIGHT * confidence / jnp.maximum(total.rows.sum(), 1.0)
+    return loss, jax.lax.stop_gradient(total)
+
+
+def _sums(
+    draft: BlockDraft,
+    target: CausalLM,
+    vocabulary: jax.Array,
+    hard_weight: float,
+    hidden: jax.Array,
+    states: jax.Array,
+    before: jax.Array,
+    best: jax.Array,
+    is_drafted: jax.Array,
+) -> tuple[jax.Array, StepStatistics]:
+    """Summed loss of the confidence head, and sums by draft, of blocks ``[N, G]``.
+
+    ``hidden`` and ``states`` are those of the draft and the target that predict the drafted tokens,
+    ``before`` the tokens before those, and ``best`` the target's most probable tokens.
+    """
+    label, known = labels_of(best, vocabulary)
+    logits = draft.logits(hidden, target)
+    if draft.markov is not None:
+        state, biases = draft.markov.start(len(hidden)), []
+        for j in range(hidden.shape[1]):
+            bias, state = draft.markov(before[:, j], hidden[:, j], state)
+            biases.append(bias)
+        logits = logits + jnp.stack(biases, axis=1)
+    soft = jax.nn.softmax(jax.lax.stop_gradient(target.logits_of(states, vocabulary)), axis=-1)
+    losses = cross_entropy(logits, soft, label, hard_weight)
+    hit = is_drafted & (jnp.argmax(logits, axis=-1).astype(jnp.int32) == label)
+    alive = jnp.cumprod(hit, axis=1, dtype=jnp.int32) > 0
+    reached = is_drafted & jnp.pad(alive[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    carries = is_drafted & known
+    columns = (losses * carries, carries, is_drafted, reached, alive)
+    statistics = StepStatistics(*(x.sum(axis=0, dtype=jnp.float32) for x in columns))
+    if draft.confidence_head is None:
+        return jnp.zeros((), jnp.float32), statistics
+    found = jnp.clip(draft.confidence(jax.lax.stop_gradient(hidden), before), 1e-6, 1.0 - 1e-6)
+    entropy = -jnp.where(hit, jnp.log(found), jnp.log1p(-found))
+    return jnp.sum(entropy * is_drafted), statistics

@@ -1,0 +1,130 @@
+"""Training of block drafters: anchors, the loss against one block at a time, and the whole run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.layers import dense_attention, rope_tables, rotated
+from specjax.training import block as training
+from specjax.training.block import BlockTrainer, block_draft_config, context_store, draw_anchors
+from specjax.training.data import pack
+from specjax.training.trainer import TrainConfig
+from specjax.training.ttt import packed_attend
+
+NUM_DRAFTS = 3
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes_its_step_count():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@rotated
+def whole_attend(kv, layer, q, k, v):
+    """Attention of one block over its whole context and itself."""
+    keys, values = (jnp.concatenate(x, axis=1) for x in zip(kv[layer], (k, v), strict=True))
+    return kv, dense_attention(q, keys, values)
+
+
+def test_anchors_are_tokens_of_answers_with_a_draft_after_them(corpus):
+    rows = pack(corpus, 48, 0, 0.5)
+    anchors = draw_anchors(jax.tree.map(jnp.asarray, rows), 40, NUM_DRAFTS, jax.random.key(0))
+    for line in range(len(rows.tokens)):
+        segments, starts = rows.segments[line], rows.starts[line]
+        expected = {
+            p
+            for p in range(1, 47)
+            if starts[p - 1] and segments[p - 1] == segments[p] == segments[p + 1] > 0
+        }
+        real = anchors.is_real[line]
+        assert set(anchors.rows[line][real].tolist()) == expected
+        for p, drafted in zip(
+            anchors.rows[line][real].tolist(), anchors.is_drafted[line][real], strict=True
+        ):
+            inside = [p + j < 48 and segments[min(p + j, 47)] == segments[p] for j in (1, 2, 3)]
+            assert drafted.tolist() == inside
+        assert not anchors.is_drafted[line][~real].any()
+
+
+@pytest.mark.parametrize("kind", ["reduced", "whole", "dflash", "rnn"])
+def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
+    monkeypatch.setattr(training, "BLOCKS_AT_ONCE", 16)
+    monkeypatch.setattr(training, "GROUP", 5)
+    changes = {"num_layers": 2, "num_drafts": NUM_DRAFTS, "markov_rank": 6}
+    changes["draft_vocab_size"] = 40 if kind == "reduced" else 61
+    if kind == "rnn":
+        changes["markov_head"] = "rnn"
+    if kind == "dflash":
+        changes |= {"anchor_first": False, "markov_head": None, "markov_rank": 0}
+        changes |= {"has_confidence_head": False, "confidence_with_markov": False}
+    config = block_draft_config(tiny.model, **changes)
+    vocabulary = np.sort(np.random.default_rng(3).permutation(61)[: config.draft_vocab_size])
+    options = TrainConfig(batch_rows=2, row_length=32, anchors=20, hard_weight=0.6)
+    trainer = BlockTrainer(options, config, tiny.flat, tiny.weights, vocabulary)
+    batch = jax.tree.map(lambda x: jnp.asarray(x[:2]), pack(corpus, 32, 0, 0.5))
+    params = trainer.init().params
+    draft, target = trainer.head(params), tiny.flat.rebuild(tiny.weights)
+    _, found = jax.jit(trainer.loss)(draft, target, batch, jnp.int32(0))
+    layers = config.feature_layers
+    hidden, features, _ = target(
+        batch.tokens, batch.positions, None, packed_attend(batch.texts), layers
+    )
+    wanted = np.asarray(target.logits(hidden))
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    anchors = draw_anchors(batch, 20, NUM_DRAFTS, key)
+    sums = np.zeros((5, NUM_DRAFTS))
+    for line, i in np.argwhere(np.asarray(anchors.is_real)):
+        p = int(anchors.rows[line, i])
+        first = p - int(batch.positions[line, p])
+        where = slice(first, p)
+        kv = draft.store(
+            features[line : line + 1, where],
+            batch.positions[line : line + 1, where],
+            (),
+            context_store,
+        )
+        ids = [int(batch.tokens[line, p])] + [config.mask_token_id] * (config.block - 1)
+        positions = p - first + jnp.arange(config.block)[None]
+        states, _ = draft(jnp.asarray([ids]), positions, kv, whole_attend, whole_attend, target)
+        states = states[0, -NUM_DRAFTS:]
+        memory, alive = None if draft.markov is None else draft.markov.start(1), True
+        for j in range(NUM_DRAFTS):
+            if p + j + 1 >= 32 or batch.segments[line, p + j + 1] != batch.segments[line, p]:
+                break
+            logits = draft.logits(states[j : j + 1], target)
+            if draft.markov is not None:
+                token = batch.tokens[line, p + j][None]
+                bias, memory = draft.markov(token, states[j : j + 1], memory)
+                logits = logits + bias
+            logits = np.asarray(logits[0], np.float64)
+            row, best = wanted[line, p + j], int(wanted[line, p + j].argmax())
+            normalized = logits - np.logaddexp.reduce(logits)
+            sums[2:4, j] += 1, alive
+            alive = alive and vocabulary[logits.argmax()] == best
+            sums[4, j] += alive
+            if best in vocabulary:
+                soft = np.exp(row[vocabulary] - np.logaddexp.reduce(row[vocabulary]))
+                label = list(vocabulary).index(best)
+                sums[0, j] -= 0.4 * (soft * normalized).sum() + 0.6 * normalized[label]
+                sums[1, j] += 1
+    assert sums[1].min() > 0
+    np.testing.assert_allclose(np.stack(found), sums, rtol=1e-4)
+
+
+def test_weights_of_the_context_are_those_of_the_layers(tiny):
+    config = block_draft_config(tiny.model, draft_vocab_size=61, num_layers=2)
+    trainer = BlockTrainer(TrainConfig(), config, tiny.flat, tiny.weights, np.arange(61))
+    params = trainer.init().params
+    assert "context.kernel" not in params
+    draft = trainer.head(params)
+    x = jax.random.normal(jax.random.key(1), (1, 4, config.feature_size))
+    positions = jnp.arange(4)[None]
+    rope = rope_tables(config.rope, positions)
+    context = draft.hidden_norm(draft.fc(x))
+    stored = draft.store(x, positions, (), context_store)
+    for layer, both in zip(draft.layers, stored, strict=True):
+        expected = layer.attention.store(context, rope, (), 0, context_store)
+        for ours, theirs in zip(both, expected[0], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
