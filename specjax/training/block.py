@@ -255,6 +255,11 @@ def _sums(
     statistics = StepStatistics(*(x.sum(axis=0, dtype=jnp.float32) for x in columns))
     if draft.confidence_head is None:
         return jnp.zeros((), jnp.float32), statistics
-    found = jnp.clip(draft.confidence(jax.lax.stop_gradient(hidden), before), 1e-6, 1.0 - 1e-6)
+    inputs = jax.lax.stop_gradient(hidden)
+    if draft.config.confidence_with_markov:
+        read = jax.lax.stop_gradient(draft.markov.embedding(before))
+        inputs = jnp.concatenate([inputs, read], axis=-1)
+    found = jax.nn.sigmoid(draft.confidence_head(inputs, jnp.float32)[..., 0])
+    found = jnp.clip(found, 1e-6, 1.0 - 1e-6)
     entropy = -jnp.where(hit, jnp.log(found), jnp.log1p(-found))
     return jnp.sum(entropy * is_drafted), statistics
