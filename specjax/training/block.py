@@ -256,7 +256,7 @@ def _sums(
     if draft.confidence_head is None:
         return jnp.zeros((), jnp.float32), statistics
     inputs = jax.lax.stop_gradient(hidden)
-    if draft.config.confidence_with_markov:
+    if draft.markov is not None and draft.config.confidence_with_markov:
         read = jax.lax.stop_gradient(draft.markov.embedding(before))
         inputs = jnp.concatenate([inputs, read], axis=-1)
     found = jax.nn.sigmoid(draft.confidence_head(inputs, jnp.float32)[..., 0])
