@@ -1,4 +1,4 @@
-"""Rotary positions for queries and keys, and the store of keys and values, in one launch.
+"""Norms and rotary positions for queries and keys, and the store of keys and values, in one launch.
 
 XLA makes three to four kernels of this; the scatter into the pool alone takes 4 to 6 us (32 rows of
 8 KV heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix product
@@ -12,12 +12,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from specjax.kernels.add_norm import whole
+from specjax.kernels.add_norm import rms_norm, whole
 from specjax.kernels.backend import power_of_two, resolve, triton_call
 
 # enough to keep 132 multiprocessors busy with several programs each
 ENOUGH_PROGRAMS = 1024
 MAX_TOKENS = 16
+
+
+# scales ``[H]`` of queries and of keys, and the epsilon of both
+Norms = tuple[jax.Array, jax.Array, float]
+
+
+def normed(q: jax.Array, k: jax.Array, norms: Norms | None) -> tuple[jax.Array, jax.Array]:
+    """Heads ``[..., H]`` of queries and keys after their RMS norms, if there are norms."""
+    if norms is None:
+        return q, k
+    q_scale, k_scale, eps = norms
+    return rms_norm(q, q_scale, eps), rms_norm(k, k_scale, eps)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -28,9 +40,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _reference(
-    q: Any, k: Any, v: Any, cos: Any, sin: Any, pool: Any, layer: Any, slots: Any
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, pool: Any, layer: Any, slots: Any, norms: Any
 ) -> Any:
     q, k, v = (whole(x, 4, pool.dtype) for x in (q, k, v))
+    q, k = normed(q, k, norms)
     stored = jnp.stack([rotate(k, cos, sin), v], axis=2)
     return rotate(q, cos, sin), pool.at[layer, slots].set(stored)
 
@@ -41,14 +54,12 @@ def specjax_rope_store(
     cos_ref: Any,
     sin_ref: Any,
     qkv_ref: Any,
-    pool_in: Any,
-    q_ref: Any,
-    pool_ref: Any,
-    *,
+    *refs: Any,
     block: int,
+    eps: float | None,
 ) -> None:
     """Kernel body: one program per (block of tokens, head of q, k or v)."""
-    del pool_in
+    *scale_refs, _pool_in, q_ref, pool_ref = refs
     tokens, half = cos_ref.shape
     heads, kv_heads = q_ref.shape[1], pool_ref.shape[3]
     head = pl.program_id(1)
@@ -62,19 +73,24 @@ def specjax_rope_store(
     first, second = first.astype(q_ref.dtype), second.astype(q_ref.dtype)
     layer = layer_ref[0]
 
-    def rotated() -> tuple[jax.Array, jax.Array]:
+    def rotated(index: int) -> tuple[jax.Array, jax.Array]:
         x, y = first.astype(jnp.float32), second.astype(jnp.float32)
+        if scale_refs:
+            mean = (jnp.sum(x * x, axis=1) + jnp.sum(y * y, axis=1)) / (2 * half)
+            inverse, scale = jax.lax.rsqrt(mean + eps)[:, None], scale_refs[index]
+            x = ((x * inverse).astype(first.dtype) * scale[low]).astype(jnp.float32)
+            y = ((y * inverse).astype(first.dtype) * scale[high]).astype(jnp.float32)
         cos, sin = cos_ref[token, :], sin_ref[token, :]
         return (x * cos - y * sin).astype(first.dtype), (y * cos + x * sin).astype(first.dtype)
 
     @pl.when(head < heads)
     def _() -> None:
-        q_ref[token, head, low], q_ref[token, head, high] = rotated()
+        q_ref[token, head, low], q_ref[token, head, high] = rotated(0)
 
     @pl.when((head >= heads) & (head < heads + kv_heads))
     def _() -> None:
         slot, at = slots_ref[token], head - heads
-        pool_ref[layer, slot, 0, at, low], pool_ref[layer, slot, 0, at, high] = rotated()
+        pool_ref[layer, slot, 0, at, low], pool_ref[layer, slot, 0, at, high] = rotated(1)
 
     @pl.when(head >= heads + kv_heads)
     def _() -> None:
@@ -93,22 +109,25 @@ def rope_store(
     layer: int,
     slots: jax.Array,
     *,
+    norms: Norms | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotate queries and keys, and store keys and values in a layer of the KV pool.
+    """Norm and rotate queries and keys, and store keys and values in a layer of the KV pool.
 
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
     Args:
-        q: ``[B, T, N, H]``, not yet rotated. q, k and v all have the pool's dtype, or all are
-            float32 partial sums with a leading axis P.
-        k: ``[B, T, KV, H]``, not yet rotated.
+        q: ``[B, T, N, H]``, before norms and rotation. q, k and v all have the pool's dtype, or all
+            are float32 partial sums with a leading axis P.
+        k: ``[B, T, KV, H]``, before norms and rotation.
         v: ``[B, T, KV, H]``.
         cos: f32 ``[B, T, 1, H / 2]``.
         sin: f32 ``[B, T, 1, H / 2]``.
         pool: ``[L, slots, 2, KV, H]``.
         layer: index into L.
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
+        norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype,
+            and their epsilon; ``None`` norms nothing. The mean square is computed in float32.
 
     Returns:
         The rotated queries and the pool.
@@ -121,21 +140,24 @@ def rope_store(
         or slots.shape != q.shape[-4:-2]
         or cos.shape != tables
         or sin.shape != tables
+        or any(scale.shape != q.shape[-1:] for scale in (norms or ())[:2])
     ):
         raise ValueError(
             f"shapes of q {q.shape}, k {k.shape}, v {v.shape}, tables {cos.shape} and {sin.shape}, "
-            f"slots {slots.shape} and pool {pool.shape} do not match"
+            f"slots {slots.shape}, pool {pool.shape} and norms "
+            f"{[scale.shape for scale in (norms or ())[:2]]} do not match"
         )
     if implementation == "xla" or q.size == 0:
-        return _reference(q, k, v, cos, sin, pool, layer, slots)
+        return _reference(q, k, v, cos, sin, pool, layer, slots, norms)
     *lead, heads, dim = q.shape[-4:]
     # parts of one matrix product: XLA removes the split and the concatenation
     qkv = jnp.concatenate([q, k, v], axis=-2)
     tokens, columns = slots.size, qkv.shape[-2]
     qkv = qkv.reshape(-1, tokens, columns, dim)
+    scales, eps = (norms[:2], norms[2]) if norms else ((), None)
     block = min(MAX_TOKENS, power_of_two(pl.cdiv(tokens * columns, ENOUGH_PROGRAMS)))
     rotated, pool = triton_call(
-        partial(specjax_rope_store, block=block),
+        partial(specjax_rope_store, block=block, eps=eps),
         grid=(pl.cdiv(tokens, block), columns),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, heads, dim), pool.dtype),
@@ -144,13 +166,14 @@ def rope_store(
         num_warps=max(1, block // 8),
         num_stages=1,
         implementation=implementation,
-        input_output_aliases={5: 1},
+        input_output_aliases={5 + len(scales): 1},
     )(
         jnp.full((1,), layer, jnp.int32),
         slots.reshape(-1),
         cos.reshape(tokens, dim // 2),
         sin.reshape(tokens, dim // 2),
         qkv,
+        *scales,
         pool,
     )
     return rotated.reshape(*lead, heads, dim), pool

@@ -111,16 +111,21 @@ class PagedAttend:
         rope: RopeTables,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        target = kv, layer, self.kv_indices
-        q, kv = rope_store(q, k, v, *rope, *target, implementation=self.implementation)
+        q, kv = self._store(kv, layer, q, k, v, rope)
         return kv, self.attention(q, kv, layer, **options)
 
     def store(
         self, kv: jax.Array, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables
     ) -> jax.Array:
         # the kernel also rotates queries: pass the keys as queries and ignore the result
-        target = kv, layer, self.kv_indices
-        return rope_store(k, k, v, *rope, *target, implementation=self.implementation)[1]
+        return self._store(kv, layer, k, k, v, rope)[1]
+
+    def _store(
+        self, kv: jax.Array, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: RopeTables
+    ) -> tuple[jax.Array, jax.Array]:
+        target, norms = (kv, layer, self.kv_indices), rope.norms
+        options = {"norms": norms, "implementation": self.implementation}
+        return rope_store(q, k, v, rope.cos, rope.sin, *target, **options)
 
 
 @jax.tree_util.register_dataclass

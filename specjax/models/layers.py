@@ -9,7 +9,7 @@ the default on a GPU is TF32.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,23 @@ from flax import nnx
 from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.backend import resolve
-from specjax.kernels.rope_store import rotate
+from specjax.kernels.rope_store import Norms, normed, rotate
 from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
 
-# cosine and sine, float32 [B,T,1,H/2] each
-RopeTables = tuple[jax.Array, jax.Array]
+
+class RopeTables(NamedTuple):
+    """How queries and keys are normed and rotated: cosine and sine f32 ``[B, T, 1, H / 2]``."""
+
+    cos: jax.Array
+    sin: jax.Array
+    norms: Norms | None = None  # of each head, before the rotation
+
+
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
-# shape of q). It rotates q and k, stores k and v in `kv` of any type, and returns the attention
-# output. An `attend` names the options that it supports as parameters: `window`, the number of last
-# keys that a query sees, including itself; `softcap`, c in c * tanh(scores / c); `sinks` [N], one
-# score per head without a value.
+# shape of q). It norms and rotates q and k, stores k and v in `kv` of any type, and returns the
+# attention output. An `attend` names the options that it supports as parameters: `window`, the
+# number of last keys that a query sees, including itself; `softcap`, c in c * tanh(scores / c);
+# `sinks` [N], one score per head without a value.
 Attend = Callable[..., tuple[Any, jax.Array]]
 # store(kv, layer, k, v, rope) -> kv, without attention
 Store = Callable[[Any, int, jax.Array, jax.Array, RopeTables], Any]
@@ -121,18 +128,19 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset, self.implementation = config.rms_norm_eps, offset, implementation
 
     @property
-    def _factor(self) -> jax.Array:
+    def factor(self) -> jax.Array:
+        """Multiplier ``[size]`` of the normalised values."""
         return self.scale[...] + self.offset if self.offset else self.scale[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise ``[..., size]`` and keep its dtype."""
-        return rms_norm(x, self._factor, self.eps)
+        return rms_norm(x, self.factor, self.eps)
 
     def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Return ``x + delta`` and its norm; without ``delta``, ``x`` and its norm."""
         if delta is None:
             return x, self(x)
-        return add_norm(x, delta, self._factor, eps=self.eps, implementation=self.implementation)
+        return add_norm(x, delta, self.factor, eps=self.eps, implementation=self.implementation)
 
 
 class Embedding(nnx.Module):
@@ -172,7 +180,7 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
 def rope_tables(rope: Rope, positions: jax.Array) -> RopeTables:
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of integer positions ``[B, T]``."""
     angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(rope)
-    return jnp.cos(angles), jnp.sin(angles)
+    return RopeTables(jnp.cos(angles), jnp.sin(angles))
 
 
 def rotated(attend: Attend) -> Attend:
@@ -189,7 +197,8 @@ def rotated(attend: Attend) -> Attend:
     ) -> tuple[Any, jax.Array]:
         if q.ndim == 5:  # partial sums, which only bfloat16 products return
             q, k, v = (x.sum(axis=0).astype(jnp.bfloat16) for x in (q, k, v))
-        return attend(kv, layer, rotate(q, *rope), rotate(k, *rope), v, **options)
+        q, k = (rotate(x, rope.cos, rope.sin) for x in normed(q, k, rope.norms))
+        return attend(kv, layer, q, k, v, **options)
 
     return rotate_first
 
@@ -248,10 +257,12 @@ class Attention(nnx.Module):
         """
         heads, kv_heads, dim = self.shape
         q, k, v = jnp.split(self._heads(x), (heads, heads + kv_heads), axis=-2)
+        factor = 1.0 if self.kind.scale is None else self.kind.scale * dim**0.5
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.kind.scale is not None:
-            q = q * (self.kind.scale * dim**0.5)
+            q_scale = self.q_norm.factor if factor == 1.0 else self.q_norm.factor * factor
+            rope = rope._replace(norms=(q_scale, self.k_norm.factor, self.k_norm.eps))
+        elif factor != 1.0:
+            q = q * factor
         options = self.kind.attention_options
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
@@ -264,14 +275,14 @@ class Attention(nnx.Module):
     ) -> Any:
         """Store the keys and values of ``kv_input [B, T, in_size]``, without queries."""
         k, v = jnp.split(self._heads(kv_input, self.shape[0]), 2, axis=-2)
-        return store(kv, layer, k if self.k_norm is None else self.k_norm(k), v, rope)
+        if (norm := self.k_norm) is not None:
+            rope = rope._replace(norms=(norm.factor, norm.factor, norm.eps))
+        return store(kv, layer, k, v, rope)
 
     def _heads(self, x: jax.Array, first: int = 0) -> jax.Array:
         """Query, key and value heads ``[..., N + 2 * KV, H]``, starting at head ``first``."""
         heads, kv_heads, dim = self.shape
-        # query and key norms need complete products, not partial sums
-        implementation = "xla" if self.q_norm else self.implementation
-        out = self.qkv.partial_sums(x, implementation, first * dim)
+        out = self.qkv.partial_sums(x, self.implementation, first * dim)
         return out.reshape(*out.shape[:-1], heads + 2 * kv_heads - first, dim)
 
 

@@ -75,8 +75,41 @@ def check(case, dtype, run):
     np.testing.assert_array_equal(np.asarray(after)[[0, 2]], before[[0, 2]])
 
 
+EPS = 0.1  # large, so that it matters
+
+
+def make_scales(case, dtype):
+    rng = np.random.default_rng(2)
+    return [jnp.asarray(rng.uniform(0.5, 2, case[-1]), dtype) for _ in range(2)]
+
+
 @pytest.mark.parametrize("run", RUNS)
-def test_partial_sums(run):
+@pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, cycle(BOUNDS), strict=False)), ids=str)
+def test_queries_and_keys_are_normed_first(case, dtype, run):
+    q, k, v, cos, sin, pool, slots = make_case(case, dtype)
+    scales = make_scales(case, dtype)
+
+    def normed(x, scale):
+        x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS) * scale
+
+    call = jax.jit(
+        lambda *args: rope_store(*args[:6], 1, args[6], norms=(args[7], args[8], EPS), **run)
+    )
+    out, after = call(q, k, v, cos, sin, pool, slots, *scales)
+    assert (out.dtype, after.dtype) == (q.dtype, pool.dtype)
+    bound, live = BOUNDS[dtype] * 6, np.asarray(slots) > 0
+    expected = turned(normed(q, scales[0]), cos, sin)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=bound)
+    stored = np.asarray(after[1], np.float64)[np.asarray(slots)[live]]
+    expected = turned(normed(k, scales[1]), cos, sin)[live]
+    np.testing.assert_allclose(stored[:, 0], expected, atol=bound)
+    np.testing.assert_array_equal(stored[:, 1], np.asarray(v, np.float64)[live])
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_partial_sums(run, with_norms):
     """Four partial sums give the same as their sum."""
     *qkv, cos, sin, pool, slots = make_case((2, 3, 4, 2, 16), "bfloat16")
     rng = np.random.default_rng(1)
@@ -85,7 +118,8 @@ def test_partial_sums(run):
         jnp.concatenate([s, x.astype(jnp.float32)[None] - s.sum(axis=0)[None]])
         for s, x in zip(shares, qkv, strict=True)
     ]
-    call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], **run))
+    norms = (*make_scales((2, 3, 4, 2, 16), "bfloat16"), EPS) if with_norms else None
+    call = jax.jit(lambda *args: rope_store(*args[:6], 1, args[6], norms=norms, **run))
     for one, other in zip(
         call(*qkv, cos, sin, pool, slots), call(*parts, cos, sin, pool, slots), strict=True
     ):
@@ -120,3 +154,5 @@ def test_bad_shapes():
     q, k, v, cos, sin, pool, slots = make_case(CASES[0], "float32")
     with pytest.raises(ValueError, match="do not match"):
         rope_store(q, k, v, cos, sin, pool, 0, slots[:, :1])
+    with pytest.raises(ValueError, match=r"norms \[\(16,\), \(8,\)\] do not match"):
+        rope_store(q, k, v, cos, sin, pool, 0, slots, norms=(jnp.ones(16), jnp.ones(8), EPS))

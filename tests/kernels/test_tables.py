@@ -30,7 +30,7 @@ POOL: Spec = ((32, 4096, 2, 8, 128), BF16)
 PATHS: Spec = ((5, 6), I32)
 add = partial(add_norm, eps=1e-5)
 best = partial(token_logprobs, limit=20)
-store = partial(rope_store, layer=1)
+SCALE: Spec = ((128,), BF16)
 
 
 def rows_to_store(batch: int, rows: int, heads: int, kv_heads: int, dim: int) -> tuple[Spec, ...]:
@@ -38,6 +38,12 @@ def rows_to_store(batch: int, rows: int, heads: int, kv_heads: int, dim: int) ->
     qkv: list[Spec] = [((batch, rows, n, dim), BF16) for n in (heads, kv_heads, kv_heads)]
     table: Spec = ((batch, rows, 1, dim // 2), F32)
     return (*qkv, table, table, ((3, 4096, 2, kv_heads, dim), BF16), ((batch, rows), I32))
+
+
+def store(*args: Any, implementation: str) -> Any:
+    """``rope_store``, with the scales of its norms last if there are any."""
+    norms = (*args[7:], 1e-6) if args[7:] else None
+    return rope_store(*args[:6], 1, args[6], norms=norms, implementation=implementation)
 
 
 def call_name(kernel: Kernel) -> str:
@@ -77,17 +83,17 @@ def shapes(specs: tuple[Spec, ...]) -> list[jax.ShapeDtypeStruct]:
         (store, rows_to_store(1, 1, 9, 3, 64), False),
         (store, rows_to_store(8, 40, 4, 1, 16), False),
         (store, rows_to_store(1, 1024, 32, 8, 128), False),
+        (store, (*rows_to_store(8, 5, 32, 8, 128), SCALE, SCALE), False),
+        (store, (*rows_to_store(1, 1024, 32, 8, 128), SCALE, SCALE), False),
     ],
 )
 def test_lowers_for_cuda_in_one_launch(
     kernel: Kernel, specs: tuple[Spec, ...], is_donated: bool
 ) -> None:
     call = partial(kernel, implementation="pallas")
-    if kernel is store:
-        call = lambda *args: store(*args[:6], slots=args[6], implementation="pallas")  # noqa: E731
     text = lower_for_cuda(call, *shapes(specs), donate_argnums=(0,) if is_donated else ())
     assert text.count(f"custom_call @{TRITON_CALL}") == 1
-    assert f"specjax_{call_name(kernel)}" in text
+    assert f"specjax_{'rope_store' if kernel is store else call_name(kernel)}" in text
     if is_donated:
         assert "tf.aliasing_output = 0" in text
         assert "operand_index = 0" in text  # of output_operand_aliases

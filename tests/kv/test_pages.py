@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specjax.kv.pages import PageAllocator, PageView, Segments
 from specjax.models.flat import FlatModel
-from specjax.models.layers import Attention, LayerKind, rope_tables
+from specjax.models.layers import Attention, LayerKind, RopeTables, rope_tables
 from specjax.testing import TARGET
 
 
@@ -119,7 +119,7 @@ def check_stored(view: PageView, attend, shape, expected) -> None:
     kv_heads, dim = 2, 4
     pool = jnp.zeros((2, 6 * 4, 2, kv_heads, dim), jnp.float32)
     k = 1 + jax.random.uniform(jax.random.key(0), (*shape, kv_heads, dim))
-    rope = jnp.ones((*shape, 1, dim // 2)), jnp.zeros((*shape, 1, dim // 2))
+    rope = RopeTables(jnp.ones((*shape, 1, dim // 2)), jnp.zeros((*shape, 1, dim // 2)))
     alone = jax.jit(lambda pool: attend.store(pool, 1, k, -k, rope))(pool)
     pool, out = jax.jit(lambda pool: attend(pool, 1, k, k, -k, rope))(pool)
     assert out.shape == k.shape
