@@ -29,6 +29,7 @@ class DraftShape(NamedTuple):
     steps: int  # S, drafted levels; 0 drafts nothing
     topk: int  # K, branches per level; 1 is a chain
     nodes: int  # T, rows per verify, including the root; a chain may draft more
+    block: int = 0  # rows of the draft pass of a block drafter, 0 for all other algorithms
 
     @classmethod
     def chain(cls, steps: int, nodes: int | None = None) -> "DraftShape":
@@ -37,7 +38,8 @@ class DraftShape(NamedTuple):
 
     def __str__(self) -> str:
         """Only the steps if a chain is verified in full, else ``steps-branches-rows``."""
-        return str(self.steps) if self == self.chain(self.steps) else "-".join(map(str, self))
+        tree = self[:3]
+        return str(self.steps) if tree == self.chain(self.steps)[:3] else "-".join(map(str, tree))
 
     @property
     def depth(self) -> int:
@@ -57,6 +59,8 @@ class DraftShape(NamedTuple):
     @property
     def draft_rows(self) -> int:
         """KV indices after the root that drafting writes; the last level needs no KV."""
+        if self.block:
+            return self.block - 1
         return max(0, self.steps - 1) * self.topk
 
     @property
@@ -69,9 +73,9 @@ class DraftShape(NamedTuple):
         """KV indices that a round needs after the last token of a request.
 
         A chain never accepts a row after that token. In a tree rows are not in the order of depth:
-        the last row may hold the first draft.
+        the last row may hold the first draft. The rows of a block see each other.
         """
-        return 0 if self.topk == 1 else self.rows - 1
+        return 0 if self.topk == 1 and not self.block else self.rows - 1
 
 
 NO_DRAFTS = DraftShape.chain(0)

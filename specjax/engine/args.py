@@ -41,14 +41,19 @@ class EngineArgs:
         draft: directory or repo id of the draft head. Default: the head embedded for ``model``. For
             ``"STANDALONE"``: a model with the same vocabulary, given like ``model``. For
             ``"MULTI_LAYER_EAGLE"``: a checkpoint with the modules, by default that of ``model``.
+            For ``"DFLASH"`` and ``"DSPARK"``: a block drafter, by default the folder ``dspark`` of
+            ``model`` or the drafter embedded for it.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
-            ``"MULTI_LAYER_EAGLE"``, one of an installed package, or ``None`` for plain decoding.
+            ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, one of an installed package, or
+            ``None`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
-            for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step.
+            for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step. For
+            ``"DFLASH"`` and ``"DSPARK"``: drafts of the block that are verified, by default all.
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
         speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
             Default: ``speculative_num_steps + 1`` (the maximum of a chain); for a tree one per
-            branch and level plus the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``.
+            branch and level plus the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``,
+            ``"DFLASH"`` and ``"DSPARK"``.
         speculative_adaptive: adapt the number of drafted tokens to the measured acceptance,
             starting at ``speculative_num_steps``, which may be 0.
         speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
@@ -189,8 +194,12 @@ class EngineArgs:
                 "candidate_steps of speculative_adaptive_config must be at most "
                 f"{MAX_STEPS}; got {most}"
             )
+        self.check_simulation(self.shapes)
+
+    def check_simulation(self, shapes: Sequence[DraftShape]) -> None:
+        """Raise ValueError if no tier can accept ``simulate_accept_length`` tokens."""
         accepted = self.simulate_accept_length
-        longest = max(shape.accept_width for shape in self.shapes)
+        longest = max(shape.accept_width for shape in shapes)
         if accepted is not None and not 1 <= accepted <= longest:
             raise ValueError(
                 f"simulate_accept_length={accepted!r} must be from 1 to {longest}, the lower of "

@@ -74,8 +74,8 @@ class EnginePlan:
         speculation = f"plain decoding; {HINT}"
         if largest.steps > 0:
             speculation = (
-                f"{config.algorithm.name}: {_describe_tiers(self.args)}, topk {largest.topk}, "
-                f"{largest.nodes} tokens verified per round"
+                f"{config.algorithm.name}: {_describe_tiers(self.args, config)}, topk "
+                f"{largest.topk}, {largest.nodes} tokens verified per round"
             )
         kind = self.networks.placement.device.device_kind
         return [
@@ -90,11 +90,11 @@ class EnginePlan:
         ]
 
 
-def _describe_tiers(args: EngineArgs) -> str:
-    *others, deepest = (str(shape.steps) for shape in args.shapes)
+def _describe_tiers(args: EngineArgs, config: RunnerConfig) -> str:
+    *others, deepest = (str(shape.steps) for shape in config.shapes)
     steps = f"{', '.join(others)} or {deepest}" if others else deepest
     how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
-    what = "drafted tokens" if args.shapes[-1].topk == 1 else "steps"
+    what = "drafted tokens" if config.largest.topk == 1 else "steps"
     return f"{steps} {what} per round{how}"
 
 
@@ -110,6 +110,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     if args.tokenizer is not None or args.chat_template is not None:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
     drafts = args.algorithm.open_draft(args, target, args.draft)
+    shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
+    args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
     networks = args.algorithm.networks(
         target.config.within(context_length),
@@ -125,13 +127,13 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     else:
         most = min(max(chunk, IDLE_CHUNK), context_length * slots)
     smallest = smallest_bucket(
-        on_gpu=not on_cpu, drafts=args.shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
+        on_gpu=not on_cpu, drafts=shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
     )
     buckets = batch_buckets(args.batch_buckets, slots, smallest)
-    longest = context_length + KVWrites.of(args.shapes, args.rounds_per_dispatch).tail
+    longest = context_length + KVWrites.of(shapes, args.rounds_per_dispatch).tail
     config = RunnerConfig(
         algorithm=args.algorithm,
-        shapes=args.shapes,
+        shapes=shapes,
         page_size=args.page_size,
         num_pages=0,
         pages_per_request=-(-longest // args.page_size),

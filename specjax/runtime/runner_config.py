@@ -244,7 +244,8 @@ def _round_bytes(
     logits = max(copies * rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
     history = HISTORY_BYTES * batch * config.context
     drafting = config.algorithm.draft_bytes(batch, config.context, shape)
-    return logits + _activations(model, rows, num_features) + max(history, drafting)
+    activations = _activations(model, batch * max(shape.nodes, shape.block), num_features)
+    return logits + activations + max(history, drafting)
 
 
 def _prefill_bytes(

@@ -115,12 +115,15 @@ class CommonAlgorithm:
     def is_dflash(self) -> bool:
         return False
 
+    def is_dspark(self) -> bool:
+        return False
+
     def supports_target_verify_for_draft(self) -> bool:
         """Whether drafting runs the draft network once over all T rows, like a verify pass.
 
         Only the memory planner reads it: such a pass holds the logits of all rows at once.
         """
-        return self.is_dflash()
+        return self.is_dflash() or self.is_dspark()
 
     def create_future_map(
         self,
@@ -188,6 +191,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     NGRAM = _BuiltIn()
     STANDALONE = _BuiltIn()
     MULTI_LAYER_EAGLE = _BuiltIn()
+    DFLASH = _BuiltIn()
+    DSPARK = _BuiltIn()
 
     name: str
 
@@ -259,6 +264,14 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
         0 steps give ``NO_DRAFTS``. Raises ValueError for sizes that the algorithm cannot draft.
         """
+
+    def fit_shapes(self, args: Any, config: Any) -> tuple[DraftShape, ...]:
+        """The tiers of these arguments, once the draft's ``config`` is known.
+
+        Raises ValueError for sizes that this draft cannot draft.
+        """
+        shapes: tuple[DraftShape, ...] = args.shapes
+        return shapes
 
     def open_draft(self, args: Any, target: Any, draft: Any) -> tuple[Any, ...]:
         """Open the checkpoint of the draft network: a tuple of none or one.

@@ -33,9 +33,11 @@ _FACTORIES = {
     "NGRAM": "specjax.speculative.ngram:NGRAM",
     "STANDALONE": "specjax.speculative.standalone:STANDALONE",
     "MULTI_LAYER_EAGLE": "specjax.speculative.multi_layer_eagle:MULTI_LAYER_EAGLE",
+    "DFLASH": "specjax.speculative.block:DFLASH",
+    "DSPARK": "specjax.speculative.block:DSPARK",
 }
-# names with a meaning in SGLang, which packages must not use
-RESERVED = (*_FACTORIES, *ALIASES, "DFLASH", "DSPARK")
+# names that packages must not use
+RESERVED = (*_FACTORIES, *ALIASES)
 _custom: dict[str, "CustomSpecAlgo"] = {}
 # digest of each package at first use: the code that this process runs
 _first_digests: dict[str, str] = {}

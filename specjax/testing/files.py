@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
-from specjax.testing.models import EAGLE3, TARGET, copying_head, copying_target
+from specjax.config import BlockConfig
+from specjax.testing.models import EAGLE3, TARGET, chaining_block, copying_head, copying_target
 from specjax.text.tokenizer import Tokenizer
 
 LETTERS = string.ascii_letters + string.digits + string.punctuation
@@ -32,6 +33,25 @@ HEAD = dataclasses.replace(
     vocab_size=CONFIG.vocab_size,
     draft_vocab_size=80,
     feature_layers=(0, 0, 1),
+    max_position_embeddings=128,
+)
+BLOCK = BlockConfig(
+    checkpoint_format="DSpark of speculators",
+    vocab_size=CONFIG.vocab_size,
+    hidden_size=CONFIG.hidden_size,
+    intermediate_size=CONFIG.intermediate_size,
+    num_layers=2,
+    num_heads=CONFIG.num_heads,
+    num_kv_heads=CONFIG.num_kv_heads,
+    head_dim=CONFIG.head_dim,
+    target_hidden_size=CONFIG.hidden_size,
+    draft_vocab_size=CONFIG.vocab_size,
+    feature_layers=(-1, 1),
+    num_drafts=5,
+    anchor_first=True,
+    mask_token_id=CONFIG.vocab_size - 1,
+    markov_head="vanilla",
+    markov_rank=CONFIG.num_kv_heads * CONFIG.head_dim,
     max_position_embeddings=128,
 )
 
@@ -95,6 +115,18 @@ def write_target(path: Path) -> Path:
 def write_head(path: Path) -> Path:
     """Write the EAGLE-3 head for :func:`write_target` in the published format."""
     export_draft(path, HEAD, copying_head(HEAD, copying_target(CONFIG, HEAD)))
+    return path
+
+
+def write_block_draft(path: Path, **changes: Any) -> Path:
+    """Write a block drafter for :func:`write_target` in the format of speculators.
+
+    It is a ``BLOCK`` with ``changes``: DSPARK, or DFLASH with ``markov_head=None``.
+    """
+    if changes.get("markov_head", BLOCK.markov_head) is None:
+        changes = {"markov_rank": 0, "anchor_first": False} | changes
+    config = dataclasses.replace(BLOCK, **changes)
+    export_draft(path, config, chaining_block(config, copying_target(CONFIG, HEAD)))
     return path
 
 

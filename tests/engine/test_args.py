@@ -10,6 +10,7 @@ import pytest
 from specjax import Engine
 from specjax.engine.args import EngineArgs
 from specjax.engine.other_names import ANSWERS
+from specjax.types import DraftShape
 
 SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "EAGLE3"}
 ADAPTIVE = SPECULATIVE | {"speculative_adaptive": True}
@@ -155,9 +156,9 @@ def test_thresholds_of_1_are_the_coupled_draws() -> None:
 
 
 def test_speculation_is_resolved() -> None:
-    assert EngineArgs().shape == (0, 1, 1)
+    assert EngineArgs().shape == DraftShape.chain(0)
     resolved = EngineArgs(**SPECULATIVE)  # type: ignore[arg-type]
-    assert resolved.shape == (5, 1, 6)
+    assert resolved.shape == DraftShape.chain(5)
     assert resolved.shapes == (resolved.shape,)
 
 

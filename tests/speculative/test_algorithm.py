@@ -52,8 +52,9 @@ def test_identity_of_algorithms(name) -> None:
     assert found.is_eagle3() == (name == "EAGLE3")
     assert found.is_ngram() == (name == "NGRAM")
     assert found.is_standalone() == (name == "STANDALONE")
-    assert not found.is_dflash()
-    assert not found.supports_target_verify_for_draft()
+    assert found.is_dflash() == (name == "DFLASH")
+    assert found.is_dspark() == (name == "DSPARK")
+    assert found.supports_target_verify_for_draft() == (name in ("DFLASH", "DSPARK"))
     assert found.lookahead == found.is_eagle() + 2 * found.is_standalone()
     assert eval(repr(found), {type(found).__name__: type(found)}) == found  # used as a cache key
 
@@ -117,7 +118,7 @@ def test_additional_leaves_of_a_map_are_refused() -> None:
 
 def test_shapes() -> None:
     chain = DraftShape.chain(3)
-    assert chain == (3, 1, 4)
+    assert chain == DraftShape(3, 1, 4)
     assert (chain.accept_width, chain.tail) == (4, 0)
     assert (chain.num_candidates, chain.draft_rows, chain.rows) == (3, 2, 4)
     tree = DraftShape(3, 4, 20)
@@ -126,9 +127,12 @@ def test_shapes() -> None:
     assert (deep.draft_rows, deep.rows, deep.tail) == (80, 81, 80)
     assert (DraftShape.chain(0).num_candidates, DraftShape.chain(0).rows) == (0, 1)
     cut = DraftShape.chain(7, 4)
-    assert (cut, DraftShape.chain(2, 4)) == ((7, 1, 4), (2, 1, 3))
+    assert (cut, DraftShape.chain(2, 4)) == (DraftShape(7, 1, 4), DraftShape(2, 1, 3))
     assert (cut.depth, cut.accept_width, cut.rows, cut.tail) == (3, 4, 7, 0)
     assert DraftShape(5, 3, 4).accept_width == 4
+    block = DraftShape(3, 1, 4, block=8)
+    assert (block.depth, block.accept_width, block.rows, block.tail) == (3, 4, 8, 7)
+    assert str(block) == "3"
     assert [str(shape) for shape in (chain, cut, tree)] == ["3", "7-1-4", "3-4-20"]
 
 
@@ -145,7 +149,7 @@ def test_shapes() -> None:
 )
 def test_trees_of_arguments(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     good = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
-    assert EngineArgs(**(good | options)).shape == shape
+    assert EngineArgs(**(good | options)).shape == DraftShape(*shape)
 
 
 @pytest.mark.parametrize("name", ["EAGLE3", "EAGLE", "STANDALONE"])
@@ -175,9 +179,10 @@ def test_tiers_of_a_tree_have_as_many_nodes_as_they_can_fill() -> None:
         speculative_adaptive=True,
         speculative_adaptive_config={"candidate_steps": [0, 1, 3, 5]},
     )
-    assert args.shape == (3, 4, 16)
-    assert args.shapes == ((0, 1, 1), (1, 4, 5), (3, 4, 16), (5, 4, 16))
-    for first, shape in ((0, (0, 1, 1)), (1, (1, 4, 5)), (5, (5, 4, 16))):
+    assert args.shape == DraftShape(3, 4, 16)
+    tiers = [DraftShape(*shape) for shape in ((0, 1, 1), (1, 4, 5), (3, 4, 16), (5, 4, 16))]
+    assert args.shapes == tuple(tiers)
+    for first, shape in zip((0, 1, 5), (*tiers[:2], tiers[3]), strict=True):
         assert dataclasses.replace(args, speculative_num_steps=first).shape == shape
         with pytest.raises(
             ValueError, match="speculative_num_draft_tokens=65 must be from 2 to 64"
@@ -200,7 +205,8 @@ def test_tiers_of_a_cut_chain_verify_no_more_rows(nodes: int | None, most: int) 
 def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
     tree = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     tree |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3}
-    assert EngineArgs(**tree, simulate_accept_length=3).shape == (3, 2, 3)  # type: ignore[arg-type]
+    made = EngineArgs(**tree, simulate_accept_length=3)  # type: ignore[arg-type]
+    assert made.shape == DraftShape(3, 2, 3)
     with pytest.raises(ValueError, match=r"simulate_accept_length=3.5 must be from 1 to 3"):
         EngineArgs(**tree, simulate_accept_length=3.5)  # type: ignore[arg-type]
 

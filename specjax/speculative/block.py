@@ -1,0 +1,195 @@
+"""DFLASH and DSPARK: block drafters, whose single pass per round drafts all tokens.
+
+Positions and alignment: the draft's KV index ``i`` holds the projected target features of token
+``i``, so that a page is valid as soon as the target's is. With ``seq_lens`` n, a round drafts from
+a block at positions n, n + 1, ...: the bonus token and then mask tokens. Keys and values of the
+block are scratch after the text, which later tokens overwrite. The block always has its trained
+length, because its rows see each other; a tier says how many of its drafts are verified.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoints.block import BlockCheckpoint, open_block
+from specjax.checkpoints.target import TargetCheckpoint
+from specjax.config import MAX_STEPS, BlockConfig
+from specjax.models.block import BlockDraft
+from specjax.models.flat import FlatModel, Networks
+from specjax.sampling.draw import draft_probs, draft_tokens
+from specjax.speculative.algorithm import (
+    Batch,
+    PromptChunks,
+    Rows,
+    SpeculativeAlgorithm,
+    State,
+    StateSizes,
+    kv_pool,
+)
+from specjax.speculative.tree import chain_input
+from specjax.types import DraftShape, VerifyInput, VerifyOutput
+
+
+@dataclass(frozen=True)
+class Block(SpeculativeAlgorithm):
+    """Drafts a chain in one pass. The state is the draft's KV pool; there are no rows.
+
+    Attributes:
+        has_markov: whether a Markov head adjusts each draft to the one before it.
+    """
+
+    has_markov: bool
+
+    # host side
+
+    def reads(self, option: str) -> bool:
+        return option != "speculative_eagle_topk" and super().reads(option)
+
+    def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
+        """A chain of the drafts that are verified; by default of as many as a chain can have."""
+        if steps is not None:
+            return DraftShape.chain(steps)
+        steps, nodes = args.speculative_num_steps, args.speculative_num_draft_tokens
+        if nodes is not None and nodes != (nodes if steps is None else steps + 1):
+            raise ValueError(
+                f"speculative_num_draft_tokens={nodes} must be speculative_num_steps + 1 = "
+                f"{steps + 1} with speculative_algorithm={self.name}, whose block always has its "
+                "trained length; set one of them"
+            )
+        if steps is None:
+            steps = MAX_STEPS if nodes is None else nodes - 1
+        least = 0 if args.speculative_adaptive else 1
+        if not least <= steps <= MAX_STEPS:
+            raise ValueError(
+                f"speculative_num_steps={steps} must be from {least} to {MAX_STEPS}; set "
+                "speculative_algorithm=None to decode without speculation"
+            )
+        return DraftShape.chain(steps)
+
+    def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
+        """The tiers with the rows of the block. Raises ValueError for more drafts than it has."""
+        most, shapes = config.num_drafts, args.shapes
+        given = args.speculative_num_steps, args.speculative_num_draft_tokens
+        if args.adaptive is None and given == (None, None):
+            shapes = (DraftShape.chain(most),)
+        for shape in shapes:
+            if shape.steps > most:
+                knob = "speculative_num_steps" if args.adaptive is None else "candidate_steps"
+                raise ValueError(
+                    f"{knob}={shape.steps} exceeds the {most} drafts of a block of {config.block} "
+                    f"rows; lower {knob} or leave it out"
+                )
+        return tuple(s._replace(block=config.block) if s.steps else s for s in shapes)
+
+    def open_draft(
+        self, args: Any, target: TargetCheckpoint, draft: Any
+    ) -> tuple[BlockCheckpoint, ...]:
+        """The checkpoint that ``draft`` names, or the one that comes with the target."""
+        opened = open_block(draft, target, rope_theta=args.draft_rope_theta)
+        has_markov = opened.config.markov_head is not None
+        if has_markov != self.has_markov:
+            other = (DSPARK if has_markov else DFLASH).name
+            raise ValueError(
+                f"{opened.path} is a drafter {'with' if has_markov else 'without'} a Markov head; "
+                f"set speculative_algorithm={other!r}"
+            )
+        return (opened,)
+
+    def draft_model(self, config: BlockConfig, implementation: str | None) -> FlatModel[BlockDraft]:
+        return FlatModel.of(partial(BlockDraft, config, implementation=implementation))
+
+    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
+        return kv_pool(networks.draft_config, sizes.num_kv)
+
+    def feature_layers(self, networks: Networks) -> tuple[int, ...]:
+        layers: tuple[int, ...] = networks.draft_config.feature_layers
+        return layers
+
+    def is_dflash(self) -> bool:
+        return not self.has_markov
+
+    def is_dspark(self) -> bool:
+        return self.has_markov
+
+    @property
+    def supports_rejection_sampling(self) -> bool:
+        return True
+
+    # traced
+
+    def prefill(
+        self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
+    ) -> tuple[State, Rows]:
+        """Write the context of the prompt tokens."""
+        return batch.draft.store(features, chunks.positions, state, chunks.attend.store), rows
+
+    def propose(
+        self, batch: Batch, state: State, rows: Rows, shape: DraftShape
+    ) -> tuple[VerifyInput, State]:
+        """Run the block and draw the drafts that will be verified."""
+        roots, lens, draft = batch.bonus_tokens[:, None], batch.seq_lens, batch.draft
+        if shape.steps == 0:
+            return chain_input(roots, lens), state
+        config, size = draft.config, shape.block
+        masks = jnp.full((len(lens), size - 1), config.mask_token_id, jnp.int32)
+        positions = lens[:, None] + jnp.arange(size, dtype=jnp.int32)
+        mask = jnp.ones((len(lens), size, size), bool)
+        hidden, state = draft(
+            jnp.concatenate([roots, masks], axis=1),
+            positions,
+            state,
+            batch.pages.attend(lens, size, tree_mask=mask),
+            batch.pages.attend(lens, size),
+            batch.target,
+        )
+        first = 0 if config.anchor_first else 1
+        drafts, logits = _draw(batch, hidden[:, first : first + shape.steps])
+        tree = chain_input(jnp.concatenate([roots, drafts], axis=1), lens)
+        if batch.draw.acceptance.uses_rejection:
+            width = batch.target.config.vocab_size
+            probs = draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, width)
+            tree = replace(tree, draft_probs=probs)
+        return tree, state
+
+    def extend(
+        self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
+    ) -> tuple[State, Rows]:
+        """Write the context of the accepted rows, over the block's keys and values.
+
+        Rows after the accepted ones write values that the next round overwrites.
+        """
+        width, lens = verified.accept_tokens.shape[1], batch.seq_lens
+        positions = lens[:, None] + jnp.arange(width, dtype=jnp.int32)
+        store = batch.pages.store(lens, width)
+        return batch.draft.store(verified.features, positions, state, store), rows
+
+
+def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Drafts i32 ``[B, N]`` of rows ``[B, N, D]``, and the f32 ``[B, N, V]`` they come from.
+
+    With a Markov head, each draft is drawn before the logits of the next one are known.
+    """
+    draft, markov, count = batch.draft, batch.draft.markov, hidden.shape[1]
+    logits = draft.logits(hidden, batch.target)
+    places = batch.seq_lens[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
+
+    def best(logits: jax.Array, places: jax.Array) -> jax.Array:
+        _, columns = draft_tokens(logits, draft.vocabulary, places, batch.sampling, batch.draw, 1)
+        return draft.target_ids(columns[..., 0])
+
+    if markov is None:
+        return best(logits, places), logits
+    tokens, memory, drafts, adjusted = batch.bonus_tokens, markov.start(len(hidden)), [], []
+    for i in range(count):
+        bias, memory = markov(tokens, hidden[:, i], memory)
+        adjusted.append(logits[:, i] + bias)
+        tokens = best(adjusted[-1][:, None], places[:, i : i + 1])[:, 0]
+        drafts.append(tokens)
+    return jnp.stack(drafts, axis=1), jnp.stack(adjusted, axis=1)
+
+
+DFLASH = Block("DFLASH", False)
+DSPARK = Block("DSPARK", True)
