@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.config import BlockConfig
-from specjax.kernels.add_norm import rms_norm
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import DraftVocabulary
 from specjax.models.family import Part, Recipe, Recipes, decoder_layer, linear, vectors
@@ -134,11 +133,10 @@ class BlockDraft(nnx.Module):
         joined = self.context(context)
         shape = (*joined.shape[:-1], 2, config.num_layers, config.num_kv_heads, config.head_dim)
         keys, values = jnp.moveaxis(joined.reshape(shape), -4, 0)
-        norms = [norm for layer in self.layers if (norm := layer.attention.k_norm) is not None]
-        scales = jnp.stack([norm.scale[...] for norm in norms])
-        keys = rms_norm(keys, scales[:, None], config.rms_norm_eps)
         rope = rope_tables(config.rope, positions)
-        for i in range(config.num_layers):
+        for i, layer in enumerate(self.layers):
+            if (norm := layer.attention.k_norm) is not None:
+                rope = rope._replace(norms=(norm.factor, norm.factor, norm.eps))
             kv = store(kv, i, keys[..., i, :, :], values[..., i, :, :], rope)
         return kv
 

@@ -35,7 +35,7 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 @dataclass(frozen=True)
 class Block(SpeculativeAlgorithm):
-    """Drafts a chain in one pass. The state is the draft's KV pool; there are no rows.
+    """Drafts a chain in one pass. The only state is the draft's KV pool, without rows.
 
     Attributes:
         has_markov: whether a Markov head adjusts each draft to the one before it.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import BlockConfig, ModelConfig, TransformerConfig
-from specjax.kernels.rope_store import rotate
+from specjax.kernels.rope_store import normed, rotate
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
@@ -126,7 +126,8 @@ def draw_anchors(batch: PackedBatch, count: int, num_drafts: int, key: jax.Array
 
 def context_store(kv: Any, layer: int, k: jax.Array, v: jax.Array, rope: Any) -> Any:
     """Keep the rotated keys and the values of a layer's context in a tuple by layer."""
-    return (*kv, (rotate(k, *rope), v))
+    k, _ = normed(k, k, rope.norms)
+    return (*kv, (rotate(k, rope.cos, rope.sin), v))
 
 
 def block_attend(batch: PackedBatch, anchors: Anchors, num_rows: int) -> Attend:

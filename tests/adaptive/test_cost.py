@@ -214,9 +214,7 @@ def test_empty_rounds_change_nothing_and_wrong_ones_are_refused() -> None:
             policy.on_verify_complete(counts, tier=chain(steps), batch_size=1)
     assert policy.describe() == before
     times = chain_seconds({(1, 1): 1.0, (1, 2): 1.0, (3, 1): 1.0})
-    with pytest.raises(
-        ValueError, match=r"round times are missing for .*nodes=4, block=0\), 2\)\]"
-    ):
+    with pytest.raises(ValueError, match=r"round times are missing for .*nodes=4, .*\), 2\)\]"):
         CostAwarePolicy(times, 1, {"candidate_steps": [1, 3]})
     with pytest.raises(ValueError, match=r"candidate_steps=\[5\] must be steps of"):
         CostAwarePolicy(round_seconds(SMOLLM2), 3, {"candidate_steps": [1, 5]})
