@@ -339,6 +339,7 @@ CASES = {
     "2-no-copies": BlockCase(format=2, drafts=7),
     "2-sliding": BlockCase(format=2, **_MIXED, add=_layer_types("sf")),
     "3": BlockCase(format=3, copies=COPIES, **_SMALL_SPARK),
+    "3-embedding": BlockCase(format=3, taps=(-1, 3), **_SMALL_SPARK),
     "3-seven": BlockCase(format=3, drafts=7, **_SMALL_SPARK),
     "3-gated": BlockCase(format=3, copies=COPIES, markov="gated", confidence="markov"),
     "3-rnn": BlockCase(format=3, markov="rnn", confidence="markov"),
@@ -390,6 +391,7 @@ CASES = {
     "5-rope-parameters": BlockCase(
         format=5, move={f"{LAYER}rope_theta": f"{LAYER}rope_parameters.rope_theta"}
     ),
+    "5-embedding": BlockCase(format=5, taps=(-1, 6)),
     "5-first-layer": BlockCase(format=5, taps=(0, 6)),
     "5-not-from-anchor": BlockCase(format=5, add={"sample_from_anchor": False}),
     "5-sliding": BlockCase(format=5, **_MIXED, add=_layer_types("sf", at=LAYER)),

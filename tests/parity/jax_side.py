@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specjax.kernels.rope_store import rotate
 
 from specjax.config import TransformerConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import build_head
 from specjax.models.flat import FlatModel
-from specjax.models.layers import Attend, rotated
+from specjax.models.layers import Attend, RopeTables, Store, rotated
 
 Cache = dict[int, tuple[jax.Array, jax.Array]]
 
@@ -41,8 +42,24 @@ def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
     return {i: (jnp.full(shape, jnp.nan, config.dtypes.kv),) * 2 for i in range(config.num_layers)}
 
 
-def dense_attend(positions: np.ndarray) -> Attend:
-    """Attention over a dense cache with one slot per position; rows see slots up to their own."""
+def dense_store(positions: np.ndarray) -> Store:
+    """Write keys and values to a dense cache with one slot per position."""
+    rows = np.arange(positions.shape[0])[:, None]
+
+    def store(cache: Cache, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables) -> Cache:
+        assert rope.norms is None
+        new = rotate(k, rope.cos, rope.sin), v
+        pair = [old.at[rows, positions].set(x) for old, x in zip(cache[layer], new, strict=True)]
+        return {**cache, layer: (pair[0], pair[1])}
+
+    return store
+
+
+def dense_attend(positions: np.ndarray, *, is_causal: bool = True) -> Attend:
+    """Attention over a dense cache with one slot per position.
+
+    Rows see slots up to their own, or, without ``is_causal``, up to that of the last row.
+    """
     rows = np.arange(positions.shape[0])[:, None]
 
     @rotated
@@ -58,7 +75,8 @@ def dense_attend(positions: np.ndarray) -> Attend:
             old.at[rows, positions].set(new) for old, new in zip(cache[layer], (k, v), strict=True)
         )
         slots = np.arange(keys.shape[1])
-        visible = slots <= positions[..., None]
+        last = positions if is_causal else np.repeat(positions[:, -1:], positions.shape[1], 1)
+        visible = slots <= last[..., None]
         if window is not None:
             visible &= slots > positions[..., None] - window
         groups, dtype = q.shape[2] // keys.shape[2], q.dtype
