@@ -27,7 +27,8 @@ from specjax.kernels.tree_attention import MAX_MASKED
 
 from bench import common
 from specjax import Engine, SamplingParams
-from specjax.checkpoints.presets import PRESETS, write_preset
+from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
+from specjax.config import BlockConfig
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
 from specjax.speculative.algorithm import kv_pool
@@ -77,6 +78,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--model", help="real weights instead of --preset: name, folder or file")
     add("--draft", help="draft head of --model")
     add("--batch", type=common.list_of(int), default=[1, 8, 32], help="default: 1,8,32")
+    add("--algorithm", help="drafts with --draft (default: the preset's algorithm, or EAGLE3)")
     add("--steps", type=common.list_of(int), default=[0, 1, 3, 7], help="default: 0,1,3,7")
     add("--topk", type=int, default=1, help="branches per tree level (default: 1, a chain)")
     add("--num-draft-tokens", type=int, help="tokens verified per round of a tree")
@@ -102,12 +104,18 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
             leaf.size * leaf.dtype.itemsize
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
             # only one row per token is read of an untied embedding table
-            if name != "embedding.table" or nets.target_config.tie_word_embeddings
+            if not name.endswith("embedding.table") or nets.target_config.tie_word_embeddings
         )
 
     total = read(nets.target, nets.target_config)
-    # steps - 1 recurrent passes and the extend
-    return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)
+    if not isinstance(nets.draft_config, BlockConfig):
+        # steps - 1 recurrent passes and the extend
+        return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)
+    # one pass; the output head of the target again, and the Markov head for each draft
+    model = nets.target_config
+    head = model.hidden_size * model.vocab_size * (not nets.draft_config.has_own_lm_head)
+    head += (steps - 1) * nets.draft_config.markov_rank * nets.draft_config.draft_vocab_size
+    return total + read(nets.draft, nets.draft_config) + head * model.dtypes.weights.itemsize
 
 
 def dispatch(engine: Engine, slots: list[int], count: int) -> None:
@@ -237,14 +245,17 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
         # a tree writes KV after the last token
-        "max_total_tokens": largest * (context + args.page_size + MAX_MASKED * (args.topk > 1)),
+        # and so does a block
+        "max_total_tokens": largest * (context + args.page_size + MAX_MASKED),
     }
     draft = args.draft
     if not args.model:
         options["model"], draft = write_preset(args.preset, folder)
         options["load_format"] = "dummy"
     if steps:
-        options |= {"speculative_algorithm": DEFAULT, "speculative_num_steps": steps}
+        own = preset_algorithm(None if args.model else args.preset)
+        options["speculative_algorithm"] = args.algorithm or own or DEFAULT
+        options["speculative_num_steps"] = steps
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft

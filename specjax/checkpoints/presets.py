@@ -1,14 +1,15 @@
 """Model shapes for speed measurements with random weights.
 
-Each preset has the shapes of a published target and of an EAGLE-3 head for it. Written to a folder,
-it opens like a checkpoint with ``load_format="dummy"``.
+Each preset has the shapes of a published target and of a draft for it. Written to a folder, it
+opens like a checkpoint with ``load_format="dummy"``.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.orbax import write_config
-from specjax.config import DraftConfig, ModelConfig, RopeScaling
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
 
 _LLAMA31_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -35,7 +36,57 @@ LLAMA31_8B_EAGLE3 = DraftConfig(
     feature_layers=LLAMA31_8B.default_feature_layers,
     **_LLAMA31_8B,
 )
-PRESETS = {"llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3)}
+_QWEN3_8B: dict[str, Any] = _LLAMA31_8B | {
+    "vocab_size": 151936,
+    "intermediate_size": 12288,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+}
+QWEN3_8B = ModelConfig(model_type="qwen3", num_layers=36, qk_norm=True, **_QWEN3_8B)
+QWEN3_8B_EAGLE3 = DraftConfig(
+    checkpoint_format="eagle-3",
+    draft_vocab_size=32000,
+    target_hidden_size=QWEN3_8B.hidden_size,
+    num_layers=1,
+    feature_layers=QWEN3_8B.default_feature_layers,
+    **_QWEN3_8B,
+)
+QWEN3_8B_DFLASH = BlockConfig(
+    checkpoint_format="DFlash",
+    target_hidden_size=QWEN3_8B.hidden_size,
+    draft_vocab_size=QWEN3_8B.vocab_size,
+    num_layers=5,
+    feature_layers=(1, 9, 17, 25, 33),
+    num_drafts=15,
+    anchor_first=False,
+    mask_token_id=151669,
+    **_QWEN3_8B,
+)
+QWEN3_8B_DSPARK = dataclasses.replace(
+    QWEN3_8B_DFLASH,
+    checkpoint_format="DSpark of DeepSpec",
+    num_drafts=7,
+    anchor_first=True,
+    markov_head="vanilla",
+    markov_rank=256,
+    has_confidence_head=True,
+    confidence_with_markov=True,
+)
+PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig]] = {
+    "llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3),
+    "qwen3-8b": (QWEN3_8B, QWEN3_8B_EAGLE3),
+    "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
+    "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
+}
+
+
+def preset_algorithm(name: str | None) -> str | None:
+    """The algorithm of a preset with a block drafter; ``None`` means the default algorithm."""
+    config = PRESETS.get(name or "", (None, None))[1]
+    if not isinstance(config, BlockConfig):
+        return None
+    return "DSPARK" if config.markov_head else "DFLASH"
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from specjax.checkpoints.presets import write_preset
+from specjax.checkpoints.presets import preset_algorithm, write_preset
 from specjax.checkpoints.target import EMBEDDED_MODELS
 from specjax.engine.args import CHOICES, EngineArgs
 from specjax.engine.other_names import ANSWERS, answer
@@ -133,7 +133,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         or given.get("model", EngineArgs.model) in EMBEDDED_MODELS
         or getattr(args, "preset", None) is not None
     )
-    return {"speculative_algorithm": DEFAULT if has_head else None} | given
+    algorithm = preset_algorithm(getattr(args, "preset", None)) or DEFAULT
+    return {"speculative_algorithm": algorithm if has_head else None} | given
 
 
 def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -> dict[str, Any]:

@@ -104,13 +104,25 @@ def weights_from_tensors(
     abstract = dict(zip(flat.names, flat.abstract, strict=True))
     weights = {name: tensors.pop(name) for name in abstract if name in tensors}
     tensors = {owner.canonical_name(name): tensors[name] for name in tensors}
-    for name, recipe in owner.recipes().items():
-        if any(part.name in tensors for part in recipe.parts):
+    recipes, parts = owner.recipes(), set[str]()
+    for name, recipe in recipes.items():
+        names = {part.name for part in recipe.parts}
+        if not names.isdisjoint(tensors):
+            parts |= names
             if name in weights:
                 raise ValueError(f"named_tensors has {name!r} twice: flat and as checkpoint parts")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
+    for name in parts:
+        tensors.pop(name, None)
     if tensors:
         raise ValueError(f"named_tensors: {sorted(tensors)[:5]} are not weights of the model")
+    owned = {part.name: name for name in weights for part in recipes[name].parts}
+    for name, recipe in recipes.items():
+        repeated = next((owned[part.name] for part in recipe.parts if part.name in owned), None)
+        if repeated is not None and name not in weights:
+            raise ValueError(
+                f"named_tensors has {repeated!r} without {name!r}, which repeats a part of it"
+            )
     for name, weight in weights.items():
         _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
     integers = {name: x for name, x in weights.items() if jnp.issubdtype(x.dtype, jnp.integer)}
@@ -185,7 +197,7 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
-    """Make one weight of its checkpoint tensors and remove them from ``tensors``."""
+    """Make one weight of its checkpoint tensors."""
     names = [part.name for part in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
         given = next(name for name in names if name in tensors)
@@ -193,7 +205,7 @@ def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarr
             f"named_tensors has {given!r} without {missing}, which are parts of the same weight; "
             "give all parts"
         )
-    parts = {part.name: tensors.pop(part.name) for part in recipe.parts}
+    parts = {part.name: tensors[part.name] for part in recipe.parts}
     for part in recipe.parts:
         _check_fits(f"tensor {part.name!r}", parts[part.name], part.shape, dtype)
     source = _in_memory({name: np.asarray(tensor) for name, tensor in parts.items()})

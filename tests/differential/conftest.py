@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from specjax.testing import Files
-from specjax.testing.files import write_draft_model, write_eagle_head, write_modules
+from specjax.testing.files import (
+    write_block_draft,
+    write_draft_model,
+    write_eagle_head,
+    write_modules,
+)
 
 from .draws import MODULES, Drafts
 
@@ -37,4 +42,6 @@ def drafts(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
         corpus,
         write_draft_model(root / "model", files.target),
         write_modules(root / "modules", files.target, MODULES),
+        write_block_draft(root / "dflash", markov_head=None, windows=(0, 8), causal=(False, True)),
+        write_block_draft(root / "dspark"),
     )

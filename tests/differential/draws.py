@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import DisaggregatedEngine
 from specjax.sampling.params import SamplingParams
-from specjax.testing.files import CONFIG, EOS_ID, LETTERS
+from specjax.testing.files import BLOCK, CONFIG, EOS_ID, LETTERS
 
 from ..disaggregation.process import ApartEngine
 
@@ -31,6 +31,8 @@ class Drafts:
     corpus: Path
     model: Path
     modules: Path  # one module per step of the largest candidate
+    dflash: Path
+    dspark: Path
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,16 @@ def _modules(rng: np.random.Generator, draft: Path) -> Options:
     return options | {"speculative_num_steps": int(rng.integers(1, 1 + MODULES))}
 
 
+def _block(rng: np.random.Generator, draft: Path) -> Options:
+    """Any number of the block's drafts is verified; by default all."""
+    options: Options = {"draft": draft}
+    if chance(rng, 0.3):
+        return options | _adaptive(rng)
+    if chance(rng, 0.3):
+        return options
+    return options | {"speculative_num_steps": int(rng.integers(1, BLOCK.num_drafts + 1))}
+
+
 def _ngram(rng: np.random.Generator, corpus: Path) -> Options:
     least = int(rng.integers(1, 4))
     options: Options = {
@@ -137,6 +149,8 @@ ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
     "NGRAM": lambda rng, drafts: _ngram(rng, drafts.corpus),
     "STANDALONE": lambda rng, drafts: _head(rng, drafts.model),
     "MULTI_LAYER_EAGLE": lambda rng, drafts: _modules(rng, drafts.modules),
+    "DFLASH": lambda rng, drafts: _block(rng, drafts.dflash),
+    "DSPARK": lambda rng, drafts: _block(rng, drafts.dspark),
     "markov": lambda rng, drafts: _markov(rng),
 }
 

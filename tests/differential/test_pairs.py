@@ -27,7 +27,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "steps": ("fixed", "adaptive"),
     "rounds per dispatch": (1, 3),
 }
-# six algorithms with three page sizes need 18 rows; all other pairs fit into them
+# eight algorithms with three page sizes need 24 rows; all other pairs fit into them
 ROWS: list[Row] = [
     ("EAGLE3", "chain", "in turn", 1, "here", "fixed", 3),
     ("EAGLE3", "tree", "in turn", 4, "split", "fixed", 1),
@@ -41,6 +41,12 @@ ROWS: list[Row] = [
     ("MULTI_LAYER_EAGLE", "chain", "ahead", 1, "split", "fixed", 3),
     ("MULTI_LAYER_EAGLE", "cut chain", "in turn", 4, "here", "fixed", 1),
     ("MULTI_LAYER_EAGLE", "chain", "in turn", 16, "here", "adaptive", 1),
+    ("DFLASH", "chain", "in turn", 1, "here", "adaptive", 1),
+    ("DFLASH", "chain", "ahead", 4, "split", "fixed", 3),
+    ("DFLASH", "chain", "in turn", 16, "here", "fixed", 3),
+    ("DSPARK", "chain", "ahead", 1, "split", "fixed", 3),
+    ("DSPARK", "chain", "in turn", 4, "here", "adaptive", 1),
+    ("DSPARK", "chain", "ahead", 16, "here", "fixed", 1),
     ("markov", "chain", "in turn", 1, "here", "fixed", 3),
     ("markov", "chain", "in turn", 4, "split", "adaptive", 3),
     ("markov", "chain", "ahead", 16, "here", "fixed", 1),
@@ -67,6 +73,8 @@ def drafting(row: Row, drafts: Drafts) -> Options:
         "EAGLE": drafts.eagle,
         "STANDALONE": drafts.model,
         "MULTI_LAYER_EAGLE": drafts.modules,
+        "DFLASH": drafts.dflash,
+        "DSPARK": drafts.dspark,
     }
     steps = 4 if algorithm == "NGRAM" else 2
     options: Options = {"speculative_algorithm": algorithm}
@@ -130,8 +138,8 @@ def test_every_pair_that_engines_accept_is_in_the_table(drafts) -> None:
     assert not set(ROWS) - accepted
     assert not pairs(accepted) - pairs(ROWS)
     for shape, refused in (
-        ("tree", {"MULTI_LAYER_EAGLE", "markov"}),
-        ("cut chain", {"NGRAM", "markov"}),
+        ("tree", {"MULTI_LAYER_EAGLE", "DFLASH", "DSPARK", "markov"}),
+        ("cut chain", {"NGRAM", "DFLASH", "DSPARK", "markov"}),
     ):
         assert {row[0] for row in accepted if row[1] == shape} == set(ALGORITHMS) - refused
 
