@@ -1,0 +1,285 @@
+"""Block drafters: what each spelling of each format means, and what is refused."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from specjax.checkpoints import TargetCheckpoint, export_draft, save_orbax
+from specjax.checkpoints.block import open_block
+from specjax.config import BlockConfig, ModelConfig
+from specjax.models.block import BlockDraft
+from specjax.models.flat import FlatModel
+from specjax.testing import letter_tokenizer, random_weights
+
+from ..block_files import CASES, HIDDEN, TARGET_LAYERS, VOCAB, BlockCase, publish, random_tensors
+
+MODEL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=64,
+    num_layers=TARGET_LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+)
+SPARK: dict[str, Any] = {"markov": "vanilla", "confidence": "markov"}
+
+
+def target_at(path: Path, **changes: Any) -> TargetCheckpoint:
+    """A target without weights."""
+    config = dataclasses.replace(MODEL, **changes)
+    return TargetCheckpoint(config, path, None, str(path), letter_tokenizer)  # type: ignore[arg-type]
+
+
+def write(path: Path, case: BlockCase) -> Path:
+    rng = np.random.default_rng(0)
+    shared = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    copies = {"embed_tokens.weight": shared, "lm_head.weight": shared}
+    return publish(case, random_tensors(case, copies, seed=1), path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_spelling_means_what_it_says(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    opened = open_block(write(tmp_path / "draft", case), target_at(tmp_path))
+    opened.check_weights()
+    config = opened.config
+    assert (config.num_drafts, config.anchor_first) == (case.drafts, not case.fills_in)
+    assert (config.block, config.feature_layers) == (case.rows, case.taps)
+    assert (config.mask_token_id, config.rope_theta) == (case.mask, case.theta)
+    assert config.windows == tuple(window or 0 for window in case.layer_windows)
+    assert config.causal == case.layer_causal
+    assert (config.qkv_bias, config.output_bias) == (case.bias, case.bias)
+    assert config.draft_vocab_size == (case.draft_vocab or VOCAB)
+    assert config.markov_head == case.markov
+    assert config.markov_rank == (case.rank if case.markov else 0)
+    assert config.has_confidence_head == (case.confidence is not None)
+    assert config.confidence_with_markov == (case.confidence == "markov")
+    assert config.max_position_embeddings >= 512
+    assert config.dtype == "float32"
+    line = opened.describe()
+    for part in (
+        config.checkpoint_format,
+        "fill-in" if case.fills_in else "anchor-first",
+        f"{case.drafts} drafts per round from {case.rows} rows",
+        f"mask token {case.mask}",
+        f"rope_theta={case.theta:g}",
+        f"features of layers {list(case.taps)}",
+    ):
+        assert part in line
+    flat = FlatModel.of(partial(BlockDraft, config))
+    weights = flat.order(opened.load_weights())
+    assert [x.shape for x in weights] == [leaf.shape for leaf in flat.abstract]
+
+
+def test_the_context_has_the_keys_and_values_of_all_layers(tmp_path: Path) -> None:
+    opened = open_block(write(tmp_path / "draft", BlockCase(format=1)), target_at(tmp_path))
+    weights = opened.load_weights()
+    kernels = [weights[f"layers.{i}.attention.qkv.kernel"] for i in range(2)]
+    keys, values = zip(*(np.split(x[:, 64:], 2, axis=1) for x in kernels), strict=True)
+    joined = np.concatenate((*keys, *values), axis=1)
+    np.testing.assert_array_equal(weights["context.kernel"], joined)
+
+
+SWA = "dflash_config.use_swa"
+REFUSED: dict[str, tuple[BlockCase, str]] = {
+    "domino": (BlockCase(format=1, add={"architectures": ["DominoDraftModel"]}), "format Domino"),
+    "domino projector": (
+        BlockCase(format=1, add={"dflash_config.projector_type": "domino"}),
+        "format Domino",
+    ),
+    "dflash2": (BlockCase(format=1, add={"selector_rank": 64}), "format DFlash2"),
+    "lilicorr": (BlockCase(format=1, add={"architectures": ["LiLiCorrDraftModel"]}), "LiLiCorr"),
+    "xpress": (BlockCase(format=5, add={"speculators_model_type": "xpress"}), "format XPress"),
+    "nemotron": (
+        BlockCase(format=1, add={"has_embed_tokens": True, "has_lm_head": False}),
+        "format Nemotron",
+    ),
+    "p-eagle": (BlockCase(format=5, add={"speculators_model_type": "peagle"}), "'EAGLE3'"),
+    "unknown wrapper": (BlockCase(format=5, add={"speculators_model_type": "mlp"}), "='mlp' is"),
+    "either layout": (
+        BlockCase(format=2, add={"architectures": ["Other"]}),
+        "own position.* or DSpark .*set sample_from_anchor",
+    ),
+    "either layout, DFlash with a Markov head": (
+        BlockCase(format=1, add={"markov_rank": 4}),
+        "set sample_from_anchor to false or true",
+    ),
+    "either number of drafts": (
+        BlockCase(format=6, add={"block_size": 9}, drop=("sample_from_anchor",), **SPARK),
+        "block_size=9 and speculative_tokens=3 may mean 9 drafts .* or 8 .*set sample_from_anchor",
+    ),
+    "more drafts than rows": (
+        BlockCase(format=6, add={"sample_from_anchor": False}, **SPARK),
+        "speculative_tokens=3 exceeds the 2 drafts",
+    ),
+    "sinks": (BlockCase(format=1, add={"dflash_config.attention_sink_bias": True}), "sink_bias=T"),
+    "value scale": (
+        BlockCase(format=1, add={"dflash_config.attention_value_scale": 0.5}),
+        "attention_value_scale=0.5 is not supported",
+    ),
+    "interleaved": (BlockCase(format=1, add={"rope_is_neox_style": False}), "rope_is_neox_style=F"),
+    "gemma": (BlockCase(format=1, add={"use_gemma_norm": True}), "use_gemma_norm=True is not"),
+    "logit scale": (BlockCase(format=1, add={"logit_scale": 2.0}), "logit_scale=2.0 is not"),
+    "rope dim": (BlockCase(format=1, add={"rope_scaling": {"rope_dim": 8}}), "rope_dim"),
+    "layer types": (BlockCase(format=1, add={"layer_types": ["full_attention"]}), "layer_types="),
+    "no window": (BlockCase(format=1, add={SWA: True}), "need sliding_window"),
+    "mask token": (
+        BlockCase(format=1, drop=("dflash_config.mask_token_id",)),
+        r"has none of \['mask_token_id'.*no token '<\|MASK\|>'; set mask_token_id",
+    ),
+    "mask outside": (BlockCase(format=1, mask=VOCAB), "mask_token_id=131 must be in"),
+    "layers": (BlockCase(format=1, taps=(1, 7)), "must be layers of the target, which has 7"),
+    "counted layers": (BlockCase(format=5, taps=(-2, 1)), "must be layers of the target"),
+    "target layers": (BlockCase(format=1, target_layers=9), "num_target_layers=9"),
+    "fc": (
+        BlockCase(format=1, add={"dflash_config.target_layer_ids": [1]}),
+        "'fc.weight' .*1 features of the target's hidden_size=48 make 48 inputs",
+    ),
+    "vocabulary": (BlockCase(format=1, vocab=140), "vocab_size=140 of the head"),
+    "width": (BlockCase(format=1, hidden=32), "hidden_size=32 differs from the target's 48"),
+    "quantised": (
+        BlockCase(format=1, add={"quantization_config": {"quant_method": "fp8"}}),
+        "quantization_config",
+    ),
+    "block": (BlockCase(format=1, add={"block_size": 65}), "num_drafts=64 must be from 1 to 63"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_reason(tmp_path: Path, name: str) -> None:
+    case, message = REFUSED[name]
+    path = write(tmp_path / "draft", case)
+    with pytest.raises(ValueError, match=message):
+        open_block(path, target_at(tmp_path))
+
+
+def test_other_files_of_a_drafter_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "draft", BlockCase(format=1))
+    (path / "mask_embedding.pt").touch()
+    with pytest.raises(ValueError, match=r"mask embedding in mask_embedding.pt is not supported"):
+        open_block(path, target_at(tmp_path))
+    body = {"architectures": ["LlamaForCausalLM"], "pard_token": 5, "vocab_size": VOCAB}
+    (path / "config.json").write_text(json.dumps(body))
+    (path / "model.safetensors").unlink()
+    save_file({"model.norm.weight": np.ones(HIDDEN, np.float32)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="the format PARD is not supported"):
+        open_block(path, target_at(tmp_path))
+
+
+def test_stray_tensors_are_refused(tmp_path: Path) -> None:
+    case = BlockCase(format=1)
+    tensors = random_tensors(case, {}, seed=1) | {"extra.weight": np.ones(3, np.float32)}
+    opened = open_block(publish(case, tensors, tmp_path / "draft"), target_at(tmp_path))
+    with pytest.raises(ValueError, match=r"the model does not use 1 tensors: 'extra.weight'"):
+        opened.check_weights()
+
+
+def test_the_mask_token_may_be_a_string(tmp_path: Path) -> None:
+    case = BlockCase(
+        format=1, move={"dflash_config.mask_token_id": "x"}, add={"dflash_config.mask_token": "b"}
+    )
+    config = open_block(write(tmp_path / "draft", case), target_at(tmp_path)).config
+    assert config.mask_token_id == 1
+
+
+def test_a_drafter_in_a_targets_checkpoint_is_found(tmp_path: Path) -> None:
+    target = target_at(tmp_path)
+    with pytest.raises(ValueError, match=r"draft=None, .* no block drafter: neither a folder"):
+        open_block(None, target)
+    write(tmp_path / "dspark", BlockCase(format=3, **SPARK))
+    opened = open_block(None, target)
+    assert opened.path == tmp_path / "dspark"
+    assert open_block(None, target, rope_theta=5.0).config.rope_theta == 5.0
+
+
+EXPORTED: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash anchor-first": {"anchor_first": True},
+    "sliding": {"windows": (0, 8), "causal": (False, True)},
+    "sliding non-causal": {"windows": (8, 8)},
+    "causal": {"causal": (True, True)},
+    "bias": {"qkv_bias": True, "output_bias": True},
+    "reduced": {"draft_vocab_size": 50, "has_own_lm_head": True},
+    "dspark": {
+        "checkpoint_format": "DSpark of speculators",
+        "markov_head": "rnn",
+        "markov_rank": 4,
+        "has_confidence_head": True,
+        "confidence_with_markov": True,
+        "anchor_first": True,
+    },
+}
+
+
+DFLASH = BlockConfig(
+    checkpoint_format="DFlash of speculators",
+    vocab_size=VOCAB,
+    draft_vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    target_hidden_size=HIDDEN,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    feature_layers=(-1, 3),
+    num_drafts=5,
+    anchor_first=False,
+    mask_token_id=7,
+    max_position_embeddings=512,
+)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_drafters_open_again(tmp_path: Path, name: str) -> None:
+    """Also those saved with orbax; formats are those of speculators."""
+    config = dataclasses.replace(DFLASH, **EXPORTED[name])
+    flat = FlatModel.of(partial(BlockDraft, config))
+    weights = dict(zip(flat.names, map(np.asarray, random_weights(flat, 2)), strict=True))
+    ends = (64, 96)
+    kernels = [weights[f"layers.{i}.attention.qkv.kernel"] for i in range(2)]
+    _, keys, values = zip(*(np.split(x, ends, axis=1) for x in kernels), strict=True)
+    weights["context.kernel"] = np.concatenate((*keys, *values), axis=1)
+    export_draft(tmp_path / "published", config, weights)
+    save_orbax(tmp_path / "orbax", config, weights)
+    for kind in ("published", "orbax"):
+        opened = open_block(tmp_path / kind, target_at(tmp_path))
+        assert opened.config == config
+        loaded = opened.load_weights()
+        assert loaded.keys() == weights.keys()
+        for key, value in weights.items():
+            np.testing.assert_array_equal(loaded[key], value, err_msg=key)
+
+
+def test_only_what_the_format_expresses_is_exported(tmp_path: Path) -> None:
+    for changes in ({"windows": (4, 8)}, {"causal": (True, False)}):
+        config = dataclasses.replace(DFLASH, **changes)
+        with pytest.raises(ValueError, match="must have one window, and be causal in all"):
+            export_draft(tmp_path, config, {})
+
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"windows": (1,)}, r"windows=\(1,\) must have one value for each"),
+    ({"feature_layers": ()}, "needs feature_layers"),
+    ({"num_drafts": 64}, "num_drafts=64 must be from 1 to 63"),
+    ({"draft_vocab_size": 50}, "needs its own lm_head"),
+    ({"draft_vocab_size": 0}, "draft_vocab_size=0"),
+    ({"markov_head": "other", "markov_rank": 4}, "markov_head_type='other'"),
+    ({"markov_rank": 4}, "markov_rank=4 does not fit"),
+    ({"has_confidence_head": True, "confidence_with_markov": True}, "needs a markov_rank"),
+)
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_configurations_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DFLASH, **changes)
