@@ -27,7 +27,7 @@ from specjax.cli.main import build_parser
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
 from specjax.testing import Files, serve
-from specjax.testing.files import write_draft_model, write_modules
+from specjax.testing.files import write_block_draft, write_draft_model, write_modules
 
 from .server.process import free_port
 
@@ -58,6 +58,7 @@ def drafts(files: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[str |
         "EAGLE3": files.head,
         "STANDALONE": write_draft_model(folder / "model", files.target),
         "MULTI_LAYER_EAGLE": write_modules(folder / "modules", files.target, 1),
+        "DSPARK": write_block_draft(folder / "dspark"),
     }
 
 

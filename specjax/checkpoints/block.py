@@ -7,13 +7,13 @@ counts the last token, which rows predict which tokens, and how target layers ar
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.draft import check_vocabulary
+from specjax.checkpoints.draft import canonical_source, check_vocabulary
 from specjax.checkpoints.huggingface import ANOTHER_HEAD, check_pair, layer_sizes
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
@@ -81,6 +81,7 @@ _QWEN3 = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
 }
+_EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_tokens.")
@@ -132,19 +133,6 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def canonical_source(source: TensorSource) -> TensorSource:
-    """The tensors under canonical names, which must be unique."""
-    stored: dict[str, str] = {}
-    for name in sorted(source.infos):
-        canonical = canonical_name(name)
-        if canonical in stored:
-            both = f"{stored[canonical]!r} and {name!r}"
-            raise ValueError(f"{source.path} stores one tensor under two names: {both}")
-        stored[canonical] = name
-    infos = {canonical: source.infos[name] for canonical, name in stored.items()}
-    return TensorSource(source.path, infos, lambda name: source.read(stored[name]))
-
-
 def open_block(
     draft: str | os.PathLike[str] | None,
     target: TargetCheckpoint,
@@ -175,7 +163,7 @@ def open_block(
             config, dtype=target.config.dtype, max_position_embeddings=context
         )
     else:
-        stored = canonical_source(open_directory(path))
+        stored = canonical_source(open_directory(path), canonical_name)
         source, config = lambda: stored, block_config(path, stored, target)
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
@@ -205,10 +193,6 @@ class _File:
     def has(self, tensor: str) -> bool:
         return tensor in self.source.infos
 
-    def lists(self, *keys: str) -> Mapping[str, list[int]]:
-        found = {key: self.get(key, list[int], None) for key in keys}
-        return {key: ids for key, ids in found.items() if ids is not None}
-
     def refused(self, what: str) -> ValueError:
         return ValueError(
             f"{self.path}: {what} is not supported; supported: DFlash, DSpark and, with "
@@ -218,10 +202,8 @@ class _File:
 
 def block_format(file: _File) -> str:
     """The published format of a file, decided by its own keys. Raises ValueError."""
-    names, projector = (
-        file.top.get("architectures", list[str], []),
-        file.get("projector_type", str, ""),
-    )
+    names = file.top.get("architectures", list[str], [])
+    projector = file.get("projector_type", str, "")
     found = [_REFUSED[name] for name in (*names, file.kind, projector) if name in _REFUSED]
     found += [name for key, name in _REFUSED_KEYS.items() if any(key in p for p in file.places)]
     if file.top.get("has_embed_tokens", Flag, False):
@@ -373,16 +355,16 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
             f"{file.path}: num_target_layers={stated}, but the target has {count} layers; "
             f"{ANOTHER_HEAD}"
         )
-    counted = "aux_hidden_state_layer_ids"
-    if file.kind and (found := file.lists(counted, f"eagle_{counted}")):
-        layers = tuple(i - 1 for i in next(iter(found.values())))
-    elif found := file.lists("target_layer_ids"):
-        layers = tuple(found["target_layer_ids"])
-    elif found := file.lists(counted, f"eagle_{counted}"):
-        layers = tuple(i - 1 for i in next(iter(found.values())))
-    elif num_layers == 1:
+    layers: tuple[int, ...] = ()
+    # (key, index of the first layer's output), those of speculators first in its files
+    keys = [("target_layer_ids", 0)]
+    counted = [(key, 1) for key in ("aux_hidden_state_layer_ids", _EAGLE_IDS)]
+    for key, first in counted + keys if file.kind else keys + counted:
+        if not layers and (ids := file.get(key, list[int], [])):
+            layers = tuple(i - first for i in ids)
+    if not layers and num_layers == 1:
         layers = (count // 2,)
-    else:
+    elif not layers:
         layers = tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
     _check_features(file.path, layers, count)
     info = file.source.infos.get("fc.weight")

@@ -66,12 +66,18 @@ def canonical_name(name: str, *, is_eagle3: bool) -> str:
     return re.sub(r"^layers\.0\.", "midlayer.", name) if is_eagle3 else name
 
 
-def canonical_source(source: TensorSource) -> TensorSource:
-    """Return the tensors of a draft head under canonical names, which must be unique."""
+def canonical_source(
+    source: TensorSource, rename: Callable[[str], str] | None = None
+) -> TensorSource:
+    """Return the tensors of a draft under canonical names, which must be unique.
+
+    ``rename`` is :func:`canonical_name` by default.
+    """
     is_eagle3 = any(name.endswith("hidden_norm.weight") for name in source.infos)
+    rename = rename or partial(canonical_name, is_eagle3=is_eagle3)
     stored: dict[str, str] = {}
     for name in sorted(source.infos):
-        canonical = canonical_name(name, is_eagle3=is_eagle3)
+        canonical = rename(name)
         if canonical in stored:
             both = f"{stored[canonical]!r} and {name!r}"
             raise ValueError(f"{source.path} stores one tensor under two names: {both}")

@@ -61,6 +61,8 @@ def default_block_draft(target: "TargetCheckpoint") -> Path:
     places = [target.path / "dspark"]
     if target.name in EMBEDDED_MODELS:
         places.append(_HEADS / f"{target.name}-dspark")
+    elif not places[0].exists() and target.path.parent.name == "snapshots":
+        download(target.name, "draft", target.path.name, folder="dspark/")
     for path in places:
         if (path / "config.json").is_file():
             return path
@@ -100,8 +102,11 @@ def locate(
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def download(repo_id: str, knob: str, revision: str | None) -> Path:
-    """Download a snapshot of a repository: configuration, tokenizer and one set of weights."""
+def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "") -> Path:
+    """Download a snapshot of a repository: configuration, tokenizer and one set of weights.
+
+    With a ``folder``, which ends with a slash, only this folder.
+    """
     if not _REPOSITORY.fullmatch(repo_id):
         raise ValueError(
             f"{knob}={repo_id!r} is neither a known name, an existing file or directory, nor a "
@@ -112,13 +117,14 @@ def download(repo_id: str, knob: str, revision: str | None) -> Path:
     try:
         for weights in ("*.safetensors", "pytorch_model*.bin"):
             # sub-folders and consolidated files hold copies of the weights in other formats
-            wanted, copies = ["*.json", "*.jinja", weights], ["*/*", "consolidated*"]
+            wanted = [folder + each for each in ("*.json", "*.jinja", weights)]
+            copies = ["consolidated*", *([] if folder else ["*/*"])]
             path = Path(
                 snapshot_download(
                     repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=copies
                 )
             )
-            if any(path.glob(weights)):
+            if any(path.glob(folder + weights)):
                 break
     except Exception as error:  # the hub client raises several unrelated types
         raise ValueError(

@@ -201,6 +201,25 @@ def test_a_drafter_in_a_targets_checkpoint_is_found(tmp_path: Path) -> None:
     assert open_block(None, target, rope_theta=5.0).config.rope_theta == 5.0
 
 
+def test_a_drafter_in_a_targets_repository_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only when it is asked for, at the commit of the target."""
+    asked = []
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.append((repo_id, options["revision"], options["allow_patterns"]))
+        write(tmp_path / "snapshots/abc/dspark", BlockCase(format=3, **SPARK))
+        return str(tmp_path / "snapshots/abc")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    target = dataclasses.replace(target_at(tmp_path / "snapshots/abc"), name="owner/name")
+    assert open_block(None, target).path == tmp_path / "snapshots/abc/dspark"
+    assert open_block(None, target).config.num_drafts == 3
+    wanted = ["dspark/*.json", "dspark/*.jinja", "dspark/*.safetensors"]
+    assert asked == [("owner/name", "abc", wanted)]
+
+
 EXPORTED: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash anchor-first": {"anchor_first": True},
