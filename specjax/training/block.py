@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.config import BlockConfig, ModelConfig, TransformerConfig
 from specjax.kernels.rope_store import normed, rotate
 from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
-from specjax.models.layers import Attend, dense_attention, rotated
+from specjax.models.flat import FlatModel, Weights
+from specjax.models.layers import Attend, RopeTables, dense_attention, rotated
 from specjax.training.trainer import Trainer
 from specjax.training.ttt import (
     PackedBatch,
@@ -65,7 +66,14 @@ def block_draft_config(model: ModelConfig, **changes: Any) -> BlockConfig:
 
 @dataclass(frozen=True)
 class BlockTrainer(Trainer):
-    """Trains a block drafter."""
+    """Trains a block drafter.
+
+    ``feature_scale`` f32 ``[F]`` is a typical magnitude of each target feature. The trained ``fc``
+    reads features divided by it, because Adam moves all weights by similar amounts and some
+    features are a hundred times larger than others. The exported ``fc`` includes the division.
+    """
+
+    feature_scale: np.ndarray
 
     @cached_property
     def flat(self) -> FlatModel[Any]:
@@ -79,7 +87,8 @@ class BlockTrainer(Trainer):
             del named["lm_head.kernel"]
 
     def named_weights(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        named = super().named_weights(params)
+        scaled = params["fc.kernel"] / jnp.asarray(self.feature_scale)[:, None]
+        named = super().named_weights({**params, "fc.kernel": scaled})
         heads, kv_heads, dim = (
             getattr(self.draft, name) for name in ("num_heads", "num_kv_heads", "head_dim")
         )
@@ -95,6 +104,19 @@ class BlockTrainer(Trainer):
         vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
         chosen = self.config.anchors, self.config.hard_weight
         return block_loss(draft, target, batch, vocabulary, key, *chosen)
+
+
+def feature_scale(
+    model: FlatModel[CausalLM], weights: Weights, layers: tuple[int, ...], rows: PackedBatch
+) -> np.ndarray:
+    """Median magnitude f32 ``[F]`` of each target feature in packed rows, at least 1e-3."""
+
+    def features(weights: Weights, batch: PackedBatch) -> jax.Array:
+        attend = packed_attend(batch.texts)
+        return model.rebuild(weights)(batch.tokens, batch.positions, None, attend, layers)[1]
+
+    found = np.asarray(jax.jit(features)(weights, rows), np.float32)
+    return np.maximum(np.median(np.abs(found[rows.segments > 0]), axis=0), 1e-3)
 
 
 class Anchors(NamedTuple):
@@ -124,10 +146,9 @@ def draw_anchors(batch: PackedBatch, count: int, num_drafts: int, key: jax.Array
     return Anchors(rows, is_real, jnp.minimum(ahead, length - 1), is_drafted)
 
 
-def context_store(kv: Any, layer: int, k: jax.Array, v: jax.Array, rope: Any) -> Any:
+def context_store(kv: Any, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables) -> Any:
     """Keep the rotated keys and the values of a layer's context in a tuple by layer."""
-    k, _ = normed(k, k, rope.norms)
-    return (*kv, (rotate(k, rope.cos, rope.sin), v))
+    return (*kv, (rotate(normed(k, k, rope.norms)[1], rope.cos, rope.sin), v))
 
 
 def block_attend(batch: PackedBatch, anchors: Anchors, num_rows: int) -> Attend:

@@ -21,7 +21,7 @@ from specjax.checks import check_integer, check_number, is_integer
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
-from specjax.training.block import BlockTrainer, block_draft_config
+from specjax.training.block import BlockTrainer, block_draft_config, feature_scale
 from specjax.training.collect import CollectConfig, collect, read_prompts
 from specjax.training.data import Corpus, batches, draft_vocabulary, pack
 from specjax.training.generate import Sampler
@@ -123,10 +123,17 @@ def run(args: argparse.Namespace) -> None:
         flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
         weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
-        kind = Trainer if args.algorithm == "EAGLE3" else BlockTrainer
-        trainer = kind(config, draft, flat, weights, vocabulary)
-        held_rows = pack(held, config.row_length, args.seed, config.join)
-        state = train(args, trainer, kept, held_rows)
+        rows, held_rows = (
+            pack(part, config.row_length, args.seed, config.join) for part in (kept, held)
+        )
+        parts = config, draft, flat, weights, vocabulary
+        if isinstance(draft, BlockConfig):
+            some = PackedBatch(*(x[:2] for x in rows))
+            scale = feature_scale(flat, weights, draft.feature_layers, some)
+            trainer: Trainer = BlockTrainer(*parts, scale)
+        else:
+            trainer = Trainer(*parts)
+        state = train(args, trainer, rows, held_rows)
         report |= {"steps": int(state.step), "config": dataclasses.asdict(config)}
         named = trainer.named_weights(state.params)
         export_draft(args.output, draft, named, max_shard_bytes=SHARD_BYTES)
@@ -203,10 +210,9 @@ def make_corpus(
     return corpus
 
 
-def train(args: argparse.Namespace, trainer: Trainer, kept: Corpus, held: PackedBatch) -> Any:
+def train(args: argparse.Namespace, trainer: Trainer, rows: PackedBatch, held: PackedBatch) -> Any:
     """Run the training loop, which resumes from ``--checkpoint-dir``, and return its state."""
     config = trainer.config
-    rows = pack(kept, config.row_length, args.seed, config.join)
     fill = float((rows.segments > 0).mean())
     logger.info("%d training rows of %d tokens, %.0f%% full", *rows.tokens.shape, 100 * fill)
     state = trainer.init()

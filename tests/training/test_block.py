@@ -62,7 +62,8 @@ def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
     config = block_draft_config(tiny.model, **changes)
     vocabulary = np.sort(np.random.default_rng(3).permutation(61)[: config.draft_vocab_size])
     options = TrainConfig(batch_rows=2, row_length=32, anchors=20, hard_weight=0.6)
-    trainer = BlockTrainer(options, config, tiny.flat, tiny.weights, vocabulary)
+    scale = np.random.default_rng(4).uniform(0.2, 5.0, config.feature_size)
+    trainer = BlockTrainer(options, config, tiny.flat, tiny.weights, vocabulary, scale)
     batch = jax.tree.map(lambda x: jnp.asarray(x[:2]), pack(corpus, 32, 0, 0.5))
     params = trainer.init().params
     draft, target = trainer.head(params), tiny.flat.rebuild(tiny.weights)
@@ -115,8 +116,10 @@ def test_loss_equals_one_block_at_a_time(tiny, corpus, kind, monkeypatch):
 
 def test_weights_of_the_context_are_those_of_the_layers(tiny):
     config = block_draft_config(tiny.model, draft_vocab_size=61, num_layers=2)
-    trainer = BlockTrainer(TrainConfig(), config, tiny.flat, tiny.weights, np.arange(61))
+    scale = np.full(config.feature_size, 4.0)
+    trainer = BlockTrainer(TrainConfig(), config, tiny.flat, tiny.weights, np.arange(61), scale)
     params = trainer.init().params
+    np.testing.assert_allclose(trainer.named_weights(params)["fc.kernel"] * 4, params["fc.kernel"])
     assert "context.kernel" not in params
     draft = trainer.head(params)
     x = jax.random.normal(jax.random.key(1), (1, 4, config.feature_size))
