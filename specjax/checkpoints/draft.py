@@ -146,6 +146,11 @@ def open_draft(
         source, config = partial(orbax_source, path), _restored(path, target.config)
     else:
         stored = canonical_source(open_directory(path))
+        if "hidden_norm.weight" in stored.infos:
+            raise ValueError(
+                f"{path} is a block drafter; set speculative_algorithm='DSPARK' if it has a Markov "
+                "head, else 'DFLASH'"
+            )
         source, config = lambda: stored, draft_config(path, stored, target.config)
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import TargetCheckpoint, export_draft, save_orbax
+from specjax.checkpoints import TargetCheckpoint, export_draft, open_draft, open_target, save_orbax
 from specjax.checkpoints.block import open_block
+from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
 from specjax.config import BlockConfig, ModelConfig
 from specjax.models.block import BlockDraft
 from specjax.models.flat import FlatModel
@@ -173,6 +174,23 @@ def test_other_files_of_a_drafter_are_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": np.ones(HIDDEN, np.float32)}, path / "model.safetensors")
     with pytest.raises(ValueError, match="the format PARD is not supported"):
         open_block(path, target_at(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b-dflash-b16", "qwen3-8b-dspark-b7"])
+def test_presets(tmp_path: Path, name: str) -> None:
+    folder, draft = write_preset(name, tmp_path)
+    opened = open_block(draft, open_target(folder))
+    assert opened.config == dataclasses.replace(PRESETS[name][1], max_position_embeddings=40960)
+    assert preset_algorithm(name) == ("DSPARK" if opened.config.markov_head else "DFLASH")
+    assert f"b{opened.config.block}" == name.rpartition("-")[2]
+    assert preset_algorithm("qwen3-8b") is preset_algorithm(None) is None
+
+
+def test_other_algorithms_name_the_one_that_drafts_with_it(tmp_path: Path) -> None:
+    for prefix in ("", "model."):
+        path = write(tmp_path / f"draft{prefix}", BlockCase(format=1, prefix=prefix))
+        with pytest.raises(ValueError, match="is a block drafter; set speculative_algorithm='DSP"):
+            open_draft(path, target_at(tmp_path))
 
 
 def test_stray_tensors_are_refused(tmp_path: Path) -> None:
