@@ -155,7 +155,8 @@ class DraftConfig(TransformerConfig):
     """A draft head in the format of EAGLE-3 (``"eagle-3"``) or EAGLE-1/2 (``"eagle-1"``).
 
     ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's output.
-    ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only).
+    ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only). An EAGLE-3
+    head with ``mask_token_id`` is P-EAGLE: one pass over mask tokens drafts a whole chain.
     """
 
     checkpoint_format: str
@@ -164,6 +165,7 @@ class DraftConfig(TransformerConfig):
     feature_layers: tuple[int, ...] = ()
     fc_bias: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
     has_own_embedding: bool = False
     has_own_lm_head: bool = True
     ties_lm_head: bool = False
@@ -171,6 +173,7 @@ class DraftConfig(TransformerConfig):
     norm_before_fc: bool = False
     has_fc_norm: bool = False
     norm_output: bool = False
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,8 +193,17 @@ class DraftConfig(TransformerConfig):
                 "norm_before_fc=True (one norm over all features) and has_fc_norm=True (one for "
                 "each feature) exclude each other"
             )
-        if self.fuses_features and self.num_layers != 1:
-            raise ValueError(f"num_layers={self.num_layers}: an EAGLE-3 head has exactly 1 layer")
+        if self.mask_token_id is not None:
+            if not (self.fuses_features and 0 <= self.mask_token_id < self.vocab_size):
+                raise ValueError(
+                    f"mask_token_id={self.mask_token_id} must be in [0, {self.vocab_size}), the "
+                    "target's vocabulary, and checkpoint_format 'eagle-3'"
+                )
+        elif self.fuses_features and self.num_layers != 1:
+            raise ValueError(
+                f"num_layers={self.num_layers}: an EAGLE-3 head has exactly 1 layer, unless it is "
+                "a P-EAGLE head with the tensor 'mask_hidden'"
+            )
 
     @property
     def fuses_features(self) -> bool:

@@ -29,7 +29,7 @@ class DraftShape(NamedTuple):
     steps: int  # S, drafted levels; 0 drafts nothing
     topk: int  # K, branches per level; 1 is a chain
     nodes: int  # T, rows per verify, including the root; a chain may draft more
-    block: int = 0  # rows of the draft pass of a block drafter, 0 for all other algorithms
+    block: int = 0  # rows of the draft pass if one pass drafts all tokens, otherwise 0
 
     @classmethod
     def chain(cls, steps: int, nodes: int | None = None) -> "DraftShape":

@@ -36,8 +36,11 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
         embedding, output = owner[config.has_own_embedding], owner[config.has_own_lm_head]
         if config.ties_lm_head:
             output = f"tied to {embedding} embedding"
+        kind = config.checkpoint_format
+        if config.mask_token_id is not None:
+            kind = f"P-EAGLE ({config.num_layers} layers, mask token {config.mask_token_id})"
         return (
-            f"{config.checkpoint_format} head {self.path}: rope_theta={config.rope_theta:g}"
+            f"{kind} head {self.path}: rope_theta={config.rope_theta:g}"
             f"{f' ({scaling.rope_type} x{scaling.factor:g})' if scaling else ''}"
             f"{layers if config.feature_layers else ''}, "
             f"vocabulary {config.draft_vocab_size} of {config.vocab_size}, "

@@ -30,7 +30,7 @@ _PUBLISHED = {
 _PUBLISHED_ALIKE = (
     *("hidden_size", "target_hidden_size", "intermediate_size", "head_dim", "vocab_size"),
     *("draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"),
-    *("norm_before_residual", "norm_before_fc", "norm_output"),
+    *("norm_before_residual", "norm_before_fc", "norm_output", "mask_token_id"),
 )
 
 
@@ -92,7 +92,7 @@ def _published_config(config: DraftConfig) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         **{name: values[ours] for name, ours in _PUBLISHED.items()},
         **{name: values[name] for name in _PUBLISHED_ALIKE},
         "eagle_config": {

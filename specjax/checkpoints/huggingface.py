@@ -5,6 +5,7 @@ Heads come in three formats: that of the original EAGLE repository, that of SGLa
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,19 @@ def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# defaults of transformers by ``model_type``: files of speculators leave out keys that equal them
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
+    "qwen3": {
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+}
+# names of the id of the mask token
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
 def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> DraftConfig:
@@ -178,9 +192,10 @@ class _Head:
         self.body = Fields.read(self.path)
         self.eagle = self.body.fields("eagle_config")
         self.is_speculators = "transformer_layer_config" in self.body
-        nested = self.body.fields("transformer_layer_config").values
+        nested = self.body.fields("transformer_layer_config")
+        defaults = _DEFAULTS.get(nested.get("model_type", str, ""), {})
         stated = {key: value for key, value in self.body.values.items() if value is not None}
-        self.layer = Fields({**nested, **stated}, self.path)
+        self.layer = Fields({**defaults, **nested.values, **stated}, self.path)
         self.hidden_size = self.layer.get("hidden_size", Size)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -189,6 +204,12 @@ class _Head:
 
     def has(self, tensor: str) -> bool:
         return tensor in self.source.infos
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with tensors, whose first may be called ``midlayer``."""
+        found = (re.match(r"layers\.(\d+)\.", name) for name in self.source.infos)
+        return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def lacks(self, tensor: str, why: str) -> ValueError:
         return ValueError(f"{self.source.path} has no tensor {tensor!r}{why}")
@@ -204,11 +225,12 @@ def _common_values(head: _Head, layer: str) -> dict[str, Any]:
     context = head.layer.get("max_position_embeddings", Size, 1)
     return layer_sizes(head.layer) | {
         "vocab_size": vocab_size,
-        "num_layers": head.layer.get("num_hidden_layers", Size, 1),
+        "num_layers": head.layer.get("num_hidden_layers", Size, head.num_layers),
         "max_position_embeddings": max(context, target.max_position_embeddings),
         "dtype": target.dtype,
         "target_hidden_size": target.hidden_size,
         "qkv_bias": head.has(f"{layer}.self_attn.q_proj.bias"),
+        "qk_norm": head.has(f"{layer}.self_attn.q_norm.weight"),
     }
 
 
@@ -252,6 +274,8 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
     has_other_head = same_width or (tied and own_embedding)
     if not own_head and not (vocab_size == target.vocab_size and has_other_head):
         raise head.lacks("lm_head.weight", f", and no other output head fits: {sizes}")
+    mask_token = _mask_token(head)
+    is_residual_normed = head.is_speculators and mask_token is None
     return {
         "checkpoint_format": "eagle-3",
         "draft_vocab_size": vocab_size,
@@ -261,12 +285,31 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
         # if the file has an output head, it is used even if the configuration says tied
         "has_own_lm_head": own_head,
         "ties_lm_head": tied,
-        "norm_before_residual": head.flag("norm_before_residual", head.is_speculators),
+        "norm_before_residual": head.flag("norm_before_residual", is_residual_normed),
         # if the configuration has no switch, the tensors decide
         "norm_before_fc": head.flag("norm_before_fc", head.has("input_norm.weight")),
         "has_fc_norm": head.flag("fc_norm", head.has("fc_norm.0.weight")),
         "norm_output": head.flag("norm_output"),
+        "mask_token_id": mask_token,
     }
+
+
+def _mask_token(head: _Head) -> int | None:
+    """Read the mask token of a P-EAGLE head; ``None`` for other EAGLE-3 heads."""
+    is_masked = head.body.get("speculators_model_type", str, None) == "peagle"
+    is_masked |= "PEagleDraftModel" in head.body.get("architectures", list[str], [])
+    if not head.has("mask_hidden"):
+        if is_masked:
+            raise head.lacks("mask_hidden", ", which a P-EAGLE head needs")
+        return None
+    for place in (head.body, head.eagle):
+        for key in MASK_KEYS:
+            if (token := place.get(key, Size, None)) is not None:
+                return int(token)
+    raise ValueError(
+        f"{head.path} has none of {list(MASK_KEYS)}, but a P-EAGLE head needs its mask token; set "
+        "mask_token_id in this file"
+    )
 
 
 def _check_fc(head: _Head, in_size: int, meaning: str) -> None:

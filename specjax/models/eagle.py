@@ -92,7 +92,7 @@ class DraftHead(nnx.Module):
 
 
 class EagleBlock(nnx.Module):
-    """Llama attention and feed-forward that follow the head's input projection."""
+    """Attention and feed-forward that follow the head's input projection."""
 
     def __init__(self, config: DraftConfig, in_size: int, implementation: str | None) -> None:
         kind = LayerKind.of(config)
@@ -111,15 +111,47 @@ class EagleBlock(nnx.Module):
         layer: int,
         attend: Attend,
         row: jax.Array | None,
-    ) -> tuple[jax.Array, Any]:
-        """Run the block on ``normed`` and add it to ``x [B, T, D]``; ``layer`` indexes ``kv``."""
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Run the block on ``normed``: ``x [B, T, D]`` and what to add to it, and updated ``kv``.
+
+        ``layer`` indexes ``kv``. The norm that follows makes the addition.
+        """
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
         x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
-        return x + whole(self.mlp(normed), x.ndim, x.dtype), kv
+        return x, self.mlp(normed), kv
+
+
+class EagleLayer(EagleBlock):
+    """Decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
+
+    def __init__(
+        self, config: DraftConfig, *, has_input_norm: bool, implementation: str | None
+    ) -> None:
+        super().__init__(config, config.hidden_size, implementation)
+        norm = partial(RMSNorm, config, config.hidden_size, implementation=implementation)
+        self.input_norm = norm() if has_input_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        rope: RopeTables,
+        kv: Any,
+        layer: int,
+        attend: Attend,
+        row: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Run the block on ``x + delta``, or its norm; results as those of the block."""
+        x, normed = (x, x) if self.input_norm is None else self.input_norm.add(x, delta)
+        return self.block(x, normed, rope, kv, layer, attend, row)
 
 
 class Eagle3Head(DraftHead, EagleBlock):
     """EAGLE-3: one layer over ``[norm(embed(token)), norm(hidden)]``, features of three layers.
+
+    A P-EAGLE head may have further ``layers``, and has ``mask_hidden [1, 1, F]``: the features of
+    a mask token. Mask tokens after a text predict the tokens at their positions and later ones
+    without recurrence.
 
     ``has_fc_norm`` and ``norm_output`` are the EAGLE 3.1 variants (arXiv 2605.09992): a norm on
     each captured feature before ``fc``, and the normed output as input of the next step.
@@ -136,6 +168,12 @@ class Eagle3Head(DraftHead, EagleBlock):
         fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
         self.fc_norms = nnx.List(fc_norms) if config.has_fc_norm else None
         self.input_norm, self.hidden_norm, self.norm = norm(size), norm(size), norm(size)
+        self.layers = nnx.List(
+            EagleLayer(config, has_input_norm=True, implementation=implementation)
+            for _ in range(config.num_layers - 1)
+        )
+        mask = jnp.zeros((1, 1, config.feature_size), config.dtypes.activations)
+        self.mask_hidden = None if config.mask_token_id is None else nnx.Param(mask, stddev=1.0)
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """Project the captured target features ``[B, T, 3 * D_target]`` to ``[B, T, D]``."""
@@ -162,22 +200,16 @@ class Eagle3Head(DraftHead, EagleBlock):
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
         rope = rope_tables(self.config.rope, positions)
-        x, kv = self.block(residual, x, rope, kv, 0, attend, row)
+        rows = [None] * len(self.layers) + [row]  # only the last layer outputs a part of the rows
+        x, delta, kv = self.block(residual, x, rope, kv, 0, attend, rows[0])
+        for i, layer in enumerate(self.layers, start=1):
+            x, delta, kv = layer(x, delta, rope, kv, i, attend, rows[i])
+        x = x + whole(delta, x.ndim, x.dtype)
         return (self.norm(x) if self.config.norm_output else x), kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
         """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
         return self._head(hidden if self.config.norm_output else self.norm(hidden), target)
-
-
-class EagleLayer(EagleBlock):
-    """Llama decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
-
-    def __init__(
-        self, config: DraftConfig, *, has_input_norm: bool, implementation: str | None
-    ) -> None:
-        super().__init__(config, config.hidden_size, implementation)
-        self.input_norm = RMSNorm(config, config.hidden_size) if has_input_norm else None
 
 
 class EagleHead(DraftHead):
@@ -212,11 +244,12 @@ class EagleHead(DraftHead):
         """Run the head once; the output is the next recurrent state and the logits' input."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
         rope = rope_tables(self.config.rope, positions)
+        delta: jax.Array | None = None
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1
-            normed = x if layer.input_norm is None else layer.input_norm(x)
-            x, kv = layer.block(x, normed, rope, kv, i, attend, row if is_last else None)
-        return x, kv
+            x, delta, kv = layer(x, delta, rope, kv, i, attend, row if is_last else None)
+        assert delta is not None  # a head has layers
+        return x + whole(delta, x.ndim, x.dtype), kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
         """Float32 logits ``[..., V]`` of recurrent states ``[..., D]``."""

@@ -58,6 +58,13 @@ def draft_recipes(config: DraftConfig) -> Recipes:
         norms = {"input_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
         recipes |= vectors(size, norms | {"norm": "norm"})
         recipes |= _eagle_layer(config, kind, "", "midlayer.", 2 * size)
+        for i in range(1, config.num_layers):
+            flat, prefix = f"layers.{i - 1}.", f"layers.{i}."
+            recipes |= _eagle_layer(config, kind, flat, prefix, size)
+            recipes |= vectors(size, {f"{flat}input_norm": f"{prefix}input_layernorm"})
+        if config.mask_token_id is not None:
+            part = Part("mask_hidden", (1, 1, config.feature_size))
+            recipes["mask_hidden"] = Recipe((part,))
         if config.norm_before_fc:
             recipes |= vectors(config.feature_size, {"feature_norm": "input_norm"})
         if config.has_fc_norm:
@@ -109,9 +116,6 @@ def decoder_layer(
     names = {flat + ours: f"{prefix}{theirs}_layernorm" for ours, theirs in norms.items()}
     recipes = vectors(config.hidden_size, names)
     recipes |= _projections(config, kind, flat, prefix, config.hidden_size)
-    if kind.qk_norm:
-        norms = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm" for x in "qk"}
-        recipes |= vectors(config.head_dim, norms)
     if kind.sinks:
         part = Part(f"{prefix}self_attn.sinks", (config.num_heads,))
         recipes[f"{flat}attention.sinks"] = Recipe((part,))
@@ -135,11 +139,13 @@ def _projections(
     qkv = {f"{prefix}self_attn.{letter}_proj": width for letter, width in widths.items()}
     gate_up = {f"{prefix}mlp.{name}_proj": inner for name in ("gate", "up")}
     output, down = {f"{prefix}self_attn.o_proj": size}, {f"{prefix}mlp.down_proj": size}
+    norms = {f"{flat}attention.{x}_norm": f"{prefix}self_attn.{x}_norm" for x in "qk"}
     return (
         linear(f"{flat}attention.qkv", qkv, in_size, dtypes, bias=kind.qkv_bias)
         | linear(f"{flat}attention.output", output, q_size, dtypes, bias=kind.output_bias)
         | linear(f"{flat}mlp.gate_up", gate_up, size, dtypes, bias=kind.mlp_bias)
         | linear(f"{flat}mlp.down", down, inner, dtypes, bias=kind.mlp_bias)
+        | vectors(config.head_dim, norms if kind.qk_norm else {})
     )
 
 

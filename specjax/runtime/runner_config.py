@@ -236,7 +236,7 @@ def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
 def _round_bytes(
     model: TransformerConfig, config: RunnerConfig, shape: DraftShape, batch: int, num_features: int
 ) -> int:
-    in_one_pass = config.algorithm.supports_target_verify_for_draft()
+    in_one_pass = config.algorithm.supports_target_verify_for_draft() or shape.block > 0
     rows, width = batch * shape.nodes, max(shape.nodes, shape.steps + 1)
     drafted = batch * (width if in_one_pass else shape.topk)
     copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU

@@ -35,8 +35,9 @@ class DraftInput:
     # f32 [B, K], scores; always 1 in a chain, where a softmax would change nothing. 0 means that
     # the round left nothing to draft from: its tokens are not proposed.
     topk_probs: jax.Array
-    topk_ids: jax.Array  # i32 [B, K], target token ids of the first drafted level
-    hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids
+    # i32 [B, K], target token ids of the first drafted level; of K levels if one pass drafts all
+    topk_ids: jax.Array
+    hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids; [B, K, D] of K levels
 
     @property
     def topk(self) -> int:

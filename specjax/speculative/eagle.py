@@ -2,7 +2,8 @@
 
 Positions and alignment: the draft's KV index ``i`` holds the pair (target feature of token ``i``,
 token ``i + 1``), so the first recurrent draft pass runs at position ``seq_len``. See
-``docs/how_it_works.md`` for a worked example.
+``docs/how_it_works.md`` for a worked example. A P-EAGLE head has no recurrent passes: mask tokens
+from that position on, each with the same constant features, draft the tokens after the first.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +22,10 @@ from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
 from specjax.speculative.drafting import (
     DraftInput,
     NetworkAlgorithm,
+    best_tokens,
     check_topk,
     draft_levels,
+    drafted_chain,
     first_level,
 )
 from specjax.speculative.future_map import FutureMap
@@ -51,8 +54,18 @@ class Eagle(NetworkAlgorithm):
         opened = open_draft(
             draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
         )
-        check_topk(args.speculative_eagle_topk, opened.config.draft_vocab_size)
+        topk = args.speculative_eagle_topk
+        check_topk(topk, opened.config.draft_vocab_size)
+        if topk > 1 and opened.config.mask_token_id is not None:
+            raise ValueError(
+                f"speculative_eagle_topk={topk} must be 1: {opened.path} is a P-EAGLE head, which "
+                "drafts chains"
+            )
         return (opened,)
+
+    def fit_shapes(self, args: Any, config: DraftConfig) -> tuple[DraftShape, ...]:
+        """The tiers; those of a P-EAGLE head have the rows of the pass that drafts."""
+        return masked_shapes(args.shapes, config)
 
     def draft_model(
         self, config: DraftConfig, implementation: str | None
@@ -61,10 +74,14 @@ class Eagle(NetworkAlgorithm):
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> DraftInput:
         config, slots, topk = networks.draft_config, sizes.num_slots, sizes.shape.topk
+        hidden: tuple[int, ...] = slots, config.hidden_size
+        if config.mask_token_id is not None:  # a chain, whose levels take the place of branches
+            topk = sizes.shape.depth
+            hidden = slots, topk, config.hidden_size
         fields: dict[str, Any] = {
             "topk_probs": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.float32)),
             "topk_ids": jax.ShapeDtypeStruct((slots, topk), jnp.dtype(jnp.int32)),
-            "hidden": jax.ShapeDtypeStruct((slots, config.hidden_size), config.dtypes.activations),
+            "hidden": jax.ShapeDtypeStruct(hidden, config.dtypes.activations),
         }
         return DraftInput(**fields)
 
@@ -94,11 +111,12 @@ class Eagle(NetworkAlgorithm):
         slots: jax.Array,
         future: FutureMap,
     ) -> DraftInput | None:
-        """The first K branches; the prefill engine may have drafted more."""
+        """The first K branches or levels; the prefill engine may have drafted more."""
         if rows is None:
             return None
-        topk = future.rows.topk
-        return replace(rows, topk_probs=rows.topk_probs[:, :topk], topk_ids=rows.topk_ids[:, :topk])
+        topk, hidden = future.rows.topk, rows.hidden
+        hidden = hidden[:, :topk] if hidden.ndim == 3 else hidden
+        return DraftInput(rows.topk_probs[:, :topk], rows.topk_ids[:, :topk], hidden)
 
     def prefill(
         self,
@@ -119,13 +137,27 @@ class Eagle(NetworkAlgorithm):
             row=chunks.last[None],
         )
         lens = chunks.positions[0, chunks.last] + 1
-        return state, first_level(batch, hidden[0], lens, rows.topk)
+        if draft.config.mask_token_id is None:
+            return state, first_level(batch, hidden[0], lens, rows.topk)
+        lens = chunks.segments.starts + chunks.segments.counts
+        hidden, state = draft_masked(batch, state, lens, hidden[0][:, None], rows.topk)
+        return state, masked_levels(batch, hidden, lens, rows.topk)
 
     def propose(
         self, batch: Batch, state: State, rows: DraftInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft from the rows' first level; each further level takes one pass of the draft."""
+        """Draft from the rows' first level; each further level takes one pass of the draft.
+
+        With a P-EAGLE head, the rows hold the whole chain.
+        """
         draft, target = batch.draft, batch.target
+        if draft.config.mask_token_id is not None:
+            depth = shape.depth
+            is_drafted = rows.topk_probs[:, :depth] > 0
+            tokens = [batch.bonus_tokens, *jnp.unstack(rows.topk_ids[:, :depth], axis=1)]
+            states = [rows.hidden[:, i : i + 1] for i in range(depth)]
+            num_proposed = jnp.sum(is_drafted, axis=1, dtype=jnp.int32)
+            return drafted_chain(batch, tokens, num_proposed, states, shape), state
         return draft_levels(
             batch,
             state,
@@ -147,23 +179,108 @@ class Eagle(NetworkAlgorithm):
         It overwrites the draft KV that the recurrent passes wrote. Rows after the accepted ones
         write values that the next round overwrites. A round without drafts keeps only the KV, so
         that drafting can resume later: a draft of one layer then skips attention, feed-forward and
-        output head.
+        output head. With a P-EAGLE head, mask tokens follow the accepted ones in the same pass.
         """
         draft = batch.draft
-        width = verified.accept_tokens.shape[1]
+        tokens, features, row = (
+            verified.accept_tokens,
+            verified.features,
+            verified.num_accepted_drafts,
+        )
+        is_masked = draft.config.mask_token_id is not None and shape.steps > 0
+        if is_masked:
+            tokens, features, row = with_masks(draft, verified, shape.depth)
+        width = tokens.shape[1]
         positions = batch.seq_lens[:, None] + jnp.arange(width, dtype=jnp.int32)
         hidden, state = draft(
-            draft.embed(verified.accept_tokens, batch.target),
-            draft.fuse(verified.features),
+            draft.embed(tokens, batch.target),
+            draft.fuse(features),
             positions,
             state,
             batch.pages.attend(batch.seq_lens, width),
-            row=verified.num_accepted_drafts,
+            row=row,
         )
         if shape.steps == 0:
             return state, replace(rows, topk_probs=jnp.zeros_like(rows.topk_probs))
         lens = batch.seq_lens + verified.num_accepted_tokens
+        if is_masked:
+            return state, masked_levels(batch, hidden, lens, rows.topk)
         return state, first_level(batch, hidden[:, 0], lens, rows.topk)
+
+
+# P-EAGLE
+
+
+def masked_shapes(shapes: tuple[DraftShape, ...], config: DraftConfig) -> tuple[DraftShape, ...]:
+    """Tiers with the rows of a P-EAGLE pass: accepted tokens, then masks for all but one draft."""
+    if config.mask_token_id is None:
+        return shapes
+    return tuple(s._replace(block=s.accept_width + s.depth - 1) if s.steps else s for s in shapes)
+
+
+def mask_of(draft: Eagle3Head) -> tuple[int, jax.Array]:
+    """Id and features ``[1, 1, F]`` of the mask token."""
+    token, features = draft.config.mask_token_id, draft.mask_hidden
+    assert token is not None
+    assert features is not None
+    return token, features[...]
+
+
+def with_masks(
+    draft: Eagle3Head, verified: VerifyOutput, depth: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens i32 ``[B, W]`` and features ``[B, W, F]`` of accepted tokens followed by masks.
+
+    W is the accept width and ``depth - 1``. Also returns the rows i32 ``[B, depth]`` that draft:
+    that of the bonus token, and the masks after it. Later rows change nothing.
+    """
+    padding = (0, 0), (0, depth - 1)
+    tokens = jnp.pad(verified.accept_tokens, padding)
+    features = jnp.pad(verified.features, (*padding, (0, 0)))
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_known = index < verified.num_accepted_tokens[:, None]
+    token, masked = mask_of(draft)
+    return (
+        jnp.where(is_known, tokens, jnp.int32(token)),
+        jnp.where(is_known[:, :, None], features, masked.astype(features.dtype)),
+        verified.num_accepted_drafts[:, None] + index[:depth],
+    )
+
+
+def draft_masked(
+    batch: Batch, state: State, seq_lens: jax.Array, first: jax.Array, depth: int
+) -> tuple[jax.Array, State]:
+    """States ``[B, depth, D]`` that draft a chain, the first of which is ``first [B, 1, D]``.
+
+    One pass over ``depth - 1`` mask tokens after i32 ``[B]`` tokens in the draft's pool.
+    """
+    if depth == 1:
+        return first, state
+    draft, count = batch.draft, depth - 1
+    token, features = mask_of(draft)
+    tokens = jnp.full((seq_lens.shape[0], count), token, jnp.int32)
+    fused = draft.fuse(features)
+    hidden, state = draft(
+        draft.embed(tokens, batch.target),
+        jnp.broadcast_to(fused, (*tokens.shape, fused.shape[-1])),
+        seq_lens[:, None] + jnp.arange(count, dtype=jnp.int32),
+        state,
+        batch.pages.attend(seq_lens, count),
+    )
+    return jnp.concatenate([first, hidden], axis=1), state
+
+
+def masked_levels(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, width: int) -> DraftInput:
+    """Draw a chain from states ``[B, N, D]``, and add levels up to ``width`` without drafts.
+
+    ``seq_lens`` i32 ``[B]`` are the lengths in the next round.
+    """
+    count = hidden.shape[1]
+    positions = seq_lens[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
+    drawn = best_tokens(batch, hidden, positions, 1)
+    padding = (0, 0), (0, width - count)
+    probs, ids = (jnp.pad(x[..., 0], padding) for x in drawn)
+    return DraftInput(probs, ids, jnp.pad(hidden, (*padding, (0, 0))))
 
 
 EAGLE = Eagle("EAGLE", "eagle-1")

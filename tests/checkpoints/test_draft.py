@@ -75,6 +75,19 @@ def open_head(
     return open_draft(directory, target(path, **(target_changes or {})), **options)
 
 
+Change = Callable[[dict[str, np.ndarray]], object]
+ONES = np.ones(HIDDEN, np.float32)
+
+
+def put(name: str, value: Any) -> Change:
+    """Change that replaces or adds a tensor, or derives it from the stored one."""
+    return lambda t: t.update({name: value(t[name]) if callable(value) else value})
+
+
+def drop(name: str) -> Change:
+    return lambda t: t.pop(name)
+
+
 def check_eagle3_layout(head: DraftCheckpoint, tensors: dict[str, np.ndarray], layer: str) -> None:
     weights, config = head.load_weights(), head.config
     flat = FlatModel.of(partial(build_head, config))
@@ -280,6 +293,99 @@ def test_biases(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weights["attention.qkv.bias"], np.concatenate(qkv))
 
 
+def peagle_tensors(count: int) -> dict[str, np.ndarray]:
+    """Tensors of a head with this number of layers, all with query and key norms."""
+    tensors = head_tensors(layer="layers.0", embedding=True)
+    for i in range(1, count):
+        layer = eagle_tensors(bias=False)
+        del layer["fc.weight"]
+        tensors |= {name.replace("layers.0", f"layers.{i}"): x for name, x in layer.items()}
+        tensors[f"layers.{i}.input_layernorm.weight"] = np.full(HIDDEN, i, np.float32)
+    for i, letter in np.ndindex(count, 2):
+        norm = np.full(DIM, 2 * i + letter, np.float32)
+        tensors[f"layers.{i}.self_attn.{'qk'[letter]}_norm.weight"] = norm
+    return tensors | {"mask_hidden": np.arange(3 * HIDDEN, dtype=np.float32).reshape(1, 1, -1)}
+
+
+PEAGLE = {
+    "architectures": ["PEagleSpeculator"],
+    "speculators_model_type": "peagle",
+    "draft_vocab_size": 20,
+    "mask_token_id": 60,
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "transformer_layer_config": {
+        key: value
+        for key, value in HEAD_CONFIG.items()
+        if key not in ("architectures", "draft_vocab_size", "eagle_config", "num_hidden_layers")
+    },
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_peagle(tmp_path: Path, count: int) -> None:
+    head = open_head(tmp_path, PEAGLE, peagle_tensors(count), checkpoint_format="eagle-3")
+    assert head.config == dataclasses.replace(
+        HEAD,
+        mask_token_id=60,
+        num_layers=count,
+        qk_norm=True,
+        has_own_embedding=True,
+        norm_before_residual=False,  # unlike other heads of speculators
+        rope_theta=10000.0,
+    )
+    assert f"P-EAGLE ({count} layers, mask token 60) head" in head.describe()
+    weights = head.load_weights()
+    assert set(weights) == set(FlatModel.of(partial(build_head, head.config)).names)
+    np.testing.assert_array_equal(weights["mask_hidden"][0, 0], np.arange(3 * HIDDEN))
+    for i in range(1, count):
+        assert (weights[f"layers.{i - 1}.input_norm.scale"] == i).all()
+        assert (weights[f"layers.{i - 1}.attention.k_norm.scale"] == 2 * i + 1).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"model_type": "llama", "num_attention_heads": HEADS}, (11008, HEADS, HEADS, 8)),
+        ({"model_type": "qwen3"}, (22016, 32, 32, 128)),
+    ],
+)
+def test_absent_settings_are_the_defaults_of_transformers(
+    tmp_path: Path, body: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """speculators writes only keys that differ from them."""
+    layer = body | {"hidden_size": HIDDEN}
+    config = PEAGLE | {"transformer_layer_config": layer}
+    found = open_head(tmp_path, config, peagle_tensors(1)).config
+    names = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    assert tuple(getattr(found, name) for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "damage", "message"),
+    [
+        (
+            {"mask_token_id": ...},
+            drop("t2d"),
+            r"has none of \['mask_token_id', .*'ptd_token_id'\].*set mask_token_id in this file",
+        ),
+        ({"mask_token_id": VOCAB}, drop("t2d"), r"mask_token_id=61 must be in \[0, 61\)"),
+        ({}, drop("mask_hidden"), "no tensor 'mask_hidden', which a P-EAGLE head needs"),
+        (
+            {"speculators_model_type": "eagle3", "architectures": ["PEagleDraftModel"]},
+            drop("mask_hidden"),
+            "no tensor 'mask_hidden'",
+        ),
+    ],
+)
+def test_refused_peagle(
+    tmp_path: Path, changes: dict[str, Any], damage: Change, message: str
+) -> None:
+    tensors = peagle_tensors(2)
+    damage(tensors)
+    with pytest.raises(ValueError, match=message):
+        open_head(tmp_path, PEAGLE | changes, tensors)
+
+
 @pytest.mark.parametrize("bias", [None, True, False])
 def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
     tensors = eagle_tensors(bias=bias is not False)
@@ -301,19 +407,6 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
     key = tensors["layers.0.self_attn.k_proj.weight"]
     np.testing.assert_array_equal(qkv[:, Q : Q + KV], key.T)
     assert "output head the target's" in head.describe()
-
-
-Change = Callable[[dict[str, np.ndarray]], object]
-ONES = np.ones(HIDDEN, np.float32)
-
-
-def put(name: str, value: Any) -> Change:
-    """Change that replaces or adds a tensor, or derives it from the stored one."""
-    return lambda t: t.update({name: value(t[name]) if callable(value) else value})
-
-
-def drop(name: str) -> Change:
-    return lambda t: t.pop(name)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +463,7 @@ def test_refused_configurations(
         (
             put("midlayer.self_attn.q_norm.weight", np.ones(DIM, np.float32)),
             {},
-            r"does not use 1 .*'midlayer\.self_attn\.q_norm\.weight'",
+            r"lacks 1 .*'midlayer\.self_attn\.k_norm\.weight' \(8,\)",
         ),
         (put("model.norm.weight", ONES), {}, r"'model\.norm\.weight' and 'norm\.weight'"),
         (
@@ -470,11 +563,22 @@ EAGLE1_HEAD = dataclasses.replace(
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
 
 
-FLAGS = ("fc_bias", "qkv_bias", "has_own_embedding", "norm_before_residual", "norm_output")
+FLAGS = (
+    "fc_bias",
+    "qkv_bias",
+    "qk_norm",
+    "has_own_embedding",
+    "norm_before_residual",
+    "norm_output",
+)
 HEADS_OF_ALL_KINDS = st.builds(
     dataclasses.replace,
     st.sampled_from(
-        [HEAD, *(dataclasses.replace(HEAD, **{n: True}) for n in ("has_fc_norm", "norm_before_fc"))]
+        [
+            HEAD,
+            *(dataclasses.replace(HEAD, **{n: True}) for n in ("has_fc_norm", "norm_before_fc")),
+            dataclasses.replace(HEAD, mask_token_id=3, num_layers=3),
+        ]
     ),
     draft_vocab_size=st.sampled_from([1, 20, VOCAB]),
     dtype=st.sampled_from(["float32", "bfloat16"]),

@@ -21,7 +21,7 @@ class HeadCase:
 
     ``embedding`` and ``lm_head`` tell whether the file has ``"own"`` tensors. A ``"tied"`` head has
     no ``lm_head`` tensor and sets ``tie_word_embeddings``. A ``"mislabelled"`` head sets it but has
-    the tensor.
+    the tensor. A head with a ``mask_key``, the key of its mask token, is a P-EAGLE head.
     """
 
     algorithm: str = "EAGLE3"
@@ -40,6 +40,9 @@ class HeadCase:
     lm_head: str = "own"
     fc_bias: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
+    mask_key: str | None = None
+    mask_token: int = 2
     is_3_1: bool = False
     norm_before_fc: bool = False
     is_speculators: bool = False
@@ -75,8 +78,8 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
     if case.fc_bias:
         tensors["fc.bias"] = noise(h)
     for i in range(case.layers):
-        layer, width = f"layers.{i}", 2 * h if is_3 else h
-        if is_3:
+        layer, width = f"layers.{i}", 2 * h if is_3 and not i else h
+        if is_3 and not i:
             tensors[f"{layer}.hidden_norm.weight"] = norm(h)
         if is_3 or i:
             tensors[f"{layer}.input_layernorm.weight"] = norm(h)
@@ -85,6 +88,9 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
             tensors[f"{layer}.self_attn.{letter}_proj.weight"] = matrix(rows, width)
             if case.qkv_bias:
                 tensors[f"{layer}.self_attn.{letter}_proj.bias"] = 0.5 * noise(rows)
+        if case.qk_norm:
+            norms = {f"{layer}.self_attn.{x}_norm.weight": norm(case.head_dim) for x in "qk"}
+            tensors |= norms
         tensors[f"{layer}.self_attn.o_proj.weight"] = matrix(h, q_size)
         tensors[f"{layer}.mlp.gate_proj.weight"] = matrix(case.inner, h)
         tensors[f"{layer}.mlp.up_proj.weight"] = matrix(case.inner, h)
@@ -93,6 +99,8 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
         tensors["norm.weight"] = norm(h)
     if case.is_3_1:
         tensors |= {f"fc_norm.{i}.weight": norm(TARGET_HIDDEN) for i in range(3)}
+    if case.mask_key is not None:
+        tensors["mask_hidden"] = noise(1, 1, 3 * TARGET_HIDDEN)
     if case.norm_before_fc:
         tensors["input_norm.weight"] = norm(3 * TARGET_HIDDEN)
     if case.embedding == "own":
@@ -115,7 +123,7 @@ def random_tensors(case: HeadCase, target_embedding: torch.Tensor, seed: int) ->
 def published_config(case: HeadCase) -> dict[str, object]:
     """Contents of the head's ``config.json``."""
     layer: dict[str, object] = {
-        "model_type": "llama",
+        "model_type": "qwen3" if case.qk_norm else "llama",
         "hidden_size": case.hidden,
         "intermediate_size": case.inner,
         "num_attention_heads": case.heads,
@@ -136,14 +144,16 @@ def published_config(case: HeadCase) -> dict[str, object]:
         layer["rope_theta"] = case.theta
     if case.rope_scaling is not None:
         layer["rope_scaling"] = case.rope_scaling
+    mask = {} if case.mask_key is None else {case.mask_key: case.mask_token}
+    kind = "eagle3" if case.mask_key is None else "peagle"
     tied = case.lm_head in ("tied", "mislabelled")
     if case.is_speculators:
         return {
             "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "speculators_model_type": kind,
             "speculators_version": "0.2.0",
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
                 "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
@@ -153,9 +163,10 @@ def published_config(case: HeadCase) -> dict[str, object]:
             "tie_word_embeddings": tied,
             "torch_dtype": layer["torch_dtype"],
             "transformer_layer_config": layer,
+            **mask,
             **case.config,
         }
-    config = {**layer, "tie_word_embeddings": tied, **case.config}
+    config = {**layer, "tie_word_embeddings": tied, **mask, **case.config}
     if case.algorithm == "EAGLE3":
         config.setdefault("architectures", ["LlamaForCausalLMEagle3"])
         config.setdefault("draft_vocab_size", case.draft_vocab)
@@ -201,4 +212,5 @@ def reference_head(case: HeadCase, tensors: Tensors) -> Head:
         llama3_scaling=None if scaling is None else {**scaling},
         is_residual_normed=case.norm_before_residual,
         is_output_normed=case.is_3_1,
+        mask_token=None if case.mask_key is None else case.mask_token,
     )

@@ -1,6 +1,7 @@
 """EAGLE-1/2 and EAGLE-3 draft forwards in PyTorch, for one request, in float64.
 
-The code follows the papers (arXiv 2401.15077, 2503.01840) and the published tensor names. It shares
+The code follows the papers (arXiv 2401.15077, 2503.01840) and the published tensor names. The rows
+of a P-EAGLE head after the first one have mask tokens instead of drafts and states. It shares
 nothing with specjax: keys and values are stored by position, rotary embeddings are products of
 complex numbers, and every row attends separately.
 """
@@ -28,6 +29,7 @@ class Head:
     llama3_scaling: dict[str, float] | None = None
     is_residual_normed: bool = False
     is_output_normed: bool = False
+    mask_token: int | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name].double()
@@ -114,8 +116,17 @@ class Draft:
         embed = rms_norm(embed, head["layers.0.input_layernorm.weight"], head.eps)
         residual = normed if head.is_residual_normed else hidden
         x = self._block(0, torch.cat([embed, normed]), residual, position)
+        for layer in range(1, head.layers):
+            weight = head[f"layers.{layer}.input_layernorm.weight"]
+            x = self._block(layer, rms_norm(x, weight, head.eps), x, position)
         y = rms_norm(x, head["norm.weight"], head.eps)
         return self.lm_head.double() @ y, y if head.is_output_normed else x
+
+    def next_row(self, draft: int, state: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Token and hidden state of the row that follows a drafted token and its state."""
+        if self.head.mask_token is None:
+            return draft, state
+        return self.head.mask_token, self.fuse(self.head["mask_hidden"].reshape(-1))
 
     def target_token(self, logits: torch.Tensor) -> int:
         """Greedy draft token as an id of the target's vocabulary."""
@@ -142,6 +153,9 @@ class Draft:
             self._linear(f"{prefix}.{letter}_proj", x).reshape(-1, head.head_dim)
             for letter in "qkv"
         )
+        if f"{prefix}.q_norm.weight" in head:
+            q = rms_norm(q, head[f"{prefix}.q_norm.weight"], head.eps)
+            k = rms_norm(k, head[f"{prefix}.k_norm.weight"], head.eps)
         q, k = rotate(head, q, position), rotate(head, k, position)
         slots = self.kv[layer]
         slots[position] = (k, v)

@@ -115,6 +115,35 @@ CASES = {
             }
         },
     ),
+    "peagle": HeadCase(
+        is_speculators=True,
+        style="layers.0",
+        mask_key="mask_token_id",
+        layers=3,
+        embedding="own",
+        config={"architectures": ["PEagleSpeculator"]},
+    ),
+    "peagle_norms": HeadCase(
+        is_speculators=True,
+        style="layers.0",
+        mask_key="mask_token_id",
+        norm_before_residual=True,
+        norm_before_fc=True,
+        qk_norm=True,
+        layers=2,
+        embedding="own",
+        config={"norm_before_residual": True, "norm_before_fc": True},
+    ),
+    "peagle_draft_model": HeadCase(
+        mask_key="ptd_token_id",
+        layers=2,
+        is_3_1=True,
+        config={
+            "architectures": ["PEagleDraftModel"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4, 6]},
+        },
+    ),
+    "peagle_one_layer": HeadCase(mask_key="pard_token", prefix="model.", embedding="own"),
     "eagle1": HeadCase(
         algorithm="EAGLE", draft_vocab=VOCAB, lm_head="target", fc_bias=True, embedding="copy"
     ),
@@ -201,7 +230,8 @@ def run_reference(drafts: list[Draft], plan: Plan) -> tuple[list[list[Record]], 
         for r in range(ROUNDS + 1):
             drafted.append(draft.target_token(logits))
             for k in range(STEPS - 1):
-                logits, state = rows(f"round {r} step {k}", [drafted[-1]], [state], n + k)
+                token, hidden = draft.next_row(drafted[-1], state)
+                logits, state = rows(f"round {r} step {k}", [token], [hidden], n + k)
                 drafted.append(draft.target_token(logits))
             if r == ROUNDS:
                 break
@@ -255,7 +285,11 @@ def run_specjax(head: Any, target: CausalLM, plan: Plan) -> tuple[list[list[Reco
     for r in range(ROUNDS + 1):
         tokens = propose(logits)
         for k in range(STEPS - 1):
-            logits, state = forward(f"round {r} step {k}", tokens, state[:, None], lengths + k, one)
+            hidden = state[:, None]
+            if head.config.mask_token_id is not None:
+                tokens = np.full_like(tokens, head.config.mask_token_id)
+                hidden = jnp.broadcast_to(head.fuse(head.mask_hidden[...]), hidden.shape)
+            logits, state = forward(f"round {r} step {k}", tokens, hidden, lengths + k, one)
             tokens = propose(logits)
         if r == ROUNDS:
             break

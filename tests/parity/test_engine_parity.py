@@ -44,6 +44,19 @@ CASES = {
         3,
         19,
     ),
+    "peagle": (
+        HeadCase(
+            vocab=VOCAB,
+            draft_vocab=VOCAB,
+            mask_key="mask_token_id",
+            qk_norm=True,
+            layers=2,
+            embedding="own",
+            config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}},
+        ),
+        4,
+        5,
+    ),
     "eagle1": (
         HeadCase(algorithm="EAGLE", vocab=VOCAB, draft_vocab=VOCAB, lm_head="target", fc_bias=True),
         5,
@@ -83,7 +96,7 @@ class Simulation:
                 logits, y = self.draft.forward(ids[i], state, start + i)
             drafts = [self.draft.target_token(logits)]
             for k in range(num_steps - 1):
-                logits, y = self.draft.forward(drafts[-1], y, n + k)
+                logits, y = self.draft.forward(*self.draft.next_row(drafts[-1], y), n + k)
                 drafts.append(self.draft.target_token(logits))
             text = prompt + output
             best, features = self.read(text + drafts)
@@ -116,6 +129,7 @@ def test_rounds(name: str, tmp_path: Path) -> None:
 
     taps = tuple(case.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", ()))
     table, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    table = tensors.get("embed_tokens.weight", table)
     expected = []
     for prompt, count in zip(prompts, counts, strict=True):
         lm_head = tensors.get("lm_head.weight", head)
