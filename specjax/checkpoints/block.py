@@ -304,8 +304,9 @@ def _layout(file: _File, kind: str) -> tuple[bool, int]:
     size = file.get("block_size", PositiveSize, 16 if kind == DFLASH else ...)
     drafts = None
     if file.kind:
-        methods = file.top.fields("speculators_config").get("proposal_methods", list[Any], [])
-        first = methods[0] if methods and isinstance(methods[0], dict) else {}
+        methods = file.top.fields("speculators_config").get("proposal_methods", Any, None)
+        first = methods[0] if isinstance(methods, list) and methods else {}
+        first = first if isinstance(first, dict) else {}
         drafts = Fields(first, file.path).get("speculative_tokens", PositiveSize, None)
     if stated is None and kind == DSPARK_SPECULATORS:
         if drafts not in (size, size - 1):

@@ -19,6 +19,7 @@ from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer, random_weights
 
 from ..block_files import CASES, HIDDEN, TARGET_LAYERS, VOCAB, BlockCase, publish, random_tensors
+from .test_damage import damage_json, fuzz
 
 MODEL = ModelConfig(
     model_type="qwen3",
@@ -161,6 +162,14 @@ def test_refusals_name_the_reason(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "draft", case)
     with pytest.raises(ValueError, match=message):
         open_block(path, target_at(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["1-sliding", "3-gated", "4-dspark-config", "6-reduced"])
+def test_damaged_configurations(tmp_path: Path, name: str) -> None:
+    """Any damage raises a ValueError that names the file."""
+    path, target = write(tmp_path / "draft", CASES[name]), target_at(tmp_path)
+    act = partial(open_block, path, target)
+    assert fuzz(path, ["config.json"], damage_json, lambda _: act().check_weights(), 200) > 10
 
 
 def test_other_files_of_a_drafter_are_refused(tmp_path: Path) -> None:
