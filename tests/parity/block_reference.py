@@ -1,9 +1,9 @@
 """DFlash and DSpark drafters in PyTorch, for one request, in float64, with dense masks.
 
 The code reads the published files itself and shares nothing with specjax. It follows the papers
-(arXiv 2602.06036 for DFlash) and the tensor names of the checkpoints: keys and values of the
-context are a list by position, every pass builds its whole mask, and rotary embeddings are products
-of complex numbers.
+(arXiv 2602.06036 for DFlash, 2607.05147 for DSpark) and the tensor names of the checkpoints: keys
+and values of the context are a list by position, every pass builds its whole mask, and rotary
+embeddings are products of complex numbers.
 """
 
 import json
@@ -37,7 +37,7 @@ ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter borrows from its target: embeddings and output head ``[V, h]``, and sizes."""
+    """The parts of a target that drafters use: embeddings and output head ``[V, h]``."""
 
     embedding: torch.Tensor
     lm_head: torch.Tensor
@@ -153,7 +153,7 @@ class Block:
     def _bias(
         self, state: torch.Tensor, e: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor | float, torch.Tensor]:
-        """What the Markov head adds to the logits, and its next state (``rnn`` only)."""
+        """The Markov head's term of the logits, and its next state (``rnn`` only)."""
         if self.markov is None:
             return 0.0, memory
         out = self._weight("markov_head.markov_w2")

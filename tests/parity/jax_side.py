@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specjax.kernels.rope_store import rotate
+from specjax.kernels.rope_store import normed, rotate
 
 from specjax.config import TransformerConfig
 from specjax.models.decoder import CausalLM
@@ -47,8 +47,7 @@ def dense_store(positions: np.ndarray) -> Store:
     rows = np.arange(positions.shape[0])[:, None]
 
     def store(cache: Cache, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables) -> Cache:
-        assert rope.norms is None
-        new = rotate(k, rope.cos, rope.sin), v
+        new = rotate(normed(k, k, rope.norms)[1], rope.cos, rope.sin), v
         pair = [old.at[rows, positions].set(x) for old, x in zip(cache[layer], new, strict=True)]
         return {**cache, layer: (pair[0], pair[1])}
 
