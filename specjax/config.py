@@ -261,19 +261,9 @@ class BlockConfig(TransformerConfig):
                 )
         if not self.feature_layers:
             raise ValueError("a block drafter needs feature_layers")
-        most = MAX_STEPS if not self.anchor_first else MAX_NODES - 1
-        if not 1 <= self.num_drafts <= most:
-            raise ValueError(f"num_drafts={self.num_drafts} must be from 1 to {most}")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id={self.mask_token_id} must be in [0, {self.vocab_size}), the "
-                "target's vocabulary"
-            )
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} must be between 1 and the target's "
-                f"vocab_size={self.vocab_size}"
-            )
+        check_integer("num_drafts", self.num_drafts, 1, MAX_STEPS)
+        check_integer("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
+        check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if self.draft_vocab_size < self.vocab_size and not self.has_own_lm_head:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} of {self.vocab_size} needs its own "

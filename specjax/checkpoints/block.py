@@ -39,36 +39,24 @@ from specjax.models.family import Recipes
     "DSpark of speculators",
 )
 _SPECULATORS = {"dflash": DFLASH_SPECULATORS, "dspark": DSPARK_SPECULATORS}
-# architecture or speculators_model_type -> name of a format that is not supported
+# unsupported format -> its architectures, values of other keys, and keys that only its files have
 _REFUSED = {
-    "DominoDraftModel": "Domino",
-    "DFlash2DraftModel": "DFlash2",
-    "DFlash2BeamDraftModel": "DFlash2",
-    "MiniMaxDFlash2DraftModel": "DFlash2",
-    "LiLiCorrDraftModel": "LiLiCorr",
-    "Qwen3XPressModel": "XPress",
-    "xpress": "XPress",
-    "domino": "Domino",
+    "Domino": "DominoDraftModel domino",
+    "DFlash2": "DFlash2DraftModel DFlash2BeamDraftModel MiniMaxDFlash2DraftModel conv_kernel_size "
+    "selector_rank",
+    "LiLiCorr": "LiLiCorrDraftModel lilicorr_hidden_size",
+    "XPress": "Qwen3XPressModel xpress xpress_block_size",
+    "Nemotron": "has_embed_tokens",
 }
-# key that only files of an unsupported format have -> its name
-_REFUSED_KEYS = {
-    "conv_kernel_size": "DFlash2",
-    "selector_rank": "DFlash2",
-    "lilicorr_hidden_size": "LiLiCorr",
-    "xpress_block_size": "XPress",
-}
-# settings that change the forward pass -> the only supported value
-_NEUTRAL: dict[str, Any] = {
-    "attention_sink_bias": False,
-    "attention_value_scale": 1.0,
-    "use_gemma_norm": False,
-    "is_neox_style": True,
-    "rope_is_neox_style": True,
-    "logit_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-    "input_embedding_scale": 1.0,
-}
+# settings that change the forward pass, and must be off or 1
+_OFF = ("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping", "rope_dim")
+_ONE: tuple[str, ...] = (
+    "attention_value_scale",
+    "logit_scale",
+    "output_multiplier",
+    "input_embedding_scale",
+)
+_ONE += ("is_neox_style", "rope_is_neox_style")
 # defaults of Qwen3Config: files of speculators leave out keys that equal them
 _QWEN3 = {
     "vocab_size": 151936,
@@ -204,10 +192,9 @@ def block_format(file: _File) -> str:
     """The published format of a file, decided by its own keys. Raises ValueError."""
     names = file.top.get("architectures", list[str], [])
     projector = file.get("projector_type", str, "")
-    found = [_REFUSED[name] for name in (*names, file.kind, projector) if name in _REFUSED]
-    found += [name for key, name in _REFUSED_KEYS.items() if any(key in p for p in file.places)]
-    if file.top.get("has_embed_tokens", Flag, False):
-        found.append("Nemotron")
+    keys = (key for place in file.places for key, value in place.values.items() if value)
+    marks = {*names, file.kind, projector, *keys}
+    found = [name for name, own in _REFUSED.items() if not marks.isdisjoint(own.split())]
     if file.kind == "peagle" or "PEagleDraftModel" in names or file.has("mask_hidden"):
         raise ValueError(
             f"{file.path} is a P-EAGLE head; set speculative_algorithm='EAGLE3' to draft with it"
@@ -252,14 +239,12 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     """
     file, model = _File(directory, source), target.config
     kind = block_format(file)
-    for key, neutral in _NEUTRAL.items():
-        for place in (*file.places, file.top.fields("rope_scaling")):
-            if key in place and place.get(key, Any) != neutral:
-                raise file.refused(f"{key}={place.get(key, Any)!r}")
+    for place in (*file.places, file.top.fields("rope_scaling")):
+        for key in (*_OFF, *_ONE):
+            if key in place and place.values[key] != (key in _ONE):
+                raise file.refused(f"{key}={place.values[key]!r}")
     if (directory / "mask_embedding.pt").exists():
         raise file.refused("a mask embedding in mask_embedding.pt")
-    if "rope_dim" in file.top.fields("rope_scaling"):
-        raise file.refused("rope_scaling with rope_dim")
     vocab_size = file.body.get("vocab_size", Size, model.vocab_size)
     hidden_size = file.body.get("hidden_size", Size)
     stated = file.get("target_hidden_size", Size, model.hidden_size)

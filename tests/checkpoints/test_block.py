@@ -138,7 +138,10 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
         BlockCase(format=1, drop=("dflash_config.mask_token_id",)),
         r"has none of \['mask_token_id'.*no token '<\|MASK\|>'; set mask_token_id",
     ),
-    "mask outside": (BlockCase(format=1, mask=VOCAB), "mask_token_id=131 must be in"),
+    "mask outside": (
+        BlockCase(format=1, mask=VOCAB),
+        "mask_token_id=131 must be an integer from 0 to 130",
+    ),
     "layers": (BlockCase(format=1, taps=(1, 7)), "must be layers of the target, which has 7"),
     "counted layers": (BlockCase(format=5, taps=(-2, 1)), "must be layers of the target"),
     "target layers": (BlockCase(format=1, target_layers=9), "num_target_layers=9"),
@@ -152,7 +155,10 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
         BlockCase(format=1, add={"quantization_config": {"quant_method": "fp8"}}),
         "quantization_config",
     ),
-    "block": (BlockCase(format=1, add={"block_size": 65}), "num_drafts=64 must be from 1 to 63"),
+    "block": (
+        BlockCase(format=1, add={"block_size": 65}),
+        "num_drafts=64 must be an integer from 1 to 63",
+    ),
 }
 
 
@@ -316,7 +322,7 @@ def test_only_what_the_format_expresses_is_exported(tmp_path: Path) -> None:
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"windows": (1,)}, r"windows=\(1,\) must have one value for each"),
     ({"feature_layers": ()}, "needs feature_layers"),
-    ({"num_drafts": 64}, "num_drafts=64 must be from 1 to 63"),
+    ({"num_drafts": 64}, "num_drafts=64 must be an integer from 1 to 63"),
     ({"draft_vocab_size": 50}, "needs its own lm_head"),
     ({"draft_vocab_size": 0}, "draft_vocab_size=0"),
     ({"markov_head": "other", "markov_rank": 4}, "markov_head_type='other'"),
