@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.kv.pages import PageView
+from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import dense_attend
-from specjax.testing import TARGET, random_weights
+from specjax.speculative.algorithm import kv_pool
+from specjax.testing import BLOCK, TARGET, random_weights
 
 WIDE = replace(TARGET, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)
 
@@ -67,3 +70,36 @@ def test_products_come_as_partial_sums_if_that_pays() -> None:
     assert "f32[2,1,40,128]" in shapes(40)
     for rows in (1, 70):
         assert f"f32[2,1,{rows},128]" not in shapes(rows)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+def test_a_block_drafter_computes_the_same(dtype: str, limit: float) -> None:
+    """Over pages, with full and causal sliding layers, after contexts of different lengths."""
+    config = replace(
+        BLOCK,
+        **{"hidden_size": 128, "target_hidden_size": 128, "intermediate_size": 256},
+        **{"head_dim": 32, "feature_layers": (0, 1), "dtype": dtype},
+        **{"windows": (0, 6), "causal": (False, True), "markov_head": None, "markov_rank": 0},
+    )
+    model = replace(WIDE, vocab_size=config.vocab_size, dtype=dtype)
+    target = FlatModel.of(partial(CausalLM, model))
+    rng, lens, size = np.random.default_rng(1), jnp.array([9, 13], jnp.int32), config.block
+    features = jnp.asarray(rng.normal(size=(2, 13, 256)), model.dtypes.activations)
+    tokens = jnp.asarray(rng.integers(config.vocab_size, size=(2, size)), jnp.int32)
+
+    def run(implementation: str) -> tuple[jax.Array, jax.Array]:
+        flat = FlatModel.of(partial(BlockDraft, config, implementation=implementation))
+        draft, table = flat.rebuild(random_weights(flat, 3)), jnp.arange(1, 11).reshape(2, 5)
+        pages, zero = PageView(table, 4, implementation), jnp.zeros(2, jnp.int32)
+        kv = jnp.zeros(kv_pool(config, 44).shape, config.dtypes.kv)
+        places = jnp.broadcast_to(jnp.arange(13, dtype=jnp.int32), (2, 13))
+        kv = draft.store(features, places, kv, pages.store(zero, 13))
+        attends = pages.attend(lens, size, tree_mask=jnp.ones((2, size, size), bool))
+        positions = lens[:, None] + jnp.arange(size, dtype=jnp.int32)
+        causal = pages.attend(lens, size)
+        vocabulary = target.rebuild(random_weights(target, 4))
+        return draft(tokens, positions, kv, attends, causal, vocabulary)
+
+    for ours, theirs in zip(run("interpret"), run("xla"), strict=True):
+        difference = np.abs(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32))
+        assert difference.max() <= limit * np.abs(np.asarray(theirs, np.float32)).max()
