@@ -3,12 +3,15 @@
     specjax bench acceptance --prompts scripts/data/prompts.jsonl --output results.json
 
 The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
-of user messages. Each turn is encoded with the chat template, after all earlier turns.
+of user messages. Each turn is encoded with the chat template, after all earlier turns. With
+``--context-before N`` and texts, each request begins with N tokens of one of them, so that the
+effect of long contexts can be measured.
 """
 
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +36,7 @@ COLUMNS = (
     ("length", "accept_length", ".2f"),
     ("pooled", "accept_length_pooled", ".2f"),
     ("rate", "accept_rate", ".3f"),
+    ("logprob", "logprob", ".3f"),
     ("identical", "compared", ""),
 )
 
@@ -56,9 +60,9 @@ class Stopwatch:
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def generate(self, messages: list[Any], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    def generate(self, ids: list[list[int]], options: dict[str, Any]) -> list[dict[str, Any]]:
         start = time.perf_counter()
-        outputs = self.engine.generate(messages=messages, sampling_params=sampling)
+        outputs = self.engine.generate(input_ids=ids, **options)
         self.seconds += time.perf_counter() - start
         self.num_tokens += sum(len(output["output_ids"]) for output in outputs)
         return outputs
@@ -67,12 +71,15 @@ class Stopwatch:
 def evaluate(
     watches: Mapping[str, Stopwatch],
     prompts: Sequence[dict[str, Any]],
-    sampling: dict[str, Any],
+    contexts: Sequence[list[int]],
+    options: dict[str, Any],
     batch_size: int,
 ) -> Iterator[list[Answer]]:
     """Answer all turns of all prompts with both engines, one batch of requests at a time.
 
-    Both engines continue with the speculative answer, so that a difference is counted once.
+    Both engines continue with the speculative answer, so that a difference is counted once. The
+    requests of a prompt begin with the token ids of one of the ``contexts``; ``options`` are those
+    of :meth:`Engine.generate`.
     """
     plain = watches["plain"].engine
     conversations: list[list[dict[str, str]]] = [[] for _ in prompts]
@@ -82,15 +89,18 @@ def evaluate(
             batch = remaining[start : start + batch_size]
             for i in batch:
                 conversations[i].append({"role": "user", "content": prompts[i]["turns"][turn]})
-            messages = [list(conversations[i]) for i in batch]
-            outputs = [watch.generate(messages, sampling) for watch in watches.values()]
+            chats = [conversations[i] for i in batch]
+            encoded, _ = tokenize_inputs(plain.tokenizer, messages=chats)
+            rows = [
+                [*contexts[i % len(contexts)], *ids] for i, ids in zip(batch, encoded, strict=True)
+            ]
+            outputs = [watch.generate(rows, options) for watch in watches.values()]
             answers = []
-            for i, chat, output, reference in zip(batch, messages, *outputs, strict=True):
+            for i, prompt_ids, output, reference in zip(batch, rows, *outputs, strict=True):
                 conversations[i].append({"role": "assistant", "content": output["text"]})
                 ids, plain_ids = output["output_ids"], reference["output_ids"]
                 difference = None
                 if ids != plain_ids:
-                    (prompt_ids,), _ = tokenize_inputs(plain.tokenizer, None, None, chat)
                     difference = find_difference(ids, plain_ids, prompt_ids, plain.logit_gap)
                 names = str(prompts[i]["question_id"]), str(prompts[i]["category"])
                 answers.append(Answer(*names, turn, output["meta_info"], difference))
@@ -101,7 +111,9 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
     """Compute the metrics of a set of answers; averages are 0 if nothing was verified."""
     metas = [answer.meta_info for answer in answers]
     drafts = {name: value or 0 for name, value in common.acceptance(metas).items()}
+    logprobs = [one for meta in metas for one, *_ in meta.get("output_token_logprobs", ())]
     return drafts | {
+        "logprob": statistics.fmean(logprobs) if logprobs else None,
         "requests": len(answers),
         "completion_tokens": sum(meta["completion_tokens"] for meta in metas),
         "identical": sum(answer.difference is None for answer in answers),
@@ -118,10 +130,28 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--limit", type=int, help="number of prompts to use (default: all)")
     add("--temperature", type=float, default=0.0, help="default: %(default)s")
     add("--sampling-seed", type=int, default=0, help="default: %(default)s")
+    text = "begin each request with this many tokens of a text of --context (default: %(default)s)"
+    add("--context-before", type=int, default=0, metavar="N", help=text)
+    texts = (
+        "text file for --context-before; repeatable, taken in turns. The log-probability of the "
+    )
+    texts += "completions is reported too"
+    add("--context", type=Path, action="append", default=[], metavar="FILE", help=texts)
     add("--output", type=Path, help="file to write the results to, as JSON (default: none)")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "batch_size", "max_new_tokens", "limit")
+    if args.context_before and not args.context:
+        parser.error(f"--context-before={args.context_before} needs at least one --context FILE")
     return args
+
+
+def contexts_of(tokenizer: Any, files: Sequence[Path], count: int) -> list[list[int]]:
+    """The first ``count`` token ids of each text; one empty context without files."""
+    encoded = [tokenizer.encode(file.read_text(encoding="utf-8"))[:count] for file in files]
+    for file, ids in zip(files, encoded, strict=True):
+        if len(ids) < count:
+            raise ValueError(f"--context {file} has {len(ids)} tokens; --context-before={count}")
+    return encoded or [[]]
 
 
 def main(name: str, argv: Sequence[str]) -> int:
@@ -138,7 +168,9 @@ def main(name: str, argv: Sequence[str]) -> int:
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
         total = sum(len(prompt["turns"]) for prompt in prompts)
         bar = stack.enter_context(tqdm(total=total, unit="request", disable=None, file=sys.stderr))
-        for batch in evaluate(watches, prompts, sampling, args.batch_size):
+        asked = {"sampling_params": sampling, "return_logprob": bool(args.context)}
+        contexts = contexts_of(engine.tokenizer, args.context, args.context_before)
+        for batch in evaluate(watches, prompts, contexts, asked, args.batch_size):
             answers += batch
             bar.set_description(f"accept length {summarize(answers)['accept_length']:.2f}")
             bar.update(len(batch))
@@ -159,7 +191,9 @@ def main(name: str, argv: Sequence[str]) -> int:
         if answer.difference is not None:
             print(f"{answer.question_id}, turn {answer.turn}: {answer.difference.describe()}")
     if args.output is not None:
-        files = {"prompts": {"file": args.prompts.name, "count": len(prompts)}}
+        files: dict[str, Any] = {"prompts": {"file": args.prompts.name, "count": len(prompts)}}
+        files |= {"context": [file.name for file in args.context]}
+        files["context_before"] = args.context_before
         results = {
             "software": common.software(),
             "settings": settings | files,

@@ -207,7 +207,7 @@ def test_shipped_prompts_cover_the_categories() -> None:
     assert any(len(prompt["turns"]) > 1 for prompt in prompts)
 
 
-def test_later_turns_follow_the_earlier_answers() -> None:
+def test_later_turns_follow_the_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Echo:
         """Answer with the length of the conversation and its last message."""
 
@@ -216,25 +216,38 @@ def test_later_turns_follow_the_earlier_answers() -> None:
         def __init__(self) -> None:
             self.calls: list[Any] = []
 
-        def generate(self, *, messages: Any, sampling_params: Any) -> list[dict[str, Any]]:
-            self.calls.append(messages)
-            texts = [f"{len(chat)}:{chat[-1]['content']}" for chat in messages]
+        tokenizer = None
+
+        def generate(self, *, input_ids: Any) -> list[dict[str, Any]]:
+            self.calls.append([(ids[:-1], chats[ids[-1]]) for ids in input_ids])
+            texts = [f"{len(chat)}:{chat[-1]['content']}" for _, chat in self.calls[-1]]
             return [{"text": text, "output_ids": [1], "meta_info": {}} for text in texts]
+
+    chats: list[Any] = []
+
+    def tokenize(tokenizer: Any, *, messages: Any) -> tuple[list[list[int]], bool]:
+        chats.extend(map(list, messages))
+        return [[i] for i in range(len(chats) - len(messages), len(chats))], True
+
+    monkeypatch.setattr(acceptance, "tokenize_inputs", tokenize)
 
     turns = [["a"], ["b", "c"], ["d", "e"], ["f"]]
     prompts = [{"question_id": 1, "category": "c", "turns": one} for one in turns]
     engine, plain = Echo(), Echo()
     watches = {n: acceptance.Stopwatch(e) for n, e in (("speculative", engine), ("plain", plain))}
-    batches = list(acceptance.evaluate(watches, prompts, {}, 3))
+    batches = list(acceptance.evaluate(watches, prompts, [[7, 8], [9]], {}, 3))
     assert [[one.turn for one in batch] for batch in batches] == [[0, 0, 0], [0], [1, 1]]
     assert engine.calls == plain.calls
     assert engine.calls[2] == [
-        [
-            {"role": "user", "content": first},
-            {"role": "assistant", "content": f"1:{first}"},
-            {"role": "user", "content": second},
-        ]
-        for first, second in (("b", "c"), ("d", "e"))
+        (
+            context,
+            [
+                {"role": "user", "content": first},
+                {"role": "assistant", "content": f"1:{first}"},
+                {"role": "user", "content": second},
+            ],
+        )
+        for context, first, second in (([9], "b", "c"), ([7, 8], "d", "e"))
     ]
 
 

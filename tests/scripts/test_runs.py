@@ -82,7 +82,7 @@ def test_kernels(name: str, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_acceptance(files: Files, prompts: Path, output: Path) -> None:
+def test_acceptance(files: Files, prompts: Path, output: Path, tmp_path: Path) -> None:
     arguments = f"{model(files)} --prompts {prompts} --output {output} --max-new-tokens 10"
     assert run_bench("acceptance", f"{arguments} --batch-size 1 --temperature 0.7") == 0
     results = json.loads(output.read_text())
@@ -95,6 +95,19 @@ def test_acceptance(files: Files, prompts: Path, output: Path) -> None:
     for request in results["requests"]:
         meta = request["meta_info"]
         assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
+    assert results["overall"]["logprob"] is None
+    text = tmp_path / "text"
+    text.write_text("some other text")
+    assert run_bench("acceptance", f"{arguments} --context {text} --context-before 9") == 0
+    again = json.loads(output.read_text())
+    assert again["overall"]["identical"] == 4
+    assert again["overall"]["logprob"] < 0
+    for long, short in zip(again["requests"], results["requests"], strict=True):
+        assert (
+            long["meta_info"]["prompt_tokens"] - short["meta_info"]["prompt_tokens"] == 9
+            or long["turn"] > 0
+        )
+    assert run_bench("acceptance", f"{arguments} --context {text} --context-before 99") == 2
 
 
 @pytest.mark.slow
