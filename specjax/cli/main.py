@@ -19,6 +19,7 @@ from specjax.cli.commands import (
 )
 from specjax.cli.env import add_env_parser, run_env
 from specjax.cli.generate import add_generate_parser, run_generate
+from specjax.cli.inspect import add_inspect_parser, run_inspect
 from specjax.cli.options import engine_arguments
 from specjax.engine import Engine
 
@@ -39,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve_parser(commands)
     add_warmup_parser(commands)
     add_bench_parser(commands)
+    add_inspect_parser(commands)
     add_env_parser(commands)
     return parser
 
@@ -55,8 +57,8 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
 
     Returns:
         0 for success; 1 if float32 texts with and without speculation differ, a warm-up could not
-        write the cache, or requests of a benchmark failed; 2 for bad input; 130 after an interrupt;
-        141 if the reader of standard output closed it.
+        write the cache, requests of a benchmark failed, or an inspected draft does not fit; 2 for
+        bad input; 130 after an interrupt; 141 if the reader of standard output closed it.
     """
     if sys.stderr is None:  # print would use standard output instead
         sys.stderr = io.StringIO()
@@ -79,6 +81,8 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
                 status = run_serve(args, engine_args, make_engine)
             elif args.command == "bench":
                 status = run_bench(args.name, args.options)
+            elif args.command == "inspect":
+                status = run_inspect(args.checkpoint, args.target)
             elif args.command == "env":
                 status = run_env()
             else:

@@ -1,0 +1,160 @@
+"""``specjax inspect``: describe a draft and check whether it fits a target."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoints.block import open_block
+from specjax.checkpoints.draft import open_draft, open_draft_model, open_mtp
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_source
+from specjax.checkpoints.target import TargetCheckpoint, locate, open_target
+from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
+from specjax.config import BlockConfig, DraftConfig, ModelConfig
+from specjax.json_file import Fields, Size
+from specjax.speculative.block import DFLASH, DSPARK
+from specjax.speculative.eagle import EAGLE, EAGLE3
+from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
+from specjax.speculative.standalone import STANDALONE
+
+_NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
+_LAYER_IDS = (
+    "target_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "eagle_aux_hidden_state_layer_ids",
+    "feature_layers",
+)
+_MANY_LAYERS = 1000  # of a target that the files do not describe; default layers depend on it
+
+
+def add_inspect_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="describe a draft and check whether it fits a target",
+        description="Print format, algorithm, target layers, vocabulary and memory of a draft. "
+        "Only the configuration and the headers of its tensors are read. The exit status is 1 if "
+        "the draft is not supported or does not fit the target.",
+        allow_abbrev=False,
+    )
+    text = "directory, GGUF file or repository of the draft (a repository is downloaded)"
+    parser.add_argument("checkpoint", metavar="DRAFT", help=text)
+    text = "target to check: embedded name, directory, GGUF file or repository"
+    parser.add_argument("--model", dest="target", metavar="TARGET", help=text)
+    parser.set_defaults(quiet=True)
+
+
+def run_inspect(draft: str, target: str | None) -> int:
+    """Print one fact per line; return 0, or 1 if the draft is refused or does not fit."""
+    path = locate(draft, "draft", takes_files=True)
+    opened = None if target is None else open_target(target)
+    facts, reason = _try(path, opened)
+    if opened is not None and not facts:
+        facts, _ = _try(path, None)
+    for name, value in {"draft": path, **facts}.items():
+        print(f"{name}: {value}")
+    if target is not None or reason:
+        answer = f"no: {reason}" if reason else "yes"
+        print(f"{'supported' if target is None else f'fits {target}'}: {answer}")
+    return 1 if reason else 0
+
+
+def _try(path: Path, target: TargetCheckpoint | None) -> tuple[dict[str, Any], str]:
+    """Facts about a draft, or the reason that it is refused."""
+    try:
+        return dict(_facts(path, target)), ""
+    except ValueError as error:
+        return {}, " ".join(str(error).split())
+
+
+def _facts(path: Path, target: TargetCheckpoint | None) -> Iterator[tuple[str, Any]]:
+    """Open a draft for a target; without one, for the target that its files state."""
+    if path.suffix == ".gguf":
+        opened, algorithm, kind = _language_model(path, target)
+    else:
+        opened, algorithm, kind = _open(path, target)
+    opened.check_weights()
+    config = opened.config
+    yield "format", kind
+    yield "algorithm", algorithm
+    if isinstance(config, BlockConfig):
+        layout = "anchor-first" if config.anchor_first else "fill-in"
+        drafts = f"{config.num_drafts} drafts per round from {config.block} rows"
+        yield "layout", f"{layout}, {drafts}, mask token {config.mask_token_id}"
+    yield "layers", f"{config.num_layers} of width {config.hidden_size}"
+    vocabulary = f"{config.vocab_size}, the target's"
+    if isinstance(config, BlockConfig | DraftConfig):
+        layers = ", ".join(map(str, config.feature_layers)) or "the last, after the final norm"
+        is_known = max(config.feature_layers, default=0) < _MANY_LAYERS // 4
+        yield "target layers", layers if is_known else "follow from the target; pass --model"
+        if config.draft_vocab_size < config.vocab_size:
+            vocabulary = f"{config.draft_vocab_size} of {config.vocab_size}, mapped by d2t"
+    yield "vocabulary", vocabulary
+    yield "rope_theta", f"{config.rope_theta:g}"
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    yield "KV memory", f"{values * config.dtypes.kv.itemsize} bytes per token in {config.dtype}"
+
+
+Opened = tuple[Checkpoint[Any], str, str]
+
+
+def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
+    """A draft, its algorithm and its format, which the names of its tensors decide."""
+    fields, is_flat = Fields.read(path / "config.json"), is_orbax_directory(path)
+    source = orbax_source(path) if is_flat else open_directory(path)
+    names = {name.removeprefix("model.") for name in source.infos}
+    flat_kind = str(fields.values.get("specjax_config"))
+    if modules := {name.split(".")[1] for name in names if name.startswith("mtp_layers.")}:
+        pair = target or open_target(path, knob="draft")
+        opened = open_mtp(path, pair, num_modules=len(modules))
+        return opened, MULTI_LAYER_EAGLE.name, "multi-token prediction modules"
+    is_block = bool(names & {"hidden_norm.weight", "encoder.output_norm_enc.weight"})
+    # a model with pard_token is refused by name there
+    is_block = is_block or ("pard_token" in fields and "fc.weight" not in names)
+    if flat_kind == "BlockConfig" or (is_block and "mask_hidden" not in names and not is_flat):
+        block = open_block(path, target or _stated_target(source, fields))
+        algorithm = (DSPARK if block.config.markov_head else DFLASH).name
+        return block, algorithm, block.config.checkpoint_format
+    if flat_kind == "DraftConfig" or (names & {"fc.weight", "mask_hidden"} and not is_flat):
+        head = open_draft(path, target or _stated_target(source, fields))
+        if not head.config.fuses_features:
+            return head, EAGLE.name, "EAGLE-1/2"
+        return head, EAGLE3.name, "EAGLE-3" if head.config.mask_token_id is None else "P-EAGLE"
+    return _language_model(path, target)
+
+
+def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
+    opened = open_target(path, knob="draft")
+    if target is not None:
+        opened = open_draft_model(path, target)
+    return opened, STANDALONE.name, f"language model ({opened.config.model_type})"
+
+
+def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:
+    """A stand-in for the target, with the sizes that the draft's files state."""
+    merged = {key: x for name in _NESTED for key, x in fields.fields(name).values.items()}
+    stated = {key: x for key, x in fields.values.items() if x is not None}
+    keys = Fields(merged | stated, fields.where)
+    tables = ("t2d", "markov_head.markov_w1.weight", "embed_tokens.weight", "lm_head.weight")
+    sizes = [source.infos[name].shape[0] for name in tables if name in source.infos]
+    ids = [i for name in _LAYER_IDS for i in keys.get(name, list[int], [])]
+    dtypes = {info.dtype for info in source.infos.values()}
+    config = keys.build(
+        ModelConfig,
+        {
+            "model_type": "llama",
+            "vocab_size": keys.get("vocab_size", Size, sizes[0] if sizes else 1),
+            "hidden_size": keys.get("target_hidden_size", Size, keys.get("hidden_size", Size, 1)),
+            "intermediate_size": 1,
+            "num_layers": keys.get("num_target_layers", Size, max([*ids, 3]) + 1)
+            if ids or "num_target_layers" in keys
+            else _MANY_LAYERS,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+            "head_dim": 2,
+            "dtype": "float32" if "float32" in dtypes else "bfloat16",
+        },
+    )
+    return TargetCheckpoint(config, source.path, lambda: source, "the target", _no_tokenizer)
+
+
+def _no_tokenizer() -> Any:
+    raise ValueError("the tokenizer of the target is needed; pass --model")

@@ -1,0 +1,142 @@
+"""``specjax inspect``: facts about drafts of every kind, and reasons why one does not fit."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specjax.checkpoints import export_draft, open_draft, open_target, save_orbax
+from specjax.cli.main import main
+from specjax.testing.files import (
+    CONFIG,
+    HEAD,
+    write_draft_model,
+    write_eagle_head,
+    write_head,
+    write_modules,
+    write_target,
+)
+from specjax.testing.models import copying_head, copying_target
+
+from ..block_files import CASES, BlockCase, publish, random_tensors
+
+SIZES: dict[str, Any] = {"vocab": 98, "hidden": 32, "target_hidden": 32, "target_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target") / "target")
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, dict[str, str]]:
+    status = main(["inspect", *map(str, options)])
+    lines = capsys.readouterr().out.splitlines()
+    return status, dict(line.split(": ", 1) for line in lines)
+
+
+def write(case: BlockCase, path: Path) -> Path:
+    return publish(case, random_tensors(case, {}, 0), path)
+
+
+def test_block_drafters(target: Path, tmp_path: Path, capsys: Any) -> None:
+    sizes = {"draft_vocab": 50, "mask": 97, **SIZES}
+    case = BlockCase(format=6, drafts=7, taps=(-1, 1), markov="gated", **sizes)
+    path = write(case, tmp_path / "draft")
+    expected = {
+        "draft": str(path),
+        "format": "DSpark of speculators",
+        "algorithm": "DSPARK",
+        "layout": "anchor-first, 7 drafts per round from 7 rows, mask token 97",
+        "layers": "2 of width 32",
+        "target layers": "-1, 1",
+        "vocabulary": "50 of 98, mapped by d2t",
+        "rope_theta": "1e+06",
+        "KV memory": "512 bytes per token in float32",
+    }
+    assert inspect(capsys, path) == (0, expected)
+    expected |= {"KV memory": "256 bytes per token in bfloat16", f"fits {target}": "yes"}
+    assert inspect(capsys, path, "--model", target) == (0, expected)
+
+
+@pytest.mark.parametrize("name", ["1", "1-aliases", "2-no-copies", "4", "5-reduced", "6-fill-in"])
+def test_formats(name: str, tmp_path: Path, capsys: Any) -> None:
+    case = CASES[name]
+    status, facts = inspect(capsys, write(case, tmp_path / "draft"))
+    assert status == 0
+    assert facts["algorithm"] == ("DSPARK" if case.markov else "DFLASH")
+    assert facts["layout"].startswith("fill-in" if case.fills_in else "anchor-first")
+    assert facts["target layers"] == "1, 4"
+
+
+def test_default_layers_need_the_target(tmp_path: Path, capsys: Any) -> None:
+    case = CASES["1-default-three-layers"]
+    _, facts = inspect(capsys, write(case, tmp_path / "draft"))
+    assert facts["target layers"] == "follow from the target; pass --model"
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_other_drafts(is_checked: bool, target: Path, tmp_path: Path, capsys: Any) -> None:
+    orbax = tmp_path / "orbax"
+    opened = open_draft(str(write_head(tmp_path / "eagle3")), open_target(str(target)))
+    save_orbax(orbax, opened.config, opened.load_weights())
+    config = dataclasses.replace(HEAD, mask_token_id=5)
+    tensors = copying_head(config, copying_target(CONFIG, HEAD))
+    export_draft(tmp_path / "p-eagle", config, tensors)
+    options = ["--model", target] if is_checked else []
+    for path, algorithm, layers in (
+        (tmp_path / "eagle3", "EAGLE3", "0, 0, 1"),
+        (orbax, "EAGLE3", "0, 0, 1"),
+        (tmp_path / "p-eagle", "EAGLE3", "0, 0, 1"),
+        (write_eagle_head(tmp_path / "eagle", target), "EAGLE", "the last, after the final norm"),
+        (write_draft_model(tmp_path / "model", target), "STANDALONE", None),
+        (write_modules(tmp_path / "modules", target, 2), "MULTI_LAYER_EAGLE", None),
+    ):
+        status, facts = inspect(capsys, path, *options)
+        assert status == 0, facts
+        assert (facts["algorithm"], facts.get("target layers")) == (algorithm, layers)
+        assert facts.get(f"fits {target}") == ("yes" if is_checked else None)
+        assert (facts["format"] == "P-EAGLE") == (path.name == "p-eagle")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocab": 99}, "vocab_size=99 of the head, but the target has 98"),
+        ({"hidden": 16, "target_hidden": 16}, "hidden_size=16 differs from the target"),
+        ({"taps": (0, 2), "target_layers": 3}, "num_target_layers=3"),
+    ],
+)
+def test_a_draft_of_another_target(
+    changes: dict[str, Any], reason: str, target: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The facts are printed, then the reason."""
+    sizes = {"mask": 5, "taps": (0, 1), **SIZES, **changes}
+    path = write(BlockCase(format=1, **sizes), tmp_path / "draft")
+    assert inspect(capsys, path)[0] == 0
+    status, facts = inspect(capsys, path, "--model", target)
+    assert status == 1
+    assert facts["format"] == "DFlash"
+    assert facts[f"fits {target}"].startswith("no: ")
+    assert reason in facts[f"fits {target}"]
+
+
+def test_refused_files(tmp_path: Path, capsys: Any) -> None:
+    path = write(CASES["1"], tmp_path / "draft")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["DominoDraftModel"]}))
+    status, facts = inspect(capsys, path)
+    assert (status, set(facts)) == (1, {"draft", "supported"})
+    assert "Domino is not supported" in facts["supported"]
+    (path / "config.json").write_text("{")
+    assert inspect(capsys, path)[0] == 1
+    (path / "model.safetensors").write_bytes(np.zeros(4).tobytes())
+    assert inspect(capsys, path)[0] == 1
+
+
+def test_missing_files_are_bad_input(target: Path, capsys: Any) -> None:
+    assert main(["inspect", "/no/such/folder"]) == 2
+    assert main(["inspect", str(target), "--model", "/no/such/folder"]) == 2
+    assert "/no/such/folder" in capsys.readouterr().err
