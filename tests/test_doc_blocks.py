@@ -230,8 +230,10 @@ def test_curl_gets_answers(files: Files) -> None:
     asked = [words for _, words in COMMANDS if words[0] == "curl"]
     assert asked
     with files.engine() as engine, serve(engine, served_model_name="smollm2") as client:
-        for _, url, flag, body in asked:
+        for words in asked:
+            url, flag, body = words[-3:]
             assert flag == "-d"
+            assert words[1:-3] in ([], ["-N"])  # without buffering
             form = "application/x-www-form-urlencoded"  # as curl says
             path = url.removeprefix("http://127.0.0.1:30000")
             answer = client.post(path, body.encode(), content_type=form)

@@ -9,33 +9,46 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")})
 BATCHES = ("1", "8", "32")
+LENGTHS = ("accept length",)
 
 
-def measured_rounds() -> list[dict[str, str]]:
-    with (ROOT / "docs" / "rounds.csv").open(newline="", encoding="utf-8") as file:
+def measured(name: str) -> list[dict[str, str]]:
+    with (ROOT / "docs" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def test_the_table_of_rounds_shows_the_data() -> None:
+def table_of(name: str) -> list[list[str]]:
+    """Cells of the table that follows the comment with the name of the data."""
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    table = text.split("<!-- rounds.csv -->\n", 1)[1].split("\n\n", 1)[0].replace("*", "")
+    table = text.split(f"<!-- {name}.csv -->\n", 1)[1].split("\n\n", 1)[0].replace("*", "")
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
+
+
+def test_the_table_of_rounds_shows_the_data() -> None:
     shown, drafts = [], ""
-    for line in table.splitlines()[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for cells in table_of("rounds"):
         drafts = cells[0] or drafts
         shown.append((drafts, *cells[1:]))
-    rows = sorted(measured_rounds(), key=lambda row: int(row["drafts"]))
+    rows = sorted(measured("rounds"), key=lambda row: int(row["drafts"]))
     assert shown == [
         (row["drafts"], f"{row['engine']} {row['version']}", *(row[b] for b in BATCHES))
         for row in rows
     ]
 
 
+def test_the_table_of_acceptance_shows_the_data() -> None:
+    shown = [cells[:3] for cells in table_of("acceptance") if cells[0] != "both"]
+    assert shown == [list(row.values()) for row in measured("acceptance")]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_plot_of_rounds_shows_the_data(theme: str) -> None:
-    text = (ROOT / "docs" / f"rounds-{theme}.svg").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "columns"), [("rounds", BATCHES), ("acceptance", LENGTHS)])
+def test_the_plots_show_the_data(name: str, columns: tuple[str, ...], theme: str) -> None:
+    text = (ROOT / "docs" / f"{name}-{theme}.svg").read_text(encoding="utf-8")
     drawn = sorted(re.findall(r">\s*(\d+\.\d\d)</text>", text))
-    assert drawn == sorted(row[batch] for row in measured_rounds() for batch in BATCHES)
+    assert drawn == sorted(row[column] for row in measured(name) for column in columns)
 
 
 def anchors_of(document: Path) -> set[str]:

@@ -1,0 +1,74 @@
+"""Draw docs/NAME-light.svg and docs/NAME-dark.svg from docs/NAME.csv; needs matplotlib."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+from matplotlib import pyplot as plt
+
+DOCS = Path(__file__).parent.parent / "docs"
+BATCHES = ("1", "8", "32")
+INKS = {
+    "light": ("#1f2328", {"specjax": "#0969da", "SGLang": "#afb8c1", "vLLM": "#6e7781"}),
+    "dark": ("#e6edf3", {"specjax": "#58a6ff", "SGLang": "#6e7681", "vLLM": "#afb8c1"}),
+}
+
+
+def draw_rounds(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
+    """Draw a panel per batch size, with a group of bars per number of drafts."""
+    figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.0), layout="constrained")
+    for batch, axes in zip(BATCHES, panels, strict=True):
+        for i, (engine, colour) in enumerate(colours.items()):
+            mine = [row for row in rows if row["engine"] == engine]
+            places = [x + 0.28 * (i - 1) for x in range(len(mine))]
+            label = f"{engine} {mine[0]['version']}"
+            values = [float(row[batch]) for row in mine]
+            bars = axes.bar(places, values, 0.26, color=colour, label=label)
+            axes.bar_label(bars, [row[batch] for row in mine], fontsize=6, padding=1.5)
+        drafts = [int(row["drafts"]) for row in mine]
+        names = ["plain", *(f"{n} draft{'s' * (n > 1)}" for n in drafts[1:])]
+        axes.set_xticks(range(len(names)), names, fontsize=8)
+        axes.set_title(f"batch of {batch}", fontsize=9)
+    panels[0].set_ylabel("ms per round (lower is better)", fontsize=8)
+    labels = panels[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def draw_acceptance(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
+    """Draw a bar per kind of prompt, with a line at the one token of plain decoding."""
+    figure, axes = plt.subplots(figsize=(9.6, 2.6), layout="constrained")
+    lengths = [row["accept length"] for row in rows]
+    bars = axes.bar(range(len(rows)), list(map(float, lengths)), 0.6, color=colours["specjax"])
+    axes.bar_label(bars, lengths, fontsize=8, padding=1.5)
+    axes.axhline(1, color=colours["SGLang"], linestyle="--", label="plain decoding: 1")
+    names = [row["prompts"].replace(" ", "\n", 1) for row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=8)
+    axes.set_ylabel("accept length (higher is better)", fontsize=8)
+    figure.legend(loc="outside upper right", frameon=False, fontsize=8)
+    return figure
+
+
+def main() -> None:
+    for name, draw in {"rounds": draw_rounds, "acceptance": draw_acceptance}.items():
+        with (DOCS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        for theme, (ink, colours) in INKS.items():
+            # texts stay texts, so that the figures can be read from the file
+            style = {"svg.fonttype": "none", "svg.hashsalt": "specjax", "font.family": "sans-serif"}
+            parts = ("text.color", "axes.labelcolor", "xtick.color", "axes.edgecolor")
+            with plt.rc_context(style | dict.fromkeys(parts, ink)):
+                figure = draw(rows, colours)
+                for axes in figure.axes:
+                    axes.set_yticks([])
+                    axes.spines[["top", "left", "right"]].set_visible(False)
+                path = DOCS / f"{name}-{theme}.svg"
+                figure.savefig(path, transparent=True, metadata={"Date": None})
+                plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
