@@ -26,6 +26,7 @@ from specjax.cli.commands import NAMES
 from specjax.cli.main import build_parser
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
+from specjax.speculative import registry
 from specjax.testing import Files, serve
 from specjax.testing.files import write_block_draft, write_draft_model, write_modules
 
@@ -204,6 +205,10 @@ def test_commands_are_accepted(
     if page.startswith("examples/"):  # the page of a plugin
         monkeypatch.syspath_prepend((ROOT / page).parent)
         import_module(Path(page).parent.name.replace("-", "_"))
+    if page == "docs/extending.md":
+        monkeypatch.setattr(registry, "_custom", dict(registry._custom))
+        names = {"__name__": "lookup_of_the_page"}
+        exec(next(block[3] for block in BLOCKS if block[0] == page and block[2] == "python"), names)
     match words:
         case ["python", script, *options] if script in SAME:
             check_specjax(SAME[script] + options)

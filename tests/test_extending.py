@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,15 @@ def test_stable_names_exist(module: str, names: str) -> None:
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin is installed under its entry point and passes its own test."""
     module, test = blocks("python")
-    (points,) = blocks("toml")
-    section, line = points.splitlines()
-    assert section == f'[project.entry-points."{registry.GROUP}"]'
-    package = line.partition(" = ")[2].strip('"')
+    (source,) = blocks("toml")
+    settings = tomllib.loads(source)
+    ((name, package),) = settings["project"]["entry-points"][registry.GROUP].items()
+    assert settings["tool"]["setuptools"]["py-modules"] == [package]
     (tmp_path / f"{package}.py").write_text(module)
     info = tmp_path / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{line}\n".replace('"', ""))
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {package}\n")
     monkeypatch.setattr(registry, "_custom", {})
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
