@@ -1,6 +1,6 @@
 """Run replicas of the HTTP server on Ray Serve, each with its own engine.
 
-    pip install '.[serve,ray]'
+    pip install -e '.[serve,ray]'
     python examples/ray_serve.py --replicas 2 --context-length 512 --max-running-requests 4
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The sky is blue because"}'
 

@@ -11,6 +11,7 @@ effect of long contexts can be measured.
 import argparse
 import dataclasses
 import json
+import logging
 import statistics
 import sys
 import time
@@ -124,10 +125,12 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(name, __doc__, ["batch_buckets"])
     parser.set_defaults(dtype="float32")
     add = parser.add_argument_group("run", argument_default=None).add_argument
-    add("--prompts", type=Path, required=True, help="JSON lines in Spec-Bench form")
+    form = "JSON lines in Spec-Bench form: question_id, category, turns (user messages)"
+    add("--prompts", type=Path, required=True, help=form)
     add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     add("--batch-size", type=int, default=8, help="requests in parallel (default: %(default)s)")
-    add("--limit", type=int, help="number of prompts to use (default: all)")
+    limit = "number of prompts (lines) to use; each turn is a request (default: all)"
+    add("--limit", type=int, help=limit)
     add("--temperature", type=float, default=0.0, help="default: %(default)s")
     add("--sampling-seed", type=int, default=0, help="default: %(default)s")
     text = "begin each request with this many tokens of a text of --context (default: %(default)s)"
@@ -163,6 +166,9 @@ def main(name: str, argv: Sequence[str]) -> int:
     sampling = {name: getattr(args, name) for name in SAMPLING}
     answers: list[Answer] = []
     with ExitStack() as stack:
+        compiling = logging.getLogger("specjax.compiling")
+        stack.callback(compiling.setLevel, compiling.level)
+        compiling.setLevel(logging.INFO)  # compile progress
         engine = stack.enter_context(Engine(**options))
         plain = stack.enter_context(Engine(**plainly, share_weights_with=engine))
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}
@@ -172,8 +178,11 @@ def main(name: str, argv: Sequence[str]) -> int:
         contexts = contexts_of(engine.tokenizer, args.context, args.context_before)
         for batch in evaluate(watches, prompts, contexts, asked, args.batch_size):
             answers += batch
-            bar.set_description(f"accept length {summarize(answers)['accept_length']:.2f}")
+            length = f"accept length {summarize(answers)['accept_length']:.2f}"
+            bar.set_description(length)
             bar.update(len(batch))
+            if bar.disable:  # standard error is not a terminal
+                print(f"{len(answers)} of {total} requests, {length}", file=sys.stderr)
         settings = common.settings_of(engine.get_server_info()) | sampling
     categories = {
         name: summarize([one for one in answers if one.category == name])

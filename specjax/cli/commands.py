@@ -200,8 +200,8 @@ def run_bench(name: str, options: Sequence[str]) -> int:
     """
     if not (SCRIPTS / "bench").is_dir():
         raise ValueError(
-            f"specjax bench: {SCRIPTS / 'bench'} does not exist; a wheel has no benchmarks; clone "
-            "the repository and run 'pip install -e .' there"
+            f"specjax bench: {SCRIPTS / 'bench'} does not exist; benchmarks are not part of an "
+            "installed wheel; in a clone, run: pip install -e ."
         )
     if str(SCRIPTS) not in sys.path:
         sys.path.insert(0, str(SCRIPTS))

@@ -120,6 +120,8 @@ class CompilePool(dict[Hashable, Compiled]):
             bar.set_postfix_str(f"{job.label}{' (cached)' if is_hit else ''}")
             bar.update()
             report(len(done), len(jobs))
+            if bar.disable and show_progress and not is_hit:  # no terminal
+                logger.info("%d of %d functions ready", len(done), len(jobs))
 
         def load(job: _Job) -> None:
             began = time.perf_counter()

@@ -39,7 +39,7 @@ def unused_gpu() -> str | None:
         return None
     newest = newest_cuda(driver := driver_version())
     plugins = (cuda for cuda in DRIVERS if package_version(f"jax-cuda{cuda}-plugin"))
-    installed, command = next(plugins, 0), f"pip install '.[cuda{newest}]'"
+    installed, command = next(plugins, 0), f"pip install -e '.[cuda{newest}]'"
     if not newest or installed > newest:
         wanted = installed or 12
         remedy = f"CUDA {wanted} in JAX needs driver {DRIVERS[wanted]} or newer; update the driver"

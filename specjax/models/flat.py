@@ -120,7 +120,7 @@ class Placement:
             raise ValueError(
                 f"JAX has no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: "
                 f"{error!r}; set JAX_PLATFORMS=cpu, or for a GPU install the extra cuda12 or "
-                f"cuda13 (pip install '.[cuda13]'){'' if hint is None else f'; {hint}'}"
+                f"cuda13 (pip install -e '.[cuda13]'){'' if hint is None else f'; {hint}'}"
             ) from error
         if not 0 <= index < len(devices):
             raise ValueError(

@@ -3,7 +3,9 @@
 try:
     import starlette  # noqa: F401
 except ImportError as error:
-    raise ImportError("the server needs starlette and uvicorn: pip install '.[serve]'") from error
+    raise ImportError(
+        "the server needs starlette and uvicorn: in a clone, run: pip install -e '.[serve]'"
+    ) from error
 
 from specjax.server.app import make_app as make_app
 

@@ -110,7 +110,8 @@ def test_a_folder_that_cannot_be_used(no_cache, tmp_path, monkeypatch, caplog, w
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_pool_compiles_and_refuses_other_shapes(capsys, monkeypatch, is_terminal) -> None:
+def test_pool_compiles_and_refuses_other_shapes(capsys, caplog, monkeypatch, is_terminal) -> None:
+    caplog.set_level("INFO", "specjax.compiling")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     pool = CompilePool()
     double = jax.jit(lambda x: 2 * x)
@@ -123,6 +124,7 @@ def test_pool_compiles_and_refuses_other_shapes(capsys, monkeypatch, is_terminal
     on_progress.reset(token)
     assert sorted(seen) in ([(0, 2), (1, 2), (2, 2)], [(0, 2), (2, 2), (2, 2)])
     assert ("compiling: 100%" in capsys.readouterr().err) is is_terminal
+    assert ("2 of 2 functions ready" in caplog.messages) is not is_terminal
     assert len(pool) == 2
     assert pool["double", 3](jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
     with pytest.raises(TypeError):

@@ -30,9 +30,9 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("version", "packages", "remedy"),
     [
-        ("580.159.04", (), "run: pip install '.[cuda13]'"),
-        ("", (), "run: pip install '.[cuda13]'"),
-        ("535.104.05", (), "run: pip install '.[cuda12]'"),
+        ("580.159.04", (), "run: pip install -e '.[cuda13]'"),
+        ("", (), "run: pip install -e '.[cuda13]'"),
+        ("535.104.05", (), "run: pip install -e '.[cuda12]'"),
         (
             "535.104.05",
             (13,),

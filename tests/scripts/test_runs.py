@@ -82,9 +82,16 @@ def test_kernels(name: str, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_acceptance(files: Files, prompts: Path, output: Path, tmp_path: Path) -> None:
+def test_acceptance(
+    files: Files,
+    prompts: Path,
+    output: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = f"{model(files)} --prompts {prompts} --output {output} --max-new-tokens 10"
     assert run_bench("acceptance", f"{arguments} --batch-size 1 --temperature 0.7") == 0
+    assert "3 of 4 requests, accept length " in capsys.readouterr().err
     results = json.loads(output.read_text())
     assert results["overall"]["identical"] == results["overall"]["requests"] == 4
     assert list(results["categories"]) == ["x", "y"]
@@ -249,7 +256,7 @@ def test_benchmarks_are_listed_and_a_wheel_names_the_missing_folder(
     assert "acceptance, adaptive, attention" in capsys.readouterr().err.replace("'", "")
     monkeypatch.setattr(commands, "SCRIPTS", tmp_path)
     assert run_bench("round", "") == 2
-    assert "clone the repository and run 'pip install -e .' there" in capsys.readouterr().err
+    assert "in a clone, run: pip install -e ." in capsys.readouterr().err
 
 
 def test_script_runs_the_adaptive_benchmark() -> None:

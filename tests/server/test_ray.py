@@ -1,6 +1,6 @@
 """The Ray Serve example: a replica is killed under load, and every request is answered.
 
-Use a separate environment: ``pip install '.[dev,ray]'``. ``-s`` prints the metrics.
+Use a separate environment: ``pip install -e '.[dev,ray]'``. ``-s`` prints the metrics.
 """
 
 import importlib.util
