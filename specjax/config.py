@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
@@ -246,6 +246,8 @@ class BlockConfig(TransformerConfig):
     markov_rank: int = 0
     has_confidence_head: bool = False
     confidence_with_markov: bool = False  # whether it also reads the previous token's embedding
+    has_own_embedding: ClassVar[bool] = False
+    ties_lm_head: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,6 +281,11 @@ class BlockConfig(TransformerConfig):
             )
         if self.confidence_with_markov and not self.markov_rank:
             raise ValueError("confidence_head_with_markov=True needs a markov_rank above 0")
+
+    @property
+    def confidence_size(self) -> int:
+        """Width of the confidence head's input."""
+        return self.hidden_size + self.markov_rank * self.confidence_with_markov
 
     @property
     def block(self) -> int:

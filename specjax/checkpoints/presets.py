@@ -28,14 +28,6 @@ LLAMA31_8B = ModelConfig(
     rope_scaling=RopeScaling(rope_type="llama3", factor=8.0),
     **_LLAMA31_8B,
 )
-LLAMA31_8B_EAGLE3 = DraftConfig(
-    checkpoint_format="eagle-3",
-    draft_vocab_size=32000,
-    target_hidden_size=LLAMA31_8B.hidden_size,
-    num_layers=1,
-    feature_layers=LLAMA31_8B.default_feature_layers,
-    **_LLAMA31_8B,
-)
 _QWEN3_8B: dict[str, Any] = _LLAMA31_8B | {
     "vocab_size": 151936,
     "intermediate_size": 12288,
@@ -44,14 +36,6 @@ _QWEN3_8B: dict[str, Any] = _LLAMA31_8B | {
     "max_position_embeddings": 40960,
 }
 QWEN3_8B = ModelConfig(model_type="qwen3", num_layers=36, qk_norm=True, **_QWEN3_8B)
-QWEN3_8B_EAGLE3 = DraftConfig(
-    checkpoint_format="eagle-3",
-    draft_vocab_size=32000,
-    target_hidden_size=QWEN3_8B.hidden_size,
-    num_layers=1,
-    feature_layers=QWEN3_8B.default_feature_layers,
-    **_QWEN3_8B,
-)
 QWEN3_8B_DFLASH = BlockConfig(
     checkpoint_format="DFlash",
     target_hidden_size=QWEN3_8B.hidden_size,
@@ -73,9 +57,23 @@ QWEN3_8B_DSPARK = dataclasses.replace(
     has_confidence_head=True,
     confidence_with_markov=True,
 )
+
+
+def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
+    """An EAGLE-3 head for a target of these sizes."""
+    return DraftConfig(
+        checkpoint_format="eagle-3",
+        draft_vocab_size=32000,
+        target_hidden_size=model.hidden_size,
+        num_layers=1,
+        feature_layers=model.default_feature_layers,
+        **sizes,
+    )
+
+
 PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig]] = {
-    "llama3.1-8b": (LLAMA31_8B, LLAMA31_8B_EAGLE3),
-    "qwen3-8b": (QWEN3_8B, QWEN3_8B_EAGLE3),
+    "llama3.1-8b": (LLAMA31_8B, _eagle3(LLAMA31_8B, _LLAMA31_8B)),
+    "qwen3-8b": (QWEN3_8B, _eagle3(QWEN3_8B, _QWEN3_8B)),
     "qwen3-8b-dflash-b16": (QWEN3_8B, QWEN3_8B_DFLASH),
     "qwen3-8b-dspark-b7": (QWEN3_8B, QWEN3_8B_DSPARK),
 }

@@ -21,8 +21,16 @@ from flax import nnx
 
 from specjax.config import BlockConfig
 from specjax.models.decoder import CausalLM
-from specjax.models.eagle import DraftVocabulary
-from specjax.models.family import Part, Recipe, Recipes, decoder_layer, linear, vectors
+from specjax.models.eagle import DraftHead
+from specjax.models.family import (
+    Part,
+    Recipe,
+    Recipes,
+    decoder_layer,
+    linear,
+    vectors,
+    vocabulary_recipes,
+)
 from specjax.models.layers import (
     Attend,
     DecoderLayer,
@@ -75,29 +83,16 @@ class MarkovHead(nnx.Module):
         return self.output(read, jnp.float32), state
 
 
-class ConfidenceHead(Linear):
-    """Predicts acceptance; it is loaded, but rounds do not read it."""
-
-    def probability(self, inputs: jax.Array) -> jax.Array:
-        """Probability f32 ``[...]`` that a draft is accepted if all drafts before it are.
-
-        ``inputs [..., D]`` is the hidden state of its row, ``[..., D + R]`` with the Markov head's
-        embedding of the token before it.
-        """
-        kernel, inputs = self.kernel[...].astype(jnp.float32), inputs.astype(jnp.float32)
-        out = jnp.matmul(inputs, kernel, precision=jax.lax.Precision.HIGHEST)
-        bias = 0.0 if self.bias is None else self.bias[...].astype(jnp.float32)
-        return jax.nn.sigmoid(out + bias)[..., 0]
-
-
-class BlockDraft(nnx.Module):
+class BlockDraft(DraftHead):
     """The network of a :class:`~specjax.config.BlockConfig`.
 
     Embeddings are the target's, and so is the output head unless the configuration has its own.
     """
 
+    config: BlockConfig
+
     def __init__(self, config: BlockConfig, implementation: str | None = None) -> None:
-        self.config = config
+        DraftHead.__init__(self, config)
         dtypes, size = config.dtypes, config.hidden_size
         kv_size = 2 * config.num_kv_heads * config.head_dim
         self.fc = Linear(config.feature_size, size, bias=False, dtypes=dtypes)
@@ -109,18 +104,10 @@ class BlockDraft(nnx.Module):
             DecoderLayer(config, kind, implementation) for kind in block_kinds(config)
         )
         self.norm = RMSNorm(config, size, implementation=implementation)
-        own, width = config.has_own_lm_head, config.draft_vocab_size
-        self.lm_head = Linear(size, width, bias=False, dtypes=dtypes) if own else None
-        # target id = draft id + offset
-        reduced = width != config.vocab_size
-        self.d2t = DraftVocabulary(jnp.zeros((width,), jnp.int32)) if reduced else None
         self.markov = MarkovHead(config) if config.markov_head else None
-        inputs = size + config.markov_rank * config.confidence_with_markov
-        self.confidence_head = (
-            ConfidenceHead(inputs, 1, bias=True, dtypes=dtypes)
-            if config.has_confidence_head
-            else None
-        )
+        # it is loaded, but rounds do not read it
+        inputs, is_there = config.confidence_size, config.has_confidence_head
+        self.confidence_head = Linear(inputs, 1, bias=True, dtypes=dtypes) if is_there else None
 
     def store(self, features: jax.Array, positions: jax.Array, kv: Any, store: Store) -> Any:
         """Write keys and values of all layers for text tokens, from their target features.
@@ -160,7 +147,7 @@ class BlockDraft(nnx.Module):
             target: the target, for its embeddings.
         """
         config = self.config
-        x, delta = target.embedding(tokens).astype(config.dtypes.activations), None
+        x, delta = self.embed(tokens, target), None
         rope = rope_tables(config.rope, positions)
         for i, layer in enumerate(self.layers):
             how = causal_attend if config.causal[i] else attend
@@ -169,20 +156,7 @@ class BlockDraft(nnx.Module):
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
         """Float32 logits ``[..., draft_vocab_size]`` of hidden states, without a Markov head."""
-        if self.lm_head is None:
-            return target.logits(hidden)
-        return self.lm_head(hidden, jnp.float32)
-
-    @property
-    def vocabulary(self) -> jax.Array | None:
-        """Target token ids i32 ``[V]`` of the draft vocabulary; ``None`` if they are the same."""
-        if self.d2t is None:
-            return None
-        return self.d2t[...] + jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32)
-
-    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        """Target token ids of draft vocabulary ids."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
+        return self._head(hidden, target)
 
 
 def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
@@ -194,17 +168,14 @@ def block_recipes(config: BlockConfig) -> Recipes:
     """Recipes of all weights of a block drafter, by flat name; tensors have canonical names."""
     size, dtypes, rank = config.hidden_size, config.dtypes, config.markov_rank
     kv_size = config.num_kv_heads * config.head_dim
-    recipes = linear("fc", {"fc": size}, config.feature_size, dtypes)
+    recipes = vocabulary_recipes(config)
+    recipes |= linear("fc", {"fc": size}, config.feature_size, dtypes)
     recipes |= vectors(size, {"hidden_norm": "hidden_norm", "norm": "norm"})
     names = [f"layers.{i}.self_attn.{x}_proj" for x in "kv" for i in range(config.num_layers)]
     parts = dict.fromkeys(names, kv_size)
     recipes |= linear("context", parts, size, dtypes, bias=config.qkv_bias)
     for i, kind in enumerate(block_kinds(config)):
         recipes |= decoder_layer(config, kind, f"layers.{i}.", f"layers.{i}.")
-    if config.has_own_lm_head:
-        recipes |= linear("lm_head", {"lm_head": config.draft_vocab_size}, size, dtypes)
-    if config.draft_vocab_size != config.vocab_size:
-        recipes["d2t"] = Recipe((Part("d2t", (config.draft_vocab_size,)),), dtype="int32")
     if config.markov_head:
         table = Part("markov_head.markov_w1.weight", (config.vocab_size, rank))
         recipes["markov.embedding.table"] = Recipe((table,))
@@ -217,6 +188,6 @@ def block_recipes(config: BlockConfig) -> Recipes:
         joint = {"markov_head.joint_proj": 3 * rank}
         recipes |= linear("markov.joint", joint, size + 2 * rank, dtypes, bias=True)
     if config.has_confidence_head:
-        inputs = size + rank * config.confidence_with_markov
-        recipes |= linear("confidence_head", {"confidence_head.proj": 1}, inputs, dtypes, bias=True)
+        proj, inputs = {"confidence_head.proj": 1}, config.confidence_size
+        recipes |= linear("confidence_head", proj, inputs, dtypes, bias=True)
     return recipes

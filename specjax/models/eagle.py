@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.config import DraftConfig, ModelConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.kernels.add_norm import whole
 from specjax.models.decoder import CausalLM, TargetVocabulary
 from specjax.models.layers import (
@@ -44,9 +44,11 @@ class DraftVocabulary(nnx.Variable):
 
 
 class DraftHead(nnx.Module):
-    """Common parts of EAGLE-1/2 and EAGLE-3 heads: embeddings, output head, vocabulary."""
+    """Common parts of EAGLE heads and block drafters: embeddings, output head, vocabulary."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    config: Any
+
+    def __init__(self, config: DraftConfig | BlockConfig) -> None:
         self.config = config
         dtypes, size = config.dtypes, config.hidden_size
         own_head = config.has_own_lm_head and not config.ties_lm_head

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.config import DraftConfig, Dtypes, ModelConfig, TransformerConfig
+from specjax.config import BlockConfig, DraftConfig, Dtypes, ModelConfig, TransformerConfig
 from specjax.json_file import Fields, Flag, Size
 from specjax.models.layers import LayerKind
 from specjax.models.weights import is_quantised
@@ -47,13 +47,7 @@ def draft_recipes(config: DraftConfig) -> Recipes:
     size, dtypes, kind = config.hidden_size, config.dtypes, LayerKind.of(config)
     fc_in = config.feature_size + (0 if config.fuses_features else size)
     recipes = linear("fc", {"fc": size}, fc_in, dtypes, bias=config.fc_bias)
-    if config.has_own_embedding:
-        part = Part("embed_tokens.weight", (config.vocab_size, size))
-        recipes["embedding.table"] = Recipe((part,))
-    if config.has_own_lm_head and not config.ties_lm_head:
-        recipes |= linear("lm_head", {"lm_head": config.draft_vocab_size}, size, dtypes)
-    if config.draft_vocab_size != config.vocab_size:
-        recipes["d2t"] = Recipe((Part("d2t", (config.draft_vocab_size,)),), dtype="int32")
+    recipes |= vocabulary_recipes(config)
     if config.fuses_features:
         norms = {"input_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
         recipes |= vectors(size, norms | {"norm": "norm"})
@@ -76,6 +70,20 @@ def draft_recipes(config: DraftConfig) -> Recipes:
         recipes |= _eagle_layer(config, kind, prefix, prefix, size)
         if i:  # the first layer has no input norm
             recipes |= vectors(size, {f"{prefix}input_norm": f"{prefix}input_layernorm"})
+    return recipes
+
+
+def vocabulary_recipes(config: DraftConfig | BlockConfig) -> dict[str, Recipe]:
+    """Recipes of a draft's own embeddings, output head and vocabulary map."""
+    recipes, size = dict[str, Recipe](), config.hidden_size
+    if config.has_own_embedding:
+        part = Part("embed_tokens.weight", (config.vocab_size, size))
+        recipes["embedding.table"] = Recipe((part,))
+    if config.has_own_lm_head and not config.ties_lm_head:
+        head = {"lm_head": config.draft_vocab_size}
+        recipes |= linear("lm_head", head, size, config.dtypes)
+    if config.draft_vocab_size != config.vocab_size:
+        recipes["d2t"] = Recipe((Part("d2t", (config.draft_vocab_size,)),), dtype="int32")
     return recipes
 
 
