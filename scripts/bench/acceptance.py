@@ -11,7 +11,6 @@ effect of long contexts can be measured.
 import argparse
 import dataclasses
 import json
-import logging
 import statistics
 import sys
 import time
@@ -166,9 +165,6 @@ def main(name: str, argv: Sequence[str]) -> int:
     sampling = {name: getattr(args, name) for name in SAMPLING}
     answers: list[Answer] = []
     with ExitStack() as stack:
-        compiling = logging.getLogger("specjax.compiling")
-        stack.callback(compiling.setLevel, compiling.level)
-        compiling.setLevel(logging.INFO)  # compile progress
         engine = stack.enter_context(Engine(**options))
         plain = stack.enter_context(Engine(**plainly, share_weights_with=engine))
         watches = {"speculative": Stopwatch(engine), "plain": Stopwatch(plain)}

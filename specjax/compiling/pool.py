@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,10 @@ class CompilePool(dict[Hashable, Compiled]):
             bar.update()
             report(len(done), len(jobs))
             if bar.disable and show_progress and not is_hit:  # no terminal
-                logger.info("%d of %d functions ready", len(done), len(jobs))
+                line = f"{len(done)} of {len(jobs)} functions ready"
+                logger.info(line)
+                if not logger.isEnabledFor(logging.INFO):
+                    print(line, file=sys.stderr)
 
         def load(job: _Job) -> None:
             began = time.perf_counter()

@@ -3,9 +3,7 @@
 try:
     import starlette  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "the server needs starlette and uvicorn: in a clone, run: pip install -e '.[serve]'"
-    ) from error
+    raise ImportError("serving needs starlette and uvicorn: pip install -e '.[serve]'") from error
 
 from specjax.server.app import make_app as make_app
 

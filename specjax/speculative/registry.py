@@ -122,10 +122,8 @@ def find(name: str | None) -> Any:
         if key not in _custom:
             points = [point for point in entry_points(group=GROUP) if point.name.upper() == key]
             if not points:
-                raise ValueError(
-                    f"speculative_algorithm={name!r} is not one of {list(names())} or None; if it "
-                    "is a plugin, install its package in this environment"
-                )
+                known = f"{list(names())} or None; is the package of this plugin installed?"
+                raise ValueError(f"speculative_algorithm={name!r} is not one of {known}")
             _load(name, key, points)
         return _custom[key]
 
