@@ -74,11 +74,11 @@ def head_weights(config: DraftConfig | ModelConfig) -> Weights:
 
 
 @cache
-def copied_weights() -> tuple[Weights, Weights]:
-    """Flat weights of the copying target and head, for the configurations above."""
-    networks = algorithm_of(EAGLE3).networks(TARGET, EAGLE3)
-    target = copying_target(TARGET, EAGLE3)
-    head = networks.draft.order(copying_head(EAGLE3, target))
+def copied_weights(config: DraftConfig = EAGLE3) -> tuple[Weights, Weights]:
+    """Flat weights of the copying target and of a head of the same sizes."""
+    networks = algorithm_of(config).networks(TARGET, config)
+    target = copying_target(TARGET, config)
+    head = networks.draft.order(copying_head(config, target))
     return jax.device_put((networks.target.order(target), head))
 
 
@@ -121,14 +121,16 @@ def make_runner(
 
 
 @cache
-def copied_runner(num_steps: int, rounds: int = 1, **changes: Any) -> ModelRunner:
+def copied_runner(
+    num_steps: int, rounds: int = 1, draft: DraftConfig = EAGLE3, **changes: Any
+) -> ModelRunner:
     """Runner with the copying networks and the same compiled functions; 0 steps is plain."""
-    head_config = EAGLE3 if num_steps else None
+    head_config = draft if num_steps else None
     runner = copy.copy(make_runner(head_config, num_steps, rounds=rounds, **changes))
     config = runner.config
     runner.tables = HostTables(config.num_slots, config.pages_per_request, TARGET.vocab_size)
     runner._slots_on_device = {}
-    target, head = copied_weights()
+    target, head = copied_weights(draft)
     runner.load(target, head if num_steps else ())
     return runner
 

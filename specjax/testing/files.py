@@ -112,9 +112,13 @@ def write_target(path: Path) -> Path:
     return _write(path, config, tensors)
 
 
-def write_head(path: Path) -> Path:
-    """Write the EAGLE-3 head for :func:`write_target` in the published format."""
-    export_draft(path, HEAD, copying_head(HEAD, copying_target(CONFIG, HEAD)))
+def write_head(path: Path, **changes: Any) -> Path:
+    """Write the EAGLE-3 head for :func:`write_target` in the published format.
+
+    ``changes`` replace fields of its configuration: ``mask_token_id`` makes it a P-EAGLE head.
+    """
+    head = dataclasses.replace(HEAD, **changes)
+    export_draft(path, head, copying_head(head, copying_target(CONFIG, HEAD)))
     return path
 
 

@@ -83,8 +83,15 @@ def copying_target(config: ModelConfig, head: TransformerConfig) -> Named:
 
 
 def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named:
-    """Make the weights of the head by flat name; its output is the last token's embedding."""
+    """Make the weights of the head by flat name; its output is the last token's embedding.
+
+    Further layers of a P-EAGLE head perturb it. Each of its mask tokens predicts what follows the
+    mask token itself, which is seldom right.
+    """
     named = _random(partial(build_head, config), 1)
+    for name in named:
+        if name.startswith("layers.") and name.endswith(("output.kernel", "down.kernel")):
+            named[name] = np.float32(0.02) * named[name]
     size, dim = config.hidden_size, config.head_dim
     q_size, width = config.num_heads * dim, config.num_kv_heads * dim
     qkv = np.zeros((2 * size, q_size + 2 * width), np.float32)

@@ -12,6 +12,7 @@ from specjax.testing.files import (
     write_block_draft,
     write_draft_model,
     write_eagle_head,
+    write_head,
     write_modules,
 )
 
@@ -44,4 +45,5 @@ def drafts(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
         write_modules(root / "modules", files.target, MODULES),
         write_block_draft(root / "dflash", markov_head=None, windows=(0, 8), causal=(False, True)),
         write_block_draft(root / "dspark"),
+        write_head(root / "peagle", mask_token_id=11, num_layers=2),
     )

@@ -33,6 +33,7 @@ class Drafts:
     modules: Path  # one module per step of the largest candidate
     dflash: Path
     dspark: Path
+    peagle: Path
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,17 @@ def _modules(rng: np.random.Generator, draft: Path) -> Options:
     return options | {"speculative_num_steps": int(rng.integers(1, 1 + MODULES))}
 
 
+def _masked(rng: np.random.Generator, draft: Path) -> Options:
+    """Chains of a P-EAGLE head."""
+    options: Options = {"draft": draft, "speculative_algorithm": "EAGLE3"}
+    if chance(rng, 0.3):
+        return options | _adaptive(rng)
+    steps = int(rng.integers(1, 7))
+    if chance(rng, 0.3):
+        options["speculative_num_draft_tokens"] = int(rng.integers(2, steps + 2))
+    return options | {"speculative_num_steps": steps}
+
+
 def _block(rng: np.random.Generator, draft: Path) -> Options:
     """Any number of the block's drafts is verified; by default all."""
     options: Options = {"draft": draft}
@@ -142,10 +154,11 @@ def _markov(rng: np.random.Generator) -> Options:
     return {"speculative_num_steps": int(rng.integers(1, 7))}
 
 
-# options of an engine by algorithm; markov is the example plugin
+# options of an engine by algorithm; P-EAGLE is a head of EAGLE3, and markov the example plugin
 ALGORITHMS: dict[str, Callable[[np.random.Generator, Drafts], Options]] = {
     "EAGLE3": lambda rng, drafts: _head(rng, drafts.eagle3),
     "EAGLE": lambda rng, drafts: _head(rng, drafts.eagle),
+    "P-EAGLE": lambda rng, drafts: _masked(rng, drafts.peagle),
     "NGRAM": lambda rng, drafts: _ngram(rng, drafts.corpus),
     "STANDALONE": lambda rng, drafts: _head(rng, drafts.model),
     "MULTI_LAYER_EAGLE": lambda rng, drafts: _modules(rng, drafts.modules),

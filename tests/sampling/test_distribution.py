@@ -20,6 +20,7 @@ from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.sampling.draw import SamplingConfig
 from specjax.sampling.params import SamplingParams
 from specjax.speculative.drafting import first_level
+from specjax.speculative.eagle import masked_levels, masked_shapes
 from specjax.speculative.prefill import Chunk
 from specjax.testing import EAGLE3, TARGET, dense_logits, kept_by_sorting, random_weights
 from specjax.types import DraftShape
@@ -31,7 +32,9 @@ V, ROWS, PAGE = 9, 512, 8
 TEXT = [3, 1, 4, 1, 5, 8, 2, 6]
 SMALL = replace(TARGET, vocab_size=V, num_layers=1)
 HEAD = replace(EAGLE3, vocab_size=V, draft_vocab_size=V, feature_layers=(0,))
+PEAGLE = replace(HEAD, mask_token_id=2)
 PLAIN, CHAIN, TREE = DraftShape.chain(0), DraftShape.chain(3), DraftShape(2, 2, 6)
+(MASKED,) = masked_shapes((CHAIN,), PEAGLE)
 REJECTION = Acceptance(uses_rejection=True)
 PARAMS = SamplingParams(temperature=1.1, top_k=7)
 
@@ -40,8 +43,9 @@ PARAMS = SamplingParams(temperature=1.1, top_k=7)
 def shaped_runner(shape: DraftShape, acceptance: Acceptance = COUPLED) -> ModelRunner:
     """A runner with ``ROWS`` slots and a vocabulary of nine tokens."""
     num_steps, pages = shape.steps, 2 if shape.topk == 1 else 3
-    algorithm = algorithm_of(HEAD if num_steps else None)
-    networks = algorithm.networks(SMALL, HEAD if num_steps else None)
+    draft = (PEAGLE if shape.block else HEAD) if num_steps else None
+    algorithm = algorithm_of(draft)
+    networks = algorithm.networks(SMALL, draft)
     runner = ModelRunner(
         networks,
         RunnerConfig(
@@ -135,7 +139,8 @@ def _drafted(runner: ModelRunner):
         target, draft = nets.target.rebuild(weights[0]), nets.draft.rebuild(weights[1])
         batch = SimpleNamespace(target=target, draft=draft, sampling=table, draw=draw)
         lens = jnp.full(1 + ROWS, len(TEXT), jnp.int32)
-        return first_level(batch, rows.hidden, lens, rows.topk)
+        level = masked_levels if runner.config.largest.block else first_level
+        return level(batch, rows.hidden, lens, rows.topk)
 
     return function
 
@@ -169,6 +174,7 @@ def test_filters_follow_the_softmax(shape, case):
     ("shape", "acceptance"),
     [
         (CHAIN, REJECTION),
+        pytest.param(MASKED, REJECTION, marks=pytest.mark.slow),
         pytest.param(TREE, COUPLED, marks=pytest.mark.slow),
         # close enough to 1 for every coin
         pytest.param(TREE, Acceptance(threshold_acc=1 - 1e-7), marks=pytest.mark.slow),
