@@ -183,8 +183,8 @@ def accept_tree(
     found = [each.shape for each in (*trees, *ints)]
     if found != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
         raise ValueError(
-            f"parents, target_tokens, num_proposed, slots, seq_lens {found} and end_token_ids "
-            f"{end_token_ids.shape} must have shapes that fit draft_tokens {draft_tokens.shape}"
+            f"parents, target_tokens, num_proposed, slots, seq_lens {found}, end_token_ids "
+            f"{end_token_ids.shape}; expected 2 x {batch, num_rows}, 3 x ({batch},), ({batch}, E)"
         )
     inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
     if implementation == "xla" or 0 in (batch, num_rows):

@@ -76,8 +76,8 @@ def add_norm(
     implementation = resolve(implementation)
     if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
         raise ValueError(
-            f"x {x.shape} and delta {delta.shape} (without an axis of partial sums) must have "
-            f"equal shapes, and scale {scale.shape} their last axis"
+            f"delta {delta.shape} must have the shape of x {x.shape}, apart from a leading axis of "
+            f"partial sums, and scale {scale.shape} the size of their last axis"
         )
     if implementation == "xla" or x.size == 0:
         return _reference(x, delta, scale, eps)

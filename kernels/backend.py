@@ -87,7 +87,7 @@ def triton_call(
     )
     body = kernel if isinstance(kernel, partial) else partial(kernel)
     if body.args:
-        raise ValueError(f"{body.func.__name__} has positional options {body.args}; name them")
+        raise ValueError(f"pass the options {body.args} of {body.func.__name__} by keyword")
     return _jitted_call(
         body.func,
         # include the type: 1, 1.0 and True are equal but give different kernels

@@ -129,13 +129,13 @@ def draw_tokens(
     """Draw a column i32 ``[N]`` per row; with temperature 0 the best, the lowest among equals.
 
     Args:
-        logits: f32 ``[N, V]``, before the temperature.
+        logits: f32 ``[N, V]``, not yet divided by the temperature.
         temperatures: f32 ``[N]``.
         thresholds: f32 ``[N]``, the lowest logit that may be drawn.
-        seeds: u32 ``[N, 2]``, of the requests.
+        seeds: u32 ``[N, 2]``, one seed per request.
         positions: i32 ``[N]``, absolute positions of the drawn tokens.
-        ids: i32 ``[V]``, the token id of each column, which selects its noise; ``None`` if columns
-            are token ids.
+        ids: i32 ``[V]``, the token id of each column, from which its noise is derived; ``None`` if
+            columns are token ids.
     """
     implementation = resolve(implementation)
     arguments = (logits, temperatures, thresholds, seeds, positions)

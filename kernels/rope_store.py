@@ -143,9 +143,10 @@ def rope_store(
         or any(scale.shape != q.shape[-1:] for scale in (norms or ())[:2])
     ):
         raise ValueError(
-            f"shapes of q {q.shape}, k {k.shape}, v {v.shape}, tables {cos.shape} and {sin.shape}, "
-            f"slots {slots.shape}, pool {pool.shape} and norms "
-            f"{[scale.shape for scale in (norms or ())[:2]]} do not match"
+            f"q {q.shape}, k {k.shape}, v {v.shape}, cos {cos.shape}, sin {sin.shape}, slots "
+            f"{slots.shape}, pool {pool.shape}, norms {[s.shape for s in (norms or ())[:2]]}: "
+            "expected [B, T, N, H], [B, T, KV, H] twice, [B, T, 1, H / 2] twice, [B, T], "
+            "[L, slots, 2, KV, H] and [H] twice"
         )
     if implementation == "xla" or q.size == 0:
         return _reference(q, k, v, cos, sin, pool, layer, slots, norms)

@@ -297,7 +297,10 @@ def check_heads(q: jax.Array, pool: jax.Array, ndim: int) -> None:
     if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != dim:
         raise ValueError(f"pool {pool.shape} must be [L, slots, 2, KV, {dim}]")
     if heads % pool.shape[3]:
-        raise ValueError(f"{heads} query heads must be a multiple of {pool.shape[3]} KV heads")
+        raise ValueError(
+            f"the number of query heads ({heads}) must be a multiple of the number of KV heads "
+            f"({pool.shape[3]})"
+        )
 
 
 def tree_attention(

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="name, directory, .gguf file or repo id")
     add("--dtype", default="auto", help="float32, bfloat16 or auto: the checkpoint's own")
-    add("--keep", nargs="+", type=layer_range, required=True, help="layers, as in 0-5 24 29")
+    add("--keep", nargs="+", type=layer_range, required=True, help="layers to keep, as 0-5 24 29")
     add("--output", type=Path, required=True, help="directory to write")
     args = parser.parse_args(argv)
     try:

@@ -29,7 +29,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", default="smollm2-135m", help="name, directory, .gguf file or repo id")
     dtypes = ("auto", "bfloat16", "float32")
     add("--dtype", default="auto", choices=dtypes, help="auto is bfloat16 on a GPU, else float32")
-    add("--output", type=Path, help="directory of the exported draft; no default")
+    output = "directory for the exported draft; required unless --generate-only; no default"
+    add("--output", type=Path, help=output)
     add("--seed", type=int, help="seed of prompts, answers, held-out data and training")
     data = parser.add_argument_group("data")
     add = data.add_argument
@@ -38,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "corpus .npz to read if it exists, else to write (default: data-*.npz in --output)"
     add("--data", type=Path, help=text)
     add("--generate-only", action="store_true", help="stop after writing --data")
-    add("--max-prompt-len", type=int, default=224, help="skip prompts of more tokens")
+    add("--max-prompt-len", type=int, default=224, help="skip prompts above this many tokens")
     add("--generator-rows", type=int, default=64, help="sequences generated in parallel")
     add("--prefill-rows", type=int, default=16, help="prompts prefilled in parallel")
     add = parser.add_argument_group("draft").add_argument
@@ -62,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-dir", type=Path, help=checkpoints)
     add("--checkpoint-every", type=int, default=1000, help="steps between checkpoints")
     add("--log-every", type=int, default=50, help="steps between updates of the progress bar")
-    add("--report", type=Path, help="write metrics as JSON; no default")
+    add("--report", type=Path, help="write metrics to this file as JSON; no default")
     for group, config in ((data, CollectConfig()), (training, TrainConfig())):
         add_options(group, type(config), [name for name in vars(config) if name != "seed"])
         parser.set_defaults(**vars(config))

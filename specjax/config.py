@@ -128,7 +128,8 @@ class ModelConfig(TransformerConfig):
         if limit < longest:
             what = f"sliding window of {limit}, beyond which attention is not supported"
             if asked is None:
-                logger.warning("context_length=%d of %d: the %s", limit, longest, what)
+                text = "context_length set to %d although the model allows %d, because of the %s"
+                logger.warning(text, limit, longest, what)
         if asked is not None and asked > limit:
             raise ValueError(
                 f"context_length={asked} exceeds the model's {what}; lower context_length"

@@ -1,4 +1,4 @@
-"""Metrics of an engine since its start; Prometheus names are SGLang's after ``specjax:``."""
+"""Metrics of an engine; the Prometheus names are SGLang's with the prefix ``specjax:``."""
 
 import threading
 import time
@@ -104,9 +104,8 @@ class Histogram:
 class Totals:
     """Metrics of an engine since its start.
 
-    Only the scheduler's thread writes: single metrics directly, and related metrics by the methods.
-    Any thread may take a :meth:`snapshot`. ``docs/metrics.md`` and :data:`METRICS` describe the
-    metrics.
+    Only the scheduler's thread writes: it sets single metrics directly and updates related ones
+    through the methods. Any thread may take a :meth:`snapshot`. ``docs/metrics.md`` explains them.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -243,8 +242,26 @@ _EMA = (
     "Accepted drafts per verify pass, moving average. It excludes the bonus token, which "
     "spec_accept_length includes."
 )
-_SIMULATED = "Tokens accepted per verify pass, right or wrong, to measure speed alone."
-_COMPUTED = "Tokens computed or found in the prefix cache, including those of resumed requests."
+_FIXED = "simulate_accept_length"
+_SIMULATED = "Tokens accepted per verify, correct or not (benchmark mode; output is meaningless)."
+_REALTIME = "realtime_tokens"
+_MODES = (
+    "Tokens by mode: prefill_compute (computed), prefill_cache (found in the prefix cache), decode "
+    "(generated). Includes requests resumed after preemption."
+)
+_SPEED = "Generated tokens per second over the last 5 s with active requests; 0 when idle."
+_HITS = "Fraction of prompt tokens found in the prefix cache since the start."
+_LENGTH = "Mean tokens per verify pass since the start, including the bonus token."
+_RATE = "Fraction of proposed draft tokens that were accepted, since the start."
+_VERIFIES = "Verify passes; a pass over a batch counts once for each request."
+_PROPOSED = "Draft tokens proposed to the target."
+_ACCEPTED = "Draft tokens that were accepted."
+_SWITCHES = "How often adaptive decoding changed the draft size."
+_STEPS = "Depth of the draft, in tokens, in the current setting."
+_WASTED = "Draft tokens computed but not accepted (adaptive decoding only)."
+_FIRST = "Seconds from arrival to the first token."
+_BETWEEN = "Seconds between tokens."
+_LATENCY = "Seconds from arrival to the end of the request, without aborted ones."
 _KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -268,56 +285,36 @@ class Metric(NamedTuple):
 
 METRICS = (
     Metric("num_running_reqs", "gauge", "num_running", "Running requests."),
-    Metric("num_queue_reqs", "gauge", "num_waiting", "Waiting requests, including preempted."),
+    Metric("num_queue_reqs", "gauge", "num_waiting", "Waiting requests, including preempted ones."),
     Metric("num_used_tokens", "gauge", "num_used_tokens", "Tokens in pages of running requests."),
     Metric("max_total_num_tokens", "gauge", "max_total_tokens", "KV pool capacity in tokens."),
-    Metric("token_usage", "gauge", "token_usage", "Used share of the KV pool."),
-    Metric("gen_throughput", "gauge", "gen_throughput", "Tokens/s in the last 5 s with work."),
-    Metric("cache_hit_rate", "gauge", "cache_hit_rate", "Cached share of prompt tokens."),
-    Metric(
-        "spec_accept_length", "gauge", "accept_length", "Tokens per verify, with the bonus token."
-    ),
-    Metric("spec_accept_rate", "gauge", "accept_rate", "Accepted share of the proposed drafts."),
+    Metric("token_usage", "gauge", "token_usage", "Fraction of the KV pool in use, from 0 to 1."),
+    Metric("gen_throughput", "gauge", "gen_throughput", _SPEED),
+    Metric("cache_hit_rate", "gauge", "cache_hit_rate", _HITS),
+    Metric("spec_accept_length", "gauge", "accept_length", _LENGTH),
+    Metric("spec_accept_rate", "gauge", "accept_rate", _RATE),
     Metric("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of admitted requests."),
     Metric("cached_tokens", "counter", "cached_tokens", "Prompt tokens from the prefix cache."),
     Metric("generation_tokens", "counter", "generated_tokens", "Completion tokens."),
-    Metric("num_requests", "counter", "num_finished", "Ended requests, including aborted."),
+    Metric("num_requests", "counter", "num_finished", "Finished requests, including aborted ones."),
     Metric("num_aborted_requests", "counter", "num_aborted", "Requests ended by abort or timeout."),
     Metric("num_retracted_requests", "counter", "num_retracted", "Number of preemptions."),
-    Metric("spec_verify_calls", "counter", "num_verifies", "Verify passes, counted per request."),
-    Metric("spec_proposed_drafts", "counter", "num_proposed_drafts", "Drafts that were verified."),
-    Metric("spec_accepted_drafts", "counter", "num_accepted_drafts", "Drafts that were accepted."),
-    Metric("spec_num_steps", "gauge", "tier.steps", "Drafted levels per round.", "drafts"),
+    Metric("spec_verify_calls", "counter", "num_verifies", _VERIFIES),
+    Metric("spec_proposed_drafts", "counter", "num_proposed_drafts", _PROPOSED),
+    Metric("spec_accepted_drafts", "counter", "num_accepted_drafts", _ACCEPTED),
+    Metric("spec_num_steps", "gauge", "tier.steps", _STEPS, "drafts"),
     Metric("spec_num_draft_tokens", "gauge", "tier.nodes", "Tokens verified per round.", "drafts"),
     Metric("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
-    Metric("spec_num_switches", "counter", "num_switches", "Tier switches.", "adapts"),
-    Metric(
-        "spec_simulate_accept_length",
-        "gauge",
-        "simulate_accept_length",
-        _SIMULATED,
-        "simulate_accept_length",
-    ),
-    Metric("spec_wasted_drafts", "counter", "wasted_drafts", "Drafts not accepted.", "adapts"),
-    Metric(
-        "realtime_tokens",
-        "counter",
-        "prefilled_tokens",
-        _COMPUTED,
-        label=("mode", "prefill_compute"),
-    ),
-    Metric(
-        "realtime_tokens", "counter", "reused_tokens", _COMPUTED, label=("mode", "prefill_cache")
-    ),
-    Metric("realtime_tokens", "counter", "generated_tokens", _COMPUTED, label=("mode", "decode")),
+    Metric("spec_num_switches", "counter", "num_switches", _SWITCHES, "adapts"),
+    Metric("spec_simulate_accept_length", "gauge", _FIXED, _SIMULATED, _FIXED),
+    Metric("spec_wasted_drafts", "counter", "wasted_drafts", _WASTED, "adapts"),
+    Metric(_REALTIME, "counter", "prefilled_tokens", _MODES, label=("mode", "prefill_compute")),
+    Metric(_REALTIME, "counter", "reused_tokens", _MODES, label=("mode", "prefill_cache")),
+    Metric(_REALTIME, "counter", "generated_tokens", _MODES, label=("mode", "decode")),
     Metric("queue_time_seconds", "histogram", "queue_time", "Seconds from arrival until prefill."),
-    Metric(
-        "time_to_first_token_seconds", "histogram", "time_to_first_token", "Seconds to first token."
-    ),
-    Metric(
-        "inter_token_latency_seconds", "histogram", "inter_token_latency", "Seconds between tokens."
-    ),
-    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", "Seconds per request."),
+    Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", _FIRST),
+    Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", _BETWEEN),
+    Metric("e2e_request_latency_seconds", "histogram", "e2e_latency", _LATENCY),
 )
 
 

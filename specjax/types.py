@@ -2,7 +2,7 @@
 
 Axes: B batch rows (padded to a bucket), T rows per verify (``num_draft_tokens``), S ``num_steps``,
 K ``topk``, A accept width, R request slots (row 0 is padding), D hidden size, F feature width, E
-end tokens, M biased tokens.
+end tokens, M biases.
 
 ``num_accepted_drafts`` counts drafted tokens that passed verification. ``num_accepted_tokens`` also
 counts the bonus token. They are separate arrays everywhere (SGLang change #23962).
@@ -58,7 +58,7 @@ class DraftShape(NamedTuple):
 
     @property
     def draft_rows(self) -> int:
-        """KV indices after the root that drafting writes; the last level needs no KV."""
+        """KV indices that drafting writes after the root's; none for the last level, a leaf."""
         if self.block:
             return self.block - 1
         return max(0, self.steps - 1) * self.topk
@@ -127,8 +127,7 @@ class Logprobs:
 class NodeOutputs:
     """Outputs of the target at every row of a tree; every array is ``[B, T, ...]``.
 
-    Acceptance compacts all arrays to ``[B, A, ...]``: the accepted path, then zeros. Per-row
-    results belong here.
+    Acceptance compacts all arrays, which are per row, to ``[B, A, ...]``: the path, then zeros.
     """
 
     tokens: jax.Array  # i32 [B, T], the target's token after each row

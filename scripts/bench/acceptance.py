@@ -126,12 +126,12 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("run", argument_default=None).add_argument
     form = "JSON lines in Spec-Bench form: question_id, category, turns (user messages)"
     add("--prompts", type=Path, required=True, help=form)
-    add("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    add("--max-new-tokens", type=int, default=128, help="per completion (default: %(default)s)")
     add("--batch-size", type=int, default=8, help="requests in parallel (default: %(default)s)")
     limit = "number of prompts (lines) to use; each turn is a request (default: all)"
     add("--limit", type=int, help=limit)
-    add("--temperature", type=float, default=0.0, help="default: %(default)s")
-    add("--sampling-seed", type=int, default=0, help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, help="of sampling (default: %(default)s)")
+    add("--sampling-seed", type=int, default=0, help="random seed (default: %(default)s)")
     text = "begin each request with this many tokens of a text of --context (default: %(default)s)"
     add("--context-before", type=int, default=0, metavar="N", help=text)
     texts = (

@@ -51,7 +51,7 @@ def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable
     def read(text: str) -> list[Any]:
         values = [kind(part) for part in text.split(",")]
         if known and (unknown := set(values) - set(known)):
-            raise argparse.ArgumentTypeError(f"{sorted(unknown)} must be among {list(known)}")
+            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}; choose from {[*known]}")
         return values
 
     return read
@@ -68,7 +68,7 @@ def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
     for word in words:
         key, found, value = word.partition("=")
         if not found:
-            raise ValueError(f"{option} {text!r}: {word!r} must be option=value")
+            raise ValueError(f"{option} {text!r}: {word!r} must have the form NAME=VALUE")
         try:
             values[key] = json.loads(value)
         except ValueError:
@@ -132,9 +132,8 @@ def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[
 def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute acceptance metrics from the ``meta_info`` of requests that were verified.
 
-    ``accept_length`` is the mean of tokens per verify over requests. It includes the token of
-    prefill and excludes plain rounds. ``accept_length_pooled`` is the ratio of the sums. Both are
-    ``None`` if nothing was verified.
+    ``accept_length`` is the mean of tokens per verify over requests, with the token of prefill and
+    without plain rounds; ``accept_length_pooled`` is the ratio of the sums; or else ``None``.
     """
     verified = [meta for meta in metas if meta.get("spec_verify_ct")]
     verifies = sum(meta["spec_verify_ct"] for meta in verified)

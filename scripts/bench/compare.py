@@ -87,16 +87,18 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
         "--prompts",
         "--workload",
         action="append",
-        help="FILE of JSON lines, or one of low, high, transition; repeatable",
+        help="JSON lines file, or a built-in set (low, high or transition acceptance); repeatable",
     )
     add("--num-prompts", "--requests", type=int, help="requests per phase")
     add("--output-len", "--max-tokens", type=int, help="maximum tokens of a completion")
-    add("--temperatures", type=common.list_of(float), default=[0.0], help="default: 0")
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="completions of equal length")
+    add("--temperatures", type=common.list_of(float), default=[0.0], help="list (default: 0)")
+    ignored = "ignore end tokens, so that all completions have the same length"
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, help=ignored)
     add("--batch", "--concurrency", type=common.list_of(int), help="requests in parallel")
-    add("--repeats", type=int, default=1, help="runs per phase; the median counts (default: 1)")
-    add("--warmup", type=int, help="requests per phase before the first repeat")
-    add("--output", "--json", type=Path, default=None, metavar="FILE", help="append JSON lines")
+    add("--repeats", type=int, default=1, help="runs per phase, whose median counts (default: 1)")
+    add("--warmup", type=int, help="warm-up requests per phase, not measured")
+    rows = "file to append the results to, one JSON line per row"
+    add("--output", "--json", type=Path, default=None, metavar="FILE", help=rows)
     args = argparse.Namespace(**DEFAULTS[name] | vars(parser.parse_args(argv)))
     # all cases are compared with plain decoding
     args.case = list(dict.fromkeys([PLAIN, *getattr(args, "case", [])]))

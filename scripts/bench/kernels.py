@@ -241,7 +241,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         prog=f"specjax bench {name}", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--smoke", action="store_true", help="run tiny sizes, twice each")
-    parser.add_argument("--output", type=Path, help="append one JSON line per row")
+    parser.add_argument("--output", type=Path, help="file to append one JSON line per row to")
     args = parser.parse_args(argv)
     if jax.default_backend() == "cpu" and not args.smoke:
         raise ValueError("no GPU found; pass --smoke to run in the interpreter on a CPU")

@@ -11,8 +11,7 @@ A load is a kind and its values; other names are sampling parameters:
 - mix: lengths are random, at most ``prompt`` and ``output`` tokens, but one prompt in 20 has
   ``long`` tokens. Half of the requests are greedy, a quarter uses top-p and a quarter top-p and
   top-k. They arrive all at once, or as a Poisson process at ``rate`` per second;
-- prompts: long prompts with one completion token arrive every ``interval`` seconds while other
-  requests (``running``) decode.
+- prompts: a long prompt with one completion token arrives every ``interval`` seconds as others run.
 
 Prompts are random tokens, or texts with ``prompt=text``. Every turn repeats the same prompts; pass
 --disable-radix-cache to compute them again. Answers come as a ``stream`` or ``whole``, from --url
@@ -180,7 +179,7 @@ def ask(client: Client, requests: Sequence[Request], start: float) -> Traces:
             else:
                 reason = (trace.meta.get("finish_reason") or {}).get("type")
                 if not trace.chunks or reason in (None, "abort"):
-                    raise ValueError(f"finish_reason={reason} after {seen} tokens")
+                    raise ValueError(f"ended after {seen} tokens with finish_reason={reason}")
         except (ValueError, RuntimeError, OSError, HTTPException) as error:
             trace.error = f"{type(error).__name__}: {error}"
         finally:
@@ -271,7 +270,8 @@ def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
         try:
             found = re.search(r"http://\S+", process.stdout.readline())
             if found is None:
-                raise ValueError(f"specjax serve exited with status {process.wait()}")
+                status = process.wait()
+                raise ValueError(f"specjax serve exited with status {status}; see its output above")
             yield found[0]
         finally:
             process.terminate()
@@ -389,12 +389,13 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(name, __doc__, ENGINE_OPTIONS)
     add_start_options(parser.add_argument_group("start"))
     add = parser.add_argument_group("run", argument_default=None).add_argument
-    add("--load", action="append", required=True, help="load and its values; repeatable")
+    text = f"a load ({', '.join(LOADS)}), followed by NAME=VALUE settings; repeatable"
+    add("--load", action="append", required=True, help=text)
     add("--ways", type=common.list_of(str, WAYS), default=["stream"], help=", ".join(WAYS))
     add("--url", help="address of a running server; engine options are then ignored")
     add("--split", action="store_true", help="compute prompts in a prefill server on another GPU")
     add("--turns", type=int, default=4, help="measured turns, after one warm-up (default: 4)")
-    add("--output", type=Path, metavar="FILE", help="append one JSON line per row")
+    add("--output", type=Path, metavar="FILE", help="file to append rows to, as JSON lines")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "turns")
     kinds = {load.split()[0] for load in args.load if load}

@@ -97,13 +97,16 @@ class AdaptiveConfig:
         ValueError if there are none, or if the configuration has another policy.
         """
         if self.policy not in (None, policy):
-            raise ValueError(f"policy={self.policy!r} in the configuration must be {policy!r}")
+            raise ValueError(
+                f"the configuration sets policy={self.policy!r}, but the engine was given "
+                f"{policy=}; make them equal"
+            )
         default = DEFAULT_CANDIDATES[policy]
         slots = [replace(s, candidate_steps=s.candidate_steps or default) for s in self.slots]
         steps = {count for slot in slots for count in slot.candidate_steps}
         tiers = sorted(set(tiers) or set(map(DraftShape.chain, steps)))
         if missing := sorted(steps - {tier.steps for tier in tiers}):
-            raise ValueError(f"candidate_steps={missing} must be steps of one of {tiers=}")
+            raise ValueError(f"candidate_steps={missing} have no tier; available {tiers=}")
         own = [tuple(t for t in tiers if t.steps in slot.candidate_steps) for slot in slots]
         slots = [replace(slot, tiers=fitting) for slot, fitting in zip(slots, own, strict=True)]
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
@@ -134,7 +137,7 @@ def nearest(tiers: Iterable[DraftShape], initial_steps: int) -> DraftShape:
 
 
 def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
-    """Load and validate a configuration: the path of a JSON object, the object, or None (defaults).
+    """Load and validate a configuration: a path of a JSON file, a mapping, or None for defaults.
 
     A key of digits, such as ``"8"``, starts a slot for batches of at least that size. Keys outside
     of slots apply to every slot. Without slots the configuration covers every batch.
@@ -166,12 +169,12 @@ def _parse(values: Mapping[str, Any]) -> AdaptiveConfig:
 
 def _parse_slot(size: str, values: Any, common: Mapping[str, Any]) -> AdaptiveSlot:
     if not isinstance(values, Mapping):
-        raise ValueError(f"slot {size!r}={values!r} must be an object")
+        raise ValueError(f"batch-size slot {size!r}={values!r} must be an object")
     _check_keys(values, _KEYS, f"{size}.")
     try:
         return AdaptiveSlot(min_batch_size=int(size), **{**common, **values})
     except ValueError as error:
-        raise ValueError(f"slot {size!r}: {error}") from None
+        raise ValueError(f"batch-size slot {size!r}: {error}") from None
 
 
 def _check_keys(values: Mapping[Any, Any], known: Iterable[str], where: str = "") -> None:
@@ -179,6 +182,6 @@ def _check_keys(values: Mapping[Any, Any], known: Iterable[str], where: str = ""
         if key not in known:
             name = f"{where}{key}" if where else key
             raise ValueError(
-                f"unknown key {name!r}={value!r}; allowed keys: {', '.join(known)}; outside of "
-                "slots also batch sizes with up to 9 digits, such as '8'"
+                f"unknown key {name!r}={value!r}; allowed: {', '.join(known)}. At the top level, a "
+                "batch size of up to 9 digits, such as '8', is also allowed"
             )

@@ -162,10 +162,10 @@ class AdaptiveController:
         if not fitting:
             raise ValueError(
                 f"speculative_num_steps={steps} with speculative_num_draft_tokens={nodes} is not "
-                f"one of tiers={self.policy.tiers}"
+                f"one of tiers={self.policy.tiers}; pass the steps of one of them"
             )
         if fitting[0] in self._states:
-            raise ValueError(f"speculative_num_steps={steps} is already registered")
+            raise ValueError(f"speculative_num_steps={steps} already has a state")
         self._states[fitting[0]] = state
 
     def init_states(self) -> None:
@@ -234,7 +234,8 @@ class AdaptiveController:
         if tier != self.tier:
             if self.worker is not None:
                 self.worker.apply_runtime_state(self._states[tier])
-            logger.info("speculative_num_steps %s -> %s", self.tier, tier)
+            message = "adaptive decoding: speculative_num_steps changed from %s to %s"
+            logger.info(message, self.tier, tier)
             self.switches += 1
             self.tier = tier
         return tier

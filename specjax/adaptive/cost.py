@@ -24,8 +24,8 @@ LOSS_BUDGET = 0.02
 # One in this many failed probes may skip the next tier: deep drafts may be accepted although
 # shallow ones do not show it, for example if some rows of a batch accept everything.
 PROBES_A_TURN = 8
-# In plain rounds: loss to plain decoding at which speculation stops; remaining loss at which it may
-# resume (a lower value prolongs an unlucky start); and maximum gain kept to offset later losses.
+# Time lost to plain decoding, in plain rounds: maximum before speculation stops, maximum to resume
+# (a lower value prolongs an unlucky start), and maximum time gained that offsets later losses.
 MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
 
 
@@ -89,7 +89,7 @@ class CostAwarePolicy:
         self.chosen = nearest(self.config.slots[0].tiers, first)
         self.probe: DraftShape | None = None  # a deeper tier that runs instead of the chosen one
         self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.tiers))
-        self.debt = 0.0  # seconds lost by probes, not yet repaid by the budget
+        self.debt = 0.0  # seconds lost by probes beyond the allowed share
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
         self._bucket: int | None = None  # batch bucket of the last decision
         self._vain_probes = 0  # since the last change of tier
@@ -160,7 +160,7 @@ class CostAwarePolicy:
     def _account(
         self, rates: Rates, tokens: float, seconds: float, tier: DraftShape, bucket: int
     ) -> None:
-        """Add a round's loss to the chosen tier and to plain decoding, or repay earlier losses."""
+        """Add a probe's lost time to ``debt``, speculation's to ``deficit``; others reduce them."""
         is_probe = tier.depth > self.chosen.depth and self.chosen in rates
         lost = seconds - tokens / rates[self.chosen] if is_probe else -LOSS_BUDGET * seconds
         self.debt = max(0.0, self.debt + lost)

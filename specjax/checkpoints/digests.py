@@ -23,7 +23,9 @@ def check_digests(folder: Path) -> None:
     expected = read_json(folder / _DIGESTS)
     for name, digest in _digests(folder, expected).items():
         if digest != expected[name]:
-            raise ValueError(f"{folder / name} is damaged: it has changed since it was saved")
+            raise ValueError(
+                f"{folder / name} has changed since it was saved; restore it, or save again"
+            )
 
 
 def _digests(folder: Path, names: Collection[str]) -> dict[str, str | None]:

@@ -100,16 +100,19 @@ def check_vocabulary(source: TensorSource, config: DraftConfig | BlockConfig) ->
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
             f"{place} maps draft ids to target ids {ids.min()}..{ids.max()}, but the target has "
-            f"vocab_size={vocab_size}"
+            f"vocab_size={vocab_size}; use a head trained for this target"
         )
     if size == vocab_size and offsets.any():
-        raise ValueError(f"{place} reorders a vocabulary of the target's size ({vocab_size})")
+        raise ValueError(
+            f"{place} maps draft ids to different target ids, although both vocabularies have "
+            f"{size} tokens; reordered vocabularies are not supported"
+        )
     if "t2d" not in source.infos:
         return
     if not np.array_equal(np.flatnonzero(_read_map(source, "t2d", vocab_size)), ids):
         raise ValueError(
-            f"tensor 't2d' in {source.infos['t2d'].path} does not mark the {size} target ids that "
-            "'d2t' maps to, in ascending order"
+            f"tensor 't2d' in {source.infos['t2d'].path} must mark exactly the {size} target ids "
+            "in 'd2t', and 'd2t' must ascend; the head is damaged or inconsistent"
         )
 
 
@@ -277,8 +280,8 @@ def open_mtp(
     path = target.path if draft is None else locate(draft, "draft")
     if not (path / "config.json").is_file() or is_orbax_directory(path):
         raise ValueError(
-            f"draft={draft!r}: {path} is not a Hugging Face directory, but multi-token prediction "
-            "modules are read from one; pass draft=DIRECTORY"
+            f"draft={draft!r}: multi-token prediction modules can be read only from a Hugging Face "
+            f"directory, and {path} is not one; pass draft=DIRECTORY"
         )
     source = open_directory(path)
     names = [name for name in source.infos if name.startswith(MTP_PREFIX)]
@@ -293,8 +296,8 @@ def open_mtp(
         )
     if num_modules > count:
         raise ValueError(
-            f"speculative_num_steps={num_modules} exceeds the {count} module(s) of {path}; each "
-            "drafts one token; lower it, or candidate_steps with adaptive speculation"
+            f"speculative_num_steps={num_modules} needs {num_modules} modules, but {path} has "
+            f"{count}; lower it (with adaptive speculation, candidate_steps) to {count}"
         )
     model = huggingface_config(path, target.config.dtype)
     check_pair(path / "config.json", model.vocab_size, model.hidden_size, target.config)

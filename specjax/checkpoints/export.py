@@ -218,7 +218,7 @@ def save_layers(
         or kept != sorted(set(kept))
         or not 0 <= kept[0] <= kept[-1] < count
     ):
-        raise ValueError(f"layers={kept} must ascend, from 0 to {count - 1} at most")
+        raise ValueError(f"layers={kept} must be in ascending order and from 0 to {count - 1}")
     given = model.load_weights()
     weights = {name: weight for name, weight in given.items() if not name.startswith("layers.")}
     for place, layer in enumerate(kept):

@@ -77,8 +77,10 @@ class GGUFFile:
         try:
             return dequantize(data.reshape(*shape[:-1], -1), kind)
         except NotImplementedError as error:
-            place = f"{self.path}: tensor {name!r} of type {kind.name}"
-            raise ValueError(f"{place} cannot be dequantised by the gguf library") from error
+            raise ValueError(
+                f"{self.path}: tensor {name!r} has the type {kind.name}, which the gguf library "
+                "does not support; use another GGUF file or a newer gguf"
+            ) from error
 
     def _read_metadata(self) -> tuple[dict[str, Any], int]:
         if self._take(4) != b"GGUF":
@@ -108,7 +110,7 @@ class GGUFFile:
             kind, start = GGMLQuantizationType(self._number("<I")), self._number("<Q")
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if not dims or min(dims) < 1 or dims[0] % block:
-                raise ValueError(f"tensor {name!r} of type {kind.name} has dimensions {dims}")
+                raise ValueError(f"tensor {name!r} has {dims=}; {kind.name} has blocks of {block}")
             size = math.prod(dims) // block * block_bytes
             self.tensors[name] = GGUFTensor(tuple(reversed(dims)), kind, start, size)
         first = -(-self._at // alignment) * alignment
@@ -149,7 +151,7 @@ class GGUFFile:
         """Return ``count`` if the file has ``size`` bytes left for each item."""
         left = len(self._bytes) - self._at
         if count * size > left:
-            raise ValueError(f"{count} * {size} bytes at byte {self._at} extend beyond its end")
+            raise ValueError(f"{count} * {size} bytes at byte {self._at} exceed the file's size")
         return count
 
     def _take(self, size: int) -> memoryview:

@@ -76,8 +76,8 @@ def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish"))
 def _read_rope(config: Fields) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling of a ``config.json``.
 
-    transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes
-    ``rope_parameters``. The default base of both versions is 10000 for the supported families.
+    transformers 4 writes ``rope_theta`` and ``rope_scaling``, version 5 ``rope_parameters``. In
+    both, the default ``rope_theta`` is 10000 for the supported families.
     """
     new, old = config.fields("rope_parameters"), config.fields("rope_scaling")
     for key, place in (("rope_parameters", new), ("rope_scaling", old)):

@@ -44,7 +44,7 @@ def embedded_head(name: str) -> Path:
     if name not in EMBEDDED_MODELS:
         raise ValueError(
             f"draft=None, but model={name!r} has no draft head (only {sorted(EMBEDDED_MODELS)} "
-            "have); pass draft=DIRECTORY, or set speculative_algorithm to None or to 'NGRAM', "
+            "have one); pass draft=DIRECTORY, or set speculative_algorithm to None or to 'NGRAM', "
             "which needs no draft"
         )
     path = _HEADS / name

@@ -64,7 +64,8 @@ def add_serve_parser(commands: Any) -> None:
             "--max-requests",
             int,
             None,
-            "maximum completions in progress, including waiting ones (default: 4096)",
+            "maximum completions that the HTTP server runs or queues; further ones are refused "
+            "(default: 4096)",
         ),
         ("--max-body-bytes", int, None, "maximum bytes of a request body (default: 33554432)"),
         ("--shutdown-timeout", float, 30.0, "seconds for requests to finish after a signal"),
@@ -77,21 +78,21 @@ def add_serve_parser(commands: Any) -> None:
         action="append",
         metavar="ORIGIN",
         default=[],
-        help="let pages of this origin call from a browser; * allows all; repeatable",
+        help="allow browser pages from this origin to call the server; * allows all; repeatable",
     )
     group.add_argument(
         "--allowed-hosts",
         type=lambda text: text.split(","),
         metavar="NAME,NAME",
         default=[],
-        help="Host header names to accept in addition to loopback names, for example those of a "
-        "proxy; used if the server listens on a loopback address without a key",
+        help="Host header names to accept in addition to loopback names (of a proxy, say); checked "
+        "only if the server listens on a loopback address without an API key",
     )
     group.add_argument(
         "--log-level",
         choices=LEVELS,
-        help='minimum level of log lines (default: info; with --quiet: warning). "info" has a '
-        f"line per {LOAD_SECONDS:g} s under load",
+        help='minimum level of log lines (default: info; with --quiet: warning). "info" logs one '
+        f"line every {LOAD_SECONDS:g} s under load",
     )
     group.add_argument(
         "--log-format",
@@ -100,7 +101,7 @@ def add_serve_parser(commands: Any) -> None:
         help="format of log lines on standard error (default: text)",
     )
     switches = {
-        "--access-log": "log a line per answered request: client, method, path, status and time; "
+        "--access-log": "log one line per answered request: client, method, path, status and time; "
         'those of /, /health, /ping and /metrics have level "debug"',
         "--quiet": "hide progress",
     }
@@ -153,7 +154,7 @@ def add_warmup_parser(commands: Any) -> None:
     group = parser.add_argument_group("warm-up")
     add_start_options(group, ())
     switches = {
-        "--stages": "also compile draft, verify and extend as separate functions",
+        "--stages": "also compile the separate stages that generate --show-tree runs",
         "--quiet": "hide progress and the table",
     }
     add_switches(group, switches)
@@ -187,7 +188,13 @@ def add_bench_parser(commands: Any) -> None:
         "'specjax bench NAME --help' lists the options of a benchmark.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument(
+        "name",
+        choices=NAMES,
+        metavar="NAME",
+        help="acceptance (drafts by category), adaptive and compare (decoding methods), attention "
+        "and kernels (XLA and Pallas), round (one round), or serving (loads on a server)",
+    )
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of NAME")
     parser.set_defaults(quiet=True)
 

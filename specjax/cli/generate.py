@@ -52,7 +52,7 @@ def add_generate_parser(commands: Any) -> None:
     group.add_argument("--system", default=None, help="system message for the chat template")
     add_options(group, SamplingParams, SAMPLING_ARGUMENTS)
     switches = {
-        "--compare": "also decode without speculation; report the speed-up and if texts are equal",
+        "--compare": "also decode without speculation; report speed-up and whether texts are equal",
         "--show-accepts": "colour accepted draft tokens",
         "--show-tree": "draw the draft tree of each round with accepted tokens; slower, same text",
         "--json": "print only one JSON object",

@@ -75,6 +75,7 @@ def add_options(group: argparse._ActionsContainer, cls: type, names: Collection[
     defaults = {field.name: field.default for field in fields(cls)}
     for name in names:
         text, default = help_texts.get(name, ""), defaults[name]
+        text = text if ". " in text else text.rstrip(".")
         options = _option(hints[name], default)
         if known := CHOICES.get(name):
             options |= {"choices": [each for each in known if each], "metavar": None}
@@ -97,7 +98,7 @@ def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] 
             dest=SECRET,
             type=_first_line,
             metavar="FILE",
-            help=f"file whose first line is the secret of both sides; or set {VARIABLE}",
+            help=f"file whose first line is the secret that both sides share; or set {VARIABLE}",
         )
         group.add_argument("--disaggregation-secret", type=_refused, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -118,7 +119,8 @@ def add_start_options(
         "--preset",
         metavar="NAME",
         default=None,
-        help="shape of a published model with random weights, instead of --model and --draft",
+        help="use the shape of this published model, with random weights, instead of --model and "
+        "--draft",
     )
     add_options(group, EngineArgs, names)
 
@@ -143,7 +145,7 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
         return engine_args
     excluded = [f"--{name}" for name in ("model", "draft") if name in engine_args]
     if excluded:
-        raise ValueError(f"--preset={preset} cannot be combined with {', '.join(excluded)}")
+        raise ValueError(f"--preset={preset} excludes {', '.join(excluded)}; pass only one of them")
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     has_head = EngineArgs(**engine_args).algorithm.reads("draft")
@@ -170,7 +172,9 @@ def _or_none(text: str) -> str | None:
 
 def _one_gpu(text: str) -> int:
     if text != "1":
-        raise argparse.ArgumentTypeError("an engine runs on one GPU; choose it with --base-gpu-id")
+        raise argparse.ArgumentTypeError(
+            f"{text}: an engine has one GPU; choose it with --base-gpu-id"
+        )
     return 1
 
 
@@ -195,8 +199,8 @@ def _first_line(path: str) -> str:
 
 def _refused(_: str) -> str:
     raise argparse.ArgumentTypeError(
-        "other users can read a command line; use --disaggregation-secret-file or set "
-        f"{VARIABLE} in the environment"
+        "a secret on the command line is visible to other users; use "
+        f"--disaggregation-secret-file or set {VARIABLE} in the environment"
     )
 
 

@@ -81,9 +81,9 @@ class CompileCache:
     """Executables and JSON values by configuration, in one private folder.
 
     Damaged or stale entries and those with another key count as missing, with a warning. Several
-    processes may read and write at once; the last writer of an entry wins. ``facts`` are values
-    that the functions depend on, except arguments and this package's sources; their ``repr`` must
-    identify them. ``devices`` run the functions, by default the first device.
+    processes may read and write at once; the last writer of an entry wins. ``facts`` list all else
+    that the functions depend on, apart from their arguments and this package's sources; facts with
+    equal ``repr`` must be interchangeable. ``devices`` run the functions (default: the first).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CompileCache:
         self._devices = tuple(devices or jax.devices()[:1])
         text = repr(tuple(facts))
         if " at 0x" in text:
-            raise ValueError(f"configuration={text} has a memory address; values need a __repr__")
+            raise ValueError(f"configuration={text} has a memory address; define a __repr__ for it")
         self._key = digest_of([FORMAT, environment(self._devices), text])
 
     def key(
@@ -235,14 +235,16 @@ def write_private(path: Path, data: bytes) -> None:
 def _check(path: Path, status: os.stat_result) -> None:
     user, mode = os.geteuid(), status.st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        raise ValueError(f"{path} is a symbolic link or special file; delete it or give its target")
+        raise ValueError(f"{path} is a symbolic link or special file; delete it or pass its target")
     if status.st_uid != user:
         raise ValueError(
             f"{path} belongs to user {status.st_uid}, not to user {user}; loading it would execute "
             "that user's code: use a folder that you own"
         )
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(f"{path} is shared (mode {stat.S_IMODE(mode):04o}); chmod go-w {path}")
+        raise ValueError(
+            f"others can write to {path} (mode {mode & 0o7777:04o}); chmod go-w {path}"
+        )
 
 
 _BYPASS = threading.RLock()
@@ -250,7 +252,7 @@ _BYPASS = threading.RLock()
 
 @contextmanager
 def bypassed() -> Iterator[dict[str, str | bool]]:
-    """Disable JAX's persistent cache for compiling inside the block, for one thread at a time.
+    """Compile inside the block without JAX's persistent cache; one thread at a time can be inside.
 
     An executable from that cache cannot be serialized: it fails when it runs, not when it is
     loaded. The setting is global, so compilations in other threads are not cached meanwhile

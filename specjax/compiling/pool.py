@@ -78,7 +78,7 @@ class CompilePool(dict[Hashable, Compiled]):
         ``jax.jit(partial(function))``; otherwise ``ValueError``.
         """
         if "." not in getattr(function.__wrapped__, "__qualname__", "."):
-            raise ValueError(f"function={function} is module-level; pass jax.jit(partial(...))")
+            raise ValueError(f"function={function} may be shared; pass jax.jit(partial(...))")
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
 

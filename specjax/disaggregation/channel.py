@@ -135,7 +135,7 @@ class Channel:
     def fail(self, error: Exception) -> None:
         """End the connection after a message that could not be handled."""
         if self.is_open and not isinstance(error, OSError | WireError):
-            logger.exception("a message could not be delivered")
+            logger.exception("a message from the peer could not be handled")
         self.end(error)
 
     def tell_lost(self) -> None:
@@ -145,7 +145,7 @@ class Channel:
             try:
                 self._lost(self.reason)
             except Exception:
-                logger.exception("the callback of a lost connection failed")
+                logger.exception("error while handling a lost connection")
 
     def end(self, reason: Exception) -> None:
         if self.reason is None:

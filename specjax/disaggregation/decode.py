@@ -1,8 +1,8 @@
 """The decode side: lets a peer prefill prompts, and decodes them as after a local prefill.
 
 A request is sent to the peer only when it has a slot and pages for its prompt on this side, so KV
-in transit always has memory. While the decode side is full, requests wait in its queue. After any
-failure the prompt is prefilled locally.
+in transit always has memory. While the decode side is full, requests wait in its queue. After a
+failure it is prefilled locally.
 """
 
 import itertools
@@ -166,8 +166,8 @@ class RemotePrompts(PromptSource):
         """Log a warning if a peer cannot be used because its weights differ."""
         if peer.weights != self.weights:
             logger.warning(
-                "prefilling locally until the weights are equal: fingerprint %r here, "
-                "%.18r at the prefill side",
+                "prefilling locally until both sides have the same weights: fingerprint %r here, "
+                "%.18r on the prefill side",
                 self.weights,
                 peer.weights,
             )
@@ -252,7 +252,8 @@ class RemotePrompts(PromptSource):
         for job, awaited in list(self._awaited.items()):
             if now >= awaited.progress_time + MAX_SILENCE:
                 rid = awaited.row.request.rid
-                logger.warning("request %r is prefilled locally: no answer", rid)
+                reason = "the prefill side did not answer"
+                logger.warning("request %r is prefilled locally: %s", rid, reason)
                 self._give_up(job)
         rows, self._given_up = self._given_up, []
         return done + [(row, None) for row in rows]
@@ -298,7 +299,7 @@ class RemotePrompts(PromptSource):
         if not row.num_cached <= piece.start <= row.kv_len or piece.count < 1:
             raise ValueError(f"unexpected KV of tokens {piece.start} to {end} after {row.kv_len}")
         if end > len(row.prefill_ids):
-            raise ValueError(f"got KV up to token {end} of a prompt of {len(row.prefill_ids)}")
+            raise ValueError(f"got KV up to token {end}; the prompt has {len(row.prefill_ids)}")
         self.transfer.check_kv(piece.kv, piece.count)
         self.transfer.put(row.pages, piece.start, piece.count, piece.kv)
         row.kv_len = end
@@ -307,7 +308,7 @@ class RemotePrompts(PromptSource):
         """Prepare the slot for its first round; raise ValueError if the message does not fit."""
         request, text = row.request, row.prefill_ids
         if done.weights != self.weights:
-            raise ValueError(f"prefilled with weights {done.weights}; expected {self.weights}")
+            raise ValueError(f"the prefill side used weights {done.weights}, not {self.weights}")
         if row.kv_len != len(text):
             raise ValueError(f"got KV of {row.kv_len} tokens; expected {len(text)}")
         if not 0 <= done.token < self._target.vocab_size:

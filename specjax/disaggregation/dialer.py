@@ -151,7 +151,7 @@ class _Session:
         self._channel: Channel | None = None
 
     def run(self) -> None:
-        """Run until the channel ends; raise the reason if it was not opened."""
+        """Run until the channel closes; raise the error that prevented opening it, if any."""
         try:
             self._connect()
             while True:

@@ -2,7 +2,7 @@
 
 The first frame of a message is msgpack, with dtype and shape in place of each array. The bytes of
 the arrays follow in order: little endian, C order, at most ``FRAME_BYTES`` per frame. A frame never
-has bytes of two arrays.
+contains bytes from more than one array.
 """
 
 import math
@@ -33,17 +33,16 @@ Frame = bytes | memoryview
 def encode(message: AnyMessage) -> list[Frame]:
     """Encode a message into frames; contiguous arrays become views, not copies.
 
-    Blocks until a device has computed or copied the arrays. Raises WireError for a value that
-    :class:`Assembler` would not accept.
+    Blocks until a device has computed or copied the arrays. WireError: a value is not supported.
     """
     arrays: list[np.ndarray] = []
 
     def pack_array(value: Any) -> list[Any]:
         if isinstance(value, np.generic) or not hasattr(value, "__array__"):
-            raise WireError(f"a message cannot have {type(value).__name__} values")
+            raise WireError(f"a message cannot contain {type(value).__name__} values")
         array = np.asarray(value)
         if array.dtype.name not in DTYPES or array.ndim > MAX_RANK:
-            raise WireError(f"a message cannot have {array.dtype.name}{list(array.shape)} arrays")
+            raise WireError(f"a message cannot contain {array.dtype.name}{[*array.shape]} arrays")
         arrays.append(np.ascontiguousarray(array, DTYPES[array.dtype.name]))
         return [array.dtype.name, list(array.shape)]
 
@@ -53,7 +52,7 @@ def encode(message: AnyMessage) -> list[Frame]:
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(head) > FRAME_BYTES:
-        raise WireError(f"{len(head)} bytes without arrays exceed {FRAME_BYTES}")
+        raise WireError(f"a message has {len(head)} bytes without arrays; limit: {FRAME_BYTES}")
     if len(arrays) > MAX_ARRAYS:
         raise WireError(f"{len(arrays)} arrays exceed the limit of {MAX_ARRAYS}")
     return [head, *(view for array in arrays for view in _views(array))]
@@ -62,8 +61,7 @@ def encode(message: AnyMessage) -> list[Frame]:
 class Assembler:
     """Assembles messages from the frames of one direction of a connection.
 
-    All arrays of a message together may have at most ``max_bytes``. Do not use an assembler again
-    after it has raised WireError.
+    All arrays of a message together may have ``max_bytes``. Do not reuse it after a WireError.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -95,7 +95,7 @@ class Listener:
             self._router.bind(place)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise OSError(error.errno, f"{address}: {error.strerror}") from None
+            raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from None
         self._port = int(
             str(self._router.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").rpartition(":")[2]
         )
@@ -121,7 +121,7 @@ class Listener:
                     if sent is not None:
                         side.frames.append(sent)
                 except Exception as error:
-                    logger.exception("a message could not be sent")
+                    logger.exception("a message to a decode side could not be sent")
                     side.end(error)
                 self._bell.ring()
             del item, side, message, sent  # they may keep device memory alive
@@ -185,7 +185,8 @@ class Listener:
             if isinstance(message, Taken):
                 side.num_taken += message.count
                 if side.num_taken > side.num_sent:
-                    raise WireError(f"{side.num_taken} of {side.num_sent} frames acknowledged")
+                    taken, sent = side.num_taken, side.num_sent
+                    raise WireError(f"peer acknowledged {taken} frames, but only {sent} were sent")
             elif isinstance(message, Open | Hello):
                 raise WireError("the peer sent a second hello")
             elif message is not None:
@@ -309,14 +310,15 @@ class Listener:
     def _tick(self) -> None:
         if self._num_refused:
             logger.warning(
-                "%s refused %d connections that were not decode sides with the same version and "
+                "%s refused %d connections: not a decode side, or another version or "
                 "disaggregation_secret",
                 self.address,
                 self._num_refused,
             )
             self._num_refused = 0
         if self._num_excess:
-            logger.warning("%s closed %d excess connections", self.address, self._num_excess)
+            closed = self.address, self._num_excess, self._max_connections
+            logger.warning("%s closed %d connections above the limit of %d", *closed)
             self._num_excess = 0
         # libzmq may report the end of a connection before its beginning
         self._connections = set(filter(self._is_connected, self._connections))

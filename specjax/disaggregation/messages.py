@@ -53,10 +53,8 @@ class Job(_Struct, frozen=True):
         params: sampling parameters, JSON values.
         seed: seed of the request's random numbers.
         end_token_ids: tokens that end the request.
-        top_logprobs: number of top tokens to return with each token; ``None``: return no
-            log-probabilities.
-        logprob_start_len: first prompt token to return log-probabilities for; ``None``: return none
-            for the prompt.
+        top_logprobs: top tokens to return with each token; ``None``: no log-probabilities.
+        logprob_start_len: first prompt token to return log-probabilities for; ``None`` for none.
         return_hidden_states: whether to return hidden states of the first token.
         timeout: seconds until the job is no longer needed; ``None`` for no limit.
     """
@@ -84,8 +82,7 @@ class Piece(_Struct, frozen=True):
     """KV rows of the tokens ``start`` to ``start + count - 1`` from the prefill side.
 
     Attributes:
-        kv: one array per pool of rows, in the dtype of the pool; rows after the first ``count``
-            are padding.
+        kv: one array per pool of rows, in the pool's dtype; rows after ``count`` are padding.
     """
 
     id: Natural

@@ -45,8 +45,7 @@ class PrefillRequest(Request):
 class PrefillJobs(PromptSource):
     """Runs jobs of decode sides and sends their KV after each chunk.
 
-    The next chunk may still change the KV of the last ``lookahead`` tokens of a chunk, so that KV
-    is sent with the next chunk.
+    The KV of the last ``lookahead`` tokens may still change, so it is sent with the next chunk.
 
     Attributes:
         transfer: reads KV from the runner.
@@ -130,7 +129,7 @@ class DecodeClient:
         elif isinstance(message, Job):
             self._begin(message)
         else:
-            raise WireError(f"unexpected {type(message).__name__} of a decode side")
+            raise WireError(f"unexpected {type(message).__name__} message from a decode side")
 
     def lost(self) -> None:
         """Abort all jobs after the decode side has disconnected."""

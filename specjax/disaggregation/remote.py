@@ -67,8 +67,7 @@ class PrefillServer:
 class _DecodeSide:
     """Queue of the jobs of one decode side; the KV that it has not read yet limits running jobs.
 
-    Computed KV waits in pinned memory until it is sent. A decode side that reads slowly delays only
-    its own jobs.
+    Computed KV waits in pinned memory. A decode side that reads slowly delays only its own jobs.
     """
 
     def __init__(self, channel: Channel, side: tuple[EngineLoop, PrefillJobs]) -> None:
@@ -188,7 +187,7 @@ class RemotePeer:
 
         def lost(error: Exception) -> None:
             if not self._is_closed:
-                logger.warning("prefilling locally, the prefill side disconnected: %s", error)
+                logger.warning("prefilling locally: the prefill side disconnected (%s)", error)
             link.close()
 
         return link.deliver, lost
@@ -218,7 +217,7 @@ class _Link(PrefillPeer):
         elif isinstance(message, Arrival):
             self.put(message)
         else:
-            raise WireError(f"unexpected {type(message).__name__} of a prefill side")
+            raise WireError(f"unexpected {type(message).__name__} message from a prefill side")
 
 
 def _hello(prompts: PrefillJobs | RemotePrompts) -> Hello:

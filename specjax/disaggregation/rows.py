@@ -1,8 +1,7 @@
 """Moves KV rows of tokens, and the inputs of a first round, out of a runner or into one.
 
-Rows are per token, not per page, so the page sizes of the two sides may differ. The arrays of an
-algorithm's state that grow with the pool have KV per token. Arrays that do not grow are not
-transferred.
+Rows are per token, not per page, so the page sizes of the two sides may differ. Arrays of an
+algorithm's state that grow with the pool have KV per token; others are not sent.
 """
 
 import math
@@ -54,9 +53,9 @@ def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
 
 
 def check_facts(here: dict[str, Any], there: Any) -> None:
-    """Raise ValueError with both values if the facts of two sides differ."""
+    """Raise ValueError with both values if the descriptions of two sides differ."""
     if not isinstance(there, dict):
-        raise ValueError(f"the other side sent no facts of its model: {there!r:.80}")
+        raise ValueError(f"the other side did not describe its model: {there!r:.80}")
     names = sorted({*here, *there})
     differing = [
         f"{name}: {here.get(name)} here, {there.get(name)} there"
@@ -64,7 +63,8 @@ def check_facts(here: dict[str, Any], there: Any) -> None:
         if here.get(name) != there.get(name)
     ]
     if differing:
-        raise ValueError(f"prefill and decode side differ in {'; '.join(differing)}")
+        found = "; ".join(differing)
+        raise ValueError(f"start both sides with equal models and options; they differ in {found}")
 
 
 def _described(name: str, config: Any) -> dict[str, str]:
@@ -101,8 +101,7 @@ def put_rows(
 ) -> DeviceState:
     """Write KV from :func:`take_rows` at the indices i32 ``[W]``; skip indices beyond a pool.
 
-    Indices must be unique. Values that are not finite become 0, because they would affect the next
-    request that gets the page.
+    Indices must be unique. Values that are not finite become 0 to protect later requests.
     """
     leaves, structure = jax.tree.flatten(state.pools)
     given = iter(kv)

@@ -38,42 +38,41 @@ class EngineArgs:
 
     Attributes:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
-        draft: directory or repo id of the draft head. Default: the head embedded for ``model``. For
-            ``"STANDALONE"``: a model with the same vocabulary, given like ``model``. For
-            ``"MULTI_LAYER_EAGLE"``: a checkpoint with the modules, by default that of ``model``.
-            For ``"DFLASH"`` and ``"DSPARK"``: a block drafter, by default the folder ``dspark`` of
-            ``model`` or the drafter embedded for it.
+        draft: draft head: a directory or repo id. Default: the head included with the model. For
+            ``"STANDALONE"``: a model with the same vocabulary, in any form that ``model`` accepts.
+            For ``"MULTI_LAYER_EAGLE"``: a checkpoint with the prediction modules; default: the
+            model. For ``"DFLASH"`` and ``"DSPARK"``: a block drafter, by default the folder
+            ``dspark`` of ``model`` or the drafter embedded for it.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
-            ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, one of an installed package, or
-            ``None`` for plain decoding.
+            ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, the name of an algorithm from an
+            installed package, or ``None`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
             for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step. For
             ``"DFLASH"`` and ``"DSPARK"``: drafts of the block that are verified, by default all.
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
         speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
-            Default: ``speculative_num_steps + 1`` (the maximum of a chain); for a tree one per
-            branch and level plus the root. Needs ``speculative_num_steps`` except with ``"NGRAM"``,
+            Default: for a chain, ``speculative_num_steps + 1``, which is also the maximum; for a
+            tree, topk x steps + 1. Needs ``speculative_num_steps`` except with ``"NGRAM"``,
             ``"DFLASH"`` and ``"DSPARK"``.
         speculative_adaptive: adapt the number of drafted tokens to the measured acceptance,
             starting at ``speculative_num_steps``, which may be 0.
-        speculative_adaptive_config: path of a JSON file, or its values: docs/adaptive_decoding.md.
-        speculative_use_rejection_sampling: accept drafts above temperature 0 by speculative
+        speculative_adaptive_config: JSON file, or its values; see docs/adaptive_decoding.md.
+        speculative_use_rejection_sampling: at temperatures above 0, accept drafts by speculative
             sampling (chains only). A draft with target probability p and draft probability q is
             accepted with probability ``min(1, p / q)``, else a token is drawn from the residual
-            ``max(0, p - q)``. The target's distribution is kept (in bfloat16 up to rounding), but
-            a seed no longer gives the text of plain decoding.
+            ``max(0, p - q)``. The target's distribution is kept (in bfloat16 up to rounding), but a
+            seed no longer gives the text of plain decoding.
         speculative_accept_threshold_single: accept a draft above temperature 0 if its target
             probability is at least this, from 0 (accept every draft) to 1 (off). Values below 1 are
-            lossy: they keep neither the target's distribution nor a seed's plain text.
+            lossy: neither the target's distribution nor, for a given seed, the text of plain
+            decoding is kept.
         speculative_accept_threshold_acc: divide the acceptance probability of drafts above
             temperature 0 by this; the result is capped at 1. From 0 (accept every draft that the
             target may draw) to 1 (off). Values below 1 are lossy too.
         speculative_ngram_min_match_window_size: minimum n-gram length to match.
         speculative_ngram_max_match_window_size: maximum n-gram length to match (at most 16).
-        speculative_ngram_max_bfs_breadth: matches that a tree is built from (at most 16); 1 drafts
-            a chain.
-        speculative_ngram_match_type: ``"BFS"`` prefers the latest continuation, ``"PROB"`` the most
-            frequent one.
+        speculative_ngram_max_bfs_breadth: maximum matches per tree (at most 16); 1 drafts a chain.
+        speculative_ngram_match_type: ``"BFS"`` prefers recent, ``"PROB"`` frequent continuations.
         speculative_ngram_external_corpus_path: JSON lines file to search in addition to the
             request's text; each line is a text or a list of token ids.
         speculative_ngram_external_corpus_max_tokens: maximum tokens of the external corpus.
@@ -88,39 +87,39 @@ class EngineArgs:
         max_waiting_requests: maximum waiting requests; further ones are refused. Default: no limit.
         request_timeout: seconds, waiting included, after which a request ends with finish reason
             ``abort``. The ``timeout`` of a request overrides it. Default: no limit.
-        batch_buckets: batch sizes that rounds are compiled for. Default: powers of two up to
-            ``max_running_requests``, on a GPU from 2 on if a padded batch of one is faster.
+        batch_buckets: batch sizes that rounds are compiled for. Default: powers of two from 1 up to
+            ``max_running_requests``; on a GPU, 1 is left out if padding it to 2 is faster.
         max_total_tokens: tokens in the KV pool. Default: set by ``mem_fraction_static``.
         mem_fraction_static: share of device memory for weights and KV, unless
             ``max_total_tokens`` is set. Default: 0.5 on a CPU, 0.85 on a GPU.
         disable_radix_cache: compute every prompt in full instead of caching KV pages by prefix.
-        chunked_prefill_size: prompt tokens prefilled per step while requests decode, which delays
-            them. Default: 512. If nothing decodes or a burst of requests starts, up to 8,192 on a
-            GPU.
-        overlap: dispatch a round before the previous one is read; results are the same. Default:
-            on a GPU only, as a CPU gains no time.
+        chunked_prefill_size: prompt tokens prefilled per step while other requests decode; larger
+            values delay those requests. Default: 512, and up to 8,192 on a GPU if nothing is
+            decoding or many requests start at once.
+        overlap: dispatch a round before the previous one is read; results are the same. Default: on
+            for a GPU, off for a CPU, where it does not help.
         logprobs_mode: ``"raw"`` reports log-probabilities of completion tokens from the raw logits,
             ``"processed"`` from the distribution that is sampled: after penalties, bias,
             temperature (0 counts as 1) and filters.
         load_format: ``"auto"`` reads the checkpoint's weights; ``"dummy"`` reads its configuration
             only and makes random weights on the device, to measure speed.
-        rounds_per_dispatch: rounds per call on the device. More than 1 pays if a round is shorter
-            than its dispatch; streaming becomes coarser.
+        rounds_per_dispatch: rounds per call on the device. More than 1 pays off if a round takes
+            less time than its dispatch, but streaming becomes coarser.
         skip_tokenizer_init: load no tokenizer; requests must then give ``input_ids``.
         seed: random seed for requests without ``sampling_seed``.
         compile_cache_dir: folder for compiled functions; ``"auto"`` is the user's cache folder,
             ``None`` keeps JAX's own setting.
         show_progress: print sizes and a progress bar to standard error. Default: on a terminal.
         base_gpu_id: index of the engine's device in ``jax.devices()``.
-        disaggregation_mode: ``"prefill"`` only computes prompts for other engines; ``"decode"`` has
-            its prompts computed by such an engine if one is available: docs/disaggregation.md.
+        disaggregation_mode: ``"prefill"`` only computes prompts for other engines; ``"decode"``
+            sends its prompts to such an engine if one is connected; see docs/disaggregation.md.
         disaggregation_address: ``host:port`` that the prefill side listens on and the decode side
             connects to; ``None`` if both are in one process.
         disaggregation_secret: shared secret of both sides, required if they are on different hosts.
             It is neither sent nor shown; all traffic is encrypted.
-        simulate_accept_length: accept this many tokens per round on average, right or wrong, to
-            measure speed alone: from 1 to ``speculative_num_steps + 1``. In a tree the accepted
-            tokens follow the deepest path, which may be shorter.
+        simulate_accept_length: for benchmarks: accept this many tokens per round on average,
+            whether they are correct or not; the text is meaningless. From 1 to
+            ``speculative_num_steps + 1``. Trees follow the deepest path, which may be shorter.
     """
 
     model: str | PathLike[str] = "smollm2-135m"
@@ -291,7 +290,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         convert(name, value, hint)
     elif not isinstance(value, tuple(kinds)):
         names = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
-        raise refused(name, value, f"must be a {names}")
+        raise refused(name, value, f"must be of type {names}")
 
 
 @cache

@@ -57,8 +57,8 @@ def build_engine(
     if shared is not None and not is_same(shared[0].target, plan.target):
         other = shared[0].target
         raise ValueError(
-            f"share_weights_with must be an engine over {plan.target.path} in "
-            f"{plan.target.config.dtype}; got one over {other.path} in {other.config.dtype}"
+            f"share_weights_with must be an engine with the model {plan.target.path} and dtype "
+            f"{plan.target.config.dtype}; got {other.path}, {other.config.dtype}"
         )
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):
@@ -148,7 +148,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
 
     Functions on disk are read, not compiled, so an interrupted warm-up resumes. Neither weights
     nor KV pools are allocated. ``stages`` adds draft, verify and extend as separate functions.
-    Raises ValueError if there is no folder.
+    Raises ValueError without a folder.
     """
     started = time.perf_counter()
     plan = plan_engine(args)
@@ -156,8 +156,8 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
     if cache is None:
         raise ValueError(
-            f"compile_cache_dir={args.compile_cache_dir!r} gives no folder to store compiled "
-            "functions; pass a folder that you own"
+            "compiled functions cannot be stored in "
+            f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
         )
     runner = ModelRunner(plan.networks, plan.config, cache)
     runner.compile(show_progress=args.shows_progress, stages=stages)
@@ -197,7 +197,7 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
         try:
             return {pair: check_number(k, kept.get(k), above=0) for pair, k in keys.items()}
         except ValueError as error:
-            logger.warning("measuring round times again, the cached ones are invalid: %s", error)
+            logger.warning("measuring round times again: cached ones are invalid: %s", error)
     seconds = measure_round_seconds(runner)
     for pair, key in keys.items():
         logger.info("round of %s: %.2f ms", key, 1e3 * seconds[pair])

@@ -17,8 +17,7 @@ class DisaggregatedEngine(Engine):
 
     Args:
         model: as for :class:`Engine`.
-        prefill: options of the prefill side that differ, such as sizes and ``base_gpu_id`` (by
-            default the next device).
+        prefill: options of the prefill side that differ; ``base_gpu_id`` is the next device.
         **options: options of both sides.
 
     Attributes:
@@ -35,7 +34,7 @@ class DisaggregatedEngine(Engine):
     ) -> None:
         for name in ("disaggregation_address", "disaggregation_secret"):
             if options.get(name) or (prefill or {}).get(name):
-                raise ValueError(f"{name} is for two processes; leave it out of this engine")
+                raise ValueError(f"{name} applies only to separate processes; leave it out")
         decode = EngineArgs(model=model, disaggregation_mode="decode", **options)
         self._start(decode, share_weights_with)
         try:

@@ -231,13 +231,11 @@ class Engine:
             logprob_start_len: with ``return_logprob``, report prompt tokens from this index on in
                 ``meta_info["input_token_logprobs"]`` and ``["input_top_logprobs"]``, from the raw
                 logits. The first reported token has no value: its entries are
-                ``(None, token id, None)`` and ``None``. These tokens are computed even if they are
-                cached. -1 reports none.
+                ``(None, token id, None)`` and ``None``. Cached tokens are computed again. -1: none.
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
                 ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
                 norm that gave the logits of completion token ``i``.
-            timeout: seconds after which the requests end with finish reason ``abort``. Default: the
-                engine's ``request_timeout``.
+            timeout: seconds until requests end with reason ``abort``. Default: ``request_timeout``.
             stream: yield cumulative results as they grow instead of returning the last one. A slow
                 reader gets fewer and longer steps.
 

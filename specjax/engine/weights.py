@@ -110,7 +110,7 @@ def weights_from_tensors(
         if not names.isdisjoint(tensors):
             parts |= names
             if name in weights:
-                raise ValueError(f"named_tensors has {name!r} twice: flat and as checkpoint parts")
+                raise ValueError(f"named_tensors has {name!r} whole and in parts; give only one")
             weights[name] = _from_parts(recipe, abstract[name].dtype, tensors)
     for name in parts:
         tensors.pop(name, None)
@@ -142,8 +142,7 @@ def check_finite(new: NewWeights) -> None:
 def _is_finite(weight: Any) -> bool:
     if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
         return bool(jnp.isfinite(weight).all())
-    # As an integer, a value that is not finite is at least the infinity of its sign. This is five
-    # times as fast as isfinite on bfloat16.
+    # As an integer, a non-finite value is at least its infinity; 5 times as fast as isfinite.
     array = np.asarray(weight)
     size = array.dtype.itemsize
     infinity = int(np.array(np.inf, array.dtype).view(f"u{size}"))

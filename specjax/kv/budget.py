@@ -75,8 +75,7 @@ class PageHolding:
         """Maximum KV indices in use after all dispatches so far and ``dispatches`` more.
 
         A round writes drafts and verified rows from the end of the text in the pool on. Writes
-        after the request's maximum and the tail are never accepted; without a page they go to the
-        padding page.
+        after the request's maximum and the tail are not accepted; without a page they go to page 0.
         """
         begin = max(self.kv_len, len(self.prefill_ids))
         rounds = self.unread_rounds + dispatches * writes.rounds
@@ -148,8 +147,8 @@ class PageBudget:
             self.cache.unlock(node)
             if not running:
                 raise RuntimeError(
-                    f"a request needs {count} pages, but only {self._available(())} are available "
-                    "although no request runs; pages were lost"
+                    f"internal error: only {self._available(())} of {count} pages are free, and no "
+                    "request runs; restart the engine and report this"
                 )
             return False
         reclaims = count > self._available(())
@@ -194,9 +193,8 @@ class PageBudget:
         Their KV is final in device order: readers are dispatched with the last chunk of the text or
         later, and each layer stores all keys and values of a chunk before it reads any. If another
         request has cached the same pages, those of the holding are freed, but only after the last
-        chunk ``is_dispatched``, as it writes to them. The page of the last token is not offered: a
-        match never includes that token, so no lock could cover the page. The same holds for the
-        pages of a lookahead.
+        chunk ``is_dispatched``, as it writes to them. The page of the last token and those of a
+        lookahead are not offered: a match never includes them, so no lock could cover them.
         """
         if not self._is_sharing or holding.node is None:
             return True

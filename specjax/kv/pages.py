@@ -14,8 +14,7 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import RopeTables, Store
 
-# options of an ``Attend`` that attention over pages supports for segments of any length; ``attend``
-# alone also supports ``window``
+# options of an ``Attend`` that all attention over pages supports; ``attend`` also has ``window``
 ATTENTION_OPTIONS: tuple[str, ...] = ()
 
 
@@ -157,7 +156,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"num_pages={num_pages} must be at least 2, with the padding page")
+            raise ValueError(f"num_pages={num_pages} must be at least 2 (one is the padding page)")
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))

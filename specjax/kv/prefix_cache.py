@@ -111,11 +111,10 @@ class PrefixCache:
 
         The cache takes over full pages that it lacks. The offered pages may include pages that it
         owns, such as those from :meth:`match`. To continue to use offered pages, a request matches
-        and locks them. ``tokens`` extend past the last page if later tokens are known.
+        and locks them. ``tokens`` may be longer than the pages if later tokens are known.
 
         Returns:
-            Offered pages that the caller still owns: duplicates of a cached prefix, and pages after
-            :meth:`num_full_pages`.
+            Pages that the caller still owns: duplicates, and pages after :meth:`num_full_pages`.
 
         Raises:
             ValueError: for wrong pages; the cache takes over none then.
@@ -127,7 +126,7 @@ class PrefixCache:
         rest = [page for page in pages[num_full:] if page not in self._held]
         offered = {*duplicates, *new, *rest}
         if len(offered) != len(duplicates) + len(new) + len(rest) or 0 in offered:
-            raise ValueError(f"pages {list(pages)} must not repeat a page or have padding page 0")
+            raise ValueError(f"pages {list(pages)} must not repeat a page or contain page 0")
         if not self._held.isdisjoint(offered):
             wrong = sorted(self._held & offered)
             raise ValueError(f"pages {wrong} are cached under another prefix")

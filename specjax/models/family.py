@@ -115,7 +115,7 @@ def linear(
 def decoder_layer(
     config: TransformerConfig, kind: LayerKind, flat: str, prefix: str
 ) -> dict[str, Recipe]:
-    """Recipes of a target layer, under the names that most families share."""
+    """How to load the weights of a target layer, with the tensor names that most families share."""
     before = {"input_norm": "input", "post_attention_norm": "post_attention"}
     if kind.post_norm:
         before["post_attention_norm"] = "pre_feedforward"

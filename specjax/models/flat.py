@@ -175,7 +175,7 @@ class Networks:
 
     @property
     def configs(self) -> tuple[TransformerConfig, ...]:
-        """Configurations of the networks that exist."""
+        """The configurations of the target and, if the draft is a network, of the draft."""
         configs = (self.target_config, self.draft_config)
         return tuple(config for config in configs if isinstance(config, TransformerConfig))
 

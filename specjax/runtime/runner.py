@@ -109,8 +109,7 @@ class ModelRunner:
         """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
 
         ``stages`` adds draft, verify and extend as separate functions, for :meth:`watch_rounds`.
-        Functions that are already compiled stay. With ``on_use`` each function is compiled at its
-        first use instead.
+        Compiled functions stay. With ``on_use`` each is compiled at its first use.
         """
         functions = self._functions()
         for job in (*functions.jobs(), *(functions.stage_jobs() if stages else ())):
@@ -217,7 +216,7 @@ class ModelRunner:
         return packed
 
     def _inputs(self, slots: Sequence[int]) -> tuple[Any, ...]:
-        """Leading arguments of a dispatch for these request slots."""
+        """Return the first arguments of every compiled function, for these request slots."""
         tables, own = self.tables, list(slots)
         if self._view is None or tables.pages_dirty[own].any():
             self._view = self._view_of(tables)
@@ -231,8 +230,7 @@ class ModelRunner:
         """Dispatch chunks of prompts in one call; raises ValueError if no bucket holds them.
 
         The result is i32 ``[chunks]``, then padding. Entries of chunks that end a prompt are its
-        first sampled token. ``with_logprobs`` adds prompt log-probabilities; chunks must then fit
-        ``config.logprob_buckets``.
+        first token. ``with_logprobs`` adds log-probabilities; chunks must fit ``logprob_buckets``.
         """
         config, name = self.config, "prefill_logprobs" if with_logprobs else "prefill"
         buckets = config.logprob_buckets if with_logprobs else config.prefill_buckets
@@ -247,8 +245,7 @@ class ModelRunner:
     def watch_rounds(self, watch: Watch | None) -> None:
         """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` ends it.
 
-        Tokens stay the same, but a round takes three dispatches of compiled stages, and ``watch``
-        delays the next round.
+        Tokens stay the same, but a round takes three dispatches, and ``watch`` delays the next one.
         """
         self._watch = watch
 

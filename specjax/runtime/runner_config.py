@@ -102,8 +102,7 @@ class RunnerConfig:
         return StateSizes(self.num_slots, num_kv, self.context, self.largest)
 
 
-# padding tokens that cost as much as another call: reading the weights alone costs as much as 150
-# tokens (Llama-3.1-8B shape)
+# padding tokens that cost as much as another call, which reads the weights (Llama-3.1-8B: 150)
 MOST_PADDING = 256
 # average tokens per chunk in a prefill with the maximum number of chunks
 MIN_CHUNK = 8

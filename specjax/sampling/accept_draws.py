@@ -2,10 +2,10 @@
 
 Both rules draw the token after each row of a tree *given* the row's drafted children: one of them
 with the probability that the rule sets, otherwise a token of the residual distribution. Acceptance
-then follows the drawn tokens as usual. Coins and residual draws are keyed by the request's seed and
-the position of the drawn token, each in a separate stream. Drafts judged by their probabilities
-have a stream too: the rules would not hold if drafts shared noise with the target. Only rows of the
-accepted path matter, one per position.
+then follows the drawn tokens as usual. Random numbers and residual draws are keyed by the request's
+seed and the position of the drawn token, each in a separate stream. Drafts judged by their
+probabilities have a stream too: the rules would not hold if drafts shared noise with the target.
+Only rows of the accepted path matter, one per position.
 
 Axes: B batch, T tree rows, V vocabulary.
 """
@@ -34,8 +34,8 @@ class Acceptance:
     """
 
     uses_rejection: bool = False
-    threshold_single: float = 1.0  # minimum probability to accept a draft regardless of the coin
-    threshold_acc: float = 1.0  # divides the probabilities that the coin is compared with
+    threshold_single: float = 1.0  # accept any draft with at least this probability
+    threshold_acc: float = 1.0  # divides the acceptance probabilities
 
     @property
     def has_thresholds(self) -> bool:
@@ -120,9 +120,9 @@ def threshold_tokens(
 ) -> jax.Array:
     """Target-only sampling with SGLang's thresholds: tokens i32 ``[B, T]``.
 
-    Each row has one coin. Its children are tried in row order. The first is accepted that has
-    ``coin < prob_acc / threshold_acc`` (``prob_acc`` sums ``probs`` of the children up to it) or
-    a probability of at least ``threshold_single``. If no child is accepted, the token is drawn
+    Each row has one random number ``u``. Its children are tried in row order. The first is accepted
+    that has ``u < prob_acc / threshold_acc`` (``prob_acc`` sums ``probs`` of the children up to it)
+    or a probability of at least ``threshold_single``. If no child is accepted, the token is drawn
     from ``probs`` without the children. With both at 1 the token is distributed as ``probs``.
     """
     is_child, (batch, rows, vocab_size) = tree.is_child, probs.shape
@@ -144,7 +144,7 @@ def threshold_tokens(
 
 
 def draw_coins(seeds: jax.Array, tree: VerifyInput) -> jax.Array:
-    """Draw a coin f32 ``[B, T]`` in [0, 1) per row, keyed by the position after it."""
+    """Draw random numbers f32 ``[B, T]`` in [0, 1), keyed by the position after each row."""
     keys, places = _flat_keys(seeds, tree)
     noise = token_noise(keys, places + COIN_STREAM, jnp.zeros(1, jnp.int32))
     # invert the transformation from uniform numbers to Gumbel noise

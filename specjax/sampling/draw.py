@@ -38,11 +38,10 @@ class SamplingConfig:
 
     With ``greedy`` only argmax is compiled: all rows take the most likely token, without logit
     processors and log-probabilities. Log-probabilities are those of the raw logits, before
-    penalties, bias, temperature and filters, so they equal those that prefill reports for the same
-    text. With ``processed`` they are those of the sampling distribution, with temperature 0 counted
-    as 1. Pallas kernels avoid conditionals (on a GPU each one makes the host read back a value
-    within the round); plain XLA skips work that no row needs. ``acceptance`` has no effect with
-    ``greedy``.
+    penalties, bias, temperature and filters, as prefill reports them. With ``processed`` they are
+    those of the sampling distribution, with temperature 0 counted as 1. Pallas kernels avoid
+    conditionals (on a GPU each one makes the host read back a value within the round); plain XLA
+    skips work that no row needs. ``acceptance`` has no effect with ``greedy``.
     """
 
     max_top_logprobs: int = 0  # maximum number of most likely tokens reported per row
@@ -130,8 +129,8 @@ def draft_tokens(
     A row with a temperature uses the noise with which the target will draw its own token for that
     position, and the target's filters. Both draws then agree nearly as often as the distributions
     overlap, and the text still depends only on the seed. This is Gumbel coupling, or
-    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling, drafts use separate
-    noise. For acceptance by thresholds they use none, because the most likely tokens are best.
+    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling, drafts use different
+    random noise from the target; for acceptance by thresholds none: likely tokens are best.
 
     Args:
         logits: raw logits of the draft.
@@ -144,8 +143,7 @@ def draft_tokens(
     Returns:
         Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, best first. A score is
         the column's share of the softmax with the noise: the probability without a temperature, or
-        with one, how clearly this column wins if both draw with this noise. With K = 1 the score is
-        always 1, because there is nothing to compare.
+        with one, how clearly this column wins if both draw with this noise. For K = 1 it is 1.
     """
     shape, implementation = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:

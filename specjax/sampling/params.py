@@ -50,29 +50,26 @@ class SamplingParams:
     """How the tokens of a request are chosen and when it ends.
 
     Attributes:
-        max_new_tokens: maximum completion tokens; the context limit may end a request earlier. 0
-            only scores the prompt.
+        max_new_tokens: maximum completion tokens; the context limits it too. 0 scores the prompt.
         temperature: 0 (or below 1e-6) means greedy.
         top_k: keep the k most likely tokens; -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         min_p: keep tokens with at least this fraction of the best one's probability; 0 keeps all.
         repetition_penalty: divides positive logits of tokens in the prompt or completion, and
             multiplies negative ones, from 0.01 to 2; 1 has no effect.
-        frequency_penalty: subtracted from a token's logit for each occurrence in the completion,
-            from -2 to 2.
+        frequency_penalty: subtracted from a logit per occurrence in the completion, from -2 to 2.
         presence_penalty: subtracted once if the token occurs in the completion, from -2 to 2.
         logit_bias: added to token logits, from -100 to 100, by token id (an integer or its digits).
-        min_new_tokens: minimum completion tokens before an end token; does not hold back stop
-            strings.
+        min_new_tokens: minimum completion tokens before an end token; stop strings still apply.
         n: number of completions per prompt.
-        stop: strings that end the request, at most 128 of at most 256 characters; they are removed
-            from the text.
+        stop: strings that end the request, at most 128 of at most 256 characters (one per --stop);
+            they are removed from the text.
         no_stop_trim: keep the stop string or end token that ended the request in the text.
         skip_special_tokens: leave special tokens out of the text.
         stop_token_ids: token ids that end the request, in addition to the model's end tokens.
         ignore_eos: do not stop at the model's own end tokens.
-        sampling_seed: with a seed, the output of a request depends only on the request.
-        speculative: whether to propose drafts, if the engine drafts; does not change the text.
+        sampling_seed: random seed of this request; with it, the output depends only on the request.
+        speculative: use drafts if the engine has them; with lossless settings, texts stay the same.
 
     Arguments are copied. Raises ValueError for a value outside its range.
     """
@@ -136,7 +133,7 @@ class SamplingParams:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise refused("logit_bias", self.logit_bias, "must be a mapping of token ids")
+            raise refused("logit_bias", self.logit_bias, "must map token ids to biases")
         bias = dict(self.logit_bias)
         object.__setattr__(self, "logit_bias", bias)
         for token, value in bias.items():

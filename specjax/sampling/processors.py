@@ -1,8 +1,7 @@
 """The logit processors in their order, masks first.
 
-The others follow SGLang's order: frequency and presence, repetition, logit bias. A forbidden token
-stays forbidden, because -inf passes through penalties and bias. Temperature and filters come
-afterwards.
+The others follow SGLang's order: frequency and presence, repetition, logit bias. Forbidden tokens
+stay forbidden: -inf passes through penalties and bias. Temperature and filters follow.
 """
 
 from functools import reduce

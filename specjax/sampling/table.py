@@ -38,8 +38,8 @@ def check_slot_limits(
     num_ends = len(_known_ends(end_token_ids, vocab_size))
     if params.min_new_tokens and num_ends > MAX_END_TOKENS:
         raise ParameterError(
-            f"min_new_tokens={params.min_new_tokens} supports at most {MAX_END_TOKENS} end tokens, "
-            f"but the request has {num_ends}; give fewer stop_token_ids or set ignore_eos",
+            f"with min_new_tokens, a request can have at most {MAX_END_TOKENS} end tokens; it has "
+            f"{num_ends}: give fewer stop_token_ids or set ignore_eos",
             param="min_new_tokens",
             limit=MAX_END_TOKENS,
         )
@@ -131,8 +131,7 @@ class HostTables:
             seed: of the request's noise.
             end_token_ids: tokens that end the request.
             prompt_len: tokens of the request's prompt; tokens prefilled after it count as produced.
-            top_logprobs: number of most likely tokens to report per position; ``None`` for no
-                log-probabilities.
+            top_logprobs: most likely tokens to report per position; ``None``: no log-probabilities.
             hidden_states: whether to report the hidden state that gives each token's logits.
         """
         self.sampling[slot] = self._neutral

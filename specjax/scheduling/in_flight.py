@@ -162,4 +162,4 @@ class InFlight:
                 controller.on_verify_complete(counts, tier=executed, batch_size=batch_size)
             except ValueError as error:
                 # affects only the adaptive metrics, not the tokens of requests
-                logger.warning("the adaptive policy ignores a round: %s", error)
+                logger.warning("the adaptive policy could not use a round: %s", error)

@@ -42,8 +42,7 @@ class Call:
     Attributes:
         deliver: passes an item to the caller, from the loop's thread; set before the call is
             submitted. With ``is_stream``, lists of outputs come first. The last item is an
-            exception to raise, or ``None`` if all requests have ended. Returns ``False`` if the
-            caller is gone.
+            exception to raise, or ``None`` if all ended. Returns ``False`` if the caller is gone.
         is_pending: delivered outputs have not been taken yet. Later outputs then wait for a later
             step, so that a slow reader gets fewer outputs instead of a backlog.
     """
@@ -208,11 +207,9 @@ class EngineLoop:
     """Steps a scheduler in its own daemon thread, the only thread that uses the scheduler.
 
     Callers put commands in a queue. The thread runs them between steps and sleeps on the queue if
-    idle. Putting a command never blocks and is reentrant, so that a garbage collection can abort a
-    call in any thread at any time.
+    idle. Putting a command never blocks and is reentrant, as garbage collection may abort any call.
 
-    The thread keeps this object alive, and this object does not refer to its owner. A finalizer of
-    the owner calls :meth:`stop`.
+    The thread keeps this object alive; it does not refer to its owner, whose finalizer stops it.
 
     Requests are submitted when their result is first requested, so that an unread stream uses
     nothing. If the caller leaves early (an exception, Ctrl-C, a cancelled task, a stream closed or
@@ -234,7 +231,7 @@ class EngineLoop:
         self._thread = start_device_thread(self._run, "specjax-engine", self.stop)
 
     def wait(self, call: Call) -> Any:
-        """Wait for all requests of a call and return their results."""
+        """Wait for all requests made by one call and return their results."""
         for _ in self.stream(call):
             pass
         return call.results()

@@ -287,8 +287,8 @@ class Request:
     ) -> int:
         """Append accepted drafts and the bonus token until the request ends.
 
-        ``logprobs`` ``[A]`` and hidden ``states`` f32 ``[A, D]`` belong to the tokens. Returns the
-        number of tokens kept.
+        ``logprobs`` ``[A]`` and ``states`` f32 ``[A, D]`` belong to the tokens. Returns the number
+        of tokens kept.
         """
         kept = self._append(tokens, num_accepted)
         if self.spec is not None:
@@ -388,8 +388,7 @@ class Request:
 class RunningRequest(PageHolding):
     """A request from its admission to its end or preemption.
 
-    After the first token is read, ``kv_len`` is one less than the number of known tokens: the last
-    token is not in the pool yet.
+    After the first token is read, ``kv_len`` excludes the last token, which is not in the pool yet.
     """
 
     request: Request

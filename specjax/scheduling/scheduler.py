@@ -1,8 +1,7 @@
 """First come, first served: admission, prefill, rounds and preemption (retraction).
 
 Running requests are the oldest ones, in the order of their arrival. A preempted request returns to
-the head of the queue. So the oldest request is never preempted while another one runs, and always
-advances.
+the head of the queue, so the oldest request always advances.
 """
 
 import logging
@@ -51,8 +50,7 @@ class Scheduler:
     A step admits requests, dispatches chunks of their prompts and one round of all decoding rows,
     and reads results that are due. While requests decode, chunks have a smaller token budget, which
     bounds how long prompts delay them. In a burst, rounds wait instead. Prompts are packed in the
-    order of arrival. After the last chunk of one prompt, the next prompt already finds its pages in
-    the prefix cache.
+    order of arrival. After a prompt's last chunk, the next one finds its pages in the prefix cache.
 
     Results are read late. The device stops rows at their limit and at end tokens. Only the host
     handles stop strings, aborts and timeouts; later results of such a request are ignored. The
@@ -65,8 +63,7 @@ class Scheduler:
         max_waiting_requests: maximum number of waiting requests that have no free slot.
         clock: the clock of the requests in seconds, for timeouts and metrics.
         controller: chooses the tier of each round from the acceptance of earlier rounds.
-        prompt_source: gets the prompt of each newly admitted request; by default all prompts are
-            computed here.
+        prompt_source: gets the prompts of admitted requests; by default they are computed here.
     """
 
     def __init__(
@@ -207,7 +204,8 @@ class Scheduler:
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         here = [row for row in self._running if not row.is_remote]
         if here and not (has_dispatched or rows or has_unread):
-            raise RuntimeError(f"request {here[0].request.rid!r} waits for lost results")
+            rid = here[0].request.rid
+            raise RuntimeError(f"internal error: lost results for {rid!r}; restart the engine")
         self._report_queue()
 
     def flush_cache(self) -> None:
@@ -404,8 +402,8 @@ class Scheduler:
                 self._budget.raise_reserve()
             else:
                 raise RuntimeError(
-                    f"request {rows[0].request.rid!r} cannot grow although it runs alone; pages "
-                    "were lost"
+                    f"internal error: request {rows[0].request.rid!r} lacks pages although it runs "
+                    "alone; restart the engine and report this"
                 )
             rows = [row for row in self._running if row.can_advance()]
         return rows

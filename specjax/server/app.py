@@ -45,11 +45,9 @@ def make_app(
         engine: the engine, or a future that resolves to it. Until it resolves, requests get 503.
         served_model_name: model name for clients. Default: the name of the engine's target.
         api_key: key that clients must send, except for ``/``, ``/health`` and ``/metrics``. Without
-            a key every caller is accepted, and callers on the same host may flush the cache and
-            replace weights.
+            a key all callers are accepted, and those on this host are administrators.
         admin_api_key: key that flushing the cache and replacing weights need instead.
-        max_requests: maximum number of completions in progress, including waiting ones; more get
-            429.
+        max_requests: maximum completions in progress, waiting ones included; more get 429.
         max_body_bytes: maximum size of a request body; longer bodies get 413.
         cors_allow_origins: origins whose pages may call from a browser; ``"*"`` allows all.
 

@@ -129,7 +129,7 @@ class Exchange:
     async def body(self, limit: int, large: LargeBodies) -> AsyncIterator[bytearray]:
         """Read a body of at most ``limit`` bytes; a large one is valid only inside the block."""
         if self.header(b"content-encoding") not in (None, b"identity"):
-            raise ApiError(415, "compressed bodies are not supported; send it uncompressed")
+            raise ApiError(415, "compressed bodies are not supported; send the body uncompressed")
         total = min(limit, int(self.header(b"content-length") or limit))
         data, size, claimed, has_more, is_refused = bytearray(), 0, 0, True, False
         try:

@@ -1,7 +1,6 @@
 """JSON request bodies: decode fields on access and refuse unsupported ones.
 
-A field stays JSON text until a reader takes it with its type, so a large body of wrong values is
-cheap.
+A field stays JSON text until a reader takes it with its type, so wrong values are cheap.
 """
 
 import itertools

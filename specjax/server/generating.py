@@ -1,4 +1,4 @@
-"""Runs a request: read the body, call the engine and send the response."""
+"""Runs a request: reads the body, calls the engine and sends the response."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ async def generate(
     service.check_open()
     call, answer = await read_body(service, exchange, read, renders=renders)
     exchange.rid = call.groups[0]
-    logger.debug("rid %s begins: %d completions", exchange.rid, len(call.requests))
+    logger.debug("request %s started with %d completions", exchange.rid, len(call.requests))
     num_reported = max_reported(call)
     if num_reported > MAX_REPORTED:
         raise ApiError(

@@ -1,7 +1,6 @@
 """Server process: connection limits, start-up with an engine, and shutdown.
 
-uvicorn limits neither the size nor the time of a request's head, and keeps connections that never
-complete one.
+uvicorn limits neither size nor time of a request's head, even if it is never completed.
 """
 
 import asyncio

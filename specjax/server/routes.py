@@ -155,7 +155,7 @@ async def model_info(service: Service, exchange: Exchange) -> Json:
 async def tokenizer_info(service: Service, exchange: Exchange) -> Json:
     tokenizer = service.engine.tokenizer
     if tokenizer is None:
-        raise ApiError(404, "the server has no tokenizer (skip_tokenizer_init)")
+        raise ApiError(404, "the server has no tokenizer (skip_tokenizer_init); send input_ids")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "vocab_size": tokenizer.vocab_size,
@@ -295,7 +295,7 @@ async def update_weights(service: Service, exchange: Exchange) -> Json:
             raise ApiError(400, message, param=name)
     finish_fields(body, service.ignored_fields)
     if service.is_updating:
-        raise ApiError(409, "a weight update is already running; wait for its end", code="updating")
+        raise ApiError(409, "a weight update is running; wait until it ends", code="updating")
     service.is_updating = True
     try:
         with service.refusals():

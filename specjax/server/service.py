@@ -32,8 +32,7 @@ class Access:
     """
 
     api_key: str | None = None  # required on all routes that are not open
-    # Required on administration routes. Default: the API key. If that is missing too, the caller
-    # must be on the same host.
+    # For administration routes. Default: the API key, or else callers on the same host only.
     admin_api_key: str | None = None
     # Whether the server listens on a loopback address. Without a key it then refuses pages of other
     # sites that are open in a browser on this host.
@@ -146,7 +145,8 @@ class Service:
                 message = f"the model is still loading{self._progress}"
                 raise ApiError(503, message, code="starting")
             if engine.exception() is not None:
-                raise ApiError(503, "the model could not be loaded", code="engine_failed")
+                message = "the model could not be loaded; see the server's log"
+                raise ApiError(503, message, code="engine_failed")
             engine = self._engine = engine.result()
         try:
             engine.check_health()
@@ -171,7 +171,7 @@ class Service:
         """The engine's tokenizer; ApiError 400 if it has none."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise ApiError(400, "the server has no tokenizer (skip_tokenizer_init)")
+            raise ApiError(400, "the server has no tokenizer (skip_tokenizer_init); send input_ids")
         return tokenizer
 
     def take_inputs(self, body: Body, name: str) -> Any:
@@ -197,7 +197,9 @@ class Service:
         """Refuse a request for more completions than ``max_requests``."""
         if count > self.max_requests:
             raise ApiError(
-                400, f"the request needs {count} completions; the limit is {self.max_requests}"
+                400,
+                f"the request needs {count} completions; the limit is {self.max_requests}: send "
+                "fewer prompts, lower n or raise --max-requests",
             )
 
     @contextmanager

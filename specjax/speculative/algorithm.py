@@ -168,7 +168,7 @@ class CommonAlgorithm:
 
 
 class _BuiltIn:
-    """Class attribute that imports the built-in algorithm of its name on first read."""
+    """A class attribute; the first read imports the built-in algorithm of the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -304,7 +304,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> Rows:
         """Shapes and dtypes of the rows by request slot, ``[R, ...]``.
 
-        Rows start as zeros, which must mean that there is nothing to draft from.
+        Rows are initialised to zero, so an all-zero row must mean "nothing to draft from".
         """
         return ()
 

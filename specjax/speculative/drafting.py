@@ -111,8 +111,8 @@ def tree_shape(steps: int, topk: int, nodes: int | None) -> DraftShape:
     shape = DraftShape(steps, topk, nodes)
     if shape.draft_rows > MAX_MASKED:
         raise ValueError(
-            f"speculative_eagle_topk={topk} times {steps - 1} (speculative_num_steps - 1) must be "
-            f"at most {MAX_MASKED}, the number of rows that drafting can attend over"
+            f"lower speculative_eagle_topk={topk} or speculative_num_steps={steps}: topk x (steps "
+            f"- 1) must be at most {MAX_MASKED}"
         )
     if not 2 <= nodes <= most:
         raise ValueError(

@@ -50,7 +50,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sorted corpus of a file, used in place of a draft checkpoint."""
+    """A corpus read from a file and sorted for search; used instead of a draft checkpoint."""
 
     path: Path
     config: CorpusConfig
@@ -133,7 +133,7 @@ def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np
     is_continued = np.append(tokens[1:] != SEPARATOR, False) & (tokens != SEPARATOR)
     order = order[is_continued[order]]
     if not order.size:
-        raise ValueError("no document has two tokens")
+        raise ValueError("the corpus needs a document of two or more tokens")
     return tokens, order
 
 
@@ -222,7 +222,7 @@ class Ngram(SpeculativeAlgorithm):
         return option not in ("speculative_eagle_topk", "draft", "draft_rope_theta")
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """A tree of depth S. A tier has one row per step, in any branches, plus the root."""
+        """A tree of depth S. A tier has one row per step plus the root, in any branches."""
         nodes = args.speculative_num_draft_tokens
         if args.speculative_adaptive and nodes is not None:
             raise ValueError(

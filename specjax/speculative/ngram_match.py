@@ -20,7 +20,7 @@ PIVOTS = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Continuations:
-    """Tokens that followed earlier occurrences of a text's end, best first.
+    """Tokens that followed earlier occurrences of the last tokens of a text, best match first.
 
     A longer match is better; among equals, a more recent one.
     """
@@ -186,10 +186,11 @@ def ngram_tree(
 ) -> VerifyInput:
     """Build a tree of the T - 1 likeliest nodes after texts of i32 ``[B]`` tokens.
 
-    Continuations share a node as long as their tokens are equal. A node's score is the product of
-    the confidences on its path; ``by_frequency`` multiplies it by the share of continuations that
-    begin with that path. Scores never grow along a path, and ties go to the lower level: parents
-    are chosen with their children and precede them. Missing nodes are children of the root, id 0.
+    Continuations that begin with the same tokens share the nodes of those tokens. A node's score is
+    the product of the confidences on its path; ``by_frequency`` multiplies it by the share of
+    continuations that begin with that path. Scores never grow along a path, and ties go to the
+    lower level: parents are chosen with their children and precede them. Missing nodes are children
+    of the root, id 0.
     """
     batch, most, steps = some.tokens.shape
     rows = num_draft_tokens

@@ -50,7 +50,8 @@ class Chunk(NamedTuple):
 
 
 def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
-    """Pack at most ``limit`` chunks of at most ``width`` tokens in total for the device.
+    """Pack chunks for the device: at most ``limit`` of them, with at most ``width`` tokens
+    together.
 
     Returns i32 ``[limit * HEADER + width]``: the headers of all chunks, then their tokens
     concatenated.

@@ -132,7 +132,10 @@ def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
     """Import the module that should register a name."""
     owners = [f"{point.value} of {point.dist and point.dist.name}" for point in points]
     if len(set(owners)) > 1:
-        raise ValueError(f"speculative_algorithm={name!r} is in {owners}; uninstall all but one")
+        raise ValueError(
+            f"several packages provide speculative_algorithm={name!r}: {owners}; uninstall all but "
+            "one"
+        )
     before = dict(_custom)
     try:
         points[0].load()
@@ -186,12 +189,12 @@ def register_algorithm(
     unread = [each for each in _public(spec_class) if each in seam and each not in common]
     if "supports_overlap" in vars(spec_class) and spec_class is not CustomSpecAlgo:
         raise ValueError(
-            f"spec_class={spec_class!r} of {name!r} has supports_overlap; pass it to "
-            "register_algorithm"
+            f"{name!r}: set supports_overlap in register_algorithm(), not in "
+            f"spec_class={spec_class!r}"
         )
     if unread:
         raise ValueError(
-            f"spec_class={spec_class!r} of {name!r} has {unread}, which have no effect there; move "
+            f"{name!r}: {unread} have no effect in spec_class={spec_class!r}; move "
             "them to the SpeculativeAlgorithm that the factory returns"
         )
 

@@ -1,7 +1,7 @@
 """Reference implementation of plain decoding: one full pass per token, and sampling in numpy.
 
 It has no KV cache, pages, batches or rounds, so tests can check all of these against it. It shares
-only the network's layers and the seeded noise with the engine.
+only the network's layers and the noise of a seed with the engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

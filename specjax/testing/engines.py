@@ -62,7 +62,7 @@ def write_files(folder: Path, cache: Path | None = None) -> Files:
 
 
 def check_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int = 24) -> int:
-    """Check a float32 engine's tokens, greedy and seeded, against dense decoding.
+    """Check a float32 engine's tokens, greedy and with seeds, against dense decoding.
 
     Returns:
         The number of accepted drafts.

@@ -24,7 +24,7 @@ class Answer:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """Events of a stream, after checking that it ends with ``[DONE]``."""
+        """Return the events of a stream and check that it ends with ``[DONE]``."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *found, last, nothing = self.body.decode().split("\n\n")
         assert (last, nothing) == ("data: [DONE]", "")

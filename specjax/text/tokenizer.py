@@ -67,7 +67,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{file} is not a tokenizer of `tokenizers`: {error}") from error
+            raise ValueError(f"the tokenizers library cannot read {file}: {error}") from error
         names = "special_tokens_map.json", "tokenizer_config.json"
         older, config = (Fields.read_if_there(directory / name) for name in names)
         config = Fields({**older.values, **config.values}, config.where)

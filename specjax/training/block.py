@@ -4,8 +4,8 @@ An anchor is a known token at row p. Its block sees the target features of the r
 same text and its own rows, and predicts the target's tokens at rows p + 1 to p + G. The Markov head
 reads the tokens of the text. Sources: DFlash (arXiv 2602.06036) for the mask; the loss is ours.
 
-Axes: B packed rows, T tokens per row, N anchors per row, R rows per block, G drafts per block, D
-hidden, V vocabulary.
+Axes: B rows, T tokens per row, N anchors per row, R rows per block, G drafts per block, D hidden, V
+vocabulary.
 """
 
 from collections.abc import Mapping
@@ -154,8 +154,7 @@ def context_store(kv: Any, layer: int, k: jax.Array, v: jax.Array, rope: RopeTab
 def block_attend(batch: PackedBatch, anchors: Anchors, num_rows: int) -> Attend:
     """Attention of all blocks ``[B, N * R]`` over their contexts and their own rows.
 
-    Blocks are processed in groups, since a query is compared with the keys of all blocks in its
-    group.
+    Blocks are processed in groups: a query is compared with all keys of its group.
     """
     count = anchors.rows.shape[1]
     size = next(n for n in range(min(GROUP, count), 0, -1) if count % n == 0)

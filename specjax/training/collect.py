@@ -100,7 +100,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])
     before, found, after = text.partition(_MARK)
     if not found or _MARK in after:
-        raise ValueError("the chat template does not contain the user's text exactly once")
+        raise ValueError("chat template must contain the user's text once; choose another")
     return before, after
 
 
@@ -131,8 +131,8 @@ def sample_prompts(
     """Sample prompts from the target: user turns that continue topic openings, and plain text.
 
     The target ends a user turn with an end token. A turn that reaches ``max_user_tokens`` is cut
-    after its last full sentence or line. Duplicates are removed. Without a chat template, all
-    prompts are plain text.
+    after its last sentence or line. Duplicates are removed. Without a chat template, prompts are
+    plain text.
     """
     text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
     num_text = round(config.self_sample * text_fraction)

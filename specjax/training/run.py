@@ -64,7 +64,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.generate_only and args.data is None:
         raise ValueError("--generate-only needs --data")
     if not args.generate_only and args.output is None:
-        raise ValueError("--output is needed; only --generate-only can omit it")
+        raise ValueError("--output is required unless --generate-only is given")
     if not (args.self_sample or args.prompts or (args.data is not None and args.data.exists())):
         raise ValueError(
             "nothing to train on: pass prompt files (--prompts), or the number of prompts to "
@@ -205,7 +205,7 @@ def make_corpus(
     bar = tqdm(unit="tok", unit_scale=True, mininterval=2.0, disable=None, desc="generating")
     with sampler.engine, bar:
         corpus = collect(sampler, tokenizer, config, entries, lambda _, count: bar.update(count))
-    logger.info("%d sequences, %d answer tokens", len(corpus), corpus.answer_tokens)
+    logger.info("generated %d sequences with %d answer tokens", len(corpus), corpus.answer_tokens)
     corpus.save(args.data)
     return corpus
 

@@ -3,8 +3,7 @@
 Row i of a sequence pairs the target feature ``f_i`` with the embedding of token ``t_{i+1}`` at
 position i. It predicts ``t_{i+2}``, that is, the target's distribution at row i + 1. In step j the
 token and the prediction move on by j, and the rotary position is i + j. The hidden input is the
-draft's own output of step j - 1 at row i. Sources: EAGLE-3 (arXiv 2503.01840) and its training
-code.
+draft's output of step j - 1 at row i. Source: EAGLE-3 (arXiv 2503.01840) and its code.
 
 Axes: B rows, T tokens per row, S steps, D hidden, V vocabulary, W draft vocabulary.
 """

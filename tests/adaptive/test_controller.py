@@ -202,7 +202,7 @@ def test_wrong_states_are_refused() -> None:
     with pytest.raises(ValueError, match="init_states"):
         controller.activate_for_batch(1)
     controller.register(worker.state)
-    with pytest.raises(ValueError, match="speculative_num_steps=3 is already registered"):
+    with pytest.raises(ValueError, match="speculative_num_steps=3 already has a state"):
         controller.register(worker.state)
     with pytest.raises(ValueError, match=r"speculative_num_steps=5 .* is not one of"):
         controller.register(FakeWorker(5).state)
@@ -267,7 +267,7 @@ def test_start_and_switches_are_logged(caplog: pytest.LogCaptureFixture) -> None
         controller.on_verify_complete([7])
     assert [record.getMessage() for record in caplog.records] == [
         "adaptive decoding: policy ema, tiers 1, 3, 7, first tier 3",
-        "speculative_num_steps 3 -> 7",
+        "adaptive decoding: speculative_num_steps changed from 3 to 7",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}
 

@@ -174,7 +174,7 @@ def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
     head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k"
     path.write_bytes(head + struct.pack("<IIQ", 9, kind, 2**40))
     assert path.stat().st_size == 49
-    with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF .* beyond its end"):
+    with pytest.raises(ValueError, match=r"is not a complete GGUF .* exceed the file's size"):
         open_target(path)
     nested = struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 5000
     path.write_bytes(head + nested)

@@ -31,8 +31,10 @@ def test_layers_move_together(tmp_path) -> None:
 @pytest.mark.parametrize("layers", [[], [2], [-1, 0], [1, 0], [0, 0], [0.0]])
 def test_missing_layers(layers, tmp_path, capsys) -> None:
     target = open_target(write_target(tmp_path / "target"))
-    with pytest.raises(ValueError, match=r"layers=\[.*\] must ascend, from 0 to 1 at most"):
+    with pytest.raises(
+        ValueError, match=r"layers=\[.*\] must be in ascending order and from 0 to 1"
+    ):
         save_layers(tmp_path / "pruned", target, layers)
     main = runpy.run_path(str(SCRIPTS / "prune_layers.py"))["main"]
     assert main(["--model", str(target.path), "--keep", "0-2", "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("prune_layers: error: layers=[0, 1, 2] must ascend")
+    assert capsys.readouterr().err.startswith("prune_layers: error: layers=[0, 1, 2] must be in")

@@ -279,7 +279,9 @@ def test_other_weights_of_the_same_model(files, alone, parted, tmp_path, caplog)
         peer = RemotePeer(str(prefill.disaggregation_address), SECRET, parted._side)
         try:
             assert parted.wait_for_peer(SECONDS)
-            wait_for(lambda: "prefilling locally until the weights are equal" in caplog.text)
+            wait_for(
+                lambda: "prefilling locally until both sides have the same weights" in caplog.text
+            )
             check_computed_here(alone, parted)
         finally:
             peer.close()

@@ -177,7 +177,7 @@ def test_jobs_of_a_silent_peer_are_prefilled_locally(pair, texts, caplog, monkey
         monkeypatch.undo()
         peer.let_go()
         assert_same(ask(pair), texts)
-    assert "is prefilled locally: no answer" in caplog.text
+    assert "is prefilled locally: the prefill side did not answer" in caplog.text
     assert pair.metrics.snapshot().prefilled_tokens == before + sum(LENGTHS)
 
 
@@ -274,7 +274,9 @@ def test_a_pair_without_references_is_freed(files, alone):
 
 @pytest.mark.parametrize("name", ["disaggregation_address", "disaggregation_secret"])
 def test_a_pair_of_one_process_has_no_address_and_no_secret(files, name):
-    with pytest.raises(ValueError, match=f"{name} is for two processes; leave it out"):
+    with pytest.raises(
+        ValueError, match=f"{name} applies only to separate processes; leave it out"
+    ):
         files.engine(kind=DisaggregatedEngine, **{name: "127.0.0.1:0"})
 
 

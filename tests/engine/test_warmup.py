@@ -215,9 +215,9 @@ def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b cannot be combined with --model"),
+        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b excludes --model"),
         (["--batch-buckets=0"], r"batch_buckets=(0,)"),
-        (["--compile-cache-dir=none"], "gives no folder"),
+        (["--compile-cache-dir=none"], "pass a folder that you own"),
     ],
 )
 def test_the_command_refuses_bad_input(files, capsys, extra, message) -> None:

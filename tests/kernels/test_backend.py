@@ -99,7 +99,7 @@ def test_equal_options_of_different_types_make_different_kernels() -> None:
     assert call(2) is call(2)
     x = jnp.ones(4)
     assert (call(2)(x).tolist(), call(2.0)(x).tolist()) == ([2.0] * 4, [3.0] * 4)
-    with pytest.raises(ValueError, match=r"scaled has positional options \(5,\)"):
+    with pytest.raises(ValueError, match=r"options \(5,\) of scaled by keyword"):
         call(2, 5)
 
 

@@ -209,7 +209,7 @@ def test_the_likelier_is_drafted_deeper():
         ("[1, true]\n", "line 1: neither"),
         ("[1\n", "line 1: "),
         ('"a text"\n', "line 1: a text needs a tokenizer"),
-        ("[]\n[1]\n", "no document has two tokens"),
+        ("[]\n[1]\n", "a document of two or more tokens"),
         (None, "corpus.jsonl"),
     ],
 )

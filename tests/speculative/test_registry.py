@@ -261,7 +261,7 @@ def test_methods_of_a_spec_class_without_effect_are_refused() -> None:
         def propose(self, *inputs: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(ValueError, match=r"Misplaced.* has \['lookahead', 'propose'\], which have"):
+    with pytest.raises(ValueError, match=r"\['lookahead', 'propose'\] have no effect .*Misplaced"):
         register_algorithm("misplaced", spec_class=Misplaced)
 
     class Own(CustomSpecAlgo):
@@ -279,7 +279,7 @@ def test_methods_of_a_spec_class_without_effect_are_refused() -> None:
     class Overlapping(CustomSpecAlgo):
         supports_overlap = True
 
-    with pytest.raises(ValueError, match="has supports_overlap; pass it to register_algorithm"):
+    with pytest.raises(ValueError, match=r"set supports_overlap in register_algorithm\("):
         register_algorithm("overlapping", spec_class=Overlapping)
 
 
@@ -355,7 +355,7 @@ def test_entry_points_that_register_nothing_or_clash_are_refused(site: Path) -> 
     install(site, "other_plugin", "", "twice = other_plugin")
     with pytest.raises(ValueError, match=r"does not register this name; .*register_algorithm"):
         registry.find("other")
-    with pytest.raises(ValueError, match=r"'twice' is in .*echo_plugin.*uninstall all but one"):
+    with pytest.raises(ValueError, match=r"'twice': .*echo_plugin.*uninstall all but one"):
         registry.find("twice")
 
 

@@ -155,7 +155,7 @@ def test_help_states_the_default_of_every_option(main, capsys):
     ("arguments", "message"),
     [
         ("--generate-only", "--generate-only needs --data"),
-        ("--self-sample 3", "--output is needed"),
+        ("--self-sample 3", "--output is required"),
         ("--output {free}", "nothing to train on: pass prompt files (--prompts)"),
         ("--output {file}", "--output {file}: {file} is not a writable directory"),
         ("--output {file}/head", "--output {file}/head: {file} is not a writable directory"),
