@@ -5,12 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import Engine
+from specjax.checkpoints.export import export_draft
 from specjax.models.layers import dense_attention, rope_tables, rotated
 from specjax.training import block as training
-from specjax.training.block import BlockTrainer, block_draft_config, context_store, draw_anchors
-from specjax.training.data import pack
+from specjax.training.block import (
+    BlockTrainer,
+    block_draft_config,
+    context_store,
+    draw_anchors,
+    feature_scale,
+)
+from specjax.training.data import Corpus, batches, pack
 from specjax.training.trainer import TrainConfig
-from specjax.training.ttt import packed_attend
+from specjax.training.ttt import PackedBatch, packed_attend
+
+from .conftest import save_random
 
 NUM_DRAFTS = 3
 
@@ -131,3 +141,48 @@ def test_weights_of_the_context_are_those_of_the_layers(tiny):
         expected = layer.attention.store(context, rope, (), 0, context_store)
         for ours, theirs in zip(both, expected[0], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_serving_accepts_as_training_predicts(tiny, sampler, tmp_path):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, 4).tolist() for _ in range(48)]
+    answers = sampler.generate(prompts, [0.0] * 48, 24, 0)
+    corpus = Corpus.of([(p, a, "greedy") for p, a in zip(prompts, answers, strict=True)])
+    config = block_draft_config(
+        tiny.model, draft_vocab_size=61, num_layers=2, num_drafts=NUM_DRAFTS, markov_rank=8
+    )
+    options = TrainConfig(
+        steps=120, batch_rows=8, row_length=32, anchors=24, learning_rate=1e-2, warmup_steps=8
+    )
+    rows = pack(corpus, 32, 0)
+    scale = feature_scale(
+        tiny.flat, tiny.weights, config.feature_layers, PackedBatch(*(x[:2] for x in rows))
+    )
+    trainer = BlockTrainer(options, config, tiny.flat, tiny.weights, np.arange(61), scale)
+    state, stream = trainer.init(), batches(rows, 8, 0)
+    for i in range(options.steps):
+        rate = np.float32(options.rate(i))
+        state, _ = trainer.step(state, trainer.target_weights, next(stream), rate)
+    predicted = trainer.evaluate(state.params, rows).accept_length()
+    assert predicted > 1.8
+    export_draft(tmp_path / "draft", config, trainer.named_weights(state.params))
+    target = save_random(tmp_path / "target", tiny.model)
+    with Engine(
+        str(target),
+        draft=str(tmp_path / "draft"),
+        speculative_algorithm="DSPARK",
+        skip_tokenizer_init=True,
+        context_length=64,
+        max_running_requests=4,
+        batch_buckets=[4],
+        show_progress=False,
+    ) as engine:
+        found = engine.generate(
+            input_ids=prompts, sampling_params={"temperature": 0.0, "max_new_tokens": 24}
+        )
+    assert [one["output_ids"] for one in found] == answers
+    verifies = sum(one["meta_info"]["spec_verify_ct"] for one in found)
+    # prefill makes the first token of each answer
+    measured = (sum(map(len, answers)) - len(answers)) / verifies
+    assert measured == pytest.approx(predicted, abs=0.35)

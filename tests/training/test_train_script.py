@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from specjax.checkpoints import open_target
+from specjax.checkpoints.block import open_block
 from specjax.checkpoints.draft import open_draft
 from specjax.testing import letter_tokenizer
 from specjax.testing.files import CONFIG
@@ -112,12 +113,32 @@ def test_generated_text_survives_a_later_failure(
     assert [fails(20), fails(20)] == [4, 4]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["DSPARK", "DFLASH"])
+def test_block_drafters_are_trained(main, model_directory, tmp_path, generated, algorithm):
+    head, report = tmp_path / "head", tmp_path / "report.json"
+    options = f"--model {model_directory} --output {head} --self-sample 24 {SIZES} {TRAIN}"
+    block = f"--algorithm {algorithm} --draft-layers 2 --num-drafts 3 --markov-rank 4 --anchors 8"
+    block += " --batch-rows 1"
+    assert main(f"{options} {block} --join 0.5 --held-out 0.5 --report {report}") == 0
+    assert len(json.loads(report.read_text())["held_out_acceptance"]) == 3
+    draft = open_block(head, open_target(model_directory))
+    assert draft.config.num_drafts == 3
+    assert draft.config.anchor_first == bool(draft.config.markov_rank) == (algorithm == "DSPARK")
+    assert set(draft.load_weights())
+
+
 def test_target_and_options_are_checked_before_generation(
     main, model_directory, tmp_path, capsys, generated
 ):
     config = json.loads((model_directory / "config.json").read_text())
     for change, arguments, message in (
         ({"num_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
+        (
+            {},
+            "--join 0.5 --row-length 513",
+            "--row-length=513 exceeds the model's context of 512 tokens, and --join",
+        ),
         ({}, "--batch-rows 25", "--batch-rows=25 exceeds the 24 answers to generate"),
         (
             {},
