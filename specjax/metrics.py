@@ -1,5 +1,6 @@
 """Metrics of an engine; the Prometheus names are SGLang's with the prefix ``specjax:``."""
 
+import logging
 import threading
 import time
 from bisect import bisect_left
@@ -17,8 +18,13 @@ from prometheus_client.utils import floatToGoString
 
 from specjax.types import NO_DRAFTS, DraftShape
 
+logger = logging.getLogger(__name__)
+
 WINDOW_SECONDS = 5.0
 MARKS_A_WINDOW = 50
+# An accept length below LOW_ACCEPT_LENGTH in the first verifies points to a draft that is read
+# wrongly: a shift of the target layers by one, or another rope style, leaves about 1.1.
+LOW_ACCEPT_LENGTH, FIRST_VERIFIES = 1.2, 200
 
 
 class Throughput:
@@ -114,6 +120,7 @@ class Totals:
     adapts: bool = False  # the tier adapts to the acceptance
     # tokens per round accepted regardless of the target, to measure speed alone
     simulate_accept_length: float | None = None
+    checks_acceptance: bool = False  # warn if the first verifies rarely accept; then False
 
     tier: DraftShape = NO_DRAFTS  # of the next rounds
     ema_accept_len: float = 0.0
@@ -188,7 +195,10 @@ class Totals:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
     def drafts_verified(self, num_proposed: int, accepted: Sequence[int]) -> None:
-        """Count verifies of one request; ``accepted`` has the accepted drafts of each verify."""
+        """Count verifies of one request; ``accepted`` has the accepted drafts of each verify.
+
+        Warns once if the accept length of the first verifies is low and ``checks_acceptance``.
+        """
         with self.lock:
             self.num_verifies += len(accepted)
             self.num_proposed_drafts += num_proposed
@@ -197,6 +207,17 @@ class Totals:
                 while count >= len(self.verifies_by_accepted):
                     self.verifies_by_accepted.append(0)
                 self.verifies_by_accepted[count] += 1
+            is_due = self.checks_acceptance and self.num_verifies >= FIRST_VERIFIES
+            self.checks_acceptance = self.checks_acceptance and not is_due
+        if is_due and self.accept_length < LOW_ACCEPT_LENGTH:
+            logger.warning(
+                "the accept length of the first %d verify passes is %.2f, bonus tokens included; "
+                "usual causes, if the draft was trained for this target: target layers shifted by "
+                "one, the wrong layout of a block drafter (anchor-first or fill-in), or another "
+                "rope style or base; 'specjax inspect' shows how the draft is read",
+                self.num_verifies,
+                self.accept_length,
+            )
 
     def request_finished(
         self, reason: str, seconds: float, num_prompt_tokens: int, num_completion_tokens: int

@@ -117,6 +117,7 @@ class Engine:
             drafts=largest.steps > 0,
             adapts=controller is not None,
             simulate_accept_length=args.simulate_accept_length,
+            checks_acceptance=plan.has_trained_draft,
             tier=largest if controller is None else controller.tier,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)

@@ -60,6 +60,15 @@ class EnginePlan:
         return self.config.num_pages * self.config.page_size * self.needs.token_bytes
 
     @property
+    def has_trained_draft(self) -> bool:
+        """Whether a loaded draft decides what is accepted."""
+        args = self.args
+        return bool(self.drafts) and (args.load_format, args.simulate_accept_length) == (
+            "auto",
+            None,
+        )
+
+    @property
     def cache_facts(self) -> tuple[Any, ...]:
         """Facts that compiled functions depend on, except arguments and this package's sources."""
         nets = self.networks

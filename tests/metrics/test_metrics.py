@@ -13,8 +13,11 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
 from specjax.metrics import (
     FIRST_TOKEN_BOUNDS,
+    FIRST_VERIFIES,
     INTER_TOKEN_BOUNDS,
     LATENCY_BOUNDS,
     MARKS_A_WINDOW,
@@ -318,6 +321,39 @@ def test_server_info(run, files):
     assert usage["token_capacity"] == 44
 
 
+@pytest.mark.parametrize(
+    ("accepted", "checks", "warns"),
+    [([0, 0, 0, 0, 1], True, False), ([0, 0, 0, 0, 0, 1], True, True), ([0], False, False)],
+)
+def test_rarely_accepted_drafts_cause_one_warning(accepted, checks, warns, caplog):
+    totals = Totals(checks_acceptance=checks)
+    for _ in range(3 * FIRST_VERIFIES):
+        if totals.num_verifies < FIRST_VERIFIES:
+            assert not caplog.records
+        totals.drafts_verified(len(accepted), accepted)
+    assert len(caplog.records) == warns
+    if warns:
+        message = caplog.records[0].getMessage()
+        for cause in ("target layers shifted by one", "layout", "rope style"):
+            assert cause in message
+        assert re.search(r"first 20[0-5] verify passes is 1\.1[67]", message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "checks"),
+    [
+        ({}, True),
+        ({"load_format": "dummy"}, False),
+        ({"simulate_accept_length": 2.0}, False),
+        ({"speculative_algorithm": "NGRAM", "draft": None}, False),
+        ({"speculative": False}, False),
+    ],
+)
+def test_only_trained_drafts_are_checked(changes, checks, files):
+    plan = plan_engine(EngineArgs(**files.arguments(**changes)))
+    assert plan.has_trained_draft == checks
+
+
 def test_two_engines_do_not_clash(run, files):
     engine, results = run
     with files.small(speculative=False, share_weights_with=engine) as plain:
@@ -340,6 +376,7 @@ def test_aborting_the_last_request_empties_the_gauges(run):
     sampling = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
     stream = engine.generate(input_ids=[3, 4], sampling_params=sampling, stream=True)
     next(stream)
+    assert engine.metrics.snapshot().checks_acceptance
     assert engine.metrics.snapshot().num_running == 1
     assert engine.metrics.snapshot().num_used_tokens > 0
     stream.close()
