@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -156,7 +157,8 @@ def draw(head: BlockDraft, target: CausalLM, hidden: Any, anchors: np.ndarray) -
         if head.confidence_head is not None:
             both = head.config.confidence_with_markov
             given = jnp.concatenate(inputs, axis=-1) if both else inputs[0]
-            confidences.append(head.confidence_head.probability(given))
+            logit = head.confidence_head(given, jnp.float32)[..., 0]
+            confidences.append(jax.nn.sigmoid(logit))
         previous = head.target_ids(jnp.argmax(row, axis=-1))
         tokens.append(np.asarray(previous))
         logits.append(row)
