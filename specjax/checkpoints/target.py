@@ -61,7 +61,7 @@ def default_block_draft(target: "TargetCheckpoint") -> Path:
     places = [target.path / "dspark"]
     if target.name in EMBEDDED_MODELS:
         places.append(_HEADS / f"{target.name}-dspark")
-    elif not places[0].exists() and target.path.parent.name == "snapshots":
+    elif _REPOSITORY.fullmatch(target.name) and not os.path.exists(target.name):
         download(target.name, "draft", target.path.name, folder="dspark/")
     for path in places:
         if (path / "config.json").is_file():

@@ -242,7 +242,8 @@ def test_a_drafter_in_a_targets_repository_is_downloaded(
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
         asked.append((repo_id, options["revision"], options["allow_patterns"]))
-        write(tmp_path / "snapshots/abc/dspark", BlockCase(format=3, **SPARK))
+        if len(asked) == 1:
+            write(tmp_path / "snapshots/abc/dspark", BlockCase(format=3, **SPARK))
         return str(tmp_path / "snapshots/abc")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
@@ -250,7 +251,7 @@ def test_a_drafter_in_a_targets_repository_is_downloaded(
     assert open_block(None, target).path == tmp_path / "snapshots/abc/dspark"
     assert open_block(None, target).config.num_drafts == 3
     wanted = ["dspark/*.json", "dspark/*.jinja", "dspark/*.safetensors"]
-    assert asked == [("owner/name", "abc", wanted)]
+    assert asked == [("owner/name", "abc", wanted)] * 2
 
 
 EXPORTED: dict[str, dict[str, Any]] = {
