@@ -117,7 +117,9 @@ def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "")
     try:
         for weights in ("*.safetensors", "pytorch_model*.bin"):
             # sub-folders and consolidated files hold copies of the weights in other formats
-            wanted = [folder + each for each in ("*.json", "*.jinja", weights)]
+            # the last file marks drafters that are refused
+            names = ("*.json", "*.jinja", weights, "mask_embedding.pt")
+            wanted = [folder + each for each in names]
             copies = ["consolidated*", *([] if folder else ["*/*"])]
             path = Path(
                 snapshot_download(

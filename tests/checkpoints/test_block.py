@@ -250,7 +250,8 @@ def test_a_drafter_in_a_targets_repository_is_downloaded(
     target = dataclasses.replace(target_at(tmp_path / "snapshots/abc"), name="owner/name")
     assert open_block(None, target).path == tmp_path / "snapshots/abc/dspark"
     assert open_block(None, target).config.num_drafts == 3
-    wanted = ["dspark/*.json", "dspark/*.jinja", "dspark/*.safetensors"]
+    files = ("*.json", "*.jinja", "*.safetensors", "mask_embedding.pt")
+    wanted = [f"dspark/{name}" for name in files]
     assert asked == [("owner/name", "abc", wanted)] * 2
 
 

@@ -232,7 +232,8 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_target("some/model")
     assert checkpoint.name == "some/model"
     assert checkpoint.path == tmp_path
-    assert calls == [("some/model", ["*.json", "*.jinja", "*.safetensors"])]
+    wanted = ["*.json", "*.jinja", "*.safetensors", "mask_embedding.pt"]
+    assert calls == [("some/model", wanted)]
 
 
 @given(
