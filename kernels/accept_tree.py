@@ -1,10 +1,10 @@
-"""Acceptance of drafted trees, and the update of the next round's inputs, in one launch.
+"""Accept drafted trees and update the next round's inputs, in one launch.
 
-The kernel walks down the tree and writes the accepted tokens, their counts, the bonus token, and by
-request slot the new lengths, bonus tokens, budgets and history. XLA needs a dozen small kernels for
-this. The stride of a request's tokens is the accept width, not T (SGLang change #26866). Axes: B
-requests, T tree rows, S steps, A = S + 1 accept width, E end tokens, R request slots (0 is
-padding), C tokens of a history, F entries of one node.
+The kernel walks down each tree and writes the accepted tokens, their counts and the bonus token. It
+also updates the length, bonus token, budget and history of each request slot. XLA needs a dozen
+small kernels for this. A request has A tokens in the output, not T (SGLang change #26866). Axes: B
+requests, T tree rows, S steps, A = S + 1 accept width, E end tokens, R request slots (slot 0 is
+padding), C tokens of history per slot.
 """
 
 import math
@@ -17,7 +17,7 @@ from specjax.kernels.backend import load, power_of_two, resolve, store, triton_c
 
 
 class SlotRows(NamedTuple):
-    """Inputs of the next round by request slot, i32."""
+    """The next round's inputs for every request slot, i32."""
 
     seq_lens: jax.Array  # [R]
     bonus_tokens: jax.Array  # [R]
@@ -28,9 +28,9 @@ class SlotRows(NamedTuple):
 class Accepted(NamedTuple):
     """The accepted path of each request; zeros for padding."""
 
-    accept_index: jax.Array  # i32 [B, A], rows of the path, root first, then -1
-    # i32 [B, A + 3]: the target's tokens along the path, then 0; then the numbers of proposed
-    # drafts, accepted drafts, and accepted tokens including the bonus token
+    accept_index: jax.Array  # i32 [B, A], tree rows on the path, root first, padded with -1
+    # i32 [B, A + 3]: the target's tokens along the path, padded with 0 to A; then three counts:
+    # proposed drafts, accepted drafts, and accepted tokens including the bonus token
     packed: jax.Array
     bonus_tokens: jax.Array  # i32 [B], the last accepted token
 
@@ -46,7 +46,7 @@ def _reference(
     rows: SlotRows,
     num_steps: int,
 ) -> tuple[Accepted, SlotRows]:
-    # child[b, i]: the first proposed child of row i that holds the target's token there
+    # child[b, i]: the first proposed child of row i that equals the target's token after row i
     index = jnp.arange(draft_tokens.shape[1], dtype=jnp.int32)
     is_real = (index <= num_proposed[:, None])[:, None, :]
     is_child = (parents[:, None, :] == index[:, None]) & is_real
@@ -138,7 +138,7 @@ def specjax_accept_tree(
     bonuses_ref[slot] = bonus
     remaining_ref[slot] = jnp.where((slot > 0) & ~has_ended, left, 0)
     behind = seq_len + 1 + place
-    # if the history is as short as the lanes, masked lanes still need distinct positions
+    # wrapped around, because masked lanes also need distinct positions (see backend.store)
     history = history_ref.at[slot, jax.lax.rem(behind, jnp.int32(context))]
     store(history, tokens, mask=is_accepted & (behind < context))
 
@@ -167,15 +167,14 @@ def accept_tree(
         num_proposed: i32 ``[B]``, number of drafts; rows after them are padding.
         target_tokens: i32 ``[B, T]``, the target's token after each row.
         end_token_ids: i32 ``[B, E]``, tokens that end a request, then -1.
-        slots: i32 ``[B]``, distinct except for padding, which is 0.
+        slots: i32 ``[B]``, distinct request slots; padding requests have slot 0.
         seq_lens: i32 ``[B]``, the position of each root.
-        rows: by request slot; written in place if the caller donates them.
+        rows: inputs of all request slots; written in place if the caller donates them.
         num_steps: S.
 
     Returns:
-        The accepted path, and the updated rows: lengths grown by the accepted tokens, the last
-        token, the remaining budget (0 after an end token), and the history with the accepted
-        tokens, up to its capacity.
+        The accepted path and the updated rows: new lengths, last tokens, remaining budgets (0 after
+        an end token), and the history with the accepted tokens that fit.
     """
     implementation = resolve(implementation)
     batch, num_rows = draft_tokens.shape
@@ -183,8 +182,8 @@ def accept_tree(
     found = [each.shape for each in (*trees, *ints)]
     if found != [(batch, num_rows)] * 2 + [(batch,)] * 3 or len(end_token_ids) != batch:
         raise ValueError(
-            f"parents, target_tokens, num_proposed, slots, seq_lens {found}, end_token_ids "
-            f"{end_token_ids.shape}; expected 2 x {batch, num_rows}, 3 x ({batch},), ({batch}, E)"
+            f"parents and target_tokens must be {[batch, num_rows]}; num_proposed, slots and "
+            f"seq_lens [{batch}]; end_token_ids [{batch}, E]; got {found}, {end_token_ids.shape}"
         )
     inputs = draft_tokens, parents, num_proposed, target_tokens, end_token_ids, slots, seq_lens
     if implementation == "xla" or 0 in (batch, num_rows):
@@ -204,7 +203,7 @@ def accept_tree(
     return Accepted(*out[:3]), SlotRows(*out[3:])
 
 
-# entries per program: 4 warps move 16 elements per thread; narrow rows share a program
+# elements per program: each thread of 4 warps moves 16; several narrow rows share a program
 TILE = 2048
 MAX_COLUMNS = 1024
 
@@ -225,7 +224,7 @@ def _tile(width: int, features: int) -> tuple[int, int]:
 
 
 def specjax_compact_tree(values_ref: Any, index_ref: Any, out_ref: Any) -> None:
-    """Kernel body: a pure gather; each output element is stored once, by one program."""
+    """Kernel body: a gather in which one program stores each output element, once."""
     _, width, features = out_ref.shape
     num_rows, num_columns = _tile(width, features)
     first_column, first_row = pl.program_id(0) * num_columns, pl.program_id(1) * num_rows
@@ -254,7 +253,7 @@ def specjax_compact_tree(values_ref: Any, index_ref: Any, out_ref: Any) -> None:
 def compact_tree(
     values: jax.Array, accept_index: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Gather the accepted path of each request to the front.
+    """Gather the accepted rows of each request into its first rows.
 
     All code after verification expects the accepted tokens in the first rows of a request. In a
     chain they are already there; in a tree they are not (SGLang changes #26866 and #26997).

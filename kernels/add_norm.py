@@ -1,8 +1,8 @@
 """Residual addition and RMS normalisation in one launch.
 
-XLA makes two kernels of them (a reduction, then a product), 64 times per pass of the Llama-3.1-8B
-shape. The summand may be the partial sums of a matrix product that was split along its inner axis;
-their separate reduction would need another launch. Axes: R rows, D hidden, P partial sums.
+XLA needs two launches (a reduction, then a product), 64 times per pass of the Llama-3.1-8B shape.
+The summand may be the partial sums of a matrix product that was split along its inner axis. Adding
+these up separately would need another launch. Axes: R rows, D hidden, P partial sums.
 """
 
 from functools import partial
@@ -36,12 +36,12 @@ def _reference(
 def specjax_add_norm(
     x_ref: Any, delta_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float
 ) -> None:
-    """Kernel body: one program per row; lanes after D repeat the first ones, outside the mean."""
+    """Kernel body: one program per row. Lanes after D repeat columns, which the mean leaves out."""
     size = x_ref.shape[1]
     row = pl.program_id(0)
     lane = jnp.arange(power_of_two(size), dtype=jnp.int32)
     column = lane % size
-    # partial sums are float32, and added in the same order for any number of rows
+    # partial sums are float32 and are added in the same order for any number of rows
     delta = delta_ref[0, row, column]
     for i in range(1, delta_ref.shape[0]):
         delta += delta_ref[i, row, column]
@@ -76,8 +76,8 @@ def add_norm(
     implementation = resolve(implementation)
     if x.shape not in (delta.shape, delta.shape[1:]) or scale.shape != x.shape[-1:]:
         raise ValueError(
-            f"delta {delta.shape} must have the shape of x {x.shape}, apart from a leading axis of "
-            f"partial sums, and scale {scale.shape} the size of their last axis"
+            f"delta {delta.shape} must be x's shape {x.shape}, optionally with a leading axis of "
+            f"partial sums; scale {scale.shape} must be {x.shape[-1:]}"
         )
     if implementation == "xla" or x.size == 0:
         return _reference(x, delta, scale, eps)
@@ -87,7 +87,7 @@ def add_norm(
         partial(specjax_add_norm, eps=eps),
         grid=(shape.shape[0],),
         out_shape=(shape, shape),
-        # 16 bytes per thread and load
+        # each thread loads 16 bytes at a time
         num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
         num_stages=1,
         implementation=implementation,

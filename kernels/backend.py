@@ -1,12 +1,12 @@
 """Pallas on NVIDIA GPUs: the only module that depends on the Triton lowering.
 
-JAX changed the default Pallas backend of GPUs between versions, so every call names it in its
+JAX versions differ in the default Pallas backend for GPUs, so every call names Triton in its
 compiler parameters. The Triton lowering is deprecated upstream. Kernels import ``load`` and
 ``store`` from here, so only this file must change for another backend.
 
-Rules for kernel bodies: array sizes are powers of two (pad and mask); loop bounds may be traced;
-every output element is written, or aliased to an initialised input; the Python name of the body is
-the name in profiles.
+Rules for kernel bodies: array sizes are powers of two (pad and mask). Loop bounds may be traced.
+Every output element is written, or aliased to an initialised input. Profiles show the Python name
+of the body.
 """
 
 import sys
@@ -20,28 +20,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxlib.triton import dialect
 
-# "xla": plain jax.numpy, the reference; "chunked": same, with attention as a loop over the context;
-# "pallas": one GPU launch; "interpret": the same kernel in Pallas' interpreter, on any platform
+# "xla": plain jax.numpy, the reference; "chunked": as "xla", but attention loops over the context;
+# "pallas": one GPU launch; "interpret": the Pallas kernel in the interpreter, on any platform
 IMPLEMENTATIONS = ("xla", "chunked", "pallas", "interpret")
 
 # MLIR's bindings import the module of a dialect by this name whenever they return one of its types.
-# jaxlib has it under another name, and each failing import searched the whole path: half of the
-# time to lower a kernel (jax 0.10 to 0.12).
+# jaxlib has the module under another name, so each import fails after searching the whole path.
+# That took half of the time to lower a kernel (jax 0.10 to 0.12).
 sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
-# Read and write ``ref.at[index]`` where ``mask`` is true, and do not access other elements. Masked
-# lanes of a store must not share an index with an active one, because the interpreter writes their
-# old value back.
+# Read or write only the elements of ``ref.at[index]`` whose ``mask`` is true. In a store, a masked
+# lane must not have the index of an active lane, because the interpreter writes old values back.
 load, store = triton.load, triton.store
 
 
 def resolve(
     implementation: str | None = None, *, head_dim: int | None = None, is_attention: bool = False
 ) -> str:
-    """Choose the implementation to run; the only place that decides this.
+    """Choose the implementation to run; no other code decides this.
 
-    ``None`` follows the default backend: the Pallas kernel on a GPU if it supports ``head_dim``,
-    XLA on a CPU, with chunked attention. Raises ValueError for an unknown name.
+    ``None`` depends on the default backend. A GPU runs the Pallas kernel if it supports
+    ``head_dim``, else XLA. A CPU runs XLA with chunked attention. Raises ValueError for an unknown
+    name.
     """
     if implementation is None:
         if jax.default_backend() == "cpu":
@@ -54,7 +54,7 @@ def resolve(
 
 
 def takes_head_dim(head_dim: int) -> bool:
-    """Whether the Pallas kernels support a head dim: their blocks are powers of two."""
+    """Whether the Pallas kernels support a head dim: a power of two from 16 to 256."""
     return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
@@ -75,13 +75,13 @@ def triton_call(
 ) -> Callable[..., Any]:
     """``pl.pallas_call`` through the Triton lowering with explicit parameters.
 
-    The kernel is a body over whole arrays, or a ``functools.partial`` of one with hashable options.
-    Only the first of at most three grid sizes may exceed 65,535. Aliases map an input to the output
-    that shares its buffer. Equal arguments return the same function object, so a model that calls
-    it in every layer traces and lowers it once.
+    The kernel body gets whole arrays. A ``functools.partial`` may bind its options, which must be
+    hashable. The grid has up to three sizes, of which only the first may exceed 65,535. Aliases map
+    an input to the output that shares its buffer. Equal arguments return the same function object,
+    so a model that calls it in every layer traces and lowers it once.
     """
-    # every lowering since jax 0.11 warns, after the call that traced the kernel has returned, so
-    # the warning can only be ignored for the whole process
+    # since jax 0.11 each lowering warns. It happens after the traced call has returned, so the
+    # warning can be ignored only for the whole process
     warnings.filterwarnings(
         "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
     )
@@ -112,8 +112,8 @@ def _jitted_call(
     interpret: bool,
     aliases: tuple[tuple[int, int], ...],
 ) -> Callable[..., Any]:
-    # A bare call is lowered again at every use (20 to 40 ms), a jitted one once per module: tracing
-    # and lowering a round of 32 layers takes 0.8 s instead of 7.
+    # A bare call is lowered again at every use (20 to 40 ms), a jitted one only once per module.
+    # This reduces tracing and lowering of a round with 32 layers from 7 s to 0.8 s.
     return jax.jit(
         pl.pallas_call(
             partial(body, **{name: value for name, _, value in options}),

@@ -1,7 +1,7 @@
-"""The best token of each row, or one sampled with noise that is generated inside the kernel.
+"""Choose the best token of each row, or sample one with noise generated inside the kernel.
 
-A token's Gumbel noise depends only on the request's seed, the position drawn for, and the token, as
-``jax.random`` defines it: batch and launch shape do not change it. Axes: N rows, V vocabulary.
+A token's Gumbel noise is that of ``jax.random`` for the request's seed, the position and the token.
+The batch and the launch shape do not change it. Axes: N rows, V vocabulary.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
 def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """Gumbel noise f32 ``[N, V]`` keyed by request seed u32 ``[N, 2]`` and position i32 ``[N]``."""
+    """Gumbel noise f32 ``[N, V]`` for request seeds u32 ``[N, 2]`` and positions i32 ``[N]``."""
 
     def draw(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -44,7 +44,7 @@ def _threefry(
 
 
 def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Noise f32 of tokens i32, bitwise equal to :func:`position_noise` except for logarithms."""
+    """Noise f32 of tokens i32, equal to :func:`position_noise` up to rounding in the logarithms."""
     zero = jnp.uint32(0)
     key = _threefry(seed, zero, position.astype(jnp.uint32))
     high, low = _threefry(key, zero, tokens.astype(jnp.uint32))
@@ -93,7 +93,7 @@ def specjax_draw_tokens(
     *refs: Any,
     block: int,
 ) -> None:
-    """Kernel body: one program per (row, part of the vocabulary) finds the best token in it."""
+    """Kernel body: each program finds the best token of one row in one part of the vocabulary."""
     ids_ref, (value_ref, index_ref) = refs[:-2], refs[-2:]
     row, part, vocab_size = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]
     tokens = part * block + jnp.arange(block, dtype=jnp.int32)
@@ -126,7 +126,7 @@ def draw_tokens(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Draw a column i32 ``[N]`` per row; with temperature 0 the best, the lowest among equals.
+    """Draw a column i32 ``[N]`` per row. Temperature 0 takes the best, or the first of equals.
 
     Args:
         logits: f32 ``[N, V]``, not yet divided by the temperature.

@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p as one threshold per row, found without sorting the vocabulary.
 
-Every filter keeps the tokens from some logit upwards, so it is enough to find that logit. The bits
-of floats, with the sign folded in, form integer keys in the same order. Counts and sums over the
-vocabulary narrow an interval of keys. Ties need no extra handling, because equal logits have equal
-keys. Axes: N rows, V vocabulary.
+Every filter keeps all logits at or above some value, so it is enough to find that value. The bits
+of a float, with the sign folded in, are an integer key, and keys sort as the floats do. Counts and
+sums over the vocabulary narrow an interval of keys. Ties need no extra handling, because equal
+logits have equal keys. Axes: N rows, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,25 +15,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, triton_call
 
-# keys of -inf and inf among all 32-bit floats in ascending order
+# sort keys of -inf and inf
 LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000
 SMALLEST_NORMAL = 0x00800000
 TOP_BIT = 1 << 31
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
-# logits per load: 32 per thread, so that there are few loads to wait for
+# logits per load: each thread loads 32 at once, so that it waits for few loads
 BLOCK, NUM_WARPS = 8192, 8
-# A search first probes OFFSETS temperatures below the best logit, where most thresholds are, then
-# lower by GROWTH, then between two logits by value, and last between two keys: close to zero,
-# bisection by value would take a pass for every two exponents.
+# A search first probes OFFSETS temperatures below the best logit, where most thresholds are. The
+# next passes probe GROWTH times lower. It then bisects by value, and at last by key, because close
+# to zero, bisection by value would take a pass for every two exponents.
 OFFSETS, GROWTH, PASSES_DOWN, PASSES_BY_VALUE = (8.0, 4.0, 2.0), 8.0, 3, 8
 
 
 def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """Logits over temperatures, if these are not 0; -inf below :func:`logit_thresholds`.
+    """Divide logits by temperatures above 0, and set logits below the thresholds to -inf.
 
-    Kept logits are made finite, because an infinite difference of two logits would give NaN later.
-    NaN counts as forbidden, like -inf.
+    Kept logits are clipped to finite values, because the difference of two infinite ones is NaN. A
+    NaN becomes -inf, so its token is forbidden.
     """
     scaled = logits / jnp.where(temperatures > 0, temperatures, 1.0)
     scaled = jnp.maximum(jnp.minimum(scaled, FLOAT32_MAX), -FLOAT32_MAX)
@@ -41,19 +41,19 @@ def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Arra
 
 
 def _weights(logits: jax.Array, best: jax.Array, temperatures: jax.Array) -> jax.Array:
-    """Probabilities relative to the best logit's; all values are finite, so the best has 1."""
+    """Probability of each token relative to the best; its weight is 1, even if it is infinite."""
     rate = jnp.maximum(jnp.minimum(1.0 / temperatures, FLOAT32_MAX), FLOAT32_TINY)
     best = jnp.maximum(jnp.minimum(best, FLOAT32_MAX), -FLOAT32_MAX)
     return jnp.exp((jnp.minimum(logits, FLOAT32_MAX) - best) * rate)
 
 
 def _share(best: jax.Array, temperatures: jax.Array, min_ps: jax.Array) -> jax.Array:
-    """Logit of a token that is ``min_ps`` times as likely as the best; -inf if that is 0."""
+    """Logit of a token that is ``min_ps`` times as likely as the best; -inf if ``min_ps`` is 0."""
     return jnp.where(min_ps > 0, best + temperatures * jnp.log(min_ps), -jnp.inf)
 
 
 def _value(keys: jax.Array) -> jax.Array:
-    """The float of each key u32 in the ascending order of floats; NaN outside the infinities.
+    """Convert u32 sort keys back to floats; keys beyond those of -inf and inf become NaN.
 
     Subnormal floats become zero: a CPU compares them as zero, but would return them unchanged.
     """
@@ -64,16 +64,16 @@ def _value(keys: jax.Array) -> jax.Array:
 
 
 def _key(values: jax.Array) -> jax.Array:
-    """The key u32 of each float."""
+    """Convert floats to u32 sort keys."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >= jnp.uint32(TOP_BIT), ~bits, bits | jnp.uint32(TOP_BIT))
 
 
 def _largest(reaches: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest float f32 ``[rows]`` for which ``reaches`` is true, -inf if there is none.
+    """The largest float f32 ``[rows]`` for which ``reaches`` is true, or -inf if there is none.
 
-    ``reaches`` maps f32 ``[rows]`` to bool ``[rows]``; it is false for NaN, and true below any
-    value for which it is true.
+    ``reaches`` maps f32 ``[rows]`` to bool ``[rows]``. It must be monotone (if true for a value,
+    true for every smaller one) and false for NaN.
     """
 
     def decide(i: jax.Array, keys: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def _reference(
         def last() -> jax.Array:
             weights = _weights(logits, best[:, None], temperatures[:, None])
             weights = jnp.where(logits >= kth[:, None], weights, 0.0)
-            # without the minimum, a product that underflows would be reached by an empty set
+            # without the minimum, an empty set would reach a product that underflows to 0
             goals = jnp.maximum(top_ps * jnp.sum(weights, axis=-1), FLOAT32_TINY)
 
             def reached(values: jax.Array) -> jax.Array:
@@ -138,17 +138,17 @@ def specjax_logit_thresholds(
     *,
     block: int,
 ) -> None:
-    """Kernel body: one program per row, which reads the row again for each narrowing.
+    """Kernel body: one program per row, which reads the whole row in each pass of its searches.
 
-    Each pass compares with three values, so the interval shrinks to about a quarter. The search
-    ends as soon as the interval holds one logit.
+    A pass compares the logits with three values, so the interval shrinks to about a quarter. A
+    search ends as soon as the interval holds one logit.
     """
     row, vocab_size = pl.program_id(0), logits_ref.shape[1]
     temperature, top_k = temperatures_ref[row], top_ks_ref[row]
     top_p, min_p = top_ps_ref[row], min_ps_ref[row]
     lanes, num_blocks = jnp.arange(block, dtype=jnp.int32), pl.cdiv(vocab_size, block)
     filters = _is_filtering(temperature, top_k, top_p, min_p, vocab_size)
-    # 0 is overwritten later; the literal -inf alone does not lower
+    # rows that filter get 0, which is overwritten below; the literal -inf alone does not lower
     out_ref[row] = jnp.where(filters, jnp.minimum(temperature, 0.0), -jnp.inf)
 
     @pl.when(filters)
@@ -177,7 +177,7 @@ def specjax_logit_thresholds(
         def measure(
             values: list[jax.Array], *, weighted: bool, num_blocks: jax.Array | int = num_blocks
         ) -> tuple[list[jax.Array], list[jax.Array]]:
-            """Number of tokens from each value on, exact below 2**24, and their weights; f32."""
+            """Count f32 (exact below 2**24) and weight f32 of the tokens at or above each value."""
 
             def add(logits: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 reached = [logits >= value for value in values]
@@ -194,9 +194,9 @@ def specjax_logit_thresholds(
         def search(
             lowest: jax.Array, num_lowest: jax.Array, goal: jax.Array, weighted: bool
         ) -> tuple[jax.Array, jax.Array]:
-            """The highest key from which on the goal is reached, and the number of tokens there.
+            """The highest key whose tokens, at or above it, reach the goal; and their number.
 
-            The key is at least ``lowest``, from which on there are ``num_lowest`` tokens.
+            The search starts at key ``lowest``, which has ``num_lowest`` tokens at or above it.
             """
 
             def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
@@ -215,7 +215,7 @@ def specjax_logit_thresholds(
                 for j, offset in enumerate(OFFSETS, 1):
                     value = jnp.where(is_down, best - offset * reach, below + 0.25 * j * span)
                     key = jnp.where(by_value, _key(value), low + jnp.uint32(j) * step)
-                    # strictly inside, so that every comparison moves one end
+                    # strictly inside the interval, so that every comparison moves one end
                     keys.append(jnp.clip(key, low + jnp.uint32(1), high - jnp.uint32(1)))
                 counts, weights = measure([_value(key) for key in keys], weighted=weighted)
                 probes = list(zip(keys, counts, weights if weighted else counts, strict=True))
@@ -254,19 +254,19 @@ def logit_thresholds(
 ) -> jax.Array:
     """The lowest logit f32 ``[N]`` that top-k, top-p and min-p keep, applied in this order.
 
-    Compare it with raw logits, so that no division decides what is kept: at least one token per
-    row. Top-k keeps ties with the k-th logit. Top-p keeps the smallest set of tokens whose
-    probability, relative to what top-k kept (as in SGLang's verification, vLLM and Hugging Face
-    transformers), reaches ``top_ps``, and ties with its last token. Min-p keeps tokens that are at
-    least ``min_ps`` times as likely as the best. The two implementations may give different values
-    between the same two logits.
+    Compare it with logits before their division by the temperature, so that rounding does not
+    decide what is kept. Every row keeps at least one token. Top-k keeps ties with the k-th logit.
+    Top-p keeps the fewest best tokens whose probabilities reach ``top_ps``, and ties with the last
+    of them. These probabilities sum to 1 over what top-k kept, as in SGLang's verification, vLLM
+    and Hugging Face transformers. Min-p keeps tokens that are at least ``min_ps`` times as likely
+    as the best. Implementations may return different values between the same two logits.
 
     Args:
-        logits: f32 ``[N, V]``, before the temperature; may be -inf.
+        logits: f32 ``[N, V]``, not yet divided by the temperature; may be -inf.
         temperatures: f32 ``[N]``; rows with 0 are not filtered.
-        top_ks: i32 ``[N]``; V turns it off.
-        top_ps: f32 ``[N]``; 1 turns it off.
-        min_ps: f32 ``[N]``; 0 turns it off.
+        top_ks: i32 ``[N]``; V turns top-k off.
+        top_ps: f32 ``[N]``; 1 turns top-p off.
+        min_ps: f32 ``[N]``; 0 turns min-p off.
     """
     implementation = resolve(implementation)
     top_ks = jnp.maximum(top_ks, 1)

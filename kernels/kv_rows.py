@@ -1,10 +1,10 @@
-"""KV of single tokens: read from a pool, written into one, and moved between slots of one.
+"""Read, write and move the KV of single tokens in a pool.
 
-A pool's tokens are scattered over pages; KV to be sent elsewhere is dense. XLA gathers and scatters
-at 0.3 TB/s, a twelfth of the copy rate of an H200. A verified tree leaves its accepted tokens
-scattered over the T slots of a request; the next round expects them in the slots after ``seq_len``
-(SGLang changes #26866 and #26997, whose size is B * A, never B * ``num_draft_tokens``). A chain
-needs no move.
+A pool's tokens are scattered over pages, but KV to be sent elsewhere is dense. XLA gathers and
+scatters at 0.3 TB/s, a twelfth of the copy rate of an H200. The accepted tokens of a verified tree
+are scattered over the request's T slots, but the next round expects them in the slots after
+``seq_len``. The move has B * A entries, not B * T (SGLang changes #26866 and #26997). A chain needs
+no move.
 
 Axes: L layers, N KV indices of the pool, W tokens; B requests, A accept width, KV key/value heads,
 H head dim.
@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import load, power_of_two, resolve, store, triton_call
 
-# entries per program: 4 warps move 16 elements per thread
+# elements per program: each thread of 4 warps moves 16
 MAX_COLUMNS = 2048
 
 
 def finite_or_zero(values: jax.Array) -> jax.Array:
-    """``values`` with 0 in place of non-finite ones, because a masked NaN is still NaN."""
+    """Replace non-finite values by 0, because a NaN times a mask of 0 is still NaN."""
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         return values
-    # the test in float32 is exact for all 16-bit values, and lowers on every backend
+    # a test in float32 is exact for all 16-bit values and lowers on every backend
     is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
     return jnp.where(is_finite, values, jnp.zeros_like(values))
 
@@ -69,7 +69,7 @@ def specjax_scatter_rows(pool_in: Any, index_ref: Any, rows_ref: Any, pool_ref: 
 def _is_addressed(pool: jax.Array) -> bool:
     """Whether a kernel's offsets can address the whole pool.
 
-    The lowering uses signed 32-bit offsets for pools of up to 4 GiB, counted in elements.
+    For pools of up to 4 GiB, the lowering counts elements with signed 32-bit offsets.
     """
     return pool.dtype.itemsize > 1 or pool.size < 2**31
 
@@ -109,7 +109,7 @@ def scatter_rows(
 
     Args:
         pool: ``[L, N, ...]``.
-        index: i32 ``[W]``, not negative, distinct below N; rows with other indices are dropped.
+        index: i32 ``[W]``, at least 0. Indices below N are distinct; rows with others are dropped.
         rows: ``[L, W, ...]`` of the pool's dtype.
     """
     implementation = resolve(implementation)
@@ -133,8 +133,8 @@ def scatter_rows(
     return flat.reshape(pool.shape)
 
 
-# A thread reads 16 bytes per row, the widest possible load, and holds all A rows in registers
-# between load and store: 128 of its 255.
+# A thread reads 16 bytes per row, the widest possible load. Between load and store it holds all A
+# rows in 128 of its 255 registers.
 BYTES_A_ROW, BYTES_A_PROGRAM = 16 * 32, 128 * 4 * 32
 
 
@@ -188,7 +188,7 @@ def specjax_move_kv(pool_in: Any, source_ref: Any, destination_ref: Any, pool_re
 def move_kv(
     pool: jax.Array, source: jax.Array, destination: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Copy KV rows of all layers between slots, as if all were read before any is written.
+    """Copy KV rows of all layers between slots, as if all rows were read before any is written.
 
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 

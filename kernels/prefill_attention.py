@@ -1,9 +1,9 @@
 """Causal attention of packed prompt chunks over a paged KV pool.
 
 Axes: W packed tokens, G segments (one per request), N query heads, KV key/value heads, H head dim,
-P pages per request. Segment g has ``counts[g]`` rows, directly after those of earlier segments. Its
-tokens are at positions ``starts[g]`` and on of its request. A row sees the keys of its own request
-up to its own position. Rows after the last segment are padding. The pool is
+P pages per request. Segment g has ``counts[g]`` rows, directly after those of segment g - 1. Its
+first token is at position ``starts[g]`` of its request. A row sees the keys of its own request up
+to its own position. Rows after the last segment are padding. The pool is
 ``[L, slots, 2, KV, H]`` as in ``tree_attention``; page 0 is the padding page.
 """
 
@@ -28,12 +28,12 @@ def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 def _by_segment(
     q: jax.Array, counts: jax.Array, attention: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """Run all rows over each segment's pages in turn, and keep the segment's own rows."""
+    """For each segment, attend with all rows to its pages, and keep the results of its own rows."""
     firsts, ends = _bounds(counts, q.shape[0])
     row = jnp.arange(q.shape[0])
 
     def segment(g: jax.Array, out: jax.Array) -> jax.Array:
-        # with the segment's first row at row 0, all other rows come later and see key 0: no NaN
+        # with the segment's first row at row 0, all others come later and see key 0: none is NaN
         mixed = attention(jnp.roll(q, -firsts[g], axis=0), g)
         own = (row >= firsts[g]) & (row < ends[g])
         return jnp.where(own[:, None, None], jnp.roll(mixed, firsts[g], axis=0), out)
@@ -62,8 +62,8 @@ class PrefillTiles:
         """A launch shape for ``tokens`` packed tokens with ``group`` query heads per KV head."""
         if dtype != jnp.bfloat16:
             return cls(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
-        # 512 tokens after 4,096 of the Llama-3.1-8B shape: 128 us with 64 rows and 173 with 128;
-        # two prompts of 1,024: 87 and 77, and 87 with twice the warps (H200, jax 0.11.2)
+        # Llama-3.1-8B shape, H200, jax 0.11.2: 512 tokens after 4,096 take 128 us with 64 rows and
+        # 173 with 128. Two prompts of 1,024 take 87 and 77, and 87 with twice the warps.
         block_rows = 64 if tokens * group <= 2048 else 128
         # the queries, and keys and values of three stages, must fit 228 KiB of shared memory
         block_keys = min(128, max(16, 8192 // head_dim))
@@ -72,11 +72,11 @@ class PrefillTiles:
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int) -> jax.Array:
-    """Work of each program, i32 ``[tiles, 4]``: segment, first row, tokens, keys of the last token.
+    """Work of each program, i32 ``[tiles, 4]``: segment, first row, number of tokens and of keys.
 
-    The segment is -1 for unused programs. Padding rows are tiles of segment 0 without keys. Later
-    tiles of a segment have more keys, so the order is reversed: the last programs to start are
-    short. Jitted, so that a model that calls it in every layer traces it once.
+    The last token sees all the keys. The segment is -1 for unused programs. Padding rows are tiles
+    of segment 0 without keys. Later tiles of a segment have more keys and come first, so that the
+    last programs to start are short. As a jitted function, it is traced once for all layers.
     """
     firsts, ends = _bounds(counts, rows)
     segments = counts.shape[0]
@@ -102,7 +102,7 @@ def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int)
 def specjax_prefill_attention(
     *refs: Any, tiles: PrefillTiles, page_size: int, scale: float
 ) -> None:
-    """One program: a tile of query rows of one KV head and one segment over all keys it sees."""
+    """Kernel body: a program attends with a tile of rows of one KV head and segment to its keys."""
     layer_ref, map_ref, table_ref, q_ref, pool_ref, out_ref = refs
     group = q_ref.shape[1] // pool_ref.shape[3]
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)
@@ -110,8 +110,8 @@ def specjax_prefill_attention(
 
     @pl.when(segment >= 0)
     def _() -> None:
-        # Rows after the last complete group repeat the first rows, and tokens after the last token
-        # repeat it: they store the same values to the same positions.
+        # Rows after the last complete group repeat the first rows, and tokens after the last one
+        # repeat the last one. Repeated rows store the same values to the same positions.
         row = jnp.arange(tiles.block_rows) % (tiles.block_rows // group * group)
         token = jnp.minimum(row // group, tokens - 1)
         member = head * group + row % group
@@ -123,7 +123,7 @@ def specjax_prefill_attention(
         ) -> tuple[jax.Array, ...]:
             best, weight, mixed = carry
             position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
-            # past the end, read the last key again and mask it: no masked load, no invalid address
+            # past the end, read the last key again and mask its score; the load needs no mask
             key = jnp.minimum(position, total - 1) if is_masked else position
             page = table_ref[segment, jnp.minimum(key // page_size, table_ref.shape[1] - 1)]
             slot = page * page_size + key % page_size
@@ -145,13 +145,13 @@ def specjax_prefill_attention(
             jnp.zeros((tiles.block_rows,), jnp.float32),
             jnp.zeros((tiles.block_rows, q.shape[1]), jnp.float32),
         )
-        # the first token of the tile sees all keys of these blocks
+        # the first token of the tile sees all keys in these blocks
         unmasked = jnp.maximum(first_position + 1, 0) // tiles.block_keys
         blocks = (total + tiles.block_keys - 1) // tiles.block_keys
         carry = jax.lax.fori_loop(0, unmasked, partial(step, is_masked=False), carry)
         masked = partial(step, is_masked=True)
         _, weight, mixed = jax.lax.fori_loop(unmasked, blocks, masked, carry)
-        # the best key has weight 1, so this changes only padding: 0 / 1
+        # the best key has weight 1, so the maximum changes only padding rows (0 / 1)
         out = mixed / jnp.maximum(weight, 1.0)[:, None]
         out_ref[first_row + token, member, :] = out.astype(out_ref.dtype)
 
@@ -179,8 +179,8 @@ def prefill_attention(
         starts: i32 ``[G]``, position of each segment's first token.
         counts: i32 ``[G]``, tokens of each segment, possibly 0. Their sum is at most W.
         page_size: tokens per page.
-        implementation: ``"pallas"`` does work in proportion to the actual tokens and keys; those
-            of ``tree_attention`` process all W rows for every segment up to the last.
+        implementation: the work of ``"pallas"`` is proportional to the actual tokens and keys; the
+            others process all W rows for every segment up to the last one with tokens.
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
 
     Returns:
@@ -188,8 +188,8 @@ def prefill_attention(
 
     Raises:
         ValueError: for mismatched shapes or an unknown implementation.
-        NotImplementedError: by the Pallas kernel, if the head dim is not a power of two from 16 to
-            256, or there are more query heads per KV head than rows in a tile.
+        NotImplementedError: in the Pallas kernel, if the head dim is not a power of two from 16 to
+            256, or if there are more query heads per KV head than rows in a tile.
     """
     check_heads(q, pool, 3)
     if not page_table.shape[:1] == starts.shape == counts.shape:

@@ -1,7 +1,7 @@
-"""Norms and rotary positions for queries and keys, and the store of keys and values, in one launch.
+"""Normalise and rotate queries and keys, and store keys and values, in one launch.
 
-XLA makes three to four kernels of this; the scatter into the pool alone takes 4 to 6 us (32 rows of
-8 KV heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix product
+XLA needs three to four launches; the scatter into the pool alone takes 4 to 6 us (32 rows of 8 KV
+heads of 128, one H200). Queries, keys and values may be the partial sums of a matrix product
 that was split along its inner axis. Axes: B requests, T new tokens per request, N query and KV
 key/value heads, H head dim, P partial sums; the pool is ``[L, slots, 2, KV, H]``.
 """
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from specjax.kernels.add_norm import rms_norm, whole
 from specjax.kernels.backend import power_of_two, resolve, triton_call
 
-# enough to keep 132 multiprocessors busy with several programs each
+# enough to give each of 132 multiprocessors several programs
 ENOUGH_PROGRAMS = 1024
 MAX_TOKENS = 16
 
@@ -25,7 +25,7 @@ Norms = tuple[jax.Array, jax.Array, float]
 
 
 def normed(q: jax.Array, k: jax.Array, norms: Norms | None) -> tuple[jax.Array, jax.Array]:
-    """Heads ``[..., H]`` of queries and keys after their RMS norms, if there are norms."""
+    """Apply RMS norms to the heads ``[..., H]`` of queries and keys, if there are norms."""
     if norms is None:
         return q, k
     q_scale, k_scale, eps = norms
@@ -33,7 +33,7 @@ def normed(q: jax.Array, k: jax.Array, norms: Norms | None) -> tuple[jax.Array, 
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate ``x [..., H]`` in float32 by tables ``[..., H / 2]``; its halves form the pairs."""
+    """Rotate ``x [..., H]`` in float32 by tables ``[..., H / 2]``; i and i + H / 2 form a pair."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
@@ -112,7 +112,7 @@ def rope_store(
     norms: Norms | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norm and rotate queries and keys, and store keys and values in a layer of the KV pool.
+    """Normalise and rotate queries and keys, and store keys and values in a layer of the KV pool.
 
     Writes in place if the caller donates ``pool``; otherwise XLA copies it first.
 
@@ -127,7 +127,7 @@ def rope_store(
         layer: index into L.
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
         norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype,
-            and their epsilon; ``None`` norms nothing. The mean square is computed in float32.
+            and their epsilon; ``None`` skips them. The mean square is computed in float32.
 
     Returns:
         The rotated queries and the pool.
@@ -151,7 +151,7 @@ def rope_store(
     if implementation == "xla" or q.size == 0:
         return _reference(q, k, v, cos, sin, pool, layer, slots, norms)
     *lead, heads, dim = q.shape[-4:]
-    # parts of one matrix product: XLA removes the split and the concatenation
+    # the three are parts of one matrix product, so XLA removes the split and the concatenation
     qkv = jnp.concatenate([q, k, v], axis=-2)
     tokens, columns = slots.size, qkv.shape[-2]
     qkv = qkv.reshape(-1, tokens, columns, dim)

@@ -93,7 +93,7 @@ def specjax_token_logprobs(
     chosen_ref[row] = jnp.where(num_best >= 0, chosen, 0.0)
 
     def find(j: jax.Array, previous: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Store the best token that follows the previous one: lower, or equal with a higher id."""
+        """Store the token after the previous one: the next lower, or an equal of higher id."""
         last, last_id = previous
 
         def look(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -132,15 +132,15 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities f32 ``[N]`` of tokens; ids and log-probabilities of the best ``[N, M]``.
 
-    All outputs of a row with ``num_best`` -1 are 0, as are entries after its ``num_best``. The best
-    tokens are in descending order, with the lower id first among equals.
+    If ``num_best`` of a row is -1, all its outputs are 0. Otherwise, entries after ``num_best`` are
+    0. The best tokens are in descending order; among equals, the lower id comes first.
 
     Args:
-        logits: f32 ``[N, V]``, before the temperature.
+        logits: f32 ``[N, V]``, not yet divided by the temperature.
         tokens: i32 ``[N]``.
         temperatures: f32 ``[N]``; 0 counts as 1.
         thresholds: f32 ``[N]``, the lowest logit that is not filtered out.
-        num_best: i32 ``[N]``, best tokens to report in addition to the chosen one; -1: none.
+        num_best: i32 ``[N]``, best tokens to report in addition to the chosen one, or -1.
         limit: M; with 0 the reference runs.
     """
     implementation = resolve(implementation)

@@ -4,10 +4,9 @@ Axes: B requests, T query tokens (tree rows) per request, U new keys per request
 key/value heads, H head dim, P pages per request. The U new keys of a request are in the slots of
 positions ``seq_len .. seq_len + U - 1``. A row sees every key before ``seq_len``, and the new keys
 that the mask selects. With a window W, row t is at position ``seq_len + U - T + t`` and sees no key
-before the last W positions up to its own. In a verified tree, all T rows are new keys. A tree level
-that is being drafted also sees the new keys of the levels above it. The pool is ``[L, slots, 2, KV,
-H]``: keys and values of one token are adjacent, so one store writes both. Page 0 is the padding
-page.
+W or more positions before its own. In a verified tree, all T rows are new keys. A tree level that
+is being drafted also sees the new keys of the levels above it. The pool is ``[L, slots, 2, KV, H]``
+with adjacent keys and values of a token, so one store writes both. Page 0 is the padding page.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 
-# keys per step of the chunked form; with 256 a short context needs one step and no loop overhead
+# keys per step of "chunked"; with 256, a short context needs one step and no loop overhead
 CHUNK = 256
 # finite, so that the difference of two of them is 0 and not NaN
 NEGATIVE = -1e30
@@ -60,7 +59,7 @@ def _gather(
     num_slots = pool.shape[1]
     pages = page_table.at[:, keys // page_size].get(mode="fill", fill_value=0)
     slots = pages * page_size + keys % page_size
-    # one flat index: slicing out the layer first would copy it
+    # one index for layer and slot, because slicing out the layer first would copy it
     rows = pool.reshape(-1, *pool.shape[2:])[layer * num_slots + slots]
     return rows[:, :, 0], rows[:, :, 1]
 
@@ -96,7 +95,7 @@ def _dense_or_chunked(
     window: int | None,
     is_chunked: bool,
 ) -> jax.Array:
-    """Process all keys of the page table at once, or chunks up to the longest text."""
+    """Attend to all keys of the page table at once, or in chunks up to the longest request."""
     batch, rows, _, dim = q.shape
     grouped = q.reshape(batch, rows, pool.shape[3], -1, dim)
 
@@ -129,7 +128,7 @@ def _dense_or_chunked(
     return (mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
-# maximum number of new keys with a mask: four words per row
+# maximum number of new keys if there is a mask, which then has four words per row
 MAX_MASKED = 128
 # rows per dot: the smallest tile of the tensor cores, and the maximum per pass over the keys
 MIN_ROWS, MAX_ROWS = 16, 64
@@ -155,8 +154,8 @@ class AttentionTiles:
         programs = batch * kv_heads * -(-rows // block_rows)
         bfloat16 = dtype == jnp.bfloat16
         if programs >= 256:
-            # two programs per multiprocessor: one split each, no merge; B=32, T=4, context 4096 on
-            # one H200: 154 us against 181 for two splits of 64-key blocks and three stages
+            # Two programs per multiprocessor are enough without splits, which need a merge. B=32,
+            # T=4, context 4096, H200: 154 us; 181 with two splits, 64-key blocks and three stages.
             block_keys, num_splits, num_stages = 128 if bfloat16 else 64, 1, 2
         else:
             block_keys, num_stages = 64 if bfloat16 else 32, 3
@@ -167,7 +166,7 @@ class AttentionTiles:
 
 
 def _mask_words(tree_mask: jax.Array) -> jax.Array:
-    """A mask ``[B, T, U]`` as i32 words ``[B, T, W]``, two or four per row: bit i is new key i."""
+    """Pack a mask ``[B, T, U]`` into two or four i32 words per row; bit i is new key i."""
     batch, rows, num_new = tree_mask.shape
     num_words = 2 if num_new <= 64 else MAX_MASKED // 32
     padding = (0, 0), (0, 0), (0, 32 * num_words - num_new)
@@ -190,7 +189,7 @@ def specjax_tree_attention(
     num_new: int,
     window: int | None,
 ) -> None:
-    """One program: a tile of query rows of one KV head over one split of the context."""
+    """Kernel body: a program attends with a tile of rows of one KV head to a context split."""
     num_outputs = 1 if tiles.num_splits == 1 else 3
     words_ref, (out_ref, *partial_refs) = refs[:-num_outputs], refs[-num_outputs:]
     rows, heads = q_ref.shape[1:3]
@@ -212,7 +211,7 @@ def specjax_tree_attention(
 
     blocks = (total + tiles.block_keys - 1) // tiles.block_keys
     if window is not None:
-        # the window of row 0 begins first; a tile also has row 0 if it repeats the first rows
+        # row 0 has the first window, and a tile that repeats the first rows contains row 0
         oldest = num_new - rows - window + 1
         skipped = jnp.maximum(seq_len + oldest, 0) // tiles.block_keys
         blocks -= skipped
@@ -225,7 +224,7 @@ def specjax_tree_attention(
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, weight, mixed = carry
         position = i * tiles.block_keys + jnp.arange(tiles.block_keys)
-        # past the end, read the last key again and mask it: no masked load, no invalid address
+        # past the end, read the last key again and mask its score; the load needs no mask
         key = jnp.minimum(position, total - 1)
         page = table_ref[request, jnp.minimum(key // page_size, pages - 1)]
         page = jnp.where(key // page_size < pages, page, 0)
@@ -268,7 +267,7 @@ def specjax_tree_attention(
 
 
 def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: Any) -> None:
-    """One program per (token, query head, request): merge the splits of one row."""
+    """Kernel body: one program per (token, query head, request) merges the splits of a row."""
     heads, kv_heads = out_ref.shape[2], mixed_ref.shape[1]
     group = heads // kv_heads
     token, member, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -281,7 +280,7 @@ def specjax_merge_splits(mixed_ref: Any, max_ref: Any, sum_ref: Any, out_ref: An
 
 
 def row_dot(x: jax.Array, y: jax.Array, *, transpose: bool) -> jax.Array:
-    """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands stay IEEE float32."""
+    """``x @ y`` (or ``x @ y.T``) accumulated in float32; float32 operands keep full precision."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracting = ((1,), (1 if transpose else 0,))
     return jax.lax.dot_general(
@@ -316,7 +315,7 @@ def tree_attention(
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
 ) -> jax.Array:
-    """Attention of T tokens per request over its pages.
+    """Attention of T tokens per request over the request's pages.
 
     Args:
         q: ``[B, T, N, H]``, rotated queries.
@@ -327,9 +326,9 @@ def tree_attention(
         tree_mask: bool ``[B, T, U]``, true if a row sees a new key; ``None`` means causal over the
             T new tokens. A row must see itself.
         page_size: tokens per page.
-        window: number of last positions that a row sees, including its own; new keys that come
-            after the row stay visible if the mask selects them. ``None`` means all. The rows must
-            be at consecutive positions, the last of the U.
+        window: number of positions that a row sees up to its own; ``None`` means all. New keys
+            after the row stay visible if the mask selects them. The T rows must be at consecutive
+            positions, the last ones of the U.
         implementation: ``"chunked"`` (a loop over the context), ``"pallas"`` (reads each page once
             for up to 64 query rows of a KV head) or ``"xla"`` (all keys at once).
         tiles: launch shape of the Pallas kernel; ``None`` chooses one.
@@ -339,7 +338,7 @@ def tree_attention(
 
     Raises:
         ValueError: for mismatched shapes, a window below 1 or an unknown implementation.
-        NotImplementedError: by the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
+        NotImplementedError: in the Pallas kernel, for a tree mask over more than ``MAX_MASKED``
             keys, or if the head dim is not a power of two from 16 to 256.
     """
     check_heads(q, pool, 4)

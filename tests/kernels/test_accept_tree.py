@@ -119,5 +119,5 @@ def test_shapes_are_checked() -> None:
     case = list(map(jnp.asarray, random_case(np.random.default_rng(0), 2, 4, 2)))
     for broken in (1, 2, 4, 5, 6):
         arrays = [array[:1] if i == broken else array for i, array in enumerate(case)]
-        with pytest.raises(ValueError, match="expected 2 x"):
+        with pytest.raises(ValueError, match="parents and target_tokens must be"):
             accepted(*arrays, num_steps=2)
