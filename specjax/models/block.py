@@ -1,14 +1,14 @@
 """Block drafters (DFlash, DSpark): one pass drafts a whole block of tokens (flax nnx).
 
-The context is a projection of target features: ``c = hidden_norm(fc(features))``. Each layer's keys
-and values of the text come from ``c`` alone, without attention, so they are written once per token
-(:meth:`BlockDraft.store`). A draft pass (:meth:`BlockDraft.__call__`) runs the last token and mask
-tokens through pre-norm decoder layers with query and key norms. All rows see the whole context;
-rows of a layer that is not causal also see each other.
+The context is a projection of target features: ``c = hidden_norm(fc(features))``. For tokens of the
+text, each layer's keys and values come from ``c`` alone, without attention, so they are written
+once per token (:meth:`BlockDraft.store`). A draft pass (:meth:`BlockDraft.__call__`) runs the last
+token and mask tokens through pre-norm decoder layers with query and key norms. All rows see the
+whole context. In a layer that is not causal, they also see each other.
 
-The published tensors are those of :func:`block_recipes`. ``context.kernel`` repeats the key and
-value projections of all layers side by side, so that the context takes one product: XLA would
-otherwise copy them together in every round.
+:func:`block_recipes` lists the published tensors. ``context.kernel`` repeats the key and value
+projections of all layers in one matrix, so that the context takes one product. Otherwise, XLA would
+copy them together in every round.
 
 Sources: DFlash (arXiv 2602.06036), DSpark, and the published checkpoints.
 """
@@ -44,10 +44,10 @@ from specjax.models.layers import (
 
 
 class MarkovHead(nnx.Module):
-    """Low-rank bias of a draft's logits that depends on the token before it.
+    """A low-rank bias for the logits of a draft, computed from the token before it.
 
-    ``vanilla`` reads only that token, ``gated`` also the hidden state, and ``rnn`` keeps a state
-    over the tokens of a block. Axes: R rank, V draft vocabulary.
+    ``vanilla`` reads only that token. ``gated`` also reads the hidden state. ``rnn`` also carries a
+    state from token to token in a block. Axes: R rank, V draft vocabulary.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -66,10 +66,10 @@ class MarkovHead(nnx.Module):
     def __call__(
         self, tokens: jax.Array, hidden: jax.Array, state: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Bias f32 ``[B, V]`` and the next state ``[B, R]``.
+        """Return the bias f32 ``[B, V]`` and the next state ``[B, R]``.
 
-        ``tokens`` i32 ``[B]`` are target ids of the tokens before; ``hidden [B, D]`` are the states
-        of the rows whose logits are adjusted.
+        ``tokens`` i32 ``[B]`` are the target ids of the previous tokens. ``hidden [B, D]`` are the
+        states of the rows whose logits are adjusted.
         """
         read = self.embedding(tokens)
         if self.gate is not None:
@@ -86,7 +86,7 @@ class MarkovHead(nnx.Module):
 class BlockDraft(DraftHead):
     """The network of a :class:`~specjax.config.BlockConfig`.
 
-    Embeddings are the target's, and so is the output head unless the configuration has its own.
+    It uses the target's embeddings, and also its output head if the configuration has none.
     """
 
     config: BlockConfig
@@ -105,15 +105,15 @@ class BlockDraft(DraftHead):
         )
         self.norm = RMSNorm(config, size, implementation=implementation)
         self.markov = MarkovHead(config) if config.markov_head else None
-        # it is loaded, but rounds do not read it
+        # the confidence head is loaded, but rounds do not read it
         inputs, is_there = config.confidence_size, config.has_confidence_head
         self.confidence_head = Linear(inputs, 1, bias=True, dtypes=dtypes) if is_there else None
 
     def store(self, features: jax.Array, positions: jax.Array, kv: Any, store: Store) -> Any:
-        """Write keys and values of all layers for text tokens, from their target features.
+        """Write the keys and values of text tokens in all layers, and return the updated ``kv``.
 
-        ``features [B, T, K * D_target]`` are at positions i32 ``[B, T]``; ``store`` writes to the
-        same positions of ``kv``, which is returned.
+        ``features [B, T, K * D_target]`` are the tokens' target features, ``positions`` i32
+        ``[B, T]`` their positions, to which ``store`` writes.
         """
         config = self.config
         context = self.hidden_norm(self.fc(features.astype(config.dtypes.activations)))
@@ -140,11 +140,11 @@ class BlockDraft(DraftHead):
 
         Args:
             tokens: i32 ``[B, T]``: the last token, then mask tokens.
-            positions: i32 ``[B, T]``: those of the block.
+            positions: i32 ``[B, T]``, the positions of these tokens.
             kv: the pool; the block's keys and values are written after the text.
-            attend: attention of layers whose rows see the whole block.
-            causal_attend: attention of causal layers.
-            target: the target, for its embeddings.
+            attend: attention for layers whose rows see the whole block.
+            causal_attend: attention for causal layers.
+            target: the model whose embeddings are used.
         """
         config = self.config
         x, delta = self.embed(tokens, target), None
@@ -160,12 +160,12 @@ class BlockDraft(DraftHead):
 
 
 def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
-    """The kind of each layer."""
+    """The kind of every layer."""
     return tuple(LayerKind.of(config, window=window or None) for window in config.windows)
 
 
 def block_recipes(config: BlockConfig) -> Recipes:
-    """Recipes of all weights of a block drafter, by flat name; tensors have canonical names."""
+    """Recipes for all weights of a block drafter, by flat name; tensors have canonical names."""
     size, dtypes, rank = config.hidden_size, config.dtypes, config.markov_rank
     kv_size = config.num_kv_heads * config.head_dim
     recipes = vocabulary_recipes(config)

@@ -1,7 +1,7 @@
 """Target language models of any registered family (flax nnx).
 
-Layers are a Python loop over per-layer weights, because ``lax.scan`` over stacked weights copies
-them: a decode step at the Llama-3.1-8B shape takes 12.4 ms instead of 4.3 (one H200, jax 0.11.2).
+A Python loop runs the layers, because ``lax.scan`` would copy their stacked weights: a decode step
+at the Llama-3.1-8B shape would take 12.4 ms instead of 4.3 (one H200, jax 0.11.2).
 """
 
 from typing import Any, ClassVar
@@ -45,8 +45,8 @@ class CausalLM(nnx.Module):
 
         Tokens and rotary positions are i32 ``[B, T]``. ``kv`` is the state that ``attend`` updates
         (a KV pool, a dense cache, or nothing). The features are the un-normed residual stream after
-        ``feature_layers`` (EAGLE-3's auxiliary hidden states). Without layers the feature is the
-        hidden state, as EAGLE-1/2 use it.
+        each of ``feature_layers`` (EAGLE-3's auxiliary hidden states). If ``feature_layers`` is
+        empty, the feature is the hidden state, as in EAGLE-1/2.
         """
         x = self.embedding(tokens)
         delta: jax.Array | None = None
@@ -57,8 +57,8 @@ class CausalLM(nnx.Module):
             return nnx.merge(structure, weights)(*inputs, attend)
 
         if resolve(self.implementation) != "xla":
-            # kernels take the layer index as an operand, so one trace serves all layers: the same
-            # program, and with 32 layers tracing takes two thirds of the time
+            # kernels take the layer index as an operand, so one trace serves all layers. With 32
+            # layers, this saves a third of the tracing time and gives the same program
             run = jax.jit(run, static_argnums=0, inline=True)
         outputs = {}
         for i, layer in enumerate(self.layers):
@@ -91,11 +91,11 @@ class TargetVocabulary:
 
 
 class DraftLM(TargetVocabulary, CausalLM):
-    """A model of a target family that drafts for another model over the same vocabulary.
+    """A model of a target family that drafts for another model with the same vocabulary.
 
-    Its recurrent state is the last hidden state, which its own passes do not read.
+    Its recurrent state is the last hidden state, which its passes do not read.
     """
 
     def logits(self, hidden: jax.Array, target: CausalLM | None = None) -> jax.Array:
-        """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``, from its own head."""
+        """Float32 logits ``[..., V]`` of final hidden states ``[..., D]``; ignores ``target``."""
         return super().logits(hidden)

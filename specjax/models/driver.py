@@ -1,4 +1,4 @@
-"""NVIDIA driver of this machine, and why JAX does not use the GPU. Nothing here starts CUDA."""
+"""Find the NVIDIA driver, and the reason if JAX does not use the GPU, without starting CUDA."""
 
 import os
 import re
@@ -7,12 +7,12 @@ from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# CUDA releases that JAX is built for, newest first -> lowest major version of the driver
+# maps each CUDA release that JAX is built for, newest first, to the lowest driver version
 DRIVERS = {13: 580, 12: 525}
 
 
 def driver_version() -> str:
-    """Version of the NVIDIA driver; empty if Linux shows none."""
+    """Version of the NVIDIA driver, or an empty text if Linux reports none."""
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         if found := re.search(r"Module.*?\s(\d+\.\d+[\d.]*)\s", text):
@@ -21,7 +21,7 @@ def driver_version() -> str:
 
 
 def newest_cuda(driver: str) -> int:
-    """Newest CUDA release that a driver version runs; 0 if it is too old."""
+    """Newest CUDA release that this driver version supports; 0 if it is too old for all."""
     major = int(driver.partition(".")[0] or DRIVERS[13])  # unknown: assume a recent one
     return next((cuda for cuda, least in DRIVERS.items() if major >= least), 0)
 
@@ -34,7 +34,7 @@ def package_version(name: str) -> str | None:
 
 
 def unused_gpu() -> str | None:
-    """Why JAX finds no GPU although this machine has one, and the remedy; ``None`` without one."""
+    """Explain why JAX does not use this machine's GPU, with a remedy; ``None`` without a GPU."""
     if not glob("/dev/nvidia[0-9]*"):
         return None
     newest = newest_cuda(driver := driver_version())

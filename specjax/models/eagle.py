@@ -1,14 +1,14 @@
 """Draft heads: EAGLE-1/2, EAGLE-3, and modules for multi-token prediction (flax nnx).
 
-The EAGLE heads share one interface, so that no code outside this file depends on the version:
+The EAGLE heads share one interface, so that code outside this file does not depend on the version:
 
-* ``fuse(features [B,T,F]) -> [B,T,D]``: projects target features to the head's hidden width.
+* ``fuse(features [B,T,F]) -> [B,T,D]`` projects target features to the head's hidden width.
 * ``__call__(embeds [B,T,D], hidden [B,T,D], positions [B,T], kv, attend, row=None) -> (hidden,
-  kv)``: one pass. The returned hidden state ``[B,T,D]`` is the recurrent input of the next draft
-  step. With ``row`` i32 ``[B]`` it is ``[B,1,D]``, the state of one row per request: the next round
-  starts from that row, and the other rows only store their keys and values.
-* ``embed(tokens, target)`` and ``logits(hidden, target)``: by default use the target's tables.
-* ``target_ids(draft_ids)``: maps draft vocabulary ids to target vocabulary ids.
+  kv)`` runs one pass. The returned hidden state ``[B,T,D]`` is the recurrent input of the next
+  draft step. With ``row`` i32 ``[B]``, only this row of each request is returned, as ``[B,1,D]``,
+  because the next round starts from it. The other rows only store their keys and values.
+* ``embed(tokens, target)`` and ``logits(hidden, target)`` use the target's tables by default.
+* ``target_ids(draft_ids)`` maps draft vocabulary ids to target vocabulary ids.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840) and the published checkpoints.
 """
@@ -40,11 +40,11 @@ from specjax.models.registry import layer_kinds
 
 
 class DraftVocabulary(nnx.Variable):
-    """Integer vocabulary map of a draft head; not trained."""
+    """Integer vocabulary map of a draft head; training does not change it."""
 
 
 class DraftHead(nnx.Module):
-    """Common parts of EAGLE heads and block drafters: embeddings, output head, vocabulary."""
+    """The common parts of EAGLE heads and block drafters: embeddings, output head, vocabulary."""
 
     config: Any
 
@@ -68,7 +68,7 @@ class DraftHead(nnx.Module):
         )
 
     def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
-        """Embeddings ``[..., D]`` of target token ids ``[...]``, from the head or the target."""
+        """Embeddings ``[..., D]`` of target token ids ``[...]``: the head's own or the target's."""
         table = target.embedding if self.embedding is None else self.embedding
         return table(tokens).astype(self.config.dtypes.activations)
 
@@ -114,9 +114,10 @@ class EagleBlock(nnx.Module):
         attend: Attend,
         row: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run the block on ``normed``: ``x [B, T, D]`` and what to add to it, and updated ``kv``.
+        """Return the new residual ``x [B, T, D]``, the feed-forward's output, and updated ``kv``.
 
-        ``layer`` indexes ``kv``. The norm that follows makes the addition.
+        The block reads ``normed`` and layer ``layer`` of ``kv``. The next norm adds the output to
+        ``x``.
         """
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
         x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
@@ -143,22 +144,21 @@ class EagleLayer(EagleBlock):
         attend: Attend,
         row: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run the block on ``x + delta``, or its norm; results as those of the block."""
+        """Run the block on ``x + delta`` after the input norm, or on ``x`` without one."""
         x, normed = (x, x) if self.input_norm is None else self.input_norm.add(x, delta)
         return self.block(x, normed, rope, kv, layer, attend, row)
 
 
 class Eagle3Head(DraftHead, EagleBlock):
-    """EAGLE-3: one layer over ``[norm(embed(token)), norm(hidden)]``, features of three layers.
+    """EAGLE-3: a layer over ``[norm(embed(token)), norm(hidden)]`` that reads three target layers.
 
-    A P-EAGLE head may have further ``layers``, and has ``mask_hidden [1, 1, F]``: the features of
-    a mask token. Mask tokens after a text predict the tokens at their positions and later ones
-    without recurrence.
+    A P-EAGLE head may have more ``layers``. Its ``mask_hidden [1, 1, F]`` is the feature of a mask
+    token. Mask tokens after the text predict several tokens in one pass, without recurrence.
 
-    ``has_fc_norm`` and ``norm_output`` are the EAGLE 3.1 variants (arXiv 2605.09992): a norm on
-    each captured feature before ``fc``, and the normed output as input of the next step.
-    ``norm_before_fc`` is instead one norm over the concatenated features, as in heads of
-    speculators.
+    EAGLE 3.1 (arXiv 2605.09992) has two options. ``has_fc_norm`` normalises each captured feature
+    before ``fc``. With ``norm_output``, the normalised output is the input of the next step.
+    ``norm_before_fc`` instead normalises the concatenated features once, as heads of the library
+    speculators do.
     """
 
     def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
@@ -197,12 +197,12 @@ class Eagle3Head(DraftHead, EagleBlock):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Run the head once; the output is the state before the final norm."""
+        """Run the head once. Without ``norm_output``, it returns states before the final norm."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
         rope = rope_tables(self.config.rope, positions)
-        rows = [None] * len(self.layers) + [row]  # only the last layer outputs a part of the rows
+        rows = [None] * len(self.layers) + [row]  # only the last layer selects rows
         x, delta, kv = self.block(residual, x, rope, kv, 0, attend, rows[0])
         for i, layer in enumerate(self.layers, start=1):
             x, delta, kv = layer(x, delta, rope, kv, i, attend, rows[i])
@@ -231,7 +231,7 @@ class EagleHead(DraftHead):
         )
 
     def fuse(self, features: jax.Array) -> jax.Array:
-        """Return the feature: EAGLE-1/2 fuses it with the embedding in ``__call__``."""
+        """Return the features as they are; ``__call__`` joins them with the embeddings."""
         return features.astype(self.config.dtypes.activations)
 
     def __call__(
@@ -243,7 +243,7 @@ class EagleHead(DraftHead):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Run the head once; the output is the next recurrent state and the logits' input."""
+        """Run the head once; logits and the next step both read the returned states."""
         x = self.fc(jnp.concatenate([embeds, hidden], axis=-1))
         rope = rope_tables(self.config.rope, positions)
         delta: jax.Array | None = None
@@ -278,11 +278,11 @@ class MtpModule(nnx.Module):
 class MtpHead(TargetVocabulary, nnx.Module):
     """The modules for multi-token prediction; embeddings and output head are the target's.
 
-    Module ``k`` reads the embedding of token ``i + k + 1`` and the state of token ``i`` (of module
-    ``k - 1``, or for the first module the target's last hidden state). It predicts token
-    ``i + k + 2``. Both inputs are normed, joined as ``[state, embedding]``, projected to the hidden
-    width, and passed through one decoder layer of the target's family and a final norm. The output
-    is the state for the next module and the input of the target's output head.
+    To predict token ``i + k + 2``, module ``k`` reads the embedding of token ``i + k + 1`` and the
+    state at token ``i``. The state comes from module ``k - 1``, or for module 0 from the target's
+    last hidden layer. Both inputs are normalised, joined as ``[state, embedding]``, projected to
+    the hidden width, and passed through a decoder layer of the target's family and a final norm.
+    The next module and the target's output head read the result.
 
     Sources: DeepSeek-V3 (arXiv 2412.19437), and the modules of MiMo-7B (arXiv 2505.07608), which
     are dense.
@@ -302,9 +302,9 @@ class MtpHead(TargetVocabulary, nnx.Module):
         kv: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        """States ``[B, T, D]`` of module ``index``, which uses the layer of that index in ``kv``.
+        """Run module ``index``, which uses that layer of ``kv``; return its states ``[B, T, D]``.
 
-        ``embeds`` and ``hidden`` are ``[B, T, D]``; positions i32 ``[B, T]`` are of the states.
+        ``embeds`` and ``hidden`` are ``[B, T, D]``; ``hidden`` is at positions i32 ``[B, T]``.
         """
         module = self.modules[index]
         x = jnp.concatenate([module.hidden_norm(hidden), module.token_norm(embeds)], axis=-1)
@@ -317,5 +317,5 @@ class MtpHead(TargetVocabulary, nnx.Module):
         return target.embedding(tokens)
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
-        """Float32 logits ``[..., V]`` of states ``[..., D]`` of any module."""
+        """Float32 logits ``[..., V]`` of states ``[..., D]`` from any module."""
         return target.logits(hidden)

@@ -1,4 +1,4 @@
-"""Description of a model family, and the checkpoint tensors that make up each weight."""
+"""Describe a model family, and the checkpoint tensors that make up each weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specjax.models.weights import is_quantised
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor that fills a slice of a weight. ``shape`` is the checkpoint's."""
+    """A checkpoint tensor that fills a slice of a weight; ``shape`` is that of the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,11 +20,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a weight is built from its parts, concatenated on the output axis.
+    """Build a weight by concatenating its parts on the output axis.
 
-    A transposed weight is ``[in, out]``, built from parts ``[out_i, in]``. Any other weight
-    concatenates its parts unchanged on the first axis. ``dtype`` is the weight's; ``None`` means
-    that of activations.
+    A transposed weight is ``[in, out]`` and consists of parts ``[out_i, in]``. Any other weight
+    concatenates its parts unchanged on the first axis. ``dtype`` is the dtype of the weight;
+    ``None`` means the dtype of activations.
     """
 
     parts: tuple[Part, ...]
@@ -43,7 +43,7 @@ MTP_PREFIX = "model.mtp_layers."
 
 
 def draft_recipes(config: DraftConfig) -> Recipes:
-    """Recipes of all weights of a draft head, by flat name; tensors have canonical names."""
+    """Recipes for all weights of a draft head, by flat name; tensors have canonical names."""
     size, dtypes, kind = config.hidden_size, config.dtypes, LayerKind.of(config)
     fc_in = config.feature_size + (0 if config.fuses_features else size)
     recipes = linear("fc", {"fc": size}, fc_in, dtypes, bias=config.fc_bias)
@@ -74,7 +74,7 @@ def draft_recipes(config: DraftConfig) -> Recipes:
 
 
 def vocabulary_recipes(config: DraftConfig | BlockConfig) -> dict[str, Recipe]:
-    """Recipes of a draft's own embeddings, output head and vocabulary map."""
+    """Recipes for a draft's own embeddings, output head and vocabulary map."""
     recipes, size = dict[str, Recipe](), config.hidden_size
     if config.has_own_embedding:
         part = Part("embed_tokens.weight", (config.vocab_size, size))
@@ -88,7 +88,7 @@ def vocabulary_recipes(config: DraftConfig | BlockConfig) -> dict[str, Recipe]:
 
 
 def vectors(size: int, names: Mapping[str, str]) -> dict[str, Recipe]:
-    """Recipes of norm scales, from flat names to stored names."""
+    """Recipes for norm scales ``[size]``; ``names`` maps flat names to stored names."""
     return {
         f"{flat}.scale": Recipe((Part(f"{name}.weight", (size,)),)) for flat, name in names.items()
     }
@@ -97,10 +97,10 @@ def vectors(size: int, names: Mapping[str, str]) -> dict[str, Recipe]:
 def linear(
     flat: str, parts: Mapping[str, int], in_size: int, dtypes: Dtypes, *, bias: bool = False
 ) -> dict[str, Recipe]:
-    """Recipes of a projection built from stored projections ``[out_i, in]``, given their widths."""
+    """Recipes for a projection; ``parts`` maps its stored projections to their output widths."""
     kernels = tuple(Part(f"{name}.weight", (size, in_size)) for name, size in parts.items())
     recipes = {f"{flat}.kernel": Recipe(kernels, transpose=True, dtype=dtypes.weights.name)}
-    if is_quantised(dtypes.weights):  # under the names of compressed-tensors
+    if is_quantised(dtypes.weights):  # stored under the names that compressed-tensors uses
         scales = tuple(Part(f"{name}.weight_scale", (size, 1)) for name, size in parts.items())
         recipes = {
             f"{flat}.kernel.values": Recipe(kernels, dtype=dtypes.weights.name),
@@ -115,7 +115,7 @@ def linear(
 def decoder_layer(
     config: TransformerConfig, kind: LayerKind, flat: str, prefix: str
 ) -> dict[str, Recipe]:
-    """How to load the weights of a target layer, with the tensor names that most families share."""
+    """Recipes for the weights of a target layer, with the tensor names of most families."""
     before = {"input_norm": "input", "post_attention_norm": "post_attention"}
     if kind.post_norm:
         before["post_attention_norm"] = "pre_feedforward"
@@ -158,7 +158,7 @@ def _projections(
 
 
 def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
-    """Layers that are all of one kind."""
+    """Describe layers that are all of one kind."""
     kind = LayerKind.of(config, window=config.sliding_window, **differences)
     return (kind,) * config.num_layers
 
@@ -167,12 +167,12 @@ def alike(config: ModelConfig, **differences: Any) -> tuple[LayerKind, ...]:
 class Family:
     """A model family: its configuration reader, layer kinds and tensor recipe."""
 
-    architecture: str  # the transformers class whose weights it reads
-    # reads the fields of ``config`` specific to this family, in addition to sizes and tokens
+    architecture: str  # the transformers class whose weights the family reads
+    # reads the fields of a configuration that only this family has
     read: Callable[[Fields], dict[str, Any]]
     layers: Callable[[ModelConfig], tuple[LayerKind, ...]] = alike
-    # recipe(config, kind, flat, prefix): the tensors of a layer; ``flat`` and ``prefix`` are the
-    # prefixes of their flat and stored names
+    # recipe(config, kind, flat, prefix): the weights of a layer. Their flat names begin with
+    # ``flat``, and the names of stored tensors with ``prefix``
     recipe: Callable[[ModelConfig, LayerKind, str, str], dict[str, Recipe]] = decoder_layer
     config: type[ModelConfig] = ModelConfig
     hidden_act: tuple[str, ...] = ("silu", "swish")  # names of the activation in config.json

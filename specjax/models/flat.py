@@ -1,7 +1,7 @@
-"""Models as a static structure plus a flat tuple of arrays, the form that is passed to jit.
+"""Represent a model as a static structure and a flat tuple of arrays, which jit accepts cheaply.
 
-Passing an nnx object costs a Python traversal per call; a flat tuple costs only its buffers. The
-traced function rebuilds the module.
+JAX traverses an nnx object in Python at every call. A flat tuple avoids this; the traced function
+rebuilds the module from it.
 """
 
 import logging
@@ -25,7 +25,7 @@ from specjax.models.weights import QuantArray
 
 logger = logging.getLogger(__name__)
 
-# standard deviation of random quantised values; their scale divides by it
+# standard deviation of random quantised values; their scale is divided by it
 RANDOM_VALUES = 24.0
 M = TypeVar("M", bound=nnx.Module)
 Weights = tuple[jax.Array, ...]
@@ -33,11 +33,11 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class FlatModel(Generic[M]):
-    """Structure of a module: names and abstract arrays of its weights, and how to rebuild it.
+    """The structure of a module: the names, shapes and dtypes of its weights.
 
     ``names[i]`` is the dotted path of weight ``i``, for example ``layers.0.attention.qkv.kernel``
     (``....kernel.values`` and ``....kernel.scale`` if quantised). ``initial[i]`` is the mean and
-    standard deviation of its random initial values, taken from its variable.
+    standard deviation of its random initial values, as the module's variable states them.
     """
 
     graphdef: Any
@@ -48,7 +48,7 @@ class FlatModel(Generic[M]):
 
     @classmethod
     def of(cls, build: Callable[[], M]) -> "FlatModel[M]":
-        """The structure of ``build()``, without allocating any weight."""
+        """The structure of the module that ``build`` returns; allocates no weights."""
         graphdef, state = nnx.split(nnx.eval_shape(build))
         leaves, treedef = jax.tree.flatten(state)
         names, initial = [], []
@@ -77,9 +77,10 @@ class FlatModel(Generic[M]):
         return nnx.merge(self.graphdef, state) if self.names else None  # type: ignore[return-value]
 
     def random(self, seed: int) -> Weights:
-        """Random weights as in ``initial``, created on the device without building the module.
+        """Draw random weights as ``initial`` states, on the device, without building the module.
 
-        Compiles one small function per shape, so that models of billions of weights start fast.
+        One small function is compiled per shape, so that models with billions of weights start
+        fast.
         """
         key = jax.random.key(seed)
         described = zip(self.abstract, self.initial, strict=True)
@@ -91,7 +92,7 @@ class FlatModel(Generic[M]):
         )
 
     def order(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The values of a mapping by name, in weight order."""
+        """Sort the values of a mapping from weight names into weight order."""
         missing = sorted(set(self.names) - set(named))
         unknown = sorted(set(named) - set(self.names))
         if missing or unknown:
@@ -144,7 +145,7 @@ class Placement:
         return jax.device_put(values, self.sharding)
 
     def abstract(self, values: Any) -> Any:
-        """Shapes and dtypes of a pytree of arrays to be placed on this device."""
+        """Shapes and dtypes of a pytree of arrays that will be on this device."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
             values,
@@ -165,10 +166,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Networks:
-    """Structures of target and draft."""
+    """The structures of target and draft."""
 
     target: FlatModel[CausalLM]
-    draft: FlatModel[Any]  # network that an algorithm drafts with; has no weights if it needs none
+    draft: FlatModel[Any]  # the algorithm's draft network; empty if it needs none
     target_config: ModelConfig
     draft_config: Any  # ``None`` if the algorithm needs no network
     placement: Placement  # device of both
@@ -204,7 +205,7 @@ def next_logits(
     flat: FlatModel[CausalLM], weights: Weights, input_ids: Sequence[int]
 ) -> np.ndarray:
     """Float32 logits ``[V]`` of the token after ``input_ids``, in one pass without a KV cache."""
-    # padded so that inputs of similar length share one compiled function
+    # pad the input, so that inputs of similar length share one compiled function
     tokens = np.zeros((1, -(-len(input_ids) // 64) * 64), np.int32)
     tokens[0, : len(input_ids)] = input_ids
     return np.asarray(_next_logits(flat, weights, tokens, np.int32(len(input_ids) - 1)))

@@ -1,9 +1,9 @@
 """Layers shared by target models and draft heads (flax nnx).
 
 Axes: B batch, T tokens per row, D hidden, N query heads, KV key/value heads, H head dim, V vocab.
-Query, key and value projections share one matrix, and so do gate and up. New modules hold zeros;
-their variables record how to draw random weights. Float32 products use HIGHEST precision, because
-the default on a GPU is TF32.
+Query, key and value projections share one matrix, and so do gate and up. The weights of a new
+module are zeros, and its variables record how to draw random ones. Float32 products use HIGHEST
+precision, because the default on a GPU is TF32.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,17 @@ from specjax.models.weights import dot, dot_transposed, partial_dot, take_output
 
 
 class RopeTables(NamedTuple):
-    """How queries and keys are normed and rotated: cosine and sine f32 ``[B, T, 1, H / 2]``."""
+    """Cosine and sine f32 ``[B, T, 1, H / 2]`` that rotate queries and keys, and their norms."""
 
     cos: jax.Array
     sin: jax.Array
-    norms: Norms | None = None  # of each head, before the rotation
+    norms: Norms | None = None  # applied to each head before the rotation
 
 
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
-# shape of q). It norms and rotates q and k, stores k and v in `kv` of any type, and returns the
-# attention output. An `attend` names the options that it supports as parameters: `window`, the
-# number of last keys that a query sees, including itself; `softcap`, c in c * tanh(scores / c);
+# shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
+# the attention output. Its parameters name the options that it supports: `window`, the number of
+# keys that a query sees, up to and including its own; `softcap`, c in c * tanh(scores / c);
 # `sinks` [N], one score per head without a value.
 Attend = Callable[..., tuple[Any, jax.Array]]
 # store(kv, layer, k, v, rope) -> kv, without attention
@@ -49,10 +49,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Differences between decoder layers of the same sizes.
+    """Settings that may differ between decoder layers whose weights have the same shapes.
 
-    ``pre_norm`` norms the inputs of attention and feed-forward; ``post_norm`` norms their outputs
-    before they are added to the residual stream.
+    ``pre_norm`` normalises the inputs of attention and feed-forward. ``post_norm`` normalises their
+    outputs before they are added to the residual stream.
     """
 
     rope: Rope
@@ -65,27 +65,27 @@ class LayerKind:
     pre_norm: bool = True
     post_norm: bool = False
     norm_offset: float = 0.0  # added to the stored scale of a norm
-    scale: float | None = None  # of attention scores; None is H ** -0.5
-    window: int | None = None  # last keys that a query sees
-    softcap: float | None = None  # of attention scores
+    scale: float | None = None  # multiplies attention scores; None is H ** -0.5
+    window: int | None = None  # number of keys that a query sees, up to and including its own
+    softcap: float | None = None  # soft limit of attention scores
     sinks: bool = False  # one score per head that takes attention weight but has no value
 
     @classmethod
     def of(cls, config: TransformerConfig, **differences: Any) -> "LayerKind":
-        """The kind with all fields that the configuration also has, and the differences."""
+        """Take fields from ``differences``, or else from the configuration if it has them."""
         names = {field.name for field in fields(cls)}
         found = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return cls(**{**found, **differences})
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """Options, by name, that ``attend`` must support."""
+        """The options that ``attend`` must support, by name."""
         values = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
         return {name: value for name, value in values.items() if value}
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
-    """``[B, T, D]`` at rows i32 ``[B]`` or ``[B, R]``: ``[B, R, D]``; all rows for ``None``."""
+    """Pick rows i32 ``[B]`` or ``[B, R]`` of ``x [B, T, D]``; ``None`` picks all."""
     if row is None:
         return x
     return jnp.take_along_axis(x, row.reshape(x.shape[0], -1, 1), axis=1, mode="clip")
@@ -100,12 +100,12 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), dtypes.activations)) if bias else None
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        """``[..., in]`` to ``[..., out]``, by default in the dtype of ``x``."""
+        """Map ``[..., in]`` to ``[..., out]``, by default in the dtype of ``x``."""
         out = dot(x, self.kernel[...], out_dtype)
         return out if self.bias is None else out + self.bias[...]
 
     def partial_sums(self, x: jax.Array, implementation: str | None, start: int = 0) -> jax.Array:
-        """Outputs from ``start`` on, or partial sums f32 ``[P, ..., out]`` if a split pays off."""
+        """Outputs from ``start`` on, as partial sums f32 ``[P, ..., out]`` if a split pays off."""
         kernel = take_outputs(self.kernel[...], slice(start, None)) if start else self.kernel[...]
         if self.bias is not None:
             return dot(x, kernel) + self.bias[start:]
@@ -133,18 +133,18 @@ class RMSNorm(nnx.Module):
         return self.scale[...] + self.offset if self.offset else self.scale[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise ``[..., size]`` and keep its dtype."""
+        """Normalise ``x [..., size]`` and keep its dtype."""
         return rms_norm(x, self.factor, self.eps)
 
     def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Return ``x + delta`` and its norm; without ``delta``, ``x`` and its norm."""
+        """Return ``x + delta`` and the norm of this sum. If ``delta`` is None, the sum is ``x``."""
         if delta is None:
             return x, self(x)
         return add_norm(x, delta, self.factor, eps=self.eps, implementation=self.implementation)
 
 
 class Embedding(nnx.Module):
-    """Token table ``[V, D]``; also the output projection of a model with tied embeddings."""
+    """Token table ``[V, D]``; with tied embeddings, it is also the output projection."""
 
     def __init__(self, vocab_size: int, size: int, *, dtype: jnp.dtype) -> None:
         self.table = nnx.Param(jnp.zeros((vocab_size, size), dtype), stddev=size**-0.5)
@@ -161,8 +161,8 @@ class Embedding(nnx.Module):
 def rope_frequencies(rope: Rope) -> np.ndarray:
     """Inverse rotary frequencies, float32 ``[H / 2]``.
 
-    ``llama3`` scaling keeps short wavelengths, divides the frequencies of long ones by ``factor``
-    and blends in between, as in the Llama 3.1 release.
+    As in the Llama 3.1 release, ``llama3`` scaling keeps high frequencies, divides low ones by
+    ``factor``, and blends in between.
     """
     head_dim, theta, scaling = rope
     inverse = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -178,13 +178,13 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
 
 
 def rope_tables(rope: Rope, positions: jax.Array) -> RopeTables:
-    """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of integer positions ``[B, T]``."""
+    """Cosine and sine, float32 ``[B, T, 1, H / 2]``, for integer positions ``[B, T]``."""
     angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(rope)
     return RopeTables(jnp.cos(angles), jnp.sin(angles))
 
 
 def rotated(attend: Attend) -> Attend:
-    """Make an ``attend`` from a function that takes complete, already rotated queries and keys."""
+    """Make an ``attend`` from a function that takes rotated queries and keys, already summed up."""
 
     def rotate_first(
         kv: Any,
@@ -204,7 +204,7 @@ def rotated(attend: Attend) -> Attend:
 
 
 def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """JAX's attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``; float32 is IEEE float32."""
+    """JAX's attention of ``[B, T, N, H]`` over ``[B, L, KV, H]``, in full precision for float32."""
     precision = "highest" if q.dtype == jnp.float32 else "default"
     # JAX mixes bfloat16 and float32 here, which a caller's strict promotion would reject
     with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
@@ -251,9 +251,9 @@ class Attention(nnx.Module):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """``[B, T, in_size]`` to ``[B, T, D]`` or its partial sums, and the updated kv.
+        """Map ``[B, T, in_size]`` to ``[B, T, D]`` or partial sums of it; also return updated kv.
 
-        With ``row`` i32 ``[B]`` all rows are stored, but only that row is output: ``[B, 1, D]``.
+        With ``row`` i32 ``[B]``, all rows are stored, but only this row is output: ``[B, 1, D]``.
         """
         heads, kv_heads, dim = self.shape
         q, k, v = jnp.split(self._heads(x), (heads, heads + kv_heads), axis=-2)
@@ -273,7 +273,7 @@ class Attention(nnx.Module):
     def store(
         self, kv_input: jax.Array, rope: RopeTables, kv: Any, layer: int, store: Store
     ) -> Any:
-        """Store the keys and values of ``kv_input [B, T, in_size]``, without queries."""
+        """Compute and store the keys and values of ``kv_input [B, T, in_size]``."""
         k, v = jnp.split(self._heads(kv_input, self.shape[0]), 2, axis=-2)
         if (norm := self.k_norm) is not None:
             rope = rope._replace(norms=(norm.factor, norm.factor, norm.eps))
@@ -287,7 +287,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward ``down(activation(gate(x)) * up(x))``, gate and up in one matrix."""
+    """Gated feed-forward ``down(activation(gate(x)) * up(x))``; gate and up share one matrix."""
 
     def __init__(
         self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
@@ -298,7 +298,7 @@ class MLP(nnx.Module):
         self.gate_up, self.down = linear(size, 2 * inner), linear(inner, size)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., D]`` to ``[..., D]`` or its partial sums."""
+        """Map ``[..., D]`` to ``[..., D]`` or partial sums of it."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         activation = ACTIVATIONS[self.kind.activation]
         return self.down.partial_sums(activation(gate) * up, self.implementation)
@@ -331,9 +331,9 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """``x + delta``, the layer's output for it as two summands, and the updated kv.
+        """Return ``x + delta``, the layer's output as two summands, and the updated kv.
 
-        Each addition is deferred to the norm after it, so that both run as one kernel.
+        The next norm adds the summands, so that addition and norm run as one kernel.
         """
         x, normed = _add_norm(self.input_norm, x, delta)
         mixed, kv = self.attention(normed, rope, kv, layer, attend)
@@ -345,7 +345,7 @@ class DecoderLayer(nnx.Module):
 def _add_norm(
     norm: RMSNorm | None, x: jax.Array, delta: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """``x + delta``, and the input that a block reads from it."""
+    """Return ``x + delta`` and the input of the next block, which is the norm, if any, of it."""
     if norm is not None:
         return norm.add(x, delta)
     x = x if delta is None else x + whole(delta, x.ndim, x.dtype)

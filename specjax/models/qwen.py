@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5, Qwen3, and MiMo, a Qwen2 with modules of multi-token prediction."""
+"""Qwen2, Qwen2.5, Qwen3, and MiMo, which is a Qwen2 with modules for multi-token prediction."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Model families by ``model_type``. To add one, write a file and add a line here."""
+"""The model families by ``model_type``. To add one, write a file and add a line here."""
 
 from collections.abc import Collection
 
@@ -27,12 +27,12 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """The kind of each layer."""
+    """The kind of every layer."""
     return family_of(config).layers(config)
 
 
 def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
-    """Raise ValueError if a layer needs an attention option that is not ``computed``."""
+    """Raise ValueError if a layer needs an attention option that is not in ``computed``."""
     for i, kind in enumerate(layer_kinds(config)):
         given = kind.attention_options
         if unknown := {name: given[name] for name in given if name not in computed}:
@@ -43,7 +43,7 @@ def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
 
 
 def target_recipes(config: ModelConfig) -> Recipes:
-    """Recipes of all weights of a target, by flat name."""
+    """Recipes for all weights of a target, by flat name."""
     size, table = config.hidden_size, (config.vocab_size, config.hidden_size)
     recipes = vectors(size, {"norm": "model.norm"})
     recipes["embedding.table"] = Recipe((Part("model.embed_tokens.weight", table),))
@@ -56,7 +56,7 @@ def target_recipes(config: ModelConfig) -> Recipes:
 
 
 def mtp_recipes(config: ModelConfig) -> Recipes:
-    """Recipes of multi-token prediction modules, under the names of MiMo's checkpoints."""
+    """Recipes for multi-token prediction modules, with the tensor names of MiMo's checkpoints."""
     size, recipes, family = config.hidden_size, dict[str, Recipe](), family_of(config)
     for i, kind in enumerate(family.layers(config)):
         flat, prefix = f"modules.{i}.", f"{MTP_PREFIX}{i}."

@@ -177,7 +177,7 @@ SMALL: Spec = ((2, 8, 2, 1, 4), F32)
         (move_kv, (((8, 2, 1, 4), F32), PATHS, PATHS), r"pool \(8, 2, 1, 4\)"),
         (compact_tree, (((2, 5), F32), PATHS), r"values \(2, 5\) must be \[B, T, ...\]"),
         (compact_tree, (((3,), F32), PATHS), r"values \(3,\)"),
-        (add, (((2, 8), F32), ((1, 8), F32), ((8,), F32)), "last axis"),
+        (add, (((2, 8), F32), ((1, 8), F32), ((8,), F32)), "partial sums"),
     ],
 )
 def test_bad_shapes_are_refused(kernel: Kernel, specs: tuple[Spec, ...], message: str) -> None:
