@@ -45,6 +45,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("draft").add_argument
     names = ("EAGLE3", "DSPARK", "DFLASH")
     add("--algorithm", default="EAGLE3", choices=names, help="algorithm that the draft is for")
+    text = "draft to start from, whose sizes and vocabulary stay (default: random weights)"
+    add("--initial", metavar="DRAFT", help=text)
     add("--draft-layers", type=int, default=3, help="layers of a block drafter")
     add("--num-drafts", type=int, default=7, help="tokens that a block drafts")
     add("--markov-rank", type=int, default=32, help="rank of the Markov head (DSPARK)")

@@ -11,6 +11,7 @@ vocabulary.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from specjax.models.block import BlockDraft
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
 from specjax.models.layers import Attend, RopeTables, dense_attention, rotated
-from specjax.training.trainer import Trainer
+from specjax.training.trainer import Trainer, TrainState
 from specjax.training.ttt import (
     PackedBatch,
     StepStatistics,
@@ -78,6 +79,11 @@ class BlockTrainer(Trainer):
     @cached_property
     def flat(self) -> FlatModel[Any]:
         return FlatModel.of(partial(BlockDraft, self.draft, implementation="xla"))
+
+    def init(self, initial: Mapping[str, Any] = MappingProxyType({})) -> TrainState:
+        fc = "fc.kernel"
+        scaled = {fc: initial[fc] * self.feature_scale[:, None]} if initial else {}
+        return super().init({**initial, **scaled})
 
     def begin(self, named: dict[str, Any], target: Mapping[str, Any]) -> None:
         """The context has weights of the layers. The output head is, or starts as, the target's."""

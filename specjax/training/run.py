@@ -16,6 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 from specjax.checkpoints import TargetCheckpoint, open_target
+from specjax.checkpoints.block import open_block
+from specjax.checkpoints.draft import open_draft
 from specjax.checkpoints.export import export_draft
 from specjax.checks import check_integer, check_number, is_integer
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
@@ -28,6 +30,7 @@ from specjax.training.generate import Sampler
 from specjax.training.trainer import (
     TrainConfig,
     Trainer,
+    TrainState,
     checkpoint_manager,
     default_draft_config,
     restore_state,
@@ -90,7 +93,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     target = open_target(args.model, dtype=dtype)
     model = target.config
-    draft = draft_config(args, model)
+    opened = args.initial and open_initial(args, target)
+    draft = opened.config if opened else draft_config(args, model)
     args.data = args.data or data_file(args, target.path, entries)
     num_answers = args.self_sample + len(entries) * (1 + args.file_samples)
     if args.batch_rows > num_answers and not (args.generate_only or args.data.exists()):
@@ -122,7 +126,10 @@ def run(args: argparse.Namespace) -> None:
         config = TrainConfig(**chosen(args, TrainConfig))
         flat = FlatModel.of(partial(CausalLM, model.within(longest), implementation="xla"))
         weights = tuple(jax.device_put(w) for w in flat.order(target.load_weights()))
+        initial = opened.load_weights() if opened else {}
         vocabulary = draft_vocabulary(kept, draft.draft_vocab_size, model.vocab_size)
+        if "d2t" in initial:
+            vocabulary = np.arange(len(initial["d2t"]), dtype=np.int32) + initial["d2t"]
         rows, held_rows = (
             pack(part, config.row_length, args.seed, config.join) for part in (kept, held)
         )
@@ -133,7 +140,7 @@ def run(args: argparse.Namespace) -> None:
             trainer: Trainer = BlockTrainer(*parts, scale)
         else:
             trainer = Trainer(*parts)
-        state = train(args, trainer, rows, held_rows)
+        state = train(args, trainer, trainer.init(initial), rows, held_rows)
         report |= {"steps": int(state.step), "config": dataclasses.asdict(config)}
         named = trainer.named_weights(state.params)
         export_draft(args.output, draft, named, max_shard_bytes=SHARD_BYTES)
@@ -145,6 +152,13 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         args.report.parent.mkdir(parents=True, exist_ok=True)
         args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
+    """Open the draft that training starts from."""
+    if args.algorithm != "EAGLE3":
+        return open_block(args.initial, target)
+    return open_draft(args.initial, target, checkpoint_format="eagle-3")
 
 
 def draft_config(args: argparse.Namespace, model: ModelConfig) -> DraftConfig | BlockConfig:
@@ -210,12 +224,17 @@ def make_corpus(
     return corpus
 
 
-def train(args: argparse.Namespace, trainer: Trainer, rows: PackedBatch, held: PackedBatch) -> Any:
-    """Run the training loop, which resumes from ``--checkpoint-dir``, and return its state."""
+def train(
+    args: argparse.Namespace,
+    trainer: Trainer,
+    state: TrainState,
+    rows: PackedBatch,
+    held: PackedBatch,
+) -> TrainState:
+    """Run the training loop from a state, or from the latest one in ``--checkpoint-dir``."""
     config = trainer.config
     fill = float((rows.segments > 0).mean())
     logger.info("%d training rows of %d tokens, %.0f%% full", *rows.tokens.shape, 100 * fill)
-    state = trainer.init()
     manager = checkpoint_manager(args.checkpoint_dir) if args.checkpoint_dir else None
     if manager is not None and (restored := restore_state(manager, state, trainer.vocabulary)):
         state = restored

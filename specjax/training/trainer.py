@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -110,10 +111,14 @@ class Trainer:
     def flat(self) -> FlatModel[Any]:
         return FlatModel.of(partial(Eagle3Head, self.draft, implementation="xla"))
 
-    def init(self) -> TrainState:
-        """Random parameters, except those that start as copies of the target's."""
+    def init(self, initial: Mapping[str, Any] = MappingProxyType({})) -> TrainState:
+        """The first state, from the weights of a draft by flat name.
+
+        By default weights are random, except those that start as copies of the target's.
+        """
         named = dict(zip(self.flat.names, self.flat.random(self.config.seed), strict=True))
         self.begin(named, dict(zip(self.target.names, self.target_weights, strict=True)))
+        named |= {name: initial[name] for name in named.keys() & initial.keys()}
         # copies: the training step donates its state, and the target's buffers must survive
         params = {name: jnp.array(value, jnp.float32) for name, value in named.items()}
         return TrainState(params, _OPTIMIZER.init(params), jnp.zeros((), jnp.int32))

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from specjax.checkpoints import open_target
@@ -67,6 +68,11 @@ def test_training_without_data(main, model_directory, tmp_path, capsys):
     draft = open_draft(head, open_target(model_directory))
     assert draft.config.draft_vocab_size == 64
     assert set(draft.load_weights())
+    more = f"--initial {head} --steps 1 --learning-rate 1e-9 --output {tmp_path / 'again'}"
+    assert main(f"{common} {TRAIN} {more}") == 0
+    again = open_draft(tmp_path / "again", open_target(model_directory))
+    assert again.config == draft.config
+    np.testing.assert_array_equal(again.load_weights()["d2t"], draft.load_weights()["d2t"])
     # this run cannot be resumed with another draft vocabulary, even one of the same size
     capsys.readouterr()
     assert main(f"{train} --draft-vocab-size 60") == 2
@@ -125,7 +131,12 @@ def test_block_drafters_are_trained(main, model_directory, tmp_path, generated, 
     draft = open_block(head, open_target(model_directory))
     assert draft.config.num_drafts == 3
     assert draft.config.anchor_first == bool(draft.config.markov_rank) == (algorithm == "DSPARK")
-    assert set(draft.load_weights())
+    first = draft.load_weights()
+    again = tmp_path / "again"
+    more = f"--initial {head} --steps 1 --warmup-steps 0 --learning-rate 1e-9 --output {again}"
+    assert main(f"{options} {block} {more}") == 0
+    for name, value in open_block(again, open_target(model_directory)).load_weights().items():
+        np.testing.assert_allclose(value, first[name], rtol=1e-5, atol=1e-7)
 
 
 def test_target_and_options_are_checked_before_generation(
