@@ -119,6 +119,7 @@ def test_rounds(name: str, tmp_path: Path) -> None:
         page_size=4,
         context_length=80,
         max_running_requests=2,
+        batch_buckets=(2,),
         max_total_tokens=800,
         chunked_prefill_size=8,
         skip_tokenizer_init=True,
