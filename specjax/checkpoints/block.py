@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.draft import canonical_source, check_vocabulary
-from specjax.checkpoints.huggingface import ANOTHER_HEAD, check_pair, layer_sizes
+from specjax.checkpoints.huggingface import (
+    ANOTHER_HEAD,
+    DEFAULTS,
+    MASK_KEYS,
+    check_pair,
+    layer_sizes,
+)
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
@@ -23,21 +29,9 @@ from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes
 
-(
-    DFLASH,
-    DFLASH_DEEPSPEC,
-    DSPARK_DEEPSPEC,
-    DSPARK_SPECFORGE,
-    DFLASH_SPECULATORS,
-    DSPARK_SPECULATORS,
-) = (
-    "DFlash",
-    "DFlash of DeepSpec",
-    "DSpark of DeepSpec",
-    "DSpark of SpecForge",
-    "DFlash of speculators",
-    "DSpark of speculators",
-)
+DFLASH, DFLASH_DEEPSPEC = "DFlash", "DFlash of DeepSpec"
+DSPARK_DEEPSPEC, DSPARK_SPECFORGE = "DSpark of DeepSpec", "DSpark of SpecForge"
+DFLASH_SPECULATORS, DSPARK_SPECULATORS = "DFlash of speculators", "DSpark of speculators"
 _SPECULATORS = {"dflash": DFLASH_SPECULATORS, "dspark": DSPARK_SPECULATORS}
 # unsupported format -> its architectures, values of other keys, and keys that only its files have
 _REFUSED = {
@@ -50,27 +44,11 @@ _REFUSED = {
 }
 # settings that change the forward pass, and must be off or 1
 _OFF = ("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping", "rope_dim")
-_ONE: tuple[str, ...] = (
-    "attention_value_scale",
-    "logit_scale",
-    "output_multiplier",
-    "input_embedding_scale",
+_ONE = (
+    *("attention_value_scale", "logit_scale", "output_multiplier", "input_embedding_scale"),
+    *("is_neox_style", "rope_is_neox_style"),
 )
-_ONE += ("is_neox_style", "rope_is_neox_style")
-# defaults of Qwen3Config: files of speculators leave out keys that equal them
-_QWEN3 = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-}
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
-_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_tokens.")
 
@@ -171,7 +149,7 @@ class _File:
         stated: dict[str, Any] = {}
         for place in (self.layer, self.top):
             stated |= {key: value for key, value in place.values.items() if value is not None}
-        self.body = Fields({**(_QWEN3 if self.kind else {}), **stated}, self.path)
+        self.body = Fields({**(DEFAULTS["qwen3"] if self.kind else {}), **stated}, self.path)
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
         """The first value of a key, in nested settings and then at the top level."""
@@ -373,7 +351,7 @@ def _check_features(path: Path, layers: tuple[int, ...], count: int) -> None:
 
 
 def _mask_token(file: _File, target: TargetCheckpoint) -> int:
-    for key in _MASK_KEYS:
+    for key in MASK_KEYS:
         if (found := file.get(key, Size, None)) is not None:
             return int(found)
     token = file.get("mask_token", str, "<|MASK|>")
@@ -383,7 +361,7 @@ def _mask_token(file: _File, target: TargetCheckpoint) -> int:
         found = None
     if found is None:
         raise ValueError(
-            f"{file.path} has none of {list(_MASK_KEYS)}, and the target's tokenizer has no token "
+            f"{file.path} has none of {list(MASK_KEYS)}, and the target's tokenizer has no token "
             f"{token!r}; set mask_token_id in this file"
         )
     return int(found)

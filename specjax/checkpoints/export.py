@@ -3,17 +3,15 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from specjax.checkpoints.orbax import save_orbax
-from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX
-from specjax.checks import check_integer, is_integer
+from specjax.checks import check_integer
 from specjax.config import BlockConfig, DraftConfig
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes, draft_recipes
@@ -196,35 +194,3 @@ def _write_shards(directory: Path, tensors: dict[str, np.ndarray], max_shard_byt
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2) + "\n"
         (directory / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
-
-
-def save_layers(
-    path: str | os.PathLike[str], model: TargetCheckpoint, layers: Sequence[int]
-) -> None:
-    """Write a copy of a model that keeps only some of its layers.
-
-    Args:
-        path: directory to create, which :func:`open_target` opens.
-        model: the model to copy, with its tokenizer.
-        layers: indices of the layers to keep, ascending.
-
-    Raises:
-        ValueError: if the model lacks one of the layers, or its weights cannot be read.
-    """
-    count, kept = model.config.num_layers, list(layers)
-    if (
-        not kept
-        or not all(map(is_integer, kept))
-        or kept != sorted(set(kept))
-        or not 0 <= kept[0] <= kept[-1] < count
-    ):
-        raise ValueError(f"layers={kept} must be in ascending order and from 0 to {count - 1}")
-    given = model.load_weights()
-    weights = {name: weight for name, weight in given.items() if not name.startswith("layers.")}
-    for place, layer in enumerate(kept):
-        prefix = f"layers.{layer}."
-        for name in given:
-            if name.startswith(prefix):
-                weights[f"layers.{place}.{name.removeprefix(prefix)}"] = given[name]
-    config = dataclasses.replace(model.config, num_layers=len(kept))
-    save_orbax(path, config, weights, tokenizer=model.load_tokenizer())

@@ -130,14 +130,16 @@ def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # defaults of transformers by ``model_type``: files of speculators leave out keys that equal them
-_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
     "qwen3": {
+        "vocab_size": 151936,
         "hidden_size": 4096,
         "intermediate_size": 22016,
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "head_dim": 128,
+        "rms_norm_eps": 1e-6,
     },
 }
 # names of the id of the mask token
@@ -193,7 +195,7 @@ class _Head:
         self.eagle = self.body.fields("eagle_config")
         self.is_speculators = "transformer_layer_config" in self.body
         nested = self.body.fields("transformer_layer_config")
-        defaults = _DEFAULTS.get(nested.get("model_type", str, ""), {})
+        defaults = DEFAULTS.get(nested.get("model_type", str, ""), {})
         stated = {key: value for key, value in self.body.values.items() if value is not None}
         self.layer = Fields({**defaults, **nested.values, **stated}, self.path)
         self.hidden_size = self.layer.get("hidden_size", Size)

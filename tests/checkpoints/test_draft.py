@@ -346,7 +346,7 @@ def test_peagle(tmp_path: Path, count: int) -> None:
     ("body", "expected"),
     [
         ({"model_type": "llama", "num_attention_heads": HEADS}, (11008, HEADS, HEADS, 8)),
-        ({"model_type": "qwen3"}, (22016, 32, 32, 128)),
+        ({"model_type": "qwen3", "vocab_size": VOCAB}, (22016, 32, 32, 128)),
     ],
 )
 def test_absent_settings_are_the_defaults_of_transformers(
