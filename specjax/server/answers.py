@@ -1,4 +1,4 @@
-"""Responses in OpenAI's formats: whole or as chunks of a stream, log-probabilities, usage."""
+"""Responses in OpenAI's formats, whole or as chunks of a stream, and token usage."""
 
 import time
 from abc import ABC, abstractmethod
@@ -14,12 +14,12 @@ from specjax.scheduling.request import TokenLogprob
 from specjax.server.exchange import dump
 from specjax.text.completion import AcceptPieces, TokenTexts
 
-Result = dict[str, Any]  # of the engine, or a part of a response
+Result = dict[str, Any]  # a result of the engine, or a part of a response
 Tops = Sequence[Sequence[TokenLogprob] | None]
 # JSON has no infinity; a token that a filter has removed gets this log-probability.
 LEAST = -9999.0
 _HOLE = "\0"
-# Fields of ``meta_info`` that an OpenAI response has elsewhere or that are as long as the text.
+# ``meta_info`` fields to omit: the response has them elsewhere, or they are as long as the text.
 _LONG = frozenset(
     "id finish_reason output_token_logprobs output_top_logprobs input_token_logprobs "
     "input_top_logprobs output_is_draft".split()
@@ -28,7 +28,7 @@ _LONG = frozenset(
 
 @dataclass
 class Sent:
-    """Progress of a choice: the part that its client already has."""
+    """The part of a choice that the client already has."""
 
     chars: int = 0
     tokens: int = 0
@@ -41,7 +41,7 @@ class Sent:
 
 @dataclass(eq=False, kw_only=True)
 class Answer(ABC):
-    """Response to one request. Chunks carry new text only; most are a template with the text."""
+    """Response to one request. A chunk has only new text, which most chunks put in a template."""
 
     id: str
     model: str
@@ -54,7 +54,7 @@ class Answer(ABC):
     return_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
-    # whether prompt token ids are at the top level or in each choice, as in vLLM
+    # prompt token ids are at the top level if True, else in each choice (as in vLLM)
     has_one_prompt: ClassVar[bool] = False
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -68,19 +68,19 @@ class Answer(ABC):
 
     @abstractmethod
     def message(self, index: int, text: str) -> Result:
-        """Fields of a choice with its whole text."""
+        """Return the fields of a choice that contain its whole text."""
 
     @abstractmethod
     def opening(self, index: int) -> Result | None:
-        """Fields of a choice's first chunk before its text; ``None`` for no such chunk."""
+        """Return the fields of a chunk to send before a choice's text; ``None`` for no chunk."""
 
     @abstractmethod
     def part(self, text: str) -> Result:
-        """Fields of a choice with a piece of its text."""
+        """Return the fields of a chunk that contain a piece of a choice's text."""
 
     @abstractmethod
     def logprobs(self, sent: Sent, chosen: Sequence[TokenLogprob], tops: Tops) -> Result:
-        """``logprobs`` of the next tokens."""
+        """Return the ``logprobs`` field for the next tokens."""
 
     def whole(self, results: Sequence[Result]) -> bytes:
         choices = []
@@ -151,7 +151,7 @@ class Answer(ABC):
         return events.encode()
 
     def closing(self) -> bytes:
-        """The last event, with usage if it was requested."""
+        """Return the last event, which contains the usage; empty if usage was not requested."""
         if not self.include_usage:
             return b""
         lasts = [self._sent[i].last for i in sorted(self._sent)]
@@ -200,7 +200,7 @@ def _end(meta: Result) -> Result:
 
 
 def usage(metas: Sequence[Result], num_samples: int) -> Result:
-    """Count tokens of a request. Samples of a prompt are adjacent; their prompt counts once."""
+    """Count the tokens of a request. Each prompt counts once; its samples are adjacent."""
     firsts = metas[::num_samples]
     prompt = sum(meta["prompt_tokens"] for meta in firsts)
     completion = sum(meta["completion_tokens"] for meta in metas)
@@ -213,7 +213,7 @@ def usage(metas: Sequence[Result], num_samples: int) -> Result:
 
 
 def speculative_metrics(metas: Sequence[Result]) -> Result | None:
-    """Acceptance metrics over all choices with vLLM's names; ``None`` without speculation."""
+    """Return acceptance metrics over all choices, as vLLM does; ``None`` without speculation."""
     metas = [meta for meta in metas if "spec_verify_ct" in meta]
     if not metas:
         return None

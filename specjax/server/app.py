@@ -25,7 +25,7 @@ from specjax.server.service import MAX_BODY_BYTES, MAX_REQUESTS, Access, Service
 
 logger = logging.getLogger(__name__)
 
-# Sends the response itself and returns None, or returns a JSON value (possibly encoded as bytes).
+# A handler returns a JSON value (or its bytes), or sends the response itself and returns None.
 Handler = Callable[[Service, Exchange], Awaitable[Any]]
 
 
@@ -46,8 +46,8 @@ def make_app(
         served_model_name: model name for clients. Default: the name of the engine's target.
         api_key: key that clients must send, except for ``/``, ``/health`` and ``/metrics``. Without
             a key all callers are accepted, and those on this host are administrators.
-        admin_api_key: key that flushing the cache and replacing weights need instead.
-        max_requests: maximum completions in progress, waiting ones included; more get 429.
+        admin_api_key: key required instead for flushing the cache and replacing weights.
+        max_requests: maximum completions that run or wait; further requests get 429.
         max_body_bytes: maximum size of a request body; longer bodies get 413.
         cors_allow_origins: origins whose pages may call from a browser; ``"*"`` allows all.
 
@@ -65,10 +65,7 @@ def make_app(
 
 
 def route(service: Service) -> Router:
-    """Make a bare router with all routes of a service.
-
-    A full Starlette application would pass each chunk of a stream through two more layers.
-    """
+    """Make a bare router with all routes; Starlette's layers would slow down streams."""
 
     table: list[Route] = []
 
@@ -111,18 +108,18 @@ def route(service: Service) -> Router:
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """Calls a handler for every request of a route, as an ASGI application."""
+    """ASGI application that calls a handler for every request to a route."""
 
     service: Service
     handler: Handler
     methods: Collection[str]
     is_open: bool = False  # needs no API key
     is_admin: bool = False  # needs the admin key
-    needs_engine: bool = True  # if False, it is also served before the engine is ready
+    needs_engine: bool = True  # if False, the route also works before the engine is ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        # probes and scrapes would fill the access log
+        # at level INFO, probes and scrapes would fill the access log
         with exchange.logged(logging.DEBUG if self.is_open else logging.INFO):
             try:
                 if scope["method"] not in self.methods:

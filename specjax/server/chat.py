@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: the next message of a conversation in OpenAI's format."""
+"""``POST /v1/chat/completions``: generates the next message of a conversation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from specjax.server.generating import MAX_REPORTED
 from specjax.server.service import Service
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# set by fields of the request
+# template variables that other fields of the request set
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
@@ -69,7 +69,7 @@ def read_chat(service: Service, body: Body) -> tuple[Call, Answer]:
 
 
 def take_conversation(body: Body) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Take messages with plain text, and the variables of the chat template."""
+    """Take the messages, whose content becomes plain text, and the template's variables."""
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
@@ -115,12 +115,12 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     for neutral in ("refusal", "annotations", "audio", "function_call"):
         if value := fields.take(neutral):
             raise ApiError(400, f"{where}.{neutral}={short(value)} is not supported", param=where)
-    # fields of the template, for example the reasoning of an earlier message
+    # the template may use more fields, for example the reasoning of an earlier message
     return plain | {name: fields.take(name) for name in fields.left}
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls of an earlier message; clients send arguments as JSON, templates need objects."""
+    """Decode arguments of earlier tool calls: clients send JSON text, templates need objects."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
@@ -157,7 +157,7 @@ def _text(where: str, content: Any) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class ChatAnswer(Answer):
-    """Choices with a ``message``, or with a ``delta`` of one."""
+    """A choice has a ``message`` or, in a stream, a ``delta``."""
 
     has_one_prompt = True
     kind = "chat.completion"

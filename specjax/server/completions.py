@@ -90,7 +90,7 @@ def take_params(body: Body, max_tokens: int) -> SamplingParams:
 
 @dataclass(eq=False, kw_only=True)
 class CompletionAnswer(Answer):
-    """Choices with ``text``; ``echoed`` are the prompts to put before it."""
+    """A choice has a ``text``. If ``echoed`` lists the prompts, the text begins with its prompt."""
 
     echoed: Sequence[str] | None = None
 

@@ -28,12 +28,12 @@ READ_SECONDS = 60.0
 # after a grace time, and at most LARGE_AT_ONCE of them are parsed at once.
 LARGE_BYTES, LARGE_AT_ONCE = 2**20, 2
 MIN_RATE, RATE_GRACE_SECONDS = 2**20, 5.0
-# of a body that is too long, bytes to read and drop: this multiple of its limit, and at least this
+# Bytes of an overlong body to read and drop: a multiple of the body's limit, and a minimum.
 DISCARDED, LEAST_DISCARDED = 4, 2**24
-PIECE_BYTES = 2**18  # of a long response
-# drop a client that reads nothing of its response for once to twice this time
+PIECE_BYTES = 2**18  # a long response is sent in pieces of this size
+# A client that reads nothing of its response is dropped after one to two times this period.
 STALL_SECONDS = 60.0
-# x-accel-buffering: nginx would buffer a stream
+# x-accel-buffering: without this header, nginx buffers the stream
 EVENT_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -64,7 +64,7 @@ class LargeBodies:
 
 
 class UnreadAnswers:
-    """Tracks responses that clients have not read; above the byte limit it drops the oldest."""
+    """Tracks responses that clients have not read, and drops the oldest above a byte limit."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -100,12 +100,12 @@ class Exchange:
         given = (self.header(b"x-request-id") or b"").decode("latin-1")
         is_safe = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID
         self.id = given if is_safe and given.strip() else new_id()
-        self.rid = ""  # of the engine's request; of several, the first
+        self.rid = ""  # id of the engine's request, or of the first of several
         self.status = 0
 
     @contextmanager
     def logged(self, level: int) -> Iterator[None]:
-        """Give log lines of the block the request's id; log its end in the access log."""
+        """Add the request's id to the log lines of the block, then write to the access log."""
         token, started = request_id.set(self.id), time.perf_counter()
         try:
             yield
@@ -127,7 +127,7 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self, limit: int, large: LargeBodies) -> AsyncIterator[bytearray]:
-        """Read a body of at most ``limit`` bytes; a large one is valid only inside the block."""
+        """Read a body of at most ``limit`` bytes. A large one uses its budget inside the block."""
         if self.header(b"content-encoding") not in (None, b"identity"):
             raise ApiError(415, "compressed bodies are not supported; send the body uncompressed")
         total = min(limit, int(self.header(b"content-length") or limit))
@@ -201,12 +201,12 @@ class Exchange:
         await self._deliver({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes = b"") -> None:
-        """Send the last events and the end mark."""
+        """Send the last events and the ``[DONE]`` mark."""
         self._has_answered = True
         await self._deliver({"type": "http.response.body", "body": events + DONE})
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error response, or the last event if a stream has begun."""
+        """Send an error response. If a stream has begun, send the error as its last event."""
         if self._has_answered:
             return
         if self._is_streaming:

@@ -1,6 +1,6 @@
-"""JSON request bodies: decode fields on access and refuse unsupported ones.
+"""Fields of JSON request bodies, and refusal of unsupported fields.
 
-A field stays JSON text until a reader takes it with its type, so wrong values are cheap.
+A field stays JSON text until a reader takes it as one type, so a wrong value costs little.
 """
 
 import itertools
@@ -30,17 +30,17 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# Limits of untyped values: commas and brackets of a long one, and depth. 2**19 objects take 120 MB.
+# A long untyped value has at most MAX_PARTS commas and brackets (2**19 objects take 120 MB).
 LONG_VALUE, MAX_PARTS, MAX_DEPTH = 2**20, 2**19, 64
 QUOTED_BYTES = 80
-MAX_FIELDS = 256  # of one object, known and unknown
+MAX_FIELDS = 256  # known and unknown fields of one object
 INPUTS = "a string, a list of token ids, or a list of either"
 _NULL = Raw(b"null")
 _INPUTS = re.compile(rb'\s*(\[?)\s*(["\[]?)')
-# a quoted value in a message, or a word
+# a word of a message, or a quoted value in it
 _WORD = re.compile(r"""(?<!\w)(["'])(?:\\.|(?!\1)[^\\])*\1|\w+""", re.DOTALL)
 
-MAX_NAMES, MAX_NAME = 32, 64  # number of logged names, and characters of each
+MAX_NAMES, MAX_NAME = 32, 64  # maximum number of logged names, and characters of each
 LIKENESS = 0.8  # minimum similarity (0 to 1) that makes an unknown name a misspelling
 MAX_COMPARED = 16  # unknown names per request to compare with known ones, 70 us each
 # OpenAI's field names and the engine's names.
@@ -145,28 +145,29 @@ class ApiError(Exception):
 
 
 class _Name(str):
-    """A field name. The decoder calls its hook for this type, which counts the fields."""
+    """A field name. The decoder calls a hook for each one, and the hook counts the fields."""
 
 
 _OBJECT = dict[_Name, Raw]
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:
-    """Split a JSON object into fields, each as JSON text; ApiError if the JSON is not valid."""
+    """Split a JSON object into fields of JSON text. Raises ApiError if the JSON is not valid."""
     try:
         return _decode(data, _OBJECT)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        raise ApiError(400, f"the body must be a JSON object: {error}") from None
+        message = f"the body must be a JSON object of at most {MAX_FIELDS} fields: {error}"
+        raise ApiError(400, message) from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 class Body:
-    """Fields of a JSON object, each taken once; null counts as absent.
+    """Fields of a JSON object. Each can be taken once; null counts as absent.
 
-    If a value does not fit, methods raise an ApiError with status 400 and the field's name.
+    Methods raise an ApiError with status 400 and the field's name if a value is not accepted.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -183,7 +184,7 @@ class Body:
         return tuple(self._left)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Take a value of any type with bounded size and depth."""
+        """Take a value of any type; refuse one that is too large or nested too deeply."""
         value = self._pop(name, default)
         if not isinstance(value, Raw):
             return value
@@ -219,7 +220,7 @@ class Body:
 
         Args:
             name: the field.
-            max_ids: maximum token ids per input. More raise a ValueError before they are decoded.
+            max_ids: maximum token ids per input. A longer input raises ValueError without decoding.
             max_rows: maximum number of inputs in a list of lists.
         """
         value = self._pop(name)
@@ -239,7 +240,7 @@ class Body:
         return [self._ids(name, row, max_ids) for row in rows]
 
     def _ids(self, name: str, value: Raw, max_ids: int) -> Any:
-        # An id and its comma take two bytes.
+        # An id and its comma take at least two bytes.
         if len(value) // 2 > max_ids and (count := bytes(value).count(b",") + 1) > max_ids:
             refuse_length(count, max_ids)
         return self._decode(name, value, list[int], INPUTS)
@@ -267,14 +268,14 @@ def _decode(data: Any, kind: Any) -> Any:
 
     def take_name(_: type, name: str) -> _Name:
         if next(names) == MAX_FIELDS:
-            raise ValueError(f"more than {MAX_FIELDS} fields")
+            raise ValueError(f"it has more than {MAX_FIELDS} fields")
         return _Name(name)
 
     return msgspec.json.decode(data, type=kind, dec_hook=take_name)
 
 
 def _check_parts(name: str, value: Raw, limit: int, *marks: bytes) -> None:
-    """Refuse a long value with too many parts before decoding; ``marks`` identify the parts."""
+    """Refuse a long value, before decoding, if ``marks`` occur more than ``limit`` times."""
     if len(value) > LONG_VALUE and sum(map(bytes(value).count, marks)) > limit:
         raise ApiError(400, f"{name} has more than {limit} values", param=name)
 
@@ -289,7 +290,7 @@ def _check_depth(name: str, value: Any, left: int) -> None:
 
 
 def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is the default."""
+    """Read sampling parameters from OpenAI's fields; ``max_tokens`` applies if none is sent."""
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
@@ -308,12 +309,12 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
 
     Args:
         prompt: the field that holds the prompt; ``None`` keeps the engine's names.
-        **others: further pairs of the engine's name and the client's name.
+        **others: further names: the client's name for each of the engine's names.
     """
     try:
         yield
     except ValueError as error:
-        # cut before it is searched, which takes time that grows with the square of open quotes
+        # cut the message first: search time grows with the square of the number of open quotes
         message, param, code = str(error)[: MAX_MESSAGE + 1], None, None
         names = {} if prompt is None else {prompt: prompt} | CLIENT_NAMES | others
         message = _WORD.sub(lambda word: names.get(word[0], word[0]), message)
@@ -327,7 +328,7 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
 
 
 class IgnoredFields:
-    """Counts unknown request fields and logs each of the first names once."""
+    """Counts unknown request fields, and logs each of the first ``MAX_NAMES`` names once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -349,10 +350,7 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def finish_fields(body: Body, ignored: IgnoredFields) -> None:
-    """Ignore the fields that no reader has taken, but refuse those that would change the response.
-
-    A name that looks like a misspelling of a known field is refused too.
-    """
+    """Ignore unknown fields; refuse misspelled ones and those that would change the response."""
     is_native = "sampling_params" in body.known
     known = {*body.known, *REFUSED}
     elsewhere = "pass it in sampling_params" if is_native else "other routes do"

@@ -20,11 +20,11 @@ T = TypeVar("T")
 # Longer requests are read and tokenised in another thread. For short ones the thread switch costs
 # more than the work: 10 ms or more with 64 clients, because threads wait for the interpreter.
 INLINE_BYTES = 4096
-# Log-probabilities of more tokens are formatted in another thread.
+# The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
-# Log-probabilities per request: prompt and completion tokens with their top tokens, 25 MB.
+# Maximum log-probabilities per request, of all tokens and their top tokens (25 MB).
 MAX_REPORTED = 2**19
-ENTRY_BYTES = 130  # of each of them while the request is in progress
+ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
 
 Format = Answer | NativeAnswer  # formats the response
 Read = Callable[[Service, Body], tuple[Call, Format]]
@@ -59,7 +59,7 @@ async def read_body(
     renders: bool,
     max_bytes: int | None = None,
 ) -> T:
-    """Apply ``read`` to the body, in another thread if it is long or renders a template."""
+    """Apply ``read`` to the body; a long body or a template needs another thread."""
     # a separate function, because its frame holds the body
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:
@@ -101,7 +101,7 @@ async def _stream(service: Service, exchange: Exchange, call: Call, answer: Form
     try:
         with service.refusals():
             output = await anext(outputs)
-        # not earlier: a request that the queue refuses needs another status
+        # start only now: a request that the queue refuses needs another status
         await exchange.start_events()
         while output is not None:
             if events := chunk(output):

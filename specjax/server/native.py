@@ -25,7 +25,7 @@ _TOPS = ("output_top_logprobs", "input_top_logprobs")
 
 @client_names()
 def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
-    """Check and tokenise a request; fields as in :meth:`specjax.Engine.generate`."""
+    """Check and tokenise a request. Its fields are those of :meth:`specjax.Engine.generate`."""
     service.check_model(body)
     text, ids = (service.take_inputs(body, name) for name in ("text", "input_ids"))
     if (text is None) == (ids is None):
@@ -33,7 +33,7 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
     inputs = text if ids is None else ids
     if inputs == []:
         raise ApiError(400, "text or input_ids is an empty list; give at least one input")
-    # the engine refuses other lists with the reason
+    # the engine refuses other lists and states the reason
     is_batch = isinstance(inputs, list) and isinstance(inputs[0], str | list)
     count = len(inputs) if is_batch else 1
     sampling = body.take("sampling_params")
@@ -57,7 +57,7 @@ def read_generate(service: Service, body: Body) -> "tuple[Call, NativeAnswer]":
 
 
 def _sampling(given: Any) -> SamplingParams:
-    """Read sampling parameters without nulls and without neutral values of unsupported fields."""
+    """Read sampling parameters; ignore nulls and neutral values of unsupported fields."""
     if isinstance(given, dict):
         given = {
             name: value
@@ -69,7 +69,7 @@ def _sampling(given: Any) -> SamplingParams:
 
 @dataclass
 class NativeAnswer:
-    """Engine results as they are; streamed results are cumulative or incremental."""
+    """Sends engine results unchanged; streamed results are cumulative or incremental."""
 
     is_batch: bool
     wants_logprobs: bool

@@ -1,6 +1,6 @@
 """Server process: connection limits, start-up with an engine, and shutdown.
 
-uvicorn limits neither size nor time of a request's head, even if it is never completed.
+uvicorn limits neither the size of a request's head nor the time until it is complete.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for 60 s
 BACKLOG = 2048  # connections that wait to be accepted
-# time to send the responses of aborted requests at shutdown; a client may not read its response
+# Maximum time at shutdown for clients to read the responses of aborted requests.
 ANSWER_SECONDS = 5
 # Maximum size of the request line and headers, and of the bytes between two pieces of a body.
 HEAD_BYTES = 2**16
@@ -46,7 +46,7 @@ ACCEPT_BATCH = 64
 # Descriptors reserved for files and devices, and the minimum of the connection limit.
 RESERVED_DESCRIPTORS, LEAST_CONNECTIONS = 64 + ACCEPT_BATCH, 16
 LOG_SECONDS = 60.0
-# Requests that may wait on a connection while one runs; one more closes the connection.
+# Maximum requests that wait on a connection while one runs; one more closes the connection.
 MAX_PIPELINED = 16
 # uvicorn logs a warning for each malformed or upgrade request; clients could fill the log.
 _errors = logging.getLogger("uvicorn.error.connection")
@@ -71,12 +71,11 @@ def serve(
     Args:
         make_engine: called in a separate thread.
         port: 0 picks a free port.
-        access: access control.
-        **options: of :class:`~specjax.server.service.Service`.
+        **options: arguments of :class:`~specjax.server.service.Service`.
 
     Raises:
         OSError: if the address cannot be bound.
-        Exception: any exception of ``make_engine``.
+        Exception: any exception from ``make_engine``.
     """
     future: Future[Engine] = Future()
     service = Service(future, access=access, **options)
@@ -86,8 +85,8 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="off",
-        # uvloop holds the interpreter lock while it writes to a socket, which delays rounds: other
-        # threads got it in 2 of 4,800 writes, and in 145 to 240 with asyncio
+        # uvloop keeps the interpreter lock during socket writes, which delays rounds: other threads
+        # got the lock in 2 of 4,800 writes; with asyncio they got it in 145 to 240
         loop="asyncio",
         http=LimitedProtocol,
         # connections per accept batch; the socket has its own queue
@@ -115,7 +114,7 @@ def serve(
             server.has_begun.wait()
             server.should_exit = True
         else:
-            # A collection of the 300,000 objects left by compiling stops all threads for 0.2 s.
+            # Compiling leaves 300,000 objects; each collection of them stops all threads for 0.2 s.
             gc.collect()
             gc.freeze()
             future.set_result(engine)
@@ -143,7 +142,7 @@ def serve(
 def log_load(
     snapshot: Callable[[], Totals], is_over: threading.Event, interval: float = LOAD_SECONDS
 ) -> None:
-    """Log one line per interval in seconds in which the engine had work."""
+    """Log a line after each ``interval`` (in seconds) in which the engine had work."""
     past, then = snapshot(), time.monotonic()
     while not is_over.wait(interval):
         now, moment = snapshot(), time.monotonic()
@@ -154,7 +153,7 @@ def log_load(
 
 
 def describe_load(now: Totals, past: Totals, seconds: float) -> dict[str, float]:
-    """Requests, tokens per second, used share of the KV pool and accept length; {} if idle."""
+    """Return requests, tokens/s, used share of the KV pool and accept length; {} if idle."""
     tokens = now.generated_tokens - past.generated_tokens
     prompts = now.prefilled_tokens - past.prefilled_tokens
     if not (now.num_running or now.num_waiting or tokens or prompts):
@@ -177,8 +176,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # connections inherit it; asyncio sets it only for sockets that it opened. Without it a
-        # response's second packet waits 40 ms for the client's delayed acknowledgement.
+        # Connections inherit this option; asyncio sets it only for sockets that it opened. Without
+        # it, a response's second packet waits 40 ms for the client's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
@@ -193,7 +192,7 @@ class Server(uvicorn.Server):
         self._service, self._seconds = service, seconds
         self._deadline: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.has_begun = threading.Event()  # an earlier exit could leave the sockets open
+        self.has_begun = threading.Event()  # an exit before this event could leave the sockets open
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
@@ -232,11 +231,11 @@ class LimitedProtocol(HttpToolsProtocol):
     """
 
     max_connections = MAX_DESCRIPTORS
-    _waiting: dict["LimitedProtocol", None] = {}  # noqa: RUF012 - of all connections, oldest first
+    _waiting: dict["LimitedProtocol", None] = {}  # noqa: RUF012 - oldest first, process-wide
 
     _timer: asyncio.TimerHandle | None = None
     _is_in_head = True
-    _num_bytes = 0  # of the head, or since the last piece of a body
+    _num_bytes = 0  # bytes of the head, or bytes since the last piece of a body
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -325,7 +324,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open files; return the number of connections that it allows."""
+    """Raise the limit on open files; return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:

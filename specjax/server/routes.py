@@ -26,7 +26,7 @@ from specjax.server.fields import ApiError, Body, client_names, finish_fields
 from specjax.server.service import Service
 
 HEALTH_SECONDS = 20.0
-MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # ids per text, and bytes of a body of ids
+MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # maximum ids per text, and bytes of a body
 METRICS_KIND = b"text/plain; version=0.0.4; charset=utf-8"
 _STARTED = int(time.time())
 _REASON = "finished_reason"
@@ -75,7 +75,7 @@ def load_page() -> tuple[bytes, list[Header]]:
     body = files(__package__).joinpath("page.html").read_bytes()
 
     def digest(tag: bytes) -> str:
-        """Return the content security policy's hash of the page's only element of this kind."""
+        """Return the content security policy's hash of the page's only ``tag`` element."""
         (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
         return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 
@@ -218,7 +218,7 @@ class ServerMetrics:
 
 @client_names("prompt")
 def tokenize(service: Service, body: Body) -> bytes:
-    """Tokenize one or several ``prompt`` or ``messages``; field names as in vLLM and SGLang."""
+    """Tokenise ``messages``, or a ``prompt`` or list of them; fields as in vLLM and SGLang."""
     service.check_model(body)
     tokenizer, length = service.tokenizer, service.engine.context_length
     conversation = take_conversation(body) if "messages" in body else None
@@ -285,7 +285,7 @@ async def flush_cache(service: Service, exchange: Exchange) -> Json:
 
 
 async def update_weights(service: Service, exchange: Exchange) -> Json:
-    """Replace the weights by those of a checkpoint on the server's disk."""
+    """Replace the weights by those of a checkpoint that the server's disk holds."""
     body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     paths = {name: body.text(name) for name in ("model_path", "draft_path")}
     for name, path in paths.items():

@@ -19,23 +19,20 @@ from specjax.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
 MAX_BODY_BYTES = 32 * 2**20
-MAX_UNREAD_BYTES = 128 * 2**20  # of finished responses that clients do not read
+MAX_UNREAD_BYTES = 128 * 2**20  # maximum size of finished responses that clients have not read
 # Host name or address with an optional port.
 _HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Access:
-    """Access control: API keys, local callers, and pages of other sites.
-
-    A key that is empty, has whitespace or is not printable raises a ValueError.
-    """
+    """Access control. A key that is empty, has whitespace or is not printable is a ValueError."""
 
     api_key: str | None = None  # required on all routes that are not open
-    # For administration routes. Default: the API key, or else callers on the same host only.
+    # Required on administration routes. Default: the API key; without one, only local callers.
     admin_api_key: str | None = None
-    # Whether the server listens on a loopback address. Without a key it then refuses pages of other
-    # sites that are open in a browser on this host.
+    # Whether the server listens on a loopback address. If it does and has no key, it refuses
+    # requests from pages of other sites (open in a browser on this host).
     is_private: bool = False
     allowed_hosts: Collection[str] = ()  # accepted Host headers in addition to loopback names
     origins: Collection[str] = ()  # origins whose pages may call from a browser; "*" allows all
@@ -68,7 +65,7 @@ class Access:
             self._check_site(exchange)
 
     def _check_site(self, exchange: Exchange) -> None:
-        """Refuse browser requests from pages of other sites, and unknown names of this host."""
+        """Refuse requests from pages of other sites, and requests with an unknown Host header."""
         host = (_only(exchange, b"host") or b"localhost").decode("latin-1")
         origin = _only(exchange, b"origin")
         site = _only(exchange, b"sec-fetch-site")
@@ -104,15 +101,7 @@ def _only(exchange: Exchange, name: bytes) -> bytes | None:
 
 
 class Service:
-    """Serves one engine, also before it is ready and after it is closed.
-
-    Args:
-        engine: the engine, or a future that resolves to it.
-        name: model name for clients. Default: the name of the engine's target.
-        access: access control. Default: everybody may use all routes.
-        max_requests: maximum completions in progress; each sample and batch entry counts.
-        max_body_bytes: maximum size of a request body.
-    """
+    """The engine, which may still be loading, and the state that all routes share."""
 
     def __init__(
         self,
@@ -130,7 +119,7 @@ class Service:
         self.num_requests = 0
         self.ignored_fields = IgnoredFields()
         self.renderers = ThreadPoolExecutor(4, "specjax-render")  # of chat templates
-        self.large_bodies = LargeBodies(2 * max_body_bytes)  # two of the longest
+        self.large_bodies = LargeBodies(2 * max_body_bytes)  # enough for two of the longest
         self.unread = UnreadAnswers(MAX_UNREAD_BYTES)
         self._progress = ""
         self._is_stopping = False
@@ -138,7 +127,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The engine; ApiError 503 if it is not ready, has failed or is closed."""
+        """The engine. Raises ApiError 503 if it is not ready, has failed or is closed."""
         engine = self._engine
         if isinstance(engine, Future):
             if not engine.done():
@@ -155,7 +144,7 @@ class Service:
         return engine
 
     def report_progress(self, num_ready: int, num_all: int) -> None:
-        """Show the progress of compiling in refusals until the engine is ready."""
+        """Show the progress of compiling in error responses until the engine is ready."""
         self._progress = f": {num_ready}/{num_all} functions ready"
 
     @property
@@ -168,7 +157,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer; ApiError 400 if it has none."""
+        """The engine's tokenizer. Raises ApiError 400 if it has none."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the server has no tokenizer (skip_tokenizer_init); send input_ids")
@@ -221,7 +210,7 @@ class Service:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """Turn a ValueError of a healthy engine into status 400."""
+        """Turn a ValueError from a healthy engine into status 400."""
         try:
             yield
         except ValueError as error:
@@ -234,5 +223,5 @@ class Service:
 
     def abort_all(self) -> None:
         """End all requests with finish reason ``abort``; clients get the partial results."""
-        if isinstance(self._engine, Engine):  # no request can run before its first use
+        if isinstance(self._engine, Engine):  # before the engine's first use, no request can run
             self._engine.abort_request(abort_all=True)
