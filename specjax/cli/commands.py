@@ -126,7 +126,7 @@ def run_serve(
         shutdown_timeout=args.shutdown_timeout,
         name=args.served_model_name,
         access=Access(
-            # other users can read a command line
+            # keys may come from the environment, because other users can read the command line
             api_key=_or_environment(args.api_key, API_KEY),
             admin_api_key=_or_environment(args.admin_api_key, ADMIN_API_KEY),
             is_private=is_loopback(args.host),
@@ -192,19 +192,16 @@ def add_bench_parser(commands: Any) -> None:
         "name",
         choices=NAMES,
         metavar="NAME",
-        help="acceptance (drafts by category), adaptive and compare (decoding methods), attention "
-        "and kernels (XLA and Pallas), round (one round), or serving (loads on a server)",
+        help="acceptance (accept length by kind of prompt), adaptive and compare (decoding "
+        "methods), attention and kernels (XLA and Pallas), round (one round), or serving "
+        "(throughput and latency under load)",
     )
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of NAME")
     parser.set_defaults(quiet=True)
 
 
 def run_bench(name: str, options: Sequence[str]) -> int:
-    """Run a benchmark.
-
-    Returns:
-        0; 1 if float32 texts differ from those of plain decoding, or requests of a load failed.
-    """
+    """Run a benchmark; return 1 if float32 texts differ or requests failed, else 0."""
     if not (SCRIPTS / "bench").is_dir():
         raise ValueError(
             f"specjax bench: {SCRIPTS / 'bench'} does not exist; benchmarks are not part of an "

@@ -21,7 +21,7 @@ def add_env_parser(commands: Any) -> None:
 
 
 def run_env() -> int:
-    """Print one fact per line, without the values of secrets."""
+    """Print one property per line, without the values of secrets."""
     print(f"Python: {platform.python_version()}")
     print(f"OS: {platform.platform()}, {os.cpu_count()} CPUs")
     for name in PACKAGES:

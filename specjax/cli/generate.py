@@ -1,4 +1,4 @@
-"""``specjax generate``: generates from one prompt; prints streamed text and metrics, or JSON.
+"""``specjax generate``: generate from one prompt; print streamed text and metrics, or JSON.
 
 ``--compare`` times the request with and without speculation and finds the first difference.
 """
@@ -126,7 +126,7 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Return sampling parameters; default: greedy. ``--compare`` fixes a seed for both runs."""
+    """Return sampling parameters (default: greedy). ``--compare`` sets one seed for both runs."""
     given = {name: getattr(args, name) for name in SAMPLING_ARGUMENTS if hasattr(args, name)}
     sampling: dict[str, Any] = {"temperature": 0.0} | given
     if args.compare and sampling["temperature"] > 0:
@@ -188,7 +188,7 @@ class Difference:
     speculative_id: int | None  # None if the completion is shorter
     plain_id: int | None
     top_ids: tuple[int, int]  # top two tokens of the plain pass at this index
-    gap: float  # difference of their logits
+    gap: float  # difference between their logits
 
     def describe(self, decode: Decode | None = None) -> str:
         """Describe the difference; ``decode`` adds the text of tokens to their ids."""
@@ -211,7 +211,7 @@ def find_difference(
     prompt_ids: Sequence[int],
     logit_gap: Callable[[list[int]], tuple[int, int, float]],
 ) -> Difference:
-    """Find the first difference of two completions; ``logit_gap``: :meth:`Engine.logit_gap`."""
+    """Find where two completions first differ; ``logit_gap`` is :meth:`Engine.logit_gap`."""
     shorter = min(len(speculative_ids), len(plain_ids))
     index = next((i for i in range(shorter) if speculative_ids[i] != plain_ids[i]), shorter)
     first, second, gap = logit_gap([*prompt_ids, *plain_ids[:index]])
@@ -261,11 +261,11 @@ def compare_with_plain(
     make_engine: Callable[..., Any],
     request: dict[str, Any],
 ) -> Comparison:
-    """Decode a request, which ``engine`` has answered before, also with an engine without drafts.
+    """Time a request with ``engine``, which has answered it before, and with a plain engine.
 
     The plain engine shares the weights and all arguments except those about drafts. It compiles
     only the functions that this request uses. ``request`` has the keyword arguments of
-    :meth:`Engine.generate`, with a seed if it samples.
+    :meth:`Engine.generate`; it needs a seed if its temperature is above 0.
     """
     plain_args = {
         name: value

@@ -23,7 +23,7 @@ _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids",
     "feature_layers",
 )
-_MANY_LAYERS = 1000  # of a target that the files do not describe; default layers depend on it
+_MANY_LAYERS = 1000  # assumed if the files do not describe the target; default layers depend on it
 
 
 def add_inspect_parser(commands: Any) -> None:
@@ -43,7 +43,7 @@ def add_inspect_parser(commands: Any) -> None:
 
 
 def run_inspect(draft: str, target: str | None) -> int:
-    """Print one fact per line; return 0, or 1 if the draft is refused or does not fit."""
+    """Print one property per line; return 0, or 1 if the draft is refused or does not fit."""
     path = locate(draft, "draft", takes_files=True)
     opened = None if target is None else open_target(target)
     facts, reason = _try(path, opened)
@@ -58,7 +58,7 @@ def run_inspect(draft: str, target: str | None) -> int:
 
 
 def _try(path: Path, target: TargetCheckpoint | None) -> tuple[dict[str, Any], str]:
-    """Facts about a draft, or the reason that it is refused."""
+    """Return the properties of a draft and "", or {} and the reason to refuse the draft."""
     try:
         return dict(_facts(path, target)), ""
     except ValueError as error:
@@ -66,7 +66,7 @@ def _try(path: Path, target: TargetCheckpoint | None) -> tuple[dict[str, Any], s
 
 
 def _facts(path: Path, target: TargetCheckpoint | None) -> Iterator[tuple[str, Any]]:
-    """Open a draft for a target; without one, for the target that its files state."""
+    """Open a draft and yield its properties; without a target, use what its files say of it."""
     if path.suffix == ".gguf":
         opened, algorithm, kind = _language_model(path, target)
     else:
@@ -97,7 +97,7 @@ Opened = tuple[Checkpoint[Any], str, str]
 
 
 def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
-    """A draft, its algorithm and its format, which the names of its tensors decide."""
+    """Open a draft; its tensor names decide its algorithm and its format."""
     fields, is_flat = Fields.read(path / "config.json"), is_orbax_directory(path)
     source = orbax_source(path) if is_flat else open_directory(path)
     names = {name.removeprefix("model.") for name in source.infos}
@@ -107,7 +107,7 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
         opened = open_mtp(path, pair, num_modules=len(modules))
         return opened, MULTI_LAYER_EAGLE.name, "multi-token prediction modules"
     is_block = bool(names & {"hidden_norm.weight", "encoder.output_norm_enc.weight"})
-    # a model with pard_token is refused by name there
+    # open_block refuses a model with pard_token and names it
     is_block = is_block or ("pard_token" in fields and "fc.weight" not in names)
     if flat_kind == "BlockConfig" or (is_block and "mask_hidden" not in names and not is_flat):
         block = open_block(path, target or _stated_target(source, fields))
@@ -129,7 +129,7 @@ def _language_model(path: Path, target: TargetCheckpoint | None) -> Opened:
 
 
 def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:
-    """A stand-in for the target, with the sizes that the draft's files state."""
+    """Return a stand-in for the target, with the sizes that the draft's files state."""
     merged = {key: x for name in _NESTED for key, x in fields.fields(name).values.items()}
     stated = {key: x for key, x in fields.values.items() if x is not None}
     keys = Fields(merged | stated, fields.where)

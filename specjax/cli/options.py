@@ -23,7 +23,7 @@ from specjax.engine.other_names import ANSWERS, answer
 from specjax.speculative.registry import DEFAULT
 
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
-# options of commands that do not serve
+# memory options of commands that do not serve
 MEMORY = (
     "context_length",
     "page_size",
@@ -37,12 +37,12 @@ MEMORY = (
 # show_progress is set by --quiet
 ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))
-SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # other users see flags
+SECRET, VARIABLE = "disaggregation_secret", "SPECJAX_DISAGGREGATION_SECRET"  # not visible flags
 SERVING = tuple(name for name in ALL if name not in (*MODEL, *SPECULATION, SECRET))
 
 
 class _Answer(argparse.Action):
-    """Answers an option of another engine."""
+    """Refuses an option of another engine and says what to use instead."""
 
     def __call__(self, *_: Any) -> None:
         raise argparse.ArgumentError(None, str(answer(self.option_strings[0])))
@@ -143,9 +143,8 @@ def with_preset(engine_args: dict[str, Any], preset: str | None, folder: Path) -
     """Return the ``Engine`` arguments for a preset; write its configurations to ``folder``."""
     if preset is None:
         return engine_args
-    excluded = [f"--{name}" for name in ("model", "draft") if name in engine_args]
-    if excluded:
-        raise ValueError(f"--preset={preset} excludes {', '.join(excluded)}; pass only one of them")
+    if others := ", ".join(f"--{name}" for name in ("model", "draft") if name in engine_args):
+        raise ValueError(f"--preset={preset} and {others} cannot be combined; pass only one")
     target, draft = write_preset(preset, folder)
     dummy = {"model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     has_head = EngineArgs(**engine_args).algorithm.reads("draft")

@@ -28,10 +28,7 @@ def use_colour(stream: TextIO) -> bool:
 
 
 class AcceptPainter:
-    """Marks accepted draft tokens in a growing completion, in colour or by square brackets.
-
-    ``push`` is as in :class:`AcceptPieces`.
-    """
+    """Marks accepted drafts by colour or brackets; ``push`` is as in :class:`AcceptPieces`."""
 
     def __init__(self, push: Callable[[list[int]], str], *, colour: bool) -> None:
         self._pieces = AcceptPieces(push)
@@ -45,7 +42,7 @@ class AcceptPainter:
     def paint(
         self, text: str, output_ids: Sequence[int], is_draft: Sequence[bool], *, final: bool
     ) -> str:
-        """Return the new text since the last call with marks; see :meth:`AcceptPieces.take`."""
+        """Return the text since the last call, with marks; see :meth:`AcceptPieces.take`."""
         pieces = self._pieces.take(text, output_ids, is_draft, final=final)
         painted = "".join(self._mark(piece, accepted) for piece, accepted in pieces)
         return painted + (self.end_mark() if final else "")
@@ -70,11 +67,11 @@ class RoundTree:
     tokens: list[int]  # the root, then the draft tokens
     parents: list[int]  # parent of each node; -1 for the root; parents precede children
     path: list[int]  # accepted nodes, the root first
-    bonus: int  # the target's token after them
+    bonus: int  # the target's token after the accepted nodes
 
     @classmethod
     def of(cls, tree: VerifyInput, verified: VerifyOutput) -> "RoundTree | None":
-        """Read the tree of batch row 0; ``None`` if its request had ended. Blocks on the device."""
+        """Wait for the tree of batch row 0 and read it; ``None`` if its request had ended."""
         count = int(verified.num_accepted_tokens[0])
         rows = 1 + int(verified.num_proposed_drafts[0])
         if count == 0:
@@ -104,10 +101,7 @@ def watched_trees(engine: Any) -> Iterator[list[RoundTree]]:
 
 
 class TreePainter:
-    """Draws trees as lines of text: a mark, the branches, the token as a Python literal.
-
-    The marks are sufficient, so colours are optional. ``decode`` is a tokenizer's method.
-    """
+    """Draws a tree, one node per line: a mark, the branches and the token's text."""
 
     def __init__(self, decode: Decode, *, colour: bool) -> None:
         self._decode = decode
@@ -120,7 +114,7 @@ class TreePainter:
         )
 
     def draw(self, trees: Sequence[RoundTree], num_tokens: int) -> str:
-        """Draw the rounds of a completion of ``num_tokens``; prefill makes the first token."""
+        """Draw the rounds of a completion of ``num_tokens`` tokens; the first is from prefill."""
         parts, left = [], num_tokens - 1
         for number, tree in enumerate(trees, 1):
             gained = len(tree.path)
@@ -139,7 +133,7 @@ class TreePainter:
         return "\n".join(parts)
 
     def _below(self, tree: RoundTree, row: int, before: str = "") -> Iterator[str]:
-        """Draw the nodes under a row; each line starts with the branches ``before``."""
+        """Draw the descendants of a row; each line starts with the branches ``before``."""
         children = [child for child, parent in enumerate(tree.parents) if parent == row]
         if row == tree.path[-1]:
             children.insert(0, BONUS_ROW)

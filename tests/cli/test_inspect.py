@@ -104,7 +104,7 @@ def test_other_drafts(is_checked: bool, target: Path, tmp_path: Path, capsys: An
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"vocab": 99}, "vocab_size=99 of the head, but the target has 98"),
+        ({"vocab": 99}, "the head has vocab_size=99, but the target has 98"),
         ({"hidden": 16, "target_hidden": 16}, "hidden_size=16 differs from the target"),
         ({"taps": (0, 2), "target_layers": 3}, "num_target_layers=3"),
     ],
