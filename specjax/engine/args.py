@@ -48,7 +48,7 @@ class EngineArgs:
             installed package, or ``None`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
             for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step. For
-            ``"DFLASH"`` and ``"DSPARK"``: drafts of the block that are verified, by default all.
+            ``"DFLASH"`` and ``"DSPARK"``: number of the block's drafts to verify; default: all.
         speculative_eagle_topk: branches per level of the drafted tree; 1 drafts a chain.
         speculative_num_draft_tokens: tokens verified per round, including the root (at most 64).
             Default: for a chain, ``speculative_num_steps + 1``, which is also the maximum; for a
@@ -72,7 +72,7 @@ class EngineArgs:
         speculative_ngram_min_match_window_size: minimum n-gram length to match.
         speculative_ngram_max_match_window_size: maximum n-gram length to match (at most 16).
         speculative_ngram_max_bfs_breadth: maximum matches per tree (at most 16); 1 drafts a chain.
-        speculative_ngram_match_type: ``"BFS"`` prefers recent, ``"PROB"`` frequent continuations.
+        speculative_ngram_match_type: prefer recent (``"BFS"``) or frequent (``"PROB"``) matches.
         speculative_ngram_external_corpus_path: JSON lines file to search in addition to the
             request's text; each line is a text or a list of token ids.
         speculative_ngram_external_corpus_max_tokens: maximum tokens of the external corpus.
@@ -266,7 +266,7 @@ class EngineArgs:
 
     @cached_property
     def shape(self) -> DraftShape:
-        """The draft shape of a round, at the start if it adapts."""
+        """The draft shape of a round; with adaptive decoding, the first one."""
         return self.algorithm.draft_shape(self)
 
     @cached_property

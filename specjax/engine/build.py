@@ -34,7 +34,7 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# tokens in the pool per measured row, if the context allows: a usual share for attention
+# maximum KV tokens per measured row; attention then has its usual share of the time
 CONTEXT = 512
 SECONDS = 0.25
 STRETCHES = 5
@@ -50,8 +50,8 @@ def build_engine(
 ) -> tuple[EnginePlan, ModelRunner, Tokenizer | None]:
     """Return the plan, a compiled and loaded runner, and the tokenizer if there is one.
 
-    The weights of ``shared``, an engine over the same model, are used by both. ``compile_on_use``
-    compiles each function at its first use instead.
+    If ``shared``, an engine over the same model, is given, both engines use its weights. If
+    ``compile_on_use`` is set, each function is compiled at its first use.
     """
     plan = plan_engine(args)
     if shared is not None and not is_same(shared[0].target, plan.target):
@@ -123,7 +123,7 @@ class WarmUp:
         return asdict(self) | derived | {"jax": jax.__version__}
 
     def table(self) -> str:
-        """Format the result as lines of text; sizes in MB."""
+        """Format the result as lines of text, with sizes in MB."""
         width = max(len(each.key) for each in self.functions)
         lines = [f"{'function':<{width}}  seconds  MB on disk  MB arguments  MB temporary"]
         for each in self.functions:
@@ -148,7 +148,7 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
 
     Functions on disk are read, not compiled, so an interrupted warm-up resumes. Neither weights
     nor KV pools are allocated. ``stages`` adds draft, verify and extend as separate functions.
-    Raises ValueError without a folder.
+    Raises ValueError if the folder is not usable.
     """
     started = time.perf_counter()
     plan = plan_engine(args)
@@ -188,7 +188,7 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
 
 
 def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
-    """Seconds per round by (tier, batch bucket), measured once and cached with the functions."""
+    """Return seconds per round by (tier, batch bucket); measure them if they are not cached."""
     cache, config = runner.compiled.cache, runner.config
     pairs = product(config.shapes, config.batch_buckets)
     keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in pairs}
@@ -210,7 +210,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], f
     """Measure seconds per round by (tier, batch bucket): the median of a few stretches.
 
     Rounds are dispatched without a read in between, as in serving. The rows are greedy. Their KV is
-    zero or left over, as its values do not change the time. The pairs take turns stretch by
+    zero or left over, because its values do not affect the time. The pairs take turns stretch by
     stretch, so that a temporary slowdown of the device affects all of them. The runner must have no
     requests; only the contents of its pages change.
     """
@@ -235,14 +235,14 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], f
 
 
 def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> float:
-    """Seconds per round over up to ``count`` dispatches, after one warm-up dispatch."""
+    """Return seconds per round over up to ``count`` dispatches, after a warm-up dispatch."""
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
     pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
     room = pages * config.page_size
     advance = config.kv_writes.after(config.rounds_per_dispatch)
     filled = max(1, min(CONTEXT, room - 2 * advance))
-    # at most what the pages hold, less the warm-up dispatch
+    # the pages must also hold the tokens of the warm-up dispatch
     count = max(1, min(count, MOST_DISPATCHES, (room - filled) // advance - 2))
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:

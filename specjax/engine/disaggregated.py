@@ -16,8 +16,7 @@ class DisaggregatedEngine(Engine):
     Long prompts then do not delay decoding. If the prefill side fails, this side computes prompts.
 
     Args:
-        model: as for :class:`Engine`.
-        prefill: options of the prefill side that differ; ``base_gpu_id`` is the next device.
+        prefill: options that differ on the prefill side. It uses the next device by default.
         **options: options of both sides.
 
     Attributes:
@@ -59,7 +58,7 @@ class DisaggregatedEngine(Engine):
         return self.prefill, self
 
     def get_server_info(self) -> dict[str, Any]:
-        """Server info of this side, with that of the prefill side under ``prefill``."""
+        """Return the server info of this side, and that of the prefill side under ``prefill``."""
         return super().get_server_info() | {"prefill": self.prefill.get_server_info()}
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def _side(self) -> tuple[EngineLoop, Any]:
-        """Loop and prompt source, for connecting another engine."""
+        """The loop and the prompt source, to which another engine connects."""
         return self._loop, self._scheduler.prompt_source
 
     @property
@@ -181,14 +181,14 @@ class Engine:
 
     @property
     def draft(self) -> Checkpoint[Any] | None:
-        """Checkpoint of the draft's weights; ``None`` if it has no weights."""
+        """Checkpoint of the draft's weights; ``None`` if the draft has no weights."""
         return next(iter(self._plan.drafts), None)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Arguments, sizes and state as JSON values, with the keys of SGLang's ``get_server_info``.
+        """Return arguments, sizes and state as JSON values, with the keys that SGLang uses.
 
-        ``internal_states`` is a list with one dict: requests, KV use, throughput, acceptance and
-        memory, current and since the start.
+        ``internal_states`` is a list with one dict, which describes requests, KV use, throughput,
+        acceptance and memory, both now and since the start.
         """
         self._loop.check_process()
         return server_info(self._plan, self.metrics.snapshot(), self._controller)
@@ -225,14 +225,14 @@ class Engine:
             rid: id of the request, for :meth:`abort_request`. An id may be reused after its request
                 has ended. Sample ``i`` of an input with ``n`` above 1 is ``"{rid}_{i}"``.
             return_logprob: report ``(log-probability, token id, None)`` of every completion token
-                in ``meta_info["output_token_logprobs"]``. It comes from the raw logits, before
-                temperature, filters, penalties and bias, except with ``logprobs_mode="processed"``.
+                in ``meta_info["output_token_logprobs"]``. The values come from the raw logits, or
+                with ``logprobs_mode="processed"`` from those after penalties, filters and so on.
             top_logprobs_num: with ``return_logprob``, also report this many most likely tokens per
                 position in ``meta_info["output_top_logprobs"]``.
             logprob_start_len: with ``return_logprob``, report prompt tokens from this index on in
                 ``meta_info["input_token_logprobs"]`` and ``["input_top_logprobs"]``, from the raw
                 logits. The first reported token has no value: its entries are
-                ``(None, token id, None)`` and ``None``. Cached tokens are computed again. -1: none.
+                ``(None, token id, None)`` and ``None``. Cached tokens are recomputed. -1 is off.
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
                 ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
                 norm that gave the logits of completion token ``i``.
@@ -242,9 +242,9 @@ class Engine:
 
         Returns:
             For one input a dict with ``text``, ``output_ids`` (the completion only) and
-            ``meta_info``; for a list of inputs a list of dicts. ``n`` samples make a list of ``n``
-            dicts per input, concatenated. ``sampling_seed`` seeds sample 0; sample ``i`` has the
-            seed ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64``. With ``stream`` an iterator
+            ``meta_info``; for a list of inputs a list of dicts. With ``n`` samples the list
+            has ``n`` dicts per input. Sample 0 has the seed ``sampling_seed``, and sample ``i``
+            has ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64``. With ``stream`` an iterator
             of such dicts, in which ``index`` is the position in that list.
 
         Raises:
@@ -269,20 +269,14 @@ class Engine:
 
     @wraps(generate, assigned=())
     async def async_generate(self, *inputs: Any, stream: bool = False, **options: Any) -> Any:
-        """Run :meth:`generate` as a coroutine; cancelling it aborts the requests.
-
-        With ``stream`` it returns an asynchronous iterator.
-        """
+        """Run :meth:`generate`; ``stream`` gives an async iterator. Cancelling aborts requests."""
         make = partial(self.make_call, *inputs, stream=stream, **options)
         # chat templates are rendered in another process: do not block the event loop
         is_slow = options.get("messages") is not None
         return await self.async_run(await asyncio.to_thread(make) if is_slow else make())
 
     def make_call(self, *inputs: Any, stream: bool = False, **options: Any) -> Call:
-        """Check and tokenise the arguments of :meth:`generate`, for :meth:`async_run`.
-
-        Any thread may call this, so that an event loop need not block.
-        """
+        """Check and tokenise :meth:`generate`'s arguments in any thread, for :meth:`async_run`."""
         self._need_open()
         if not self.runner.config.batch_buckets:
             raise ValueError(
@@ -298,7 +292,7 @@ class Engine:
         return self._factory.make(input_ids=[0], sampling_params=one, timeout=timeout, stream=False)
 
     async def async_run(self, call: Call) -> Any:
-        """Run a call of :meth:`make_call` once; returns as :meth:`async_generate` does."""
+        """Run a call from :meth:`make_call`, once; the result is as in :meth:`async_generate`."""
         if call.is_stream:
             return self._loop.stream_async(call, owner=self)
         return await self._loop.wait_async(call)
@@ -311,7 +305,7 @@ class Engine:
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Abort the request ``rid`` with all its samples, or all requests.
 
-        Its caller gets the text so far, with finish reason ``abort``. Unknown ids are ignored.
+        The callers get the text so far, with finish reason ``abort``. Unknown ids are ignored.
         """
         if not isinstance(rid, str) or not isinstance(abort_all, bool) or bool(rid) == abort_all:
             raise ValueError(f"give either rid or abort_all; got {rid=}, {abort_all=}")
@@ -322,7 +316,7 @@ class Engine:
     def flush_cache(self) -> None:
         """Drop all KV and cached prefixes; running requests compute their KV again."""
         self._need_open()
-        # vital: a partial flush loses results that requests wait for
+        # vital: a partial flush would lose results that requests wait for
         self._loop.run(self._scheduler.flush_cache, is_vital=True)
 
     def update_weights_from_disk(
@@ -332,10 +326,10 @@ class Engine:
         *,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Replace the weights of the target, the draft or both by those of checkpoints.
+        """Replace the weights of the target, the draft or both by those in checkpoints.
 
-        Nothing compiles. Between two rounds the KV pools and the prefix cache are emptied. Running
-        requests keep their text, compute its KV again and continue with the new weights.
+        Nothing is compiled. The KV pools and the prefix cache are emptied between two rounds.
+        Running requests keep their text, recompute its KV and continue with the new weights.
 
         Raises:
             ValueError: if a checkpoint cannot be read or has another configuration, or if a weight
@@ -354,8 +348,8 @@ class Engine:
     ) -> None:
         """Replace some or all weights of the target or, with ``draft``, of the draft.
 
-        Requests continue as with :meth:`update_weights_from_disk`. The tensors are copied, JAX
-        arrays on their device. If the device cannot hold a second copy, use several calls.
+        Requests continue as with :meth:`update_weights_from_disk`. The tensors are copied (JAX
+        arrays on their own device). If the device cannot hold the copies, use several calls.
 
         Args:
             named_tensors: arrays by name, either Hugging Face names (with all parts of a fused
@@ -366,17 +360,14 @@ class Engine:
             allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:
-            ValueError: if a tensor does not fit, was donated or is not finite; it names the tensor.
+            ValueError: if a tensor does not fit, was donated or is not finite (names the tensor).
         """
         self._need_open()
         new = weights_from_tensors(self._plan, named_tensors, draft=draft)
         self._replace_weights(new, allow_nonfinite)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
-        """Return the two most likely tokens after ``input_ids`` and the gap of their logits.
-
-        A small gap explains why bfloat16 texts with and without speculation diverge here.
-        """
+        """Return the two most likely tokens after ``input_ids``, and the gap of their logits."""
         self._need_open()
         nets = self.runner.networks
         (ids,), _ = tokenize_inputs(

@@ -1,10 +1,10 @@
-"""Answers to option names of SGLang and vLLM that have another name here, or do not exist."""
+"""Messages for options of SGLang and vLLM that have another name here or do not exist."""
 
 from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# the option here, or why it does not exist -> its names there
+# the option here, or the reason why there is none -> its names in SGLang and vLLM
 _NAMES = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
@@ -36,7 +36,7 @@ ANSWERS = {name: here for here, names in _NAMES.items() for name in names.split(
 
 
 def answer(option: str) -> str | None:
-    """Answer the option ``name`` or ``--name`` of another engine; ``None`` if it is unknown."""
+    """Return the message for an option ``name`` or ``--name``; ``None`` if there is none."""
     here = ANSWERS.get(option.lstrip("-").replace("-", "_"))
     if here is None or not here.isidentifier():
         return here and f"{option} is not supported: {here}"
@@ -45,7 +45,7 @@ def answer(option: str) -> str | None:
 
 
 def answers_other_names(cls: type[T]) -> type[T]:
-    """Let the constructor of a dataclass answer these names."""
+    """Make the constructor of a dataclass raise TypeError with these messages."""
     init: Any = cls.__init__
 
     @wraps(init)

@@ -61,7 +61,7 @@ class EnginePlan:
 
     @property
     def has_trained_draft(self) -> bool:
-        """Whether a loaded draft decides what is accepted."""
+        """Whether the acceptance is that of a draft with loaded weights."""
         args = self.args
         return bool(self.drafts) and (args.load_format, args.simulate_accept_length) == (
             "auto",
@@ -70,7 +70,7 @@ class EnginePlan:
 
     @property
     def cache_facts(self) -> tuple[Any, ...]:
-        """Facts that compiled functions depend on, except arguments and this package's sources."""
+        """Values that compiled functions depend on, in addition to arguments and this package."""
         nets = self.networks
         kinds = [layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds
@@ -110,7 +110,7 @@ def _describe_tiers(args: EngineArgs, config: RunnerConfig) -> str:
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Open the checkpoints and decide all sizes. On a device, equal arguments give an equal plan.
 
-    Raises ValueError without a device, or if sizes do not fit the model or the device.
+    Raises ValueError if the device is missing or sizes do not fit the model or the device.
     """
     placement = Placement.on(args.base_gpu_id)
     on_cpu = placement.on_cpu
@@ -189,7 +189,7 @@ NAMES = {
 def server_info(
     plan: EnginePlan, totals: Totals, controller: AdaptiveController | None
 ) -> dict[str, Any]:
-    """Arguments with the planned sizes, and ``internal_states`` with metrics, as in SGLang."""
+    """Return arguments, planned sizes and, in ``internal_states``, metrics, as SGLang does."""
     args = plan.args
     tier = {
         "speculative_num_steps": totals.tier.steps,

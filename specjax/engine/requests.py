@@ -27,12 +27,12 @@ Params = SamplingParams | Mapping[str, Any] | None
 
 # OpenAI's limit
 MAX_SAMPLES = 128
-# 2**64 over the golden ratio: its multiples spread over all seeds, far from the caller's
+# 2**64 divided by the golden ratio; its multiples spread over all seeds, far from the caller's
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of sample ``index`` of an input; with ``n=1`` this seed gives the same text."""
+    """Return the seed of sample ``index``; a request with this seed gives the same text."""
     return (seed + index * SEED_STRIDE) % 2**64
 
 
@@ -48,7 +48,7 @@ def tokenize_inputs(
     """Return the token ids of every input, and whether a list of inputs was given.
 
     Raw text gets the checkpoint's special tokens, ``messages`` those of the chat template.
-    ``input_ids`` may be arrays. ValueError if an input is invalid or too long for a completion.
+    ``input_ids`` may be arrays. Raises ValueError if an input is invalid or too long.
     """
     given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}
     names = [name for name, value in given.items() if value is not None]
@@ -73,7 +73,7 @@ def tokenize_inputs(
             raise refused("messages", messages, "must be a list of messages or of such lists")
         rows = (encode_conversation(tokenizer, context_length, one) for one in conversations)
     checked = []
-    for ids in rows:  # lazy: texts after the first one that is refused are not encoded
+    for ids in rows:  # lazy: after one input is refused, later texts are not encoded
         if not ids:
             raise ValueError("an input has no tokens; it needs at least one")
         if len(ids) >= context_length:
@@ -133,7 +133,7 @@ def refuse_length(num_tokens: int, context_length: float) -> NoReturn:
 
 
 class RequestFactory:
-    """Makes the calls of an engine; any thread may use it. ``scheduler`` may refuse a request."""
+    """Makes the calls of an engine, in any thread; ``scheduler`` may refuse a request."""
 
     def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
         self._plan, self._tokenizer, self._scheduler = plan, tokenizer, scheduler
@@ -151,9 +151,9 @@ class RequestFactory:
         rid: Any = None,
         **options: Any,
     ) -> Call:
-        """Make the requests of one :meth:`Engine.generate`; later changes of inputs do not matter.
+        """Make the call of one :meth:`Engine.generate`; later changes to arguments have no effect.
 
-        ``options`` are those of :class:`GenerateRequest`: one value each, or one per input.
+        ``options`` are fields of :class:`GenerateRequest`: one value, or a list with one per input.
         """
         prompts, is_batch = tokenize_inputs(
             self._tokenizer,
@@ -241,7 +241,7 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
 
 
 def _for_each_input(name: str, value: Any, count: int) -> list[Any]:
-    """One value per input: the items of a list, or the same value for all."""
+    """Return one value per input: the items of a list, or the same value for all."""
     if not _is_list(value):
         return [value] * count
     if len(value) != count:

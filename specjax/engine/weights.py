@@ -17,7 +17,7 @@ from specjax.models.family import Recipe
 from specjax.models.flat import Weights
 from specjax.runtime.runner import ModelRunner
 
-# weights of target and draft by flat name, shaped as the running ones; unnamed weights stay
+# Weights of target and draft by the engine's names, to replace those in use; others stay.
 NewWeights = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
@@ -29,7 +29,7 @@ def is_same(one: Checkpoint[Any], other: Checkpoint[Any]) -> bool:
 def load_weights(
     plan: EnginePlan, shared: tuple[EnginePlan, ModelRunner] | None = None
 ) -> tuple[Weights, Weights]:
-    """Load flat weights of target and draft to the device; random ones with ``"dummy"``.
+    """Load the weights of target and draft to the device, or make random ones (``"dummy"``).
 
     The target weights of ``shared`` are reused, and its draft weights if the draft is the same.
     """
@@ -52,7 +52,7 @@ def load_weights(
 def weights_from_disk(
     plan: EnginePlan, model_path: str | PathLike[str] | None, draft_path: str | PathLike[str] | None
 ) -> tuple[EnginePlan, NewWeights]:
-    """Return the plan with the new checkpoints, and the weights of those that have a path."""
+    """Return the plan with the new checkpoints, and the weights from the given paths."""
     given = [path for path in (model_path, draft_path) if path is not None]
     if not given or not all(isinstance(path, str | PathLike) for path in given):
         raise ValueError(f"give model_path, draft_path or both; got {model_path=}, {draft_path=}")
@@ -83,11 +83,11 @@ def weights_from_tensors(
     *,
     draft: bool,
 ) -> NewWeights:
-    """Convert tensors of the target or, with ``draft``, of the draft to weights by flat name.
+    """Convert tensors of the target (with ``draft``: of the draft) to weights by name.
 
-    Flat names are those of ``FlatModel.names`` and have matrices ``[in, out]``. Hugging Face names
-    are those of the checkpoint and have matrices ``[out, in]``. If a weight is made of several
-    checkpoint tensors, all are required. Floats are cast to the model's dtype.
+    Tensors may have the engine's names (``FlatModel.names``, matrices ``[in, out]``) or those of
+    Hugging Face (matrices ``[out, in]``). If a weight is made from several checkpoint tensors, all
+    of these are required. Floats are cast to the model's dtype.
     """
     if draft and not plan.drafts:
         raise ValueError("draft=True, but the engine has no draft network")
@@ -121,7 +121,8 @@ def weights_from_tensors(
         repeated = next((owned[part.name] for part in recipe.parts if part.name in owned), None)
         if repeated is not None and name not in weights:
             raise ValueError(
-                f"named_tensors has {repeated!r} without {name!r}, which repeats a part of it"
+                f"named_tensors has {repeated!r} but not {name!r}, which contains the same tensor; "
+                "give both"
             )
     for name, weight in weights.items():
         _check_fits(f"weight {name!r}", weight, abstract[name].shape, abstract[name].dtype)
@@ -142,7 +143,7 @@ def check_finite(new: NewWeights) -> None:
 def _is_finite(weight: Any) -> bool:
     if isinstance(weight, jax.Array) and next(iter(weight.devices())).platform != "cpu":
         return bool(jnp.isfinite(weight).all())
-    # As an integer, a non-finite value is at least its infinity; 5 times as fast as isfinite.
+    # Viewed as integers, non-finite values are at least infinity; 5 times as fast as isfinite.
     array = np.asarray(weight)
     size = array.dtype.itemsize
     infinity = int(np.array(np.inf, array.dtype).view(f"u{size}"))
@@ -196,7 +197,7 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
-    """Make one weight of its checkpoint tensors."""
+    """Make one weight from its checkpoint tensors."""
     names = [part.name for part in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
         given = next(name for name in names if name in tensors)
