@@ -1,8 +1,8 @@
 """Open block drafters: six published formats, resolved to one :class:`BlockConfig`.
 
-:func:`open_block` finds and opens a drafter; :func:`block_config` reads a ``config.json`` with the
-tensors of its file. The formats differ in four ways: where keys stand, whether ``block_size``
-counts the last token, which rows predict which tokens, and how target layers are counted.
+:func:`open_block` finds and opens a drafter; :func:`block_config` reads its ``config.json`` and its
+tensor shapes. The formats differ in four ways: where the keys are, whether ``block_size`` counts
+the last token, which rows predict which tokens, and how target layers are numbered.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _REFUSED = {
     "XPress": "Qwen3XPressModel xpress xpress_block_size",
     "Nemotron": "has_embed_tokens",
 }
-# settings that change the forward pass, and must be off or 1
+# settings that change the forward pass; they must be off (_OFF) or 1 (_ONE)
 _OFF = ("attention_sink_bias", "use_gemma_norm", "final_logit_softcapping", "rope_dim")
 _ONE = (
     *("attention_value_scale", "logit_scale", "output_multiplier", "input_embedding_scale"),
@@ -55,7 +55,7 @@ _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_t
 
 @dataclass(frozen=True)
 class BlockCheckpoint(Checkpoint[BlockConfig]):
-    """A block drafter on disk. Its ``config`` is resolved against the target and has its dtype."""
+    """A block drafter on disk. ``config`` is resolved against the target, with its dtype."""
 
     def describe(self) -> str:
         config = self.config
@@ -86,7 +86,7 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
         check_vocabulary(source, self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether it is a vocabulary map or a copy of a target tensor."""
+        """Whether the tensor is a vocabulary map or a copy of a target tensor."""
         return name in ("d2t", "lm_head.weight") or name.startswith((*_COPIES, "confidence_head."))
 
 
@@ -115,8 +115,8 @@ def open_block(
         rope_theta: replaces the drafter's rotary base.
 
     Raises:
-        ValueError: if the drafter is not found, its format is not supported or can be read in two
-            ways, or it does not fit the target.
+        ValueError: if the drafter is not found or does not fit the target, or if its format is not
+            supported or ambiguous.
     """
     path = default_block_draft(target) if draft is None else locate(draft, "draft")
     source: Callable[[], TensorSource]
@@ -137,7 +137,7 @@ def open_block(
 
 
 class _File:
-    """Settings and tensors of a drafter. Nested settings come before those at the top level."""
+    """Settings and tensors of a drafter. Nested settings override those at the top level."""
 
     def __init__(self, directory: Path, source: TensorSource) -> None:
         self.path, self.source = directory / "config.json", source
@@ -152,7 +152,7 @@ class _File:
         self.body = Fields({**(DEFAULTS["qwen3"] if self.kind else {}), **stated}, self.path)
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
-        """The first value of a key, in nested settings and then at the top level."""
+        """Return the value of a key from the nested settings, else from the top level."""
         place = next((place for place in self.places if key in place), self.top)
         return place.get(key, kind, default)
 
@@ -167,7 +167,7 @@ class _File:
 
 
 def block_format(file: _File) -> str:
-    """The published format of a file, decided by its own keys. Raises ValueError."""
+    """Return the published format of a file, or raise ValueError if it is not supported."""
     names = file.top.get("architectures", list[str], [])
     projector = file.get("projector_type", str, "")
     keys = (key for place in file.places for key, value in place.values.items() if value)
@@ -262,7 +262,7 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
 
 
 def _layout(file: _File, kind: str) -> tuple[bool, int]:
-    """Whether every row predicts the next token, and the number of drafts per round."""
+    """Return whether every row predicts the next token, and the number of drafts per round."""
     stated = file.get("sample_from_anchor", Flag, None)
     size = file.get("block_size", PositiveSize, 16 if kind == DFLASH else ...)
     drafts = None
@@ -292,7 +292,7 @@ def _layout(file: _File, kind: str) -> tuple[bool, int]:
 
 
 def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Window (0 for none) and causality of each layer."""
+    """Return the window (0 for none) and the causality of each layer."""
     kinds = file.get("layer_types", list[str], ["full_attention"] * num_layers)
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
@@ -311,7 +311,7 @@ def _attention(file: _File, num_layers: int) -> tuple[tuple[int, ...], tuple[boo
 
 
 def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> tuple[int, ...]:
-    """Target layers whose outputs the context reads; speculators counts the embedding as 0."""
+    """Return the target layers whose outputs the drafter reads; -1 is the embedding."""
     count = target.config.num_layers
     stated = file.get("num_target_layers", Size, count)
     if stated != count:
@@ -320,7 +320,7 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
             f"{ANOTHER_HEAD}"
         )
     layers: tuple[int, ...] = ()
-    # (key, index of the first layer's output), those of speculators first in its files
+    # (key, number of the first layer); files from speculators prefer keys that count from 1
     keys = [("target_layer_ids", 0)]
     counted = [(key, 1) for key in ("aux_hidden_state_layer_ids", _EAGLE_IDS)]
     for key, first in counted + keys if file.kind else keys + counted:
@@ -373,7 +373,7 @@ def _draft_vocab_size(file: _File, vocab_size: int) -> int:
 
 
 def _heads(file: _File, hidden_size: int) -> dict[str, Any]:
-    """Markov and confidence heads; the tensors decide if the configuration does not."""
+    """Return the settings of the Markov and confidence heads, from keys or else from tensors."""
     infos = file.source.infos
     stored = infos.get("markov_head.markov_w1.weight")
     rank = file.get("markov_rank", Size, stored.shape[-1] if stored else 0)

@@ -1,4 +1,4 @@
-"""Digests of saved files, which detect damage and name the file before orbax reads it."""
+"""Digests of saved files, to find a damaged file before orbax reads it."""
 
 import json
 from collections.abc import Collection
@@ -13,13 +13,13 @@ _DIGESTS = "sha256.json"
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files of ``folder`` to a file in it."""
+    """Write the digests of all files in ``folder`` to a file there."""
     names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
     (folder / _DIGESTS).write_text(json.dumps(_digests(folder, names)), encoding="utf-8")
 
 
 def check_digests(folder: Path) -> None:
-    """Raise ValueError if a file of ``folder`` has changed since :func:`write_digests`."""
+    """Raise ValueError if a file in ``folder`` has changed since :func:`write_digests`."""
     expected = read_json(folder / _DIGESTS)
     for name, digest in _digests(folder, expected).items():
         if digest != expected[name]:
@@ -29,7 +29,7 @@ def check_digests(folder: Path) -> None:
 
 
 def _digests(folder: Path, names: Collection[str]) -> dict[str, str | None]:
-    """SHA-256 by name; ``None`` if the file is missing."""
+    """Return the SHA-256 of each file by name; ``None`` if the file is missing."""
 
     def digest(name: str) -> str | None:
         if not (folder / name).is_file():

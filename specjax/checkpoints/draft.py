@@ -27,7 +27,7 @@ from specjax.models.registry import mtp_recipes
 
 @dataclass(frozen=True)
 class DraftCheckpoint(Checkpoint[DraftConfig]):
-    """A draft head on disk. Its ``config`` is resolved against the target and has its dtype."""
+    """A draft head on disk. ``config`` is resolved against the target, with its dtype."""
 
     def describe(self) -> str:
         config, scaling = self.config, self.config.rope_scaling
@@ -57,14 +57,14 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
         check_vocabulary(source, self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether it is a vocabulary map or a copy of a target tensor."""
+        """Whether the tensor is a vocabulary map or a copy of a target tensor."""
         shared = () if self.config.fuses_features else ("embed_tokens.weight", "lm_head.weight")
         copies = ("verifier_norm.", "verifier_lm_head.")
         return name in ("d2t", "t2d", *shared) or name.startswith(copies)
 
 
 def canonical_name(name: str, *, is_eagle3: bool) -> str:
-    """Strip the ``model.`` prefix of a stored name and call the EAGLE-3 layer ``midlayer``."""
+    """Remove ``model.`` from a stored name, and rename an EAGLE-3 layer to ``midlayer``."""
     name = name.removeprefix("model.")
     return re.sub(r"^layers\.0\.", "midlayer.", name) if is_eagle3 else name
 
@@ -72,10 +72,7 @@ def canonical_name(name: str, *, is_eagle3: bool) -> str:
 def canonical_source(
     source: TensorSource, rename: Callable[[str], str] | None = None
 ) -> TensorSource:
-    """Return the tensors of a draft under canonical names, which must be unique.
-
-    ``rename`` is :func:`canonical_name` by default.
-    """
+    """Rename tensors by ``rename`` (default: :func:`canonical_name`); names must be unique."""
     is_eagle3 = any(name.endswith("hidden_norm.weight") for name in source.infos)
     rename = rename or partial(canonical_name, is_eagle3=is_eagle3)
     stored: dict[str, str] = {}
@@ -140,8 +137,8 @@ def open_draft(
             repository id, or None for the head that ships with an embedded target.
         checkpoint_format: the required format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or
             None for any.
-        rope_theta: replaces the head's rotary base; some published heads accept more with another
-            base than the configured one.
+        rope_theta: replaces the head's rotary base. With some published heads, another base than
+            the configured one has a higher acceptance rate.
 
     Raises:
         ValueError: if the head is not found or does not fit the target.
@@ -161,7 +158,7 @@ def open_draft(
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(
             f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "
-            "heads; set another speculative_algorithm"
+            f"heads; set speculative_algorithm={'EAGLE3' if found == 'eagle-3' else 'EAGLE'!r}"
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
@@ -214,7 +211,7 @@ def open_draft_model(
 
 
 def _check_same_tokens(draft: TargetCheckpoint, target: TargetCheckpoint) -> None:
-    """Compare the tokens of the ids that both tokenizers have."""
+    """Raise ValueError if an id stands for different tokens in the two tokenizers."""
     ours, theirs = _tokens(draft), _tokens(target)
     differing = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
     if differing:
@@ -227,7 +224,7 @@ def _check_same_tokens(draft: TargetCheckpoint, target: TargetCheckpoint) -> Non
 
 
 def _tokens(model: TargetCheckpoint) -> dict[int, str]:
-    """Tokens by id; empty if the model has no tokenizer (the engine reports that elsewhere)."""
+    """Return tokens by id; none if the model lacks a tokenizer, which is reported elsewhere."""
     try:
         backend = model.load_tokenizer().backend
     except ValueError:
@@ -240,7 +237,7 @@ _EXPERTS = re.compile(r"\.mlp\.(experts|shared_experts?|gate)\.")
 
 @dataclass(frozen=True)
 class MtpCheckpoint(Checkpoint[ModelConfig]):
-    """The MTP modules that draft; all other tensors of their files are ignored."""
+    """The MTP modules that draft; all other tensors in their files are ignored."""
 
     def describe(self) -> str:
         config = self.config
@@ -253,7 +250,7 @@ class MtpCheckpoint(Checkpoint[ModelConfig]):
         return mtp_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether it belongs to the target or to a module that does not draft."""
+        """Whether the tensor belongs to the target or to a module that does not draft."""
         return _module_of(name) not in range(self.config.num_layers)
 
 
@@ -309,6 +306,6 @@ def open_mtp(
 
 
 def _module_of(name: str) -> int | None:
-    """Index of the module that a tensor belongs to; ``None`` for other tensors."""
+    """Return the index of the module that a tensor belongs to; ``None`` for other tensors."""
     found = re.match(re.escape(MTP_PREFIX) + r"(\d+)\.", name)
     return int(found[1]) if found else None

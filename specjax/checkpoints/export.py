@@ -49,14 +49,14 @@ def export_draft(
 ) -> None:
     """Write a draft as ``config.json`` and safetensors.
 
-    An EAGLE-3 head has the names of SGLang and SpecForge, a block drafter those of speculators:
-    ``dspark`` with a Markov head, else ``dflash``.
+    An EAGLE-3 head is written as SGLang and SpecForge expect it. A block drafter is written for
+    speculators, as ``dspark`` if it has a Markov head, else as ``dflash``.
 
     Args:
         path: directory to create; existing weights and configuration in it are replaced.
-        config: the draft; block drafters need one window and one rule of causality.
-        weights: arrays by flat name, as :meth:`DraftCheckpoint.load_weights` returns them. A block
-            drafter's ``context.*`` repeats other weights and may be left out.
+        config: configuration of the draft.
+        weights: arrays by name, as :meth:`DraftCheckpoint.load_weights` returns them. A block
+            drafter's ``context.*`` weights repeat other weights and may be left out.
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
@@ -102,15 +102,16 @@ def _published_config(config: DraftConfig) -> dict[str, Any]:
 
 def _published_block(config: BlockConfig) -> dict[str, Any]:
     slides, window = [window > 0 for window in config.windows], max(config.windows)
-    by_default = {  # causality that the formats express -> their keys
+    by_default = {  # causality of each layer -> the keys that express it
         tuple(slides): {"sliding_window_non_causal": False},
         (False,) * config.num_layers: {"sliding_window_non_causal": True},
         (True,) * config.num_layers: {"is_causal": True},
     }
     if set(config.windows) - {0, window} or config.causal not in by_default:
         raise ValueError(
-            f"windows={config.windows} with causal={config.causal} must have one window, and be "
-            "causal in all layers, in none, or in those with a window"
+            f"cannot export windows={config.windows}, causal={config.causal}: all windows must be "
+            "equal (0 is none), and attention must be causal in all layers, in none, or in exactly "
+            "the layers with a window"
         )
     values = dataclasses.asdict(config)
     names = {name: ours for name, ours in _PUBLISHED.items() if name in _BLOCK_BODY}
@@ -153,7 +154,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
 def _published_tensors(
     config: DraftConfig | BlockConfig, recipes: Recipes, weights: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Split and transpose weights into tensors by published name, with both vocabulary maps."""
+    """Convert weights to tensors by published name, and add both vocabulary maps."""
     missing, unknown = sorted(set(recipes) - set(weights)), sorted(set(weights) - set(recipes))
     if missing or unknown:
         raise ValueError(f"weights do not fit the head: missing {missing}, unknown {unknown}")

@@ -110,7 +110,8 @@ class GGUFFile:
             kind, start = GGMLQuantizationType(self._number("<I")), self._number("<Q")
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if not dims or min(dims) < 1 or dims[0] % block:
-                raise ValueError(f"tensor {name!r} has {dims=}; {kind.name} has blocks of {block}")
+                demand = f"a multiple of {block}, the block size of {kind.name}"
+                raise ValueError(f"tensor {name!r}: {dims=} must be positive, the first {demand}")
             size = math.prod(dims) // block * block_bytes
             self.tensors[name] = GGUFTensor(tuple(reversed(dims)), kind, start, size)
         first = -(-self._at // alignment) * alignment
@@ -129,7 +130,7 @@ class GGUFFile:
         item, length = self._number("<I"), self._number("<Q")
         if item in _SCALARS:
             return self._array(item, length)
-        # minimum size of an item: a string starts with its length, an array with type and length
+        # minimum bytes of an item: a string begins with its length, an array with type and length
         self._checked(length, 8 if item == _STRING else 12)
         return [self._value(item, nesting + 1) for _ in range(length)]
 
@@ -176,7 +177,7 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
     map_name = get_tensor_name_map(arch, config.num_layers).get_name
     parts = (part.name for recipe in target_recipes(config).values() for part in recipe.parts)
     named = {map_name(part, (".weight", ".bias")): part for part in parts}
-    # tensors that the model does not have keep their names
+    # tensors that the model does not use keep their names
     stored = {named.get(name, name): name for name in file.tensors if name != "rope_freqs.weight"}
     rows: dict[str, np.ndarray] = {}
     if family_of(config).gguf == "interleaved":
@@ -356,7 +357,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Ids of the tokens that end a text, a turn or a message."""
+    """Return the ids of the tokens that end a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
     return unique_ids(file.metadata.get(key, Size, None) for key in keys)
 

@@ -74,10 +74,10 @@ def layer_sizes(config: Fields, hidden_act: tuple[str, ...] = ("silu", "swish"))
 
 
 def _read_rope(config: Fields) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling of a ``config.json``.
+    """Return the rotary base and scaling from a ``config.json``.
 
-    transformers 4 writes ``rope_theta`` and ``rope_scaling``, version 5 ``rope_parameters``. In
-    both, the default ``rope_theta`` is 10000 for the supported families.
+    transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes
+    ``rope_parameters``. In both, ``rope_theta`` defaults to 10000 for the supported families.
     """
     new, old = config.fields("rope_parameters"), config.fields("rope_scaling")
     for key, place in (("rope_parameters", new), ("rope_scaling", old)):
@@ -122,14 +122,14 @@ def _resolve_dtype(config: Fields, directory: Path) -> str:
 
 
 def _eos_token_ids(config: Fields, directory: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json, config.json and the tokenizer, in that order."""
+    """Return the end tokens from generation_config.json, config.json and the tokenizer."""
     generation = Fields.read_if_there(directory / "generation_config.json")
     ids = [*generation.ids("eos_token_id"), *config.ids("eos_token_id")]
     return unique_ids([*ids, find_eos_token_id(directory)])
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# defaults of transformers by ``model_type``: files of speculators leave out keys that equal them
+# defaults of transformers by ``model_type``; files from speculators omit keys with these values
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
     "qwen3": {
@@ -142,7 +142,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }
-# names of the id of the mask token
+# keys that may contain the id of the mask token
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
@@ -162,14 +162,14 @@ ANOTHER_HEAD = "set draft to a head of this target, or speculative_algorithm to 
 
 
 def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
-    """Raise ValueError if a head is for a target of another vocabulary or hidden size."""
+    """Raise ValueError if the vocabulary or hidden size of a head differs from the target's."""
     for name, found, wanted in (
         ("vocab_size", vocab_size, target.vocab_size),
         ("target_hidden_size", hidden_size, target.hidden_size),
     ):
         if found != wanted:
             raise ValueError(
-                f"{path}: {name}={found} of the head, but the target has {wanted}; the head was "
+                f"{path}: the head has {name}={found}, but the target has {wanted}; the head was "
                 f"trained for another model; {ANOTHER_HEAD}"
             )
 
@@ -186,7 +186,7 @@ def check_feature_layers(
 
 
 class _Head:
-    """Access to the configuration and tensors of a head, for both formats."""
+    """Access to the configuration and tensors of a head in any of the formats."""
 
     def __init__(self, directory: Path, source: TensorSource, target: ModelConfig) -> None:
         self.path = directory / "config.json"
@@ -209,7 +209,7 @@ class _Head:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers with tensors, whose first may be called ``midlayer``."""
+        """Number of layers that have tensors; the first one may be called ``midlayer``."""
         found = (re.match(r"layers\.(\d+)\.", name) for name in self.source.infos)
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
@@ -218,7 +218,7 @@ class _Head:
 
 
 def _common_values(head: _Head, layer: str) -> dict[str, Any]:
-    """Sizes and rotary settings; the context is at least the target's."""
+    """Read sizes and rotary settings; the context is at least as long as the target's."""
     target = head.target
     vocab_size = head.layer.get("vocab_size", Size, target.vocab_size)
     stated = head.body.get("target_hidden_size", Size, target.hidden_size)
@@ -237,7 +237,7 @@ def _common_values(head: _Head, layer: str) -> dict[str, Any]:
 
 
 def _eagle_values(head: _Head) -> dict[str, Any]:
-    """EAGLE-1/2 uses the target's embeddings and output head; copies in the file are ignored."""
+    """Read an EAGLE-1/2 head: it uses the target's embeddings and output head, not its own."""
     target = head.target
     if head.hidden_size != target.hidden_size:
         raise ValueError(
@@ -343,7 +343,7 @@ def _feature_layers(head: _Head) -> tuple[int, ...]:
 
 
 def _draft_vocab_size(head: _Head) -> int:
-    """Read the configured size; the defaults are the size of the tensors, then the target's."""
+    """Return the configured size, by default that of the tensors, or else the target's."""
     infos = head.source.infos
     stored = [infos[name].shape for name in ("d2t", "lm_head.weight") if name in infos]
     sizes = [*(next(iter(shape), 0) for shape in stored), head.target.vocab_size]

@@ -1,7 +1,7 @@
 """Save and restore converted weights with orbax.
 
-A saved directory contains ``config.json`` (our own format), ``weights/`` (an orbax checkpoint of a
-dict of arrays by flat name) and, for a target, its tokenizer.
+A saved directory contains ``config.json`` (our own format), ``weights/`` (an orbax checkpoint that
+holds a dict of arrays by the model's names) and, for a target, its tokenizer.
 """
 
 import dataclasses
@@ -32,10 +32,7 @@ def save_orbax(
     *,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write converted weights to a directory, from which they load without conversion.
-
-    ``weights`` are arrays by flat name. The tokenizer of a target is saved next to them.
-    """
+    """Write weights, by the model's names, and a target's tokenizer to a directory."""
     from orbax.checkpoint import v1 as ocp
 
     directory = Path(path).absolute()
@@ -82,7 +79,7 @@ def _build(kind: type[Any], body: Fields) -> Any:
 
 
 def orbax_source(path: Path) -> TensorSource:
-    """Return the weights of a saved directory by flat name; the first read loads all of them."""
+    """Return the weights in a saved directory; the first read of one loads all of them."""
     from orbax.checkpoint import v1 as ocp
 
     directory = (path / WEIGHTS).absolute()

@@ -1,7 +1,7 @@
 """Model shapes for speed measurements with random weights.
 
-Each preset has the shapes of a published target and of a draft for it. Written to a folder, it
-opens like a checkpoint with ``load_format="dummy"``.
+Each preset has the shapes of a published target and of a draft for it. A preset that was written to
+a folder opens like a checkpoint if ``load_format="dummy"`` is set.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ QWEN3_8B_DSPARK = dataclasses.replace(
 
 
 def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
-    """An EAGLE-3 head for a target of these sizes."""
+    """Return the configuration of an EAGLE-3 head for a target of these sizes."""
     return DraftConfig(
         checkpoint_format="eagle-3",
         draft_vocab_size=32000,
@@ -80,7 +80,7 @@ PRESETS: dict[str, tuple[ModelConfig, DraftConfig | BlockConfig]] = {
 
 
 def preset_algorithm(name: str | None) -> str | None:
-    """The algorithm of a preset with a block drafter; ``None`` means the default algorithm."""
+    """Return the algorithm for a preset's block drafter; ``None`` if it has another draft."""
     config = PRESETS.get(name or "", (None, None))[1]
     if not isinstance(config, BlockConfig):
         return None

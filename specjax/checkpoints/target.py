@@ -57,7 +57,7 @@ def embedded_head(name: str) -> Path:
 
 
 def default_block_draft(target: "TargetCheckpoint") -> Path:
-    """The folder ``dspark`` of a checkpoint, or the drafter of an embedded target."""
+    """Return the folder ``dspark`` of a checkpoint, or the drafter for an embedded target."""
     places = [target.path / "dspark"]
     if target.name in EMBEDDED_MODELS:
         places.append(_HEADS / f"{target.name}-dspark")
@@ -81,7 +81,7 @@ def locate(
 ) -> Path:
     """Find the directory of a model; download the snapshot of a repository.
 
-    ``knob`` is the name of the argument for errors. ``revision`` is a branch, tag or commit of a
+    Errors name the argument ``knob``. ``revision`` is a branch, tag or commit of a
     repository. With ``takes_files`` the model may also be embedded or a GGUF file.
     """
     name = os.fspath(model)
@@ -103,10 +103,7 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "") -> Path:
-    """Download a snapshot of a repository: configuration, tokenizer and one set of weights.
-
-    With a ``folder``, which ends with a slash, only this folder.
-    """
+    """Download configuration, tokenizer and weights; if ``folder`` ("name/") is set, only it."""
     if not _REPOSITORY.fullmatch(repo_id):
         raise ValueError(
             f"{knob}={repo_id!r} is neither a known name, an existing file or directory, nor a "
@@ -138,10 +135,7 @@ def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "")
 
 @dataclass(frozen=True)
 class TargetCheckpoint(Checkpoint[ModelConfig]):
-    """A target model on disk, of which only the configuration has been read.
-
-    ``name`` is the name or path that the user passed.
-    """
+    """A target on disk. Only its configuration was read; ``name`` is what the user passed."""
 
     name: str
     _open_tokenizer: Callable[[], Tokenizer]
@@ -153,10 +147,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
     def with_tokenizer(
         self, tokenizer: str | os.PathLike[str] | None, template: str | os.PathLike[str] | None
     ) -> "TargetCheckpoint":
-        """Replace the tokenizer (directory or repository) and the chat template (Jinja file).
-
-        ``None`` keeps that of the checkpoint.
-        """
+        """Replace the tokenizer (directory, repository) and template (file) unless ``None``."""
 
         def load() -> Tokenizer:
             if tokenizer is None:
@@ -180,7 +171,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
         return target_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether it is a copy of tied embeddings or belongs to a multi-token prediction module."""
+        """Whether the tensor is a copy of tied embeddings or belongs to an MTP module."""
         is_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
         return is_copy or name.startswith(MTP_PREFIX)
 
@@ -199,7 +190,7 @@ def open_target(
             :func:`save_orbax`), or a Hugging Face repository id.
         dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's own (float16 and
             quantised weights become bfloat16).
-        knob: name of the argument for errors.
+        knob: name of the argument in error messages.
         revision: branch, tag or commit of a repository.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Read tensors of checkpoints (safetensors, PyTorch) and make weights of them."""
+"""Read tensors from checkpoints (safetensors, PyTorch) and make weights from them."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _PYTORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 class TensorInfo(NamedTuple):
-    """Shape and numpy dtype name of a tensor as ``read`` returns it, and the file that has it."""
+    """The file of a tensor, and the shape and numpy dtype name of the array that is read."""
 
     shape: tuple[int, ...]
     path: Path
@@ -36,7 +36,7 @@ class TensorSource:
     """Named tensors of a checkpoint, with Hugging Face names and layout (``[out, in]``).
 
     ``infos`` is available without reading tensors. ``read`` returns a tensor with the dtype of its
-    info. A flat source already has the model's weights, by their flat names.
+    info. If ``is_flat`` is set, the tensors are already weights and have the model's names.
     """
 
     path: Path
@@ -158,10 +158,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Checkpoint(Generic[C]):
-    """A model on disk (a file or directory), of which only the configuration has been read.
-
-    ``config.dtype`` is the dtype of the loaded weights.
-    """
+    """A model on disk. Only its configuration was read; weights load in ``config.dtype``."""
 
     config: C
     path: Path
@@ -172,17 +169,14 @@ class Checkpoint(Generic[C]):
         raise NotImplementedError
 
     def check_weights(self) -> None:
-        """Compare names, shapes and dtypes on disk with the configuration, without reading weights.
-
-        On a mismatch, the ValueError names tensors, shapes and file.
-        """
+        """Raise ValueError if names, shapes or dtypes on disk do not fit the configuration."""
         self._checked_recipes(self._open_source())
 
     def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
-        """Load all weights by flat name, in ``config.dtype`` (``d2t`` in int32).
+        """Load all weights by the model's names, in ``config.dtype`` (``d2t`` in int32).
 
-        ``progress(done, total)`` is called from this thread after each weight. Raises the
-        ValueErrors of :meth:`check_weights`, and ValueError if a tensor cannot be read.
+        ``progress(done, total)`` is called from this thread after each weight. Raises ValueError
+        if a tensor cannot be read, or as :meth:`check_weights` does.
         """
         check_saved_weights(self.path)
         source = self._open_source()
@@ -200,7 +194,7 @@ class Checkpoint(Generic[C]):
         return weights
 
     def recipes(self) -> Recipes:
-        """Recipe of each weight by flat name; tensors have canonical names."""
+        """Return the recipe of each weight by name; in recipes, tensors have canonical names."""
         raise NotImplementedError
 
     def canonical_name(self, name: str) -> str:
@@ -243,7 +237,10 @@ class Checkpoint(Generic[C]):
         unknown = {n for n in infos if n not in parts and not n.endswith("rotary_emb.inv_freq")}
         if unknown := {n for n in unknown if not self._is_ignored(n)}:
             shown = [f"{n!r} {infos[n].shape} in {infos[n].path}" for n in sorted(unknown)]
-            raise ValueError(f"the model does not use {len(unknown)} tensors: {_listed(shown)}")
+            raise ValueError(
+                f"{source.path} has {len(unknown)} tensors that the model does not use: "
+                f"{_listed(shown)}; it may be of another architecture"
+            )
         if not source.is_flat:
             self.check_values(source)
         return recipes
@@ -265,7 +262,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """View an array as unsigned integers, as numpy copies strided extension dtypes slowly."""
+    """View an array as unsigned integers; numpy copies strided extension dtypes slowly."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 

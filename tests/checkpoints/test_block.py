@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[BlockCase, str]] = {
         BlockCase(format=1, add={"dflash_config.target_layer_ids": [1]}),
         "'fc.weight' .*1 features of the target's hidden_size=48 make 48 inputs",
     ),
-    "vocabulary": (BlockCase(format=1, vocab=140), "vocab_size=140 of the head"),
+    "vocabulary": (BlockCase(format=1, vocab=140), "the head has vocab_size=140"),
     "width": (BlockCase(format=1, hidden=32), "hidden_size=32 differs from the target's 48"),
     "quantised": (
         BlockCase(format=1, add={"quantization_config": {"quant_method": "fp8"}}),
@@ -212,7 +212,7 @@ def test_stray_tensors_are_refused(tmp_path: Path) -> None:
     case = BlockCase(format=1)
     tensors = random_tensors(case, {}, seed=1) | {"extra.weight": np.ones(3, np.float32)}
     opened = open_block(publish(case, tensors, tmp_path / "draft"), target_at(tmp_path))
-    with pytest.raises(ValueError, match=r"the model does not use 1 tensors: 'extra.weight'"):
+    with pytest.raises(ValueError, match=r"1 tensors that the model does not use: 'extra.weight'"):
         opened.check_weights()
 
 
@@ -317,7 +317,7 @@ def test_exported_drafters_open_again(tmp_path: Path, name: str) -> None:
 def test_only_what_the_format_expresses_is_exported(tmp_path: Path) -> None:
     for changes in ({"windows": (4, 8)}, {"causal": (True, False)}):
         config = dataclasses.replace(DFLASH, **changes)
-        with pytest.raises(ValueError, match="must have one window, and be causal in all"):
+        with pytest.raises(ValueError, match=r"all windows must be equal .*causal in all"):
             export_draft(tmp_path, config, {})
 
 

@@ -412,8 +412,8 @@ def test_eagle1(tmp_path: Path, bias: bool | None) -> None:
 @pytest.mark.parametrize(
     ("config", "target_changes", "message"),
     [
-        ({"vocab_size": 62}, {}, "vocab_size=62 of the head, but the target has 61"),
-        ({"target_hidden_size": 64}, {}, "target_hidden_size=64 of the head, .* has 32"),
+        ({"vocab_size": 62}, {}, "the head has vocab_size=62, but the target has 61"),
+        ({"target_hidden_size": 64}, {}, "the head has target_hidden_size=64, .* has 32"),
         ({}, {"hidden_size": 64}, r"'fc\.weight'.*\(32, 96\).*make 192 inputs"),
         (of_layers([0, 1]), {}, r"'fc\.weight'.*\(32, 96\).*make 64 inputs"),
         (of_layers([0, 1, 3]), {}, r"\[0, 1, 3\] must be layers of the target, which has 3"),
@@ -469,7 +469,7 @@ def test_refused_configurations(
         (
             put("input_norm.weight", np.ones(96, np.float32)),
             {"norm_before_fc": False},
-            r"does not use 1 .*'input_norm\.weight' \(96,\)",
+            r"has 1 tensors that the model does not use: .*'input_norm\.weight' \(96,\)",
         ),
         (
             put("input_norm.weight", ONES),
@@ -683,8 +683,8 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
 def test_orbax_pairs(tmp_path: Path) -> None:
     save_orbax(tmp_path / "saved", HEAD, random_weights(HEAD, 3))
     for changes, message in (
-        ({"vocab_size": 62}, "vocab_size=61 of the head, but the target has 62"),
-        ({"hidden_size": 64}, "target_hidden_size=32 of the head, but the target has 64"),
+        ({"vocab_size": 62}, "the head has vocab_size=61, but the target has 62"),
+        ({"hidden_size": 64}, "the head has target_hidden_size=32, but the target has 64"),
         ({"num_hidden_layers": 2}, r"feature_layers=\(0, 1, 2\)"),
     ):
         with pytest.raises(ValueError, match=message):
