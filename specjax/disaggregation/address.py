@@ -1,4 +1,4 @@
-"""Addresses: ``host:port``, an IPv6 host in brackets."""
+"""Addresses of the form ``host:port``, with an IPv6 host in brackets."""
 
 import ipaddress
 from functools import lru_cache
@@ -7,7 +7,7 @@ from specjax.checks import check_integer
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port; port 0 lets a listener choose."""
+    """Return host and port; with port 0, a listener chooses a free port."""
     host, separator, digits = str(address).rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if is_bracketed else host
@@ -21,7 +21,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-@lru_cache(maxsize=64)  # a server asks for every request
+@lru_cache(maxsize=64)  # a server calls this for every request
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a host."""
     try:

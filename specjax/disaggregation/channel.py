@@ -1,10 +1,10 @@
 """Channels: two-way messages between a decode and a prefill process over libzmq.
 
-A decode side opens ``LANES`` connections to the prefill side, because libzmq encrypts each
-connection in one thread. Frames to the decode side use the lanes in turn, which keeps their order
-without numbers; all other frames use lane 0. Each connection is CurveZMQ with a server key derived
-from the secret. A peer without the secret fails libzmq's handshake, and nobody can read, alter,
-replay or insert frames. libzmq also sends the heartbeats.
+A decode side opens ``LANES`` parallel connections (lanes) to the prefill side, because libzmq
+encrypts each connection in one thread. Frames to the decode side use the lanes in turn, so their
+order is known without sequence numbers. All other frames use lane 0. Each connection uses CurveZMQ
+with a server key derived from the secret. A peer without the secret fails libzmq's handshake, and
+nobody can read, alter, replay or insert frames.
 """
 
 import hmac
@@ -25,9 +25,9 @@ from specjax.disaggregation.messages import Hello, Message, WireError
 
 logger = logging.getLogger(__name__)
 
-# CurveZMQ encrypts 1.4 to 1.9 GB/s per thread, as fast as SHA-256 alone; the KV of prompts needs 3
+# CurveZMQ encrypts 1.4 to 1.9 GB/s per thread, as fast as SHA-256 alone; prompts need 3 GB/s
 LANES = 4
-WINDOW = 32  # frames to a decode side that it has not acknowledged yet
+WINDOW = 32  # maximum frames that a decode side has not acknowledged yet
 OVERHEAD_BYTES = 1024  # bytes per frame that CurveZMQ may add
 
 Deliver = Callable[[Message], None]
@@ -62,9 +62,9 @@ class Terms:
         hello: makes this side's hello; called for each channel.
         secret: shared by both sides; may be empty on loopback addresses only.
         max_bytes: maximum bytes of all arrays in a received message.
-        opened: called with each new channel before it receives anything. Returns ``deliver``, to be
-            called with each message in order, and ``lost``, to be called once with the reason at
-            the end. Raises ValueError to refuse the peer. All calls come from the same thread.
+        opened: called with each new channel, before any message. Returns two functions: ``deliver``
+            is called with each message in order, and ``lost`` once at the end, with the reason.
+            Raises ValueError to refuse the peer. All calls come from the same thread.
     """
 
     hello: Callable[[], Hello]
@@ -90,7 +90,7 @@ class Bell:
 
 
 class Channel:
-    """One connection of either side; thread-safe.
+    """One side's end of a connection; thread-safe.
 
     Attributes:
         hello: the peer's hello.
@@ -119,7 +119,7 @@ class Channel:
         """Queue a message without waiting for the network; do not change the message afterwards.
 
         Args:
-            sent: called in the thread that delivers, when libzmq has taken the whole message.
+            sent: called when libzmq has taken the whole message, in the thread of ``deliver``.
 
         Raises:
             ChannelClosed: if the connection has ended.
@@ -129,7 +129,7 @@ class Channel:
         self._queue(self, message, sent)
 
     def close(self) -> None:
-        """End the connection and drop queued messages; returns at once, ``lost`` follows."""
+        """End the connection and drop queued messages; returns before ``lost`` is called."""
         self.end(ChannelClosed("this side closed the connection"))
 
     def fail(self, error: Exception) -> None:
@@ -149,7 +149,7 @@ class Channel:
 
     def end(self, reason: Exception) -> None:
         if self.reason is None:
-            self.reason = reason.with_traceback(None)  # its frames hold arrays
+            self.reason = reason.with_traceback(None)  # the traceback's frames hold arrays
             self._bell.ring()
 
 

@@ -1,8 +1,8 @@
 """The decode side: lets a peer prefill prompts, and decodes them as after a local prefill.
 
 A request is sent to the peer only when it has a slot and pages for its prompt on this side, so KV
-in transit always has memory. While the decode side is full, requests wait in its queue. After a
-failure it is prefilled locally.
+in transit always has memory. While the decode side is full, requests wait in its queue. If the
+peer fails, the request is prefilled locally.
 """
 
 import itertools
@@ -36,25 +36,25 @@ from specjax.types import Logprobs
 
 logger = logging.getLogger(__name__)
 
-# tokens of KV to store between two rounds: 0.8 ms for the Llama-3.1-8B shape on an H200
+# maximum tokens of KV to store between two rounds: 0.8 ms for the Llama-3.1-8B shape on an H200
 TOKENS_A_STEP = 1024
 TOKENS_OF_A_START = 128  # cost of starting a request, in the same unit
 # Seconds without progress until a request is prefilled locally. A prefill side sends KV after each
-# chunk, every 0.2 s for that shape. One that is silent for longer has hung, or computes 400,000
-# prompt tokens for others first.
+# chunk, every 0.2 s for that shape. A side that is silent for longer has hung, or first computes
+# 400,000 prompt tokens for others.
 MAX_SILENCE = 10.0
-# maximum pieces on the device that the scheduler has not stored: those of two of its steps
+# maximum pieces on the device that the scheduler has not stored yet; it stores two per step
 MOST_PIECES = 4
 TRANSIT_TOKENS = MOST_PIECES * MOST_TOKENS
 MAX_TEXT = 200  # maximum characters of a sent id and of a logged reason
 
 
 class PrefillPeer(ABC):
-    """A prefill side, as the decode side sees it; jobs are sent in the loop's thread.
+    """The decode side's view of a prefill side; jobs are sent in the loop's thread.
 
-    Its own thread forwards each message when the arrays are on the device. If it forwarded them
-    earlier, rounds would wait for arrays that are not computed or copied yet. After an error in
-    that thread, for example out of memory, it disconnects.
+    A separate thread forwards each message when its arrays are on the device. If messages were
+    forwarded earlier, rounds would wait for arrays that are not computed or copied yet. After an
+    error in that thread, for example out of memory, the prefill side is disconnected.
     """
 
     def __init__(self, side: "tuple[EngineLoop, RemotePrompts]") -> None:
@@ -119,17 +119,14 @@ class PrefillPeer(ABC):
 @dataclass
 class _Awaited:
     row: RunningRequest
-    progress_time: float  # time of the request, or of the last message for it or an earlier one
+    progress_time: float  # when it was sent, or a message for it or an earlier job came
 
 
 class RemotePrompts(PromptSource):
     """Lets a peer with equal weights prefill prompts.
 
     Preempted requests are prefilled locally. While no peer is connected, all requests are.
-
-    Attributes:
-        transfer: writes KV into the runner.
-        weights: fingerprint of this side's weights.
+    ``weights`` is the fingerprint of this side's weights.
     """
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -139,7 +136,7 @@ class RemotePrompts(PromptSource):
         self._peer: PrefillPeer | None = None
         self._arrived: deque[tuple[Arrival, Callable[[], None] | None]] = deque()
         self._ids = itertools.count()
-        self._awaited: dict[int, _Awaited] = {}  # by job, in the order of sending
+        self._awaited: dict[int, _Awaited] = {}  # by job id, in the order of sending
         self._given_up: list[RunningRequest] = []  # since the last step
         self._local_only: WeakSet[Request] = WeakSet()  # never sent to a peer again
         self.weights = self.transfer.weights()
@@ -149,7 +146,7 @@ class RemotePrompts(PromptSource):
         return self._peer is not None
 
     def placed(self, message: Arrival) -> Arrival:
-        """Put the KV of a message on the device. In any thread."""
+        """Put the KV of a message on the device; any thread may call this."""
         if not isinstance(message, Piece):
             return message
         return replace(message, kv=self.transfer.placed(message.kv))
@@ -185,7 +182,7 @@ class RemotePrompts(PromptSource):
             self.compare_weights(self._peer)
 
     def take(self, message: Arrival, taken: Callable[[], None] | None = None) -> None:
-        """Queue a message of the peer for a later step; ``taken`` is called when it is stored."""
+        """Queue a message from the peer for a later step, which stores it and calls ``taken``."""
         self._arrived.append((message, taken))
         if message.id in self._awaited:
             # the peer works in order, so this is progress for all later requests too
@@ -234,9 +231,9 @@ class RemotePrompts(PromptSource):
         return True
 
     def receive(self, *, is_idle: bool) -> list[tuple[RunningRequest, FirstToken | None]]:
-        """Store arrived messages; between rounds at most ``TOKENS_A_STEP`` tokens.
+        """Store arrived messages; between rounds, store at most ``TOKENS_A_STEP`` tokens.
 
-        Requests without progress for ``MAX_SILENCE`` seconds are given up.
+        Requests without progress for ``MAX_SILENCE`` seconds are then prefilled locally.
         """
         done: list[tuple[RunningRequest, FirstToken | None]] = []
         left = UNLIMITED if is_idle else TOKENS_A_STEP
@@ -297,7 +294,8 @@ class RemotePrompts(PromptSource):
     def _take_piece(self, row: RunningRequest, piece: Piece) -> None:
         end = piece.start + piece.count
         if not row.num_cached <= piece.start <= row.kv_len or piece.count < 1:
-            raise ValueError(f"unexpected KV of tokens {piece.start} to {end} after {row.kv_len}")
+            got = f"got KV of tokens {piece.start} to {end}"
+            raise ValueError(f"{got}, but expected it to start at {row.kv_len}")
         if end > len(row.prefill_ids):
             raise ValueError(f"got KV up to token {end}; the prompt has {len(row.prefill_ids)}")
         self.transfer.check_kv(piece.kv, piece.count)
@@ -327,14 +325,14 @@ class RemotePrompts(PromptSource):
         return FirstToken(done.token, logprobs, hidden, done.cached_tokens)
 
     def _reports(self, request: Request, done: Prefilled) -> tuple[Logprobs | None, Any]:
-        """Return the requested log-probabilities and hidden states; ValueError if they misfit."""
+        """Return requested log-probabilities and hidden states; ValueError for wrong shapes."""
         logprobs, hidden = None, None
         if request.top_logprobs is not None:
             logprobs = _logprobs(done.logprobs, 1, request.top_logprobs)
         if request.arguments.return_hidden_states:
             hidden, width = done.hidden, self._target.hidden_size
-            if _kinds((hidden,)) != [((1, width), "float32")]:
-                raise ValueError(f"unexpected hidden states {_kinds((hidden,))}")
+            if (found := _kinds((hidden,))) != (wanted := [((1, width), "float32")]):
+                raise ValueError(f"unexpected hidden states {found}; expected {wanted}")
         return logprobs, hidden
 
 
@@ -371,7 +369,7 @@ class LocalPeer(PrefillPeer):
         self._client.lost()
 
     def _deliver(self, message: Message) -> None:
-        if isinstance(message, Arrival):  # weights are read directly
+        if isinstance(message, Arrival):  # a Weights message is not needed
             self.put(message)
 
 
@@ -391,7 +389,7 @@ def _json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:
-    """Check log-probabilities of ``count`` tokens, each with ``top`` others, or ValueError."""
+    """Return log-probabilities of ``count`` tokens with ``top`` others; ValueError if wrong."""
     best = (count, top or 0) if count else (0, 0)
     wanted = [((count,), "float32"), (best, "int32"), (best, "float32")]
     if arrays is None or _kinds(arrays) != wanted:

@@ -46,23 +46,15 @@ class Dialer:
     Callbacks never overlap and come in this order: ``opened``, then ``deliver`` for each message
     and ``lost`` once, then ``opened`` of the next channel.
 
-    The wait between attempts doubles each time, up to ``max_wait``, and is shortened by a random
-    part so that many processes spread out. After a channel that lasted longer than ``max_wait``, it
-    starts at ``first_wait``. A refused peer is retried at ``max_wait``, as it needs a restart.
+    The wait between attempts doubles each time, up to ``max_wait`` seconds, less a random
+    part so that many processes spread out. After a channel that lasted longer than ``max_wait``,
+    the wait starts at ``first_wait`` again. After a refusal it is ``max_wait``.
     """
 
     def __init__(
         self, address: str, terms: Terms, *, first_wait: float = 0.1, max_wait: float = 5.0
     ) -> None:
-        """Start to connect at once.
-
-        Args:
-            first_wait: seconds to wait after the first failure.
-            max_wait: maximum seconds between two attempts.
-
-        Raises:
-            ValueError: if the address is malformed or needs a secret.
-        """
+        """Start to connect. Raises ValueError if the address is malformed or needs a secret."""
         check_secret(address, terms.secret)
         self._address = address
         self._terms = terms
@@ -75,7 +67,7 @@ class Dialer:
         self._thread = start_device_thread(self._run, "specjax-dial", self.close)
 
     def close(self) -> None:
-        """Close the channel and stop dialing; returns at once, ``lost`` follows."""
+        """Close the channel and stop dialing; returns before ``lost`` is called."""
         self._closing.set()
         self._bell.ring()
 
@@ -124,7 +116,7 @@ class Dialer:
 
 
 class _Session:
-    """The lanes of one connection attempt and their messages."""
+    """One connection attempt: its lanes (parallel sockets) and the messages on them."""
 
     def __init__(
         self,
@@ -137,7 +129,7 @@ class _Session:
         self._place = place
         self._lanes = lanes
         self._monitors = monitors
-        self._pollers = [zmq.Poller() for _ in lanes]  # for a frame of each lane
+        self._pollers = [zmq.Poller() for _ in lanes]  # each waits for frames on its lane
         for lane, poller in zip(lanes, self._pollers, strict=True):
             for source in (lane, *monitors, dialer._bell.fd):
                 poller.register(source, zmq.POLLIN)
@@ -151,7 +143,7 @@ class _Session:
         self._channel: Channel | None = None
 
     def run(self) -> None:
-        """Run until the channel closes; raise the error that prevented opening it, if any."""
+        """Run until the channel closes. If it could not be opened, raise the error."""
         try:
             self._connect()
             while True:
@@ -181,11 +173,7 @@ class _Session:
         self._send()
 
     def _connect(self) -> None:
-        """Connect the next lane, after the handshake of the one before.
-
-        The listener's libzmq gives a new connection to its least busy thread. Lanes that connect at
-        the same time would share a thread.
-        """
+        """Connect the next lane. Lanes that connect at the same time would share a thread."""
         sock = self._lanes[self._num_connected]
         sock.connect(self._place)
         [frame] = encode(Open(token=self._token, lane=self._num_connected, facts=self._facts))

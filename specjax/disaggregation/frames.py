@@ -16,8 +16,8 @@ import numpy as np
 
 from specjax.disaggregation.messages import Message, Open, Taken, WireError
 
-SCHEMA = 3  # raise it with every change of a message or a frame
-# libzmq moves 2.9 GB/s between two cores in frames of this size, and 1.7 GB/s in 64 MiB
+SCHEMA = 3  # raise this number with every change to a message or a frame
+# libzmq moves 2.9 GB/s between two cores in frames of this size, and 1.7 GB/s in frames of 64 MiB
 FRAME_BYTES = 2**20
 MAX_ARRAYS = 4096  # per message
 MAX_RANK = 8
@@ -33,7 +33,7 @@ Frame = bytes | memoryview
 def encode(message: AnyMessage) -> list[Frame]:
     """Encode a message into frames; contiguous arrays become views, not copies.
 
-    Blocks until a device has computed or copied the arrays. WireError: a value is not supported.
+    Blocks until the arrays are on the host. Raises WireError if a value is not supported.
     """
     arrays: list[np.ndarray] = []
 
@@ -52,16 +52,18 @@ def encode(message: AnyMessage) -> list[Frame]:
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(head) > FRAME_BYTES:
-        raise WireError(f"a message has {len(head)} bytes without arrays; limit: {FRAME_BYTES}")
+        size = f"{len(head)} bytes excluding arrays"
+        raise WireError(f"a message has {size}; the limit is {FRAME_BYTES}")
     if len(arrays) > MAX_ARRAYS:
         raise WireError(f"{len(arrays)} arrays exceed the limit of {MAX_ARRAYS}")
     return [head, *(view for array in arrays for view in _views(array))]
 
 
 class Assembler:
-    """Assembles messages from the frames of one direction of a connection.
+    """Assembles messages from the frames in one direction of a connection.
 
-    All arrays of a message together may have ``max_bytes``. Do not reuse it after a WireError.
+    The arrays of a message may have ``max_bytes`` in total. An assembler that has raised WireError
+    must not be used again.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -32,8 +32,8 @@ from specjax.scheduling.loop import start_device_thread
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512  # 128 decode sides; an idle connection takes 5 KB
-# Heartbeats within which a decode side must take MIN_FRAMES while more than a window is queued. A
-# decode side below 1.6 MB/s would compute any prompt faster than it gets the KV.
+# While frames are queued, a decode side must take MIN_FRAMES within MAX_STALL heartbeats. At less
+# than 1.6 MB/s, it would compute any prompt faster than it gets the KV.
 MAX_STALL = 10
 MIN_FRAMES = 16
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -41,7 +41,7 @@ EVENTS = REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DIS
 
 
 class _Side(Channel):
-    """A decode side; attributes that :class:`Channel` lacks belong to the listener's thread."""
+    """A channel to a decode side, with the state of its frames."""
 
     def __init__(self, lanes: list[bytes], assembler: Assembler, *channel: Any) -> None:
         super().__init__(*channel)
@@ -57,8 +57,8 @@ class _Side(Channel):
 class Listener:
     """Accepts decode sides until it is closed; each has its own queue.
 
-    One thread owns all sockets. Another one waits for arrays that a device still computes. A peer
-    without the secret occupies a connection until its handshake fails.
+    One thread owns all sockets. Another thread waits for arrays that a device still computes. A
+    peer without the secret occupies a connection until its handshake fails.
 
     Attributes:
         address: address to connect to, with the actual port if port 0 was passed.
@@ -80,7 +80,7 @@ class Listener:
         self._max_connections = max_connections
         self._is_closing = False
         self._sides: dict[bytes, _Side] = {}  # one entry per lane
-        # by token: lanes of decode sides that have not opened all of their lanes yet
+        # token -> lanes of a decode side that has not opened all of its lanes yet
         self._openings: dict[bytes, dict[int, bytes]] = {}
         self._connections: set[int] = set()
         self._num_refused = self._num_excess = 0  # since the last heartbeat
@@ -110,7 +110,7 @@ class Listener:
         if threading.current_thread() is not self._thread:
             self._thread.join(self._terms.pulse.handshake)
 
-    # The thread that waits for devices.
+    # In the thread that waits for devices.
 
     def _encode_all(self) -> None:
         while (item := self._messages.get()) is not None:
@@ -126,7 +126,7 @@ class Listener:
                 self._bell.ring()
             del item, side, message, sent  # they may keep device memory alive
 
-    # The thread of the sockets.
+    # In the thread that owns the sockets.
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -143,7 +143,7 @@ class Listener:
                     self._receive()
                 if self._monitor in ready:
                     self._watch()
-                # count intervals, not seconds: while a process is stopped, none passes
+                # count intervals, not seconds: no interval passes while this process is stopped
                 if is_tick := time.monotonic() - ticked >= self._terms.pulse.interval:
                     ticked = time.monotonic()
                     self._tick()
@@ -180,7 +180,7 @@ class Listener:
     def _feed(self, side: _Side, lane: bytes, frames: list[zmq.Frame]) -> None:
         try:
             if lane != side.lanes[0] or len(frames) != 1:
-                raise WireError("unexpected frame")
+                raise WireError("unexpected frame from the peer; expected one frame on lane 0")
             message = side.assembler.feed(frames[0].buffer)
             if isinstance(message, Taken):
                 side.num_taken += message.count
@@ -310,8 +310,8 @@ class Listener:
     def _tick(self) -> None:
         if self._num_refused:
             logger.warning(
-                "%s refused %d connections: not a decode side, or another version or "
-                "disaggregation_secret",
+                "%s refused %d connections: the peer is not a decode side, or its version or "
+                "disaggregation_secret differs",
                 self.address,
                 self._num_refused,
             )

@@ -35,25 +35,23 @@ class Hello(_Struct, frozen=True):
     """The first message of each side.
 
     Attributes:
-        facts: JSON values: ``KVTransfer.facts``, and a string ``weights``, the fingerprint of this
-            side's weights as in :class:`Weights`.
+        facts: ``KVTransfer.facts`` and ``weights``, the fingerprint of this side's weights; all
+            are JSON values.
     """
 
     facts: dict[str, Any]
 
 
 class Job(_Struct, frozen=True):
-    """Request of the decode side to prefill a prompt and send its KV rows.
+    """Request from the decode side to prefill a prompt and send its KV rows.
 
     Attributes:
         id: identifies the job in all messages of this connection.
         rid: the request's id, for logs and traces.
         input_ids: i32 [n], the whole prompt.
-        start: first token whose KV rows to send; the decode side has the earlier ones.
-        params: sampling parameters, JSON values.
-        seed: seed of the request's random numbers.
-        end_token_ids: tokens that end the request.
-        top_logprobs: top tokens to return with each token; ``None``: no log-probabilities.
+        start: first token whose KV rows are needed; the decode side has the earlier ones.
+        params: sampling parameters as JSON values.
+        top_logprobs: top tokens to return per token; ``None`` for no log-probabilities.
         logprob_start_len: first prompt token to return log-probabilities for; ``None`` for none.
         return_hidden_states: whether to return hidden states of the first token.
         timeout: seconds until the job is no longer needed; ``None`` for no limit.
@@ -82,7 +80,7 @@ class Piece(_Struct, frozen=True):
     """KV rows of the tokens ``start`` to ``start + count - 1`` from the prefill side.
 
     Attributes:
-        kv: one array per pool of rows, in the pool's dtype; rows after ``count`` are padding.
+        kv: one array per KV pool, in the pool's dtype; rows after ``count`` are padding.
     """
 
     id: Natural
@@ -97,7 +95,7 @@ class Prefilled(_Struct, frozen=True):
     Attributes:
         weights: fingerprint of the weights that computed the whole prompt.
         token: the first token.
-        logprobs: the first token's log-probability and the top tokens with theirs.
+        logprobs: log-probability of the first token, then top tokens and their values.
         hidden: hidden states of the prompt's last token.
         rows: inputs of the first round in addition to the token.
         prompt_logprobs: log-probabilities of the prompt, if requested.
@@ -117,7 +115,7 @@ class Prefilled(_Struct, frozen=True):
 
 
 class Refused(_Struct, frozen=True):
-    """Refusal of the prefill side to run or finish a job."""
+    """Notice that the prefill side does not run or finish a job."""
 
     id: Natural
     reason: str
@@ -137,7 +135,7 @@ Arrival = Piece | Prefilled | Refused  # messages of a prefill side about one jo
 
 
 class Open(_Struct, frozen=True):
-    """The first message of each lane of a decode side.
+    """The first message that a decode side sends on each lane.
 
     Attributes:
         token: random; the same for all lanes of a decode side.

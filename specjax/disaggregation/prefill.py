@@ -34,7 +34,7 @@ Reply = Callable[[Message], None]  # sends to a decode side; called in the loop'
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PrefillRequest(Request):
-    """Request of a job; it ends with its first token."""
+    """The request that runs a job; it ends with its first token."""
 
     job: Job
     reply: Reply
@@ -43,13 +43,10 @@ class PrefillRequest(Request):
 
 
 class PrefillJobs(PromptSource):
-    """Runs jobs of decode sides and sends their KV after each chunk.
+    """Runs jobs from decode sides and sends the KV after each chunk.
 
     The KV of the last ``lookahead`` tokens may still change, so it is sent with the next chunk.
-
-    Attributes:
-        transfer: reads KV from the runner.
-        weights: fingerprint of this side's weights.
+    ``weights`` is the fingerprint of this side's weights.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -66,7 +63,7 @@ class PrefillJobs(PromptSource):
         return bool(self._clients)
 
     def hosted(self, message: Message) -> Message:
-        """Start to copy the arrays of a message to the host. In the loop's thread."""
+        """Start to copy the arrays of a message to the host; called in the loop's thread."""
         if isinstance(message, Piece):
             return replace(message, kv=self.transfer.hosted(message.kv))
         if isinstance(message, Prefilled):
@@ -75,7 +72,7 @@ class PrefillJobs(PromptSource):
 
     def join(self, client: "DecodeClient") -> None:
         self._clients.add(client)
-        client.reply(Weights(weights=self.weights))  # its hello may have had older weights
+        client.reply(Weights(weights=self.weights))  # the hello may have named older weights
 
     def leave(self, client: "DecodeClient") -> None:
         self._clients.discard(client)
@@ -106,7 +103,7 @@ class PrefillJobs(PromptSource):
 
 
 class DecodeClient:
-    """One decode side, as the prefill side sees it; thread-safe."""
+    """The prefill side's view of one decode side; thread-safe."""
 
     def __init__(self, loop: EngineLoop, jobs: PrefillJobs, reply: Reply) -> None:
         self._loop = loop
@@ -180,7 +177,7 @@ class DecodeClient:
         )
 
     def _end(self, request: PrefillRequest, error: Any) -> None:
-        """Reply when a job has ended; ``error`` is what failed before it could begin."""
+        """Reply when a job has ended; ``error`` is set if it failed before it began."""
         job, reason = request.job, request.finish_reason or {}
         del self._calls[job.id]
         if error is not None or reason.get("type") == "abort":
@@ -210,7 +207,7 @@ class DecodeClient:
 
 
 def _arrays(values: Sequence[Any], top: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Log-probabilities f32 ``[P]``, top tokens i32 ``[P, N]`` and theirs f32 ``[P, N]``."""
+    """Return values f32 ``[P]``, top tokens i32 ``[P, N]`` and their values f32 ``[P, N]``."""
     count, width = len(values), len(top[0]) if top else 0
     best = np.array([[one[:2] for one in tokens] for tokens in top], object)
     best = best.reshape(count, width, 2)

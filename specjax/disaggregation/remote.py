@@ -29,10 +29,10 @@ from specjax.scheduling.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 
-# Maximum bytes of KV per decode side that jobs compute or have queued; its other jobs wait.
+# Maximum bytes of KV that the running jobs of a decode side compute or queue; other jobs wait.
 MAX_QUEUED = 2**30
 # Maximum seconds that all jobs wait for the network if a single prompt exceeds MAX_QUEUED. If the
-# decode side takes less than 67 MB meanwhile, it can compute that prompt faster.
+# decode side takes less than 67 MB in this time, it can compute that prompt faster.
 MAX_WAIT = 0.25
 # maximum bytes of waiting prompts per decode side, each counted as at least 1 KiB
 MAX_WAITING = 2**26
@@ -41,11 +41,7 @@ MAX_JOB = 2**24
 
 
 class PrefillServer:
-    """Accepts the connections of decode sides to a prefill side.
-
-    Attributes:
-        address: address that it listens on.
-    """
+    """Accepts the connections of decode sides to a prefill side, on ``address``."""
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, PrefillJobs]) -> None:
         self._side = side
@@ -65,7 +61,7 @@ class PrefillServer:
 
 
 class _DecodeSide:
-    """Queue of the jobs of one decode side; the KV that it has not read yet limits running jobs.
+    """Queue of jobs from one decode side; jobs wait while too much KV is unread or computed.
 
     Computed KV waits in pinned memory. A decode side that reads slowly delays only its own jobs.
     """
@@ -76,7 +72,7 @@ class _DecodeSide:
         self._waiting: dict[int, Job] = {}
         self._num_waiting_bytes = 0
         self._queued: dict[int, int] = {}  # bytes of KV of each running or unsent job
-        self._given_up: set[int] = set()  # jobs that send nothing more; in the loop's thread
+        self._given_up: set[int] = set()  # jobs that send nothing more; used in the loop's thread
         self._num_given = self._num_sent = 0  # bytes of KV, counted in different threads
         self._client = DecodeClient(*side, self._reply)
 
@@ -107,7 +103,7 @@ class _DecodeSide:
         self._begin()
 
     def _begin(self) -> None:
-        """Start the next jobs; if none is running, at least one."""
+        """Start the next jobs, and at least one job if none is running."""
         while self._waiting:
             job = next(iter(self._waiting.values()))
             size = self._prompts.transfer.sent_bytes(np.size(job.input_ids) - job.start)
@@ -153,18 +149,14 @@ class _DecodeSide:
             if job in self._given_up:
                 return
             if time.monotonic() > deadline:
-                logger.warning("a decode side reads the KV of a long prompt too slowly")
+                logger.warning("a decode side reads KV too slowly and must prefill a prompt itself")
                 self._given_up.add(job)
                 self._client.take(Cancel(id=job))
             time.sleep(1e-3)
 
 
 class RemotePeer:
-    """The prefill side in another process; reconnects automatically.
-
-    Attributes:
-        address: address of the prefill side.
-    """
+    """The prefill side at ``address``, in another process; reconnects automatically."""
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, RemotePrompts]) -> None:
         self._side = side
@@ -194,7 +186,7 @@ class RemotePeer:
 
 
 class _Link(PrefillPeer):
-    """A prefill side while one channel to it is open."""
+    """A prefill side, for as long as one channel to it is open."""
 
     weights = ""
 

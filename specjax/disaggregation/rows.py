@@ -1,7 +1,7 @@
-"""Moves KV rows of tokens, and the inputs of a first round, out of a runner or into one.
+"""Reads KV rows of tokens and the inputs of a first round from a runner, or writes them.
 
-Rows are per token, not per page, so the page sizes of the two sides may differ. Arrays of an
-algorithm's state that grow with the pool have KV per token; others are not sent.
+Rows are per token, not per page, so the page sizes of the two sides may differ. An array of an
+algorithm's state is sent only if it has KV per token, that is, if its size grows with the pool.
 """
 
 import math
@@ -35,7 +35,7 @@ KV = tuple[Any, ...]
 
 
 def token_axes(runner: ModelRunner) -> tuple[int | None, ...]:
-    """Return the axis of KV indices of each array of the KV pools; ``None`` if it has none."""
+    """Return, for each array in the KV pools, its axis of KV indices or ``None``."""
     config, nets = runner.config, runner.networks
 
     def leaves(num_kv: int) -> list[Any]:
@@ -131,8 +131,6 @@ def begin(
     """Set up a request slot i32 ``[]`` as after a local prefill, except for the KV pools.
 
     Args:
-        state: state to update.
-        slot: slot of the request.
         numbers: i32 ``[2]``, tokens in the pool and tokens that the request may still generate.
         history: i32 ``[C]``, the text with its bonus token.
         sampling: i32 ``[1, K]``, packed parameters of the request.
@@ -170,7 +168,7 @@ def fingerprint(weight: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def joined(fingerprints: Sequence[jax.Array]) -> str:
-    """Combine the fingerprints of weights to one."""
+    """Combine the fingerprints of all weights into one."""
     one = two = 0
     for found in fingerprints:
         words = np.asarray(found).tolist()
@@ -232,9 +230,9 @@ class KVTransfer:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self._kv[width]) // width
 
     def sent_bytes(self, num_tokens: int) -> int:
-        """Bytes of KV that :meth:`take` returns for a prompt, including padding.
+        """Return the bytes of KV that :meth:`take` returns for a prompt, including padding.
 
-        A chunk that ends between two pieces adds a padded piece; one such chunk is counted.
+        A prompt of several pieces counts one padded piece more, for a chunk that ends within one.
         """
         pieces, rest = divmod(max(num_tokens, 0), self.widths[-1])
         padded = pick_bucket(rest, self.widths) if rest else 0
@@ -242,7 +240,7 @@ class KVTransfer:
 
     @property
     def most_bytes(self) -> int:
-        """Maximum bytes of arrays in one message of a prefill side."""
+        """Maximum bytes of arrays in one message from a prefill side."""
         config = self._runner.config
         leaves = *self._kv[self.widths[-1]], *self._rows
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -284,7 +282,7 @@ class KVTransfer:
         runner.compiled.add(_begin_key(rows), start, arguments)
 
     def expect(self, facts: dict[str, Any]) -> None:
-        """Compile for the rows of a prefill side; raise ValueError if its facts do not fit."""
+        """Compile for a prefill side's rows; raise ValueError if its description does not fit."""
         check_facts(self.facts["both"], facts.get("both"))
         rows: Any = facts.get("rows")
         try:
@@ -297,13 +295,14 @@ class KVTransfer:
         kinds, own = ([(len(row.shape), row.dtype) for row in r] for r in (given, self._rows))
         size = sum(math.prod(row.shape) * row.dtype.itemsize for row in given)
         if kinds != own or size > self.most_bytes:
-            raise ValueError(f"rows={rows!r} do not match {self.facts['rows']}")
+            own = self.facts["rows"]
+            raise ValueError(f"rows={rows!r} of the peer differ from those of this side, {own}")
         if _begin_key(given) not in self._runner.compiled:
             self._add_begin(given)
             self._runner.compiled.compile(show_progress=False)
 
     def weights(self) -> str:
-        """Fingerprint of the current weights; if a bit differs, it differs almost certainly."""
+        """Return a fingerprint of the current weights; other weights almost surely change it."""
         target, draft = self._runner.weights
         parts = [
             self._runner.compiled[_fingerprint_key(weight)](weight, self.placed(np.uint32(number)))
@@ -312,7 +311,7 @@ class KVTransfer:
         return joined(parts)
 
     def _index(self, pages: Sequence[int], start: int, index: np.ndarray, count: int) -> jax.Array:
-        """Return KV indices i32 ``[W]``: those of ``count`` tokens from ``start`` on come first."""
+        """Write KV indices of ``count`` tokens to ``index`` i32 ``[W]``; return it on device."""
         size = self._runner.config.page_size
         places = np.arange(start, start + count)
         index[:count] = np.asarray(pages, np.int32)[places // size] * size + places % size
@@ -340,14 +339,11 @@ class KVTransfer:
         return found
 
     def placed(self, arrays: Any) -> Any:
-        """Put arrays of the other side on this side's device."""
+        """Put arrays from the other side on this side's device."""
         return self._place.put(arrays)
 
     def hosted(self, arrays: Any) -> Any:
-        """Start to copy arrays of this side to the host.
-
-        An H200 copies to pinned memory at 30 GB/s or more, and to pageable memory at 1.3 GB/s.
-        """
+        """Copy to pinned memory: 30 GB/s or more on an H200; pageable memory gets 1.3 GB/s."""
         if self._place.on_cpu:
             return arrays
         return jax.device_put(arrays, self._place.sharding.with_memory_kind("pinned_host"))
@@ -366,7 +362,7 @@ class KVTransfer:
             raise ValueError(f"rows {_begin_key(rows)[1]} were not announced")
 
     def put(self, pages: Sequence[int], start: int, count: int, kv: KV) -> None:
-        """Write KV, checked by :meth:`check_kv`, to the tokens on these pages."""
+        """Write KV that :meth:`check_kv` has accepted for the tokens on these pages."""
         width, runner = kv[0].shape[self._axis], self._runner
         none = np.arange(width, dtype=np.int32) + runner.config.sizes.num_kv
         index = self._index(pages, start, none, count)
