@@ -1,6 +1,6 @@
 """Renders chat templates. They come with checkpoints and are not trusted.
 
-Jinja's immutable sandbox renders them in a process with limits of time and memory. The helpers
+Jinja's immutable sandbox renders them in a process with limits on time and memory. The helpers
 that templates rely on (``raise_exception``, ``tojson``, ``strftime_now``, loop controls,
 ``{% generation %}``) behave as in transformers.
 """
@@ -25,7 +25,7 @@ _SANDBOX = Path(__file__).with_name("sandbox.py")
 
 
 class _Renderer:
-    """The rendering process; starts on demand, and again after it has died."""
+    """The rendering process. It is started on demand, and again after it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -35,8 +35,8 @@ class _Renderer:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.close()
-                # -P: no file in this folder may shadow a module of the standard library; a new
-                # session: an interrupt from the terminal must only reach the parent
+                # -P: files in this folder must not shadow modules of the standard library. New
+                # session: an interrupt from the terminal must reach only the parent.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_SANDBOX)],
                     stdin=subprocess.PIPE,
@@ -76,7 +76,7 @@ class _Renderer:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Return the answer's line; incomplete if the process ends or the answer is too long."""
+    """Return the line with the answer, or a part of it if the process ends or it is too long."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -31,15 +31,15 @@ class CompletionText:
         self._longest = max(map(len, self._stops), default=0)
         letters = "".join(re.escape(stop[0]) for stop in self._stops)
         self._starts = re.compile(f"[{letters}]") if letters else None
-        self._num_safe = 0  # characters before any that could be in a stop string
+        self._num_safe = 0  # number of characters that cannot be part of a stop string
         self._text = ""
         self._pending: list[int] = []
         self._is_flush_pending = False
 
     def add(self, tokens: Sequence[int], *, flush: bool) -> tuple[int, str | None]:
-        """Add text up to the first stop string; return the number of used tokens and that string.
+        """Add text up to the first stop string; return the number of tokens used and that string.
 
-        With ``flush`` the text of an incomplete character is added after the tokens.
+        With ``flush``, the text of an incomplete character at the end is added too.
         """
         if self._decoder is None:
             return len(tokens), None
@@ -64,7 +64,7 @@ class CompletionText:
         return self._text
 
     def streamed(self) -> str:
-        """Text that no later token can remove; a possible start of a stop string is held back."""
+        """Return the text that later tokens cannot remove, without a possible start of a stop."""
         return self.text if self._starts is None else self._text[: self._num_safe]
 
     def _decode(self) -> None:
@@ -78,17 +78,14 @@ class CompletionText:
             self._is_flush_pending = False
 
     def _find_stop(self, starts: re.Pattern[str]) -> str | None:
-        """Cut the text at the first stop string; among those at one position the shortest wins.
-
-        With ``keeps_stop`` the text is cut after that string.
-        """
+        """Cut the text at the first stop string, or after it with ``keeps_stop``; return it."""
         self._decode()
         held = None
         for first in starts.finditer(self._text, self._num_safe):
             at = first.start()
             rest = self._text[at : at + self._longest]
-            # no stop string begins with another: `rest` can only begin with the last one that sorts
-            # up to it, and a stop string that begins with `rest` would be the next one
+            # No stop string begins with another. In sort order, `rest` can begin only with the last
+            # one that is not greater, and only the next one can begin with `rest`.
             i = bisect_right(self._stops, rest)
             if i > 0 and rest.startswith(self._stops[i - 1]):
                 stop = self._stops[i - 1]
@@ -116,10 +113,10 @@ class AcceptPieces:
     def take(
         self, text: str, output_ids: Sequence[int], is_draft: Sequence[bool], *, final: bool
     ) -> list[tuple[str, bool]]:
-        """Return the new text since the last call as pieces, each with its accepted-draft flag.
+        """Return the text since the last call as pieces, each with its accepted-draft flag.
 
-        ``text`` may lack the last tokens if they could become a stop string. With ``final``
-        no text follows: a token that ``text`` has only in part is cut there.
+        ``text`` may lack the last tokens if they could become a stop string. With ``final``,
+        no text follows, and a token that ``text`` contains only in part is cut.
         """
         for i in range(self._num_tokens, len(output_ids)):
             self._pending.append((len(self._push([output_ids[i]])), is_draft[i]))
@@ -167,7 +164,7 @@ class TokenTexts:
         return AcceptPieces(decoder.push)
 
     def of(self, token: int) -> tuple[str, bytes]:
-        """Return text and bytes; a part of a character is ``bytes:\\xe2``, as OpenAI writes it."""
+        """Return text and bytes; a partial character is written ``bytes:\\xe2``, as by OpenAI."""
         known = self._known.get(token)
         if known is None:
             data = self._bytes(token)

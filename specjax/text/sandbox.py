@@ -1,4 +1,4 @@
-"""Renders chat templates in a separate process, which imports nothing else of the package.
+"""Renders chat templates in a separate process, which imports nothing else from the package.
 
 The process runs this file. Requests come on standard input: 8 bytes of length, then a pickle of the
 template, the variables and the time limit in seconds. Answers are lines of JSON: a success flag,
@@ -24,7 +24,7 @@ _MAX_BYTES, _MAX_CHARACTERS = 2**30, 2**23
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks assistant text for training; here it renders its body."""
+    """Renders the body of ``{% generation %}``, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 

@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids including added tokens; a model may pad its vocabulary beyond it."""
+        """Number of ids including added tokens; a model's padded vocabulary may be larger."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -115,10 +115,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode ``text``; ``add_special_tokens`` adds the special tokens of the checkpoint.
-
-        Raises a ValueError if the text has a lone surrogate, for example from undecodable bytes.
-        """
+        """Encode ``text``. Raises ValueError for a lone surrogate, as from undecodable bytes."""
         text.encode("utf-8")  # raises UnicodeEncodeError; the backend would raise a TypeError
         if len(text) < LONG_TEXT:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -126,10 +123,7 @@ class Tokenizer:
         return found.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decode token ids. Bytes of an incomplete character become U+FFFD.
-
-        Raises a ValueError if an id is negative.
-        """
+        """Decode ids; incomplete characters become U+FFFD. Raises ValueError for a negative id."""
         plain = [int(i) for i in ids]
         if plain and min(plain) < 0:
             raise ValueError(f"token id {min(plain)} is negative")
@@ -142,10 +136,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Render a conversation; encode the text with ``add_special_tokens=False``.
-
-        ``variables`` go to the template, for example ``tools`` or ``enable_thinking``.
-        """
+        """Render messages with ``variables``; encode the text with ``add_special_tokens=False``."""
         if self.chat_template is None:
             raise ValueError("the checkpoint has no chat template; pass prompt instead of messages")
         scope = {"tools": None, "documents": None} | self.special_tokens | variables
@@ -158,7 +149,7 @@ def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
 
 
 def _special_tokens(config: Fields) -> dict[str, str]:
-    """Read special tokens from a tokenizer configuration: strings or added-token objects."""
+    """Read special tokens, which are strings or added-token objects, from a configuration."""
     return {
         name: config.fields(name).get("content", str)
         if isinstance(config.get(name, Any), Mapping)
@@ -240,8 +231,8 @@ class IncrementalDecoder:
     """Decodes a growing token sequence for streaming.
 
     A token can end inside a multi-byte character, and decoders drop a leading space at the start of
-    a text. Each step therefore decodes the tokens of the last emitted piece, which ends with a
-    whole character, together with the new ones, and emits text up to the last whole character. The
+    a text. Each step therefore decodes the new tokens together with those of the last emitted
+    piece, which ends with a whole character. It emits text up to the last whole character. The
     pieces add up to ``tokenizer.decode`` of all tokens. Byte-level decoders need no context, so
     their new tokens are decoded alone.
     """
@@ -277,8 +268,8 @@ class IncrementalDecoder:
         return self._decode(self._context + self._pending)[len(before) :]
 
     def _release(self, text: str) -> str:
-        # tokens without text (skipped, or a leading space that the decoder drops) are context only
-        # together with the tokens before them
+        # tokens without text (skipped, or a leading space that the decoder drops) give context
+        # only together with the tokens before them
         if not self._is_bytewise:
             self._context = self._pending if text else self._context + self._pending
         self._pending = []
