@@ -1,7 +1,7 @@
 """Reference implementation of plain decoding: one full pass per token, and sampling in numpy.
 
-It has no KV cache, pages, batches or rounds, so tests can check all of these against it. It shares
-only the network's layers and the noise of a seed with the engine.
+It has no KV cache, pages, batches or rounds, so tests can check all of these against it. Only the
+network's layers and the random noise for a seed are shared with the engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -76,7 +76,7 @@ def dense_logits(weights: Weights, ids: Sequence[int], config: ModelConfig = TAR
 
 
 def dense_decode(weights: Weights, job: Job, config: ModelConfig = TARGET) -> Output:
-    """Decode a job token by token with the target's flat weights, ``engine.runner.weights[0]``."""
+    """Decode a job token by token with the target's weights, ``engine.runner.weights[0]``."""
     params, output = job.params, Output()
     while not output.is_over(job):
         produced = [*job.done, *output.tokens]
@@ -129,11 +129,11 @@ def adjusted_logits(
 def kept_by_sorting(
     logits: Any, top_k: int, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[set[int], float]:
-    """Filter by top-k with ties, then by the smallest set that reaches top-p with ties, then min-p.
+    """Filter by top-k, then by top-p (both keep ties), then by min-p.
 
     Returns:
-        The kept tokens, and the smallest distance of a share from its limit. If that distance is
-        near 0, rounding may change the result.
+        The kept tokens, and the smallest distance between a share and its limit. If that distance
+        is near 0, rounding may change the result.
     """
     logits = np.asarray(logits, np.float64)
     kept = logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]

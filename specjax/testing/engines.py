@@ -22,7 +22,7 @@ class Files:
     cache: Path | None = None
 
     def arguments(self, *, speculative: bool = True, **changes: Any) -> dict[str, Any]:
-        """Engine arguments for the tiny model, or for a similar ``target``."""
+        """Return engine arguments for the tiny model, or for a similar ``target``."""
         arguments: dict[str, Any] = {
             "model": changes.pop("target", self.target),
             "page_size": 4,
@@ -62,11 +62,7 @@ def write_files(folder: Path, cache: Path | None = None) -> Files:
 
 
 def check_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int = 24) -> int:
-    """Check a float32 engine's tokens, greedy and with seeds, against dense decoding.
-
-    Returns:
-        The number of accepted drafts.
-    """
+    """Check float32 tokens against dense decoding; return the number of accepted drafts."""
     accepted = 0
     for temperature in (0.0, 0.8):
         params = SamplingParams(
@@ -82,12 +78,12 @@ def check_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int = 
 
 
 def num_held(engine: Engine) -> int:
-    """Pages of running requests, after the engine's thread has processed all commands."""
+    """Return the pages held by requests, after the engine's thread has run all commands."""
     return engine.debug_state()["pages_held"]
 
 
 def is_idle(engine: Engine) -> bool:
-    """Whether the engine keeps no call, after its thread has processed all commands."""
+    """Return whether the engine has finished all calls and its thread all commands."""
     state = engine.debug_state()
     if state["running"] or state["waiting"]:
         return False

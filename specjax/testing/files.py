@@ -57,7 +57,7 @@ BLOCK = BlockConfig(
 
 
 def letter_tokenizer() -> Tokenizer:
-    """Tokenizer with one token per character of printable ASCII, and an end token."""
+    """Return a tokenizer with one token per character of printable ASCII, and an end token."""
     vocabulary = {letter: i for i, letter in enumerate([*LETTERS, "Ġ", EOS])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,20 +113,14 @@ def write_target(path: Path) -> Path:
 
 
 def write_head(path: Path, **changes: Any) -> Path:
-    """Write the EAGLE-3 head for :func:`write_target` in the published format.
-
-    ``changes`` replace fields of its configuration: ``mask_token_id`` makes it a P-EAGLE head.
-    """
+    """Write the head with ``changes`` to its configuration; ``mask_token_id``: P-EAGLE."""
     head = dataclasses.replace(HEAD, **changes)
     export_draft(path, head, copying_head(head, copying_target(CONFIG, HEAD)))
     return path
 
 
 def write_block_draft(path: Path, **changes: Any) -> Path:
-    """Write a block drafter for :func:`write_target` in the format of speculators.
-
-    It is a ``BLOCK`` with ``changes``: DSPARK, or DFLASH with ``markov_head=None``.
-    """
+    """Write ``BLOCK`` with ``changes``; ``markov_head=None`` makes it a DFLASH drafter."""
     if changes.get("markov_head", BLOCK.markov_head) is None:
         changes = {"markov_rank": 0, "anchor_first": False} | changes
     config = dataclasses.replace(BLOCK, **changes)
@@ -135,7 +129,7 @@ def write_block_draft(path: Path, **changes: Any) -> Path:
 
 
 def write_eagle_head(path: Path, target: Path) -> Path:
-    """Write an EAGLE-1 head: the target's first layer over the last token's embedding."""
+    """Write an EAGLE-1 head that applies the target's first layer to the last token."""
     config, tensors = _read(target)
     size, name = CONFIG.hidden_size, "layers.0."
     head = {
@@ -158,7 +152,7 @@ def write_draft_model(path: Path, target: Path) -> Path:
 
 
 def write_modules(path: Path, target: Path, count: int) -> Path:
-    """Write multi-token prediction modules: the target's layers over the last token's embedding."""
+    """Write MTP modules, which apply the target's layers to the last token's embedding."""
     config, tensors = _read(target)
     size, ones = CONFIG.hidden_size, np.ones(CONFIG.hidden_size, np.float32)
     modules = {name: x for name, x in tensors.items() if ".layers." not in name}

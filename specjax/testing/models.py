@@ -1,9 +1,9 @@
 """Tiny networks: random ones, and a target with an untrained EAGLE-3 head that is often right.
 
 The copying target is close to a Markov chain: its attention and feed-forward layers only perturb
-the embedding of the last token. The attention of its head sees only its own node, as its very large
-rotary score peaks at distance 0. The head copies the last token's embedding and applies the
-target's output head. It errs if the perturbation decides or its smaller vocabulary lacks a token.
+the embedding of the last token. In its head, each node attends only to itself, because the very
+large rotary score peaks at distance 0. The head copies the last token's embedding and applies the
+target's output head. It errs if the perturbation decides, or its vocabulary lacks the token.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ Named = dict[str, np.ndarray]
 
 
 def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
-    """Make weights like the models' initialisers do, but in numpy, without compiling."""
+    """Make weights as the models' initialisers do, but in numpy, without compiling."""
     rng = np.random.default_rng(seed)
     weights = []
     for name, leaf in zip(flat.names, flat.abstract, strict=True):
@@ -63,7 +63,7 @@ def random_weights(flat: FlatModel[Any], seed: int) -> Weights:
 
 
 def copying_target(config: ModelConfig, head: TransformerConfig) -> Named:
-    """Make the weights of the copying target by flat name.
+    """Make the weights of the copying target, by name.
 
     Embeddings use only the first coordinates, as many as the head's values have. They have equal
     length, so that every norm scales them equally. The first coordinate is constant.
@@ -83,10 +83,10 @@ def copying_target(config: ModelConfig, head: TransformerConfig) -> Named:
 
 
 def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named:
-    """Make the weights of the head by flat name; its output is the last token's embedding.
+    """Make the weights of the head, by name; its output is the last token's embedding.
 
-    Further layers of a P-EAGLE head perturb it. Each of its mask tokens predicts what follows the
-    mask token itself, which is seldom right.
+    The other layers of a P-EAGLE head perturb this output. Each mask token predicts what follows
+    the mask token itself, which is seldom right.
     """
     named = _random(partial(build_head, config), 1)
     for name in named:
@@ -98,7 +98,7 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
     qkv[0, 0:q_size:dim] = 1e3  # queries and keys: the constant coordinate, in the fastest pair
     qkv[0, q_size : q_size + width : dim] = 1e3
     qkv[:width, q_size + width :] = np.eye(width)
-    # subtract the residual: a recurrent state is such a copy itself, and its norm changes nothing
+    # subtract the residual: a recurrent state is already such a copy, unchanged by the norm
     qkv[size : size + width, q_size + width :] = -np.eye(width)
     output = np.zeros((q_size, size), np.float32)
     group = config.num_heads // config.num_kv_heads
@@ -117,11 +117,11 @@ def copying_head(config: DraftConfig, target: Mapping[str, np.ndarray]) -> Named
 
 
 def chaining_block(config: BlockConfig, target: Mapping[str, np.ndarray]) -> Named:
-    """Make the weights of a block drafter for the copying target by flat name.
+    """Make the weights of a block drafter for the copying target, by name.
 
-    With a Markov head of rank KV * H or more, the head is the target without its layers, and the
-    rest perturbs it: drafts are often right. Otherwise only the first mask row is often right: its
-    first layer copies the embedding of the row before it.
+    With a Markov head of rank KV * H or more, the head is the target without its layers. The rest
+    perturbs it, and drafts are often right. Without one, only the first mask row is often right,
+    because its first layer copies the embedding of the row before it.
     """
     named = {name: x.copy() for name, x in _random(partial(BlockDraft, config), 2).items()}
     table, heads = target["embedding.table"], target["lm_head.kernel"]
@@ -139,7 +139,7 @@ def chaining_block(config: BlockConfig, target: Mapping[str, np.ndarray]) -> Nam
         named["markov.output.kernel"][:width] = heads[:width]
         named["norm.scale"] *= np.float32(0.1)
         return named
-    named["fc.kernel"][:, 0] = 0.0  # the constant coordinate makes the keys: none in the context
+    named["fc.kernel"][:, 0] = 0.0  # only the constant coordinate makes keys: the context has none
     q_size = config.num_heads * dim
     qkv = np.zeros((config.hidden_size, q_size + 2 * width), np.float32)
     # the score is highest for the row before: rotate queries back by one radian
