@@ -1,8 +1,8 @@
 """Cache of compiled functions on disk, so that a start neither traces nor lowers nor compiles.
 
 An entry is a serialized executable with the trees of its arguments and results: pickles and machine
-code. Loading an entry executes it, so entries are stored in a private folder of the user, and owner
-and mode are checked before anything is unpickled.
+code. Loading an entry executes its code. Entries are therefore stored in a private folder of the
+user, and owner and mode are checked before anything is unpickled.
 """
 
 import functools
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "specjax-executables"
 FORMAT = 2
-_DIGEST_LETTERS = 64  # of SHA-256, as hexadecimal
+_DIGEST_LETTERS = 64  # hexadecimal digits of SHA-256
 
 
 def open_compile_cache(
@@ -44,8 +44,8 @@ def open_compile_cache(
     """Open the cache for ``facts`` in a subfolder; JAX's persistent cache uses the folder itself.
 
     ``"auto"`` is the folder that JAX is configured with, or else ``specjax`` in the user's cache
-    folder. If that cannot be used, there is a warning and no cache, as with ``None``. Raises
-    ValueError if a named folder cannot be made or is not private.
+    folder. If this folder cannot be used, log a warning and return ``None``, as without a
+    directory. Raises ValueError if a named folder cannot be made or is not private.
     """
     if directory is None:
         return None
@@ -80,10 +80,10 @@ def open_compile_cache(
 class CompileCache:
     """Executables and JSON values by configuration, in one private folder.
 
-    Damaged or stale entries and those with another key count as missing, with a warning. Several
-    processes may read and write at once; the last writer of an entry wins. ``facts`` list all else
-    that the functions depend on, apart from their arguments and this package's sources; facts with
-    equal ``repr`` must be interchangeable. ``devices`` run the functions (default: the first).
+    Damaged or stale entries, and entries with another key, cause a warning and count as missing.
+    Several processes may read and write at once; the last writer of an entry wins. ``facts`` are
+    all values that the functions depend on, apart from their arguments and this package's sources.
+    Facts with equal ``repr`` must be interchangeable. ``devices`` run the functions.
     """
 
     def __init__(
@@ -93,15 +93,18 @@ class CompileCache:
         self._devices = tuple(devices or jax.devices()[:1])
         text = repr(tuple(facts))
         if " at 0x" in text:
-            raise ValueError(f"configuration={text} has a memory address; define a __repr__ for it")
+            raise ValueError(
+                f"the repr of configuration={text} contains a memory address and cannot be a cache "
+                "key; define a stable __repr__"
+            )
         self._key = digest_of([FORMAT, environment(self._devices), text])
 
     def key(
         self, label: str, function: Any, arguments: Any, options: Mapping[str, Any] | None = None
     ) -> str:
-        """File name for the executable of a jitted function with abstract arguments.
+        """Return the file name for the executable of a jitted function with abstract arguments.
 
-        The key does not cover closures and donated arguments directly: they follow from the
+        The key need not cover closures and donated arguments, because they follow from the
         sources, the facts and the label.
         """
         leaves, structure = jax.tree.flatten(tuple(arguments))
@@ -111,7 +114,7 @@ class CompileCache:
         return self._name(label, digest_of([self._key, label, name, described, given]), "xla")
 
     def load(self, key: str, arguments: Sequence[Any]) -> tuple[Compiled, int] | None:
-        """Load the executable of a :meth:`key` for abstract arguments, and its size in bytes."""
+        """Return the executable with a :meth:`key` and its size in bytes; ``None`` if missing."""
         path = self.path / key
         with _warned(path, "is rebuilt"):
             data = read_private(path)
@@ -127,7 +130,7 @@ class CompileCache:
                 serialized, in_tree, out_tree, backend=client, execution_devices=self._devices
             )
             if _shapes(compiled.args_info) != _shapes((tuple(arguments), {})):
-                raise ValueError("it takes other arguments")
+                raise ValueError("it was compiled for other argument shapes or dtypes")
             return compiled, len(data)
         return None
 
@@ -142,7 +145,7 @@ class CompileCache:
         return None
 
     def load_json(self, name: str) -> dict[str, Any] | None:
-        """A value stored for this configuration and environment, or ``None``."""
+        """Return the value stored for this configuration and environment, or ``None``."""
         path = self.path / self._name(name, self._key, "json")
         with _warned(path, "is rebuilt"):
             data = read_private(path)
@@ -156,7 +159,7 @@ class CompileCache:
         return None
 
     def store_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Store a JSON value for this configuration and environment; weights do not matter."""
+        """Store a JSON value for this configuration and environment, with any weights."""
         path = self.path / self._name(name, self._key, "json")
         with _warned(path, "is not stored"):
             text = json.dumps({"key": self._key, "value": value}, indent=1)
@@ -203,7 +206,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def read_private(path: Path) -> bytes | None:
-    """Read a file, ``None`` if there is none; raises ValueError if it is not private."""
+    """Return a file's bytes, ``None`` if it is missing; raises ValueError if it is not private."""
     _check(path.parent, path.parent.lstat())
     try:
         # O_NONBLOCK: a named pipe under this name must not block the reader
@@ -254,8 +257,8 @@ _BYPASS = threading.RLock()
 def bypassed() -> Iterator[dict[str, str | bool]]:
     """Compile inside the block without JAX's persistent cache; one thread at a time can be inside.
 
-    An executable from that cache cannot be serialized: it fails when it runs, not when it is
-    loaded. The setting is global, so compilations in other threads are not cached meanwhile
+    An executable from that cache cannot be serialized: the copy fails when it runs, not when it
+    is loaded. The setting is global, so compilations in other threads are not cached meanwhile
     either. Yields compiler options that keep XLA's autotuning cache on.
     """
     with _BYPASS:
@@ -270,12 +273,12 @@ def bypassed() -> Iterator[dict[str, str | bool]]:
 
 def _set(name: str, value: object) -> None:
     jax.config.update(name, value)
-    # else JAX keeps the cache object, and whether to use it, of the first compilation
+    # otherwise JAX keeps the cache object and the switch of the first compilation
     compilation_cache.reset_cache()
 
 
 def _autotune_options() -> dict[str, str | bool]:
-    """Options that JAX itself sets while its cache is on."""
+    """Return the options that JAX itself sets while its cache is on."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     name = "xla_gpu_per_fusion_autotune_cache_dir"
     wanted = jax.config.jax_persistent_cache_enable_xla_caches or ""  # type: ignore[attr-defined]
@@ -306,7 +309,7 @@ SETTINGS = (
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """Current devices, library versions, sources and settings, by name."""
+    """Return the current devices, library versions, sources and settings, by name."""
     facts = {
         "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
         "runtime": " ".join(devices[0].client.platform_version.split()),
@@ -324,7 +327,7 @@ def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
 
 @functools.cache
 def source_digest(*roots: str) -> str:
-    """Hash all Python sources below ``roots``, by default specjax with its kernels."""
+    """Hash all Python sources below ``roots`` (default: specjax with its kernels)."""
     import specjax
     import specjax.kernels
 
@@ -341,7 +344,7 @@ def _xla_flags() -> str:
 
 
 def _cpu_features() -> str:
-    """Model and instruction sets of the processor as Linux lists them."""
+    """Hash the processor's model and instruction sets, as Linux lists them."""
     with suppress(OSError):
         names = ("model name", "flags", "Features", "CPU")
         lines = Path("/proc/cpuinfo").read_text().splitlines()

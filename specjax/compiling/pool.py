@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # limited, since each compilation starts its own threads and autotuning shares the device
 MAX_THREADS = 8
 CompilerOptions = dict[str, str | bool] | None
-# called by any thread with the number of functions that are ready, and of all functions
+# called by any thread with two numbers: functions that are ready, and all functions
 on_progress: ContextVar[Callable[[int, int], None]] = ContextVar(
     "on_progress", default=lambda num_ready, num_all: None
 )
@@ -29,12 +29,12 @@ on_progress: ContextVar[Callable[[int, int], None]] = ContextVar(
 
 @dataclass(frozen=True)
 class CompiledFunction:
-    """How one function was obtained, and its memory."""
+    """One function of a pool: where it came from, and its time and memory."""
 
-    key: str  # in the pool, as words
+    key: str  # key in the pool, as words
     is_hit: bool  # read from the cache, neither traced nor compiled
-    seconds: float  # of reading, or of tracing, lowering and compiling
-    num_bytes: int | None  # of its entry on disk; ``None`` if it is not stored
+    seconds: float  # time to read it, or to trace, lower and compile it
+    num_bytes: int | None  # size of its entry on disk; ``None`` if it is not stored
     argument_bytes: int  # device memory of its arguments
     temp_bytes: int  # temporary device memory while it runs
     alias_bytes: int  # argument memory that is reused for its results
@@ -52,15 +52,15 @@ class CompilePool(dict[Hashable, Compiled]):
     """Compiled functions by key; all registered functions are compiled together, in threads.
 
     Calling a compiled function with other shapes or dtypes raises instead of compiling again.
-    ``cache`` has executables of earlier processes; its key must cover all that the functions close
-    over. ``report`` describes each compiled function in the order of compiling. An added function
-    that is used before :meth:`compile` is compiled then.
+    ``cache`` has executables from earlier processes; its key must cover all that the functions
+    close over. ``report`` describes each compiled function in the order of compiling. An added
+    function that is used before :meth:`compile` is compiled at that use.
     """
 
     def __init__(self, cache: CompileCache | None = None) -> None:
         super().__init__()
         self.cache = cache
-        self.shows_progress = False  # of functions that are compiled at their first use
+        self.shows_progress = False  # for functions that are compiled at their first use
         self.report: list[CompiledFunction] = []
         self._jobs: list[_Job] = []
 
@@ -75,10 +75,11 @@ class CompilePool(dict[Hashable, Compiled]):
 
         The function must not be shared: JAX reuses an equal executable in memory, and one that came
         from JAX's own cache cannot be serialized. Pass a module-level function as
-        ``jax.jit(partial(function))``; otherwise ``ValueError``.
+        ``jax.jit(partial(function))``; otherwise ValueError is raised.
         """
         if "." not in getattr(function.__wrapped__, "__qualname__", "."):
-            raise ValueError(f"function={function} may be shared; pass jax.jit(partial(...))")
+            remedy = "wrap it: jax.jit(partial(function))"
+            raise ValueError(f"{function=} may be shared with other callers of jax.jit; {remedy}")
         label = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         self._jobs.append(_Job(key, label, function, tuple(arguments), compiler_options))
 
@@ -91,10 +92,7 @@ class CompilePool(dict[Hashable, Compiled]):
         return self[key]
 
     def compile(self, *, show_progress: bool) -> None:
-        """Compile the added functions or read them from the cache.
-
-        This thread traces; other threads read and compile.
-        """
+        """Compile the added functions or read them from the cache; only this thread traces."""
         jobs, self._jobs = self._jobs, []
         cache, started = self.cache, time.perf_counter()
         names = (

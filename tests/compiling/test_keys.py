@@ -69,7 +69,7 @@ def test_the_configuration_is_in_the_key() -> None:
 
 
 def test_an_address_is_no_configuration() -> None:
-    with pytest.raises(ValueError, match="has a memory address"):
+    with pytest.raises(ValueError, match="contains a memory address"):
         key_of(object())
 
 
