@@ -100,7 +100,7 @@ def check_number(name: str, value: Any, **limits: float) -> float:
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert ``value`` to the annotation ``kind``; ParameterError has name, value and limits.
+    """Convert ``value`` to the annotation ``kind``; errors state name, value and limits.
 
     ``kind`` is a type that msgspec supports, such as ``Annotated[int, Meta(ge=1)] | None`` or
     ``dict[str, Any]``. If its ``Meta`` has a description, the error uses it for values that are

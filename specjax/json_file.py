@@ -23,7 +23,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
-    """Apply ``read`` to the JSON value of each line; ValueError names the line with an error."""
+    """Apply ``read`` to the JSON value of each line; a ValueError names the wrong line."""
     values = []
     # splitlines() would also split at U+2028 and others, which JSON strings may contain
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -37,10 +37,7 @@ def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
 
 
 def read_json(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file; ``is_strict`` refuses duplicate keys.
-
-    Raises ValueError if the file is missing, is not JSON or does not hold an object.
-    """
+    """Read a JSON object from a file or raise ValueError; ``is_strict`` refuses repeated keys."""
     text = read_text(path)
     try:
         value = json.loads(text, object_pairs_hook=_unique if is_strict else None)
@@ -66,10 +63,7 @@ Flag = Annotated[bool, Meta(description="true or false")]
 
 
 class Fields:
-    """Typed values of a JSON object or of other metadata; null counts as absent.
-
-    ``where`` is the file and the position in it; every error names it.
-    """
+    """Typed values of a JSON object; null counts as absent. Every error names ``where``."""
 
     def __init__(self, values: Mapping[str, Any], where: object) -> None:
         self.values, self.where = values, where
@@ -80,17 +74,14 @@ class Fields:
 
     @classmethod
     def read_if_there(cls, path: Path) -> "Fields":
-        """Read a JSON file; no values if the file does not exist."""
+        """Read a JSON file; return no values if the file does not exist."""
         return cls.read(path) if path.is_file() else cls({}, path)
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
-        """Return the value converted by :func:`convert`, or the default if it is absent.
-
-        Raises ValueError if the type is wrong, or if the value is absent without a default.
-        """
+        """Return the converted value, else the default. ValueError if it is wrong or required."""
         value = self.values.get(key)
         if value is None and default is ...:
             raise ValueError(f"{self.where} has no {key}")
@@ -102,17 +93,17 @@ class Fields:
             raise ValueError(f"{self.where}: {error}") from None
 
     def ids(self, key: str) -> list[int]:
-        """Token ids from a single id, a list of ids or an absent value."""
+        """Return the token ids of a value that is one id, a list of ids or absent."""
         value = self.get(key, Any, [])
         ids = value if isinstance(value, list) else [value]
         return [Fields({key: i}, self.where).get(key, Size) for i in ids]
 
     def fields(self, key: str) -> "Fields":
-        """A nested object, empty if it is absent."""
+        """Return a nested object, which is empty if it is absent."""
         return Fields(self.get(key, dict[str, Any], {}), f"{self.where}: {key}")
 
     def build(self, kind: Callable[..., T], values: Mapping[str, Any]) -> T:
-        """Return ``kind(**values)``; its errors then name the file."""
+        """Return ``kind(**values)``; errors name the file."""
         try:
             return kind(**values)
         except (TypeError, ValueError) as error:  # a TypeError: a required value is absent

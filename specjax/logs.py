@@ -21,7 +21,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger, message and request id; only lines of a traceback are indented."""
+    """Writes time, level, logger, message and request id, then a traceback, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
@@ -34,7 +34,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record, with the members of ``record.fields`` if there are any."""
+    """Writes one JSON object per record, with the members of ``record.fields`` if set."""
 
     def format(self, record: logging.LogRecord) -> str:
         members = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}

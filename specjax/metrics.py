@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 5.0
 MARKS_A_WINDOW = 50
-# An accept length below LOW_ACCEPT_LENGTH in the first verifies points to a draft that is read
-# wrongly: a shift of the target layers by one, or another rope style, leaves about 1.1.
+# An accept length below LOW_ACCEPT_LENGTH in the first verifies suggests that the draft is read
+# wrongly: if target layers are shifted by one or the rope style is wrong, it is about 1.1.
 LOW_ACCEPT_LENGTH, FIRST_VERIFIES = 1.2, 200
 
 
@@ -46,7 +46,7 @@ class Throughput:
             self._now = now
 
     def advance(self, now: float, total: int, has_work: bool) -> None:
-        """Record the total of units so far, and whether there is more work."""
+        """Record the number of units so far, and whether there is more work."""
         if self._has_work:
             self._busy += now - self._now
         if self._has_work or has_work:
@@ -59,7 +59,7 @@ class Throughput:
                 marks.popleft()
 
     def rate(self, now: float, total: int) -> float:
-        """Units per second until ``now`` or, without work, until the end of the last work."""
+        """Return units per second until ``now`` or, without work, until the last work ended."""
         busy = self._busy + (now - self._now if self._has_work else 0.0)
         start = self._marks[0]
         for mark in (*self._marks, (self._busy, self._total)):
@@ -73,7 +73,7 @@ class Throughput:
         return not self._has_work and now - self._now >= self._window
 
 
-# SGLang's bounds in seconds, and finer ones below: a small model takes 1/3 ms per token
+# SGLang's bounds in seconds, and smaller ones, because a small model takes 1/3 ms per token
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400),
@@ -118,11 +118,11 @@ class Totals:
     max_total_tokens: int = 1
     drafts: bool = False  # rounds may draft, so there is a tier
     adapts: bool = False  # the tier adapts to the acceptance
-    # tokens per round accepted regardless of the target, to measure speed alone
+    # number of tokens to accept per round, right or wrong, to measure only speed
     simulate_accept_length: float | None = None
-    checks_acceptance: bool = False  # warn if the first verifies rarely accept; then False
+    checks_acceptance: bool = False  # warn once if the first verifies accept few drafts
 
-    tier: DraftShape = NO_DRAFTS  # of the next rounds
+    tier: DraftShape = NO_DRAFTS  # tier of the next rounds
     ema_accept_len: float = 0.0
     num_switches: int = 0
     wasted_drafts: int = 0
@@ -188,7 +188,7 @@ class Totals:
                 self.queue_time.observe(queue_seconds)
 
     def tokens_generated(self, num_tokens: int, seconds: float | None) -> None:
-        """Count tokens that a request got at once, ``seconds`` after its previous ones, if any."""
+        """Count tokens that a request got at once; ``seconds``: time since the previous ones."""
         with self.lock:
             self.generated_tokens += num_tokens
             if seconds is not None:
@@ -197,7 +197,7 @@ class Totals:
     def drafts_verified(self, num_proposed: int, accepted: Sequence[int]) -> None:
         """Count verifies of one request; ``accepted`` has the accepted drafts of each verify.
 
-        Warns once if the accept length of the first verifies is low and ``checks_acceptance``.
+        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts.
         """
         with self.lock:
             self.num_verifies += len(accepted)
@@ -249,7 +249,7 @@ class Totals:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """How often the first draft of a round was accepted, the second, and so on."""
+        """Number of verifies that accepted the first draft, the second draft, and so on."""
         return list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
 
     @property
@@ -293,12 +293,12 @@ _KINDS: dict[str, Any] = {
 class Metric(NamedTuple):
     """One metric of an engine."""
 
-    name: str  # in Prometheus, without the prefix and the ``_total`` of counters
+    name: str  # name in Prometheus, without the prefix and the ``_total`` of counters
     kind: str
-    field: str  # of Totals
+    field: str  # field of Totals
     help: str
     needs: str = ""  # omit the metric if this field of Totals is false
-    label: tuple[str, str] | None = None  # of one member of a family
+    label: tuple[str, str] | None = None  # distinguishes metrics of the same name
 
     def of(self, totals: Totals) -> Any:
         return attrgetter(self.field)(totals)
@@ -354,7 +354,7 @@ class EngineMetrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterable[Any]:
-        """All families; the registry calls this at a scrape."""
+        """Return all families; the registry calls this for each scrape."""
         return families(self.snapshot(), METRICS, PREFIX, self._model_name)
 
 
