@@ -31,7 +31,7 @@ HABITS = {
 
 
 def findings(text: str, first_line: int) -> Iterator[tuple[int, str, str]]:
-    """Line, words and advice of each habit in a text."""
+    """Yield line, words and advice for each habit in a text."""
     for number, line in enumerate(text.splitlines(), first_line):
         for pattern, advice in HABITS.items():
             for match in re.finditer(pattern, line):
@@ -39,7 +39,7 @@ def findings(text: str, first_line: int) -> Iterator[tuple[int, str, str]]:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """First line and text of each piece of prose in a file."""
+    """Yield the first line and the text of each piece of prose in a file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield 1, re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)

@@ -16,7 +16,7 @@ INKS = {
     "dark": ("#e6edf3", {"specjax": "#58a6ff", "SGLang": "#6e7681", "vLLM": "#afb8c1"}),
 }
 PARTS = ("text.color", "axes.labelcolor", "xtick.color", "axes.edgecolor")
-# texts stay texts, so that the figures can be read from the file
+# keep text as text, so that values can be read from the file
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "specjax", "font.family": "sans-serif"}
 
 
@@ -42,7 +42,7 @@ def draw_rounds(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
 
 
 def draw_acceptance(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
-    """Draw a bar per kind of prompt."""
+    """Draw one bar for each kind of prompt."""
     figure, axes = plt.subplots(figsize=(9.6, 2.4), layout="constrained")
     lengths = [row["accept length"] for row in rows]
     bars = axes.bar(range(len(rows)), list(map(float, lengths)), 0.6, color=colours["specjax"])

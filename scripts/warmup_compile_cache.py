@@ -1,4 +1,4 @@
-"""Compile all functions that serving needs before its first start; same as ``specjax warmup``."""
+"""Compile all functions for serving, before the first start; same as ``specjax warmup``."""
 
 import sys
 

@@ -1,11 +1,10 @@
-"""Measure a draft head on prompts: acceptance by category, identity with plain decoding, speed.
+"""Measure a draft head on prompts: acceptance by category, equality with plain decoding, speed.
 
     specjax bench acceptance --prompts scripts/data/prompts.jsonl --output results.json
 
 The prompts are JSON lines in Spec-Bench form: ``question_id``, ``category`` and ``turns``, a list
-of user messages. Each turn is encoded with the chat template, after all earlier turns. With
-``--context-before N`` and texts, each request begins with N tokens of one of them, so that the
-effect of long contexts can be measured.
+of user messages. Each turn is encoded with the chat template, after all earlier turns. To measure
+the effect of long contexts, ``--context-before N`` begins each request with N tokens of a text.
 """
 
 import argparse
@@ -54,7 +53,7 @@ class Answer:
 
 @dataclass
 class Stopwatch:
-    """An engine with the completion tokens and the duration of its calls."""
+    """An engine, with the completion tokens and the seconds of its calls."""
 
     engine: Any
     num_tokens: int = 0
@@ -126,11 +125,13 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("run", argument_default=None).add_argument
     form = "JSON lines in Spec-Bench form: question_id, category, turns (user messages)"
     add("--prompts", type=Path, required=True, help=form)
-    add("--max-new-tokens", type=int, default=128, help="per completion (default: %(default)s)")
+    most = "maximum tokens of a completion (default: %(default)s)"
+    add("--max-new-tokens", type=int, default=128, help=most)
     add("--batch-size", type=int, default=8, help="requests in parallel (default: %(default)s)")
     limit = "number of prompts (lines) to use; each turn is a request (default: all)"
     add("--limit", type=int, help=limit)
-    add("--temperature", type=float, default=0.0, help="of sampling (default: %(default)s)")
+    warmth = "sampling temperature (default: %(default)s)"
+    add("--temperature", type=float, default=0.0, help=warmth)
     add("--sampling-seed", type=int, default=0, help="random seed (default: %(default)s)")
     text = "begin each request with this many tokens of a text of --context (default: %(default)s)"
     add("--context-before", type=int, default=0, metavar="N", help=text)
@@ -148,11 +149,12 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def contexts_of(tokenizer: Any, files: Sequence[Path], count: int) -> list[list[int]]:
-    """The first ``count`` token ids of each text; one empty context without files."""
+    """Return the first ``count`` token ids of each file; without files, one empty context."""
     encoded = [tokenizer.encode(file.read_text(encoding="utf-8"))[:count] for file in files]
     for file, ids in zip(files, encoded, strict=True):
         if len(ids) < count:
-            raise ValueError(f"--context {file} has {len(ids)} tokens; --context-before={count}")
+            few = f"{len(ids)} tokens, too few for --context-before={count}"
+            raise ValueError(f"--context {file} has only {few}; lower it or use a longer file")
     return encoded or [[]]
 
 

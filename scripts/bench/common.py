@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: options, prompts, request metrics, tables and machine facts."""
+"""Shared code of the benchmarks: options, prompts, request metrics, tables and machine data."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ SIZES = (
 
 
 def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable[[str], list[Any]]:
-    """Return a parser of comma-separated values; if ``known`` is not empty, it must list them."""
+    """Return a parser of comma-separated values; all must be in ``known`` if it is not empty."""
 
     def read(text: str) -> list[Any]:
         values = [kind(part) for part in text.split(",")]
@@ -58,10 +58,7 @@ def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable
 
 
 def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Split ``NAME key=value ...`` into the name (``""`` if omitted) and the values.
-
-    A value that is not valid JSON is a string.
-    """
+    """Split ``NAME key=value ...`` into the name (or ``""``) and values: JSON, else strings."""
     words = text.split()
     name = words.pop(0) if words and "=" not in words[0] else ""
     values: dict[str, Any] = {}
@@ -77,7 +74,7 @@ def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def engine_parser(name: str, doc: str, more: Collection[str]) -> argparse.ArgumentParser:
-    """Create a parser with engine options and those of ``more``; omitted options stay unset."""
+    """Create a parser with engine options, including ``more``; omitted options stay unset."""
     parser = argparse.ArgumentParser(
         prog=f"specjax bench {name}",
         description=doc.splitlines()[0],
@@ -99,10 +96,7 @@ def check_at_least(
 
 
 def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Encode a line of :func:`read_lines`; of ``turns``, only the first counts.
-
-    ``messages`` and ``turns`` are encoded with the chat template, a ``prompt`` without it.
-    """
+    """Encode a line: its ``prompt``, or by the template ``messages`` or the first of ``turns``."""
     if "messages" not in row and "turns" not in row:
         return tokenizer.encode(row["prompt"])
     messages = row.get("messages") or [{"role": "user", "content": row["turns"][0]}]
@@ -110,9 +104,9 @@ def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 
 def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[list[int]]]:
-    """Encode ``count`` prompts per phase of a workload, or of a file, which is a single phase.
+    """Encode ``count`` prompts for each phase of a workload, or from a file as a single phase.
 
-    A repeated category continues with its next prompts and wraps around at the end.
+    If a category is repeated, its next prompts are used, and after the last one the first again.
     """
     if prompts in WORKLOADS:
         rows, kinds = read_lines(ADAPTIVE_PROMPTS, SPEC_BENCH), WORKLOADS[prompts]
@@ -132,8 +126,8 @@ def phases_of(prompts: str, tokenizer: Tokenizer, count: int) -> dict[str, list[
 def acceptance(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute acceptance metrics from the ``meta_info`` of requests that were verified.
 
-    ``accept_length`` is the mean of tokens per verify over requests, with the token of prefill and
-    without plain rounds; ``accept_length_pooled`` is the ratio of the sums; or else ``None``.
+    ``accept_length`` is the mean over requests of tokens per verify. It counts the token of prefill
+    and leaves out plain rounds. ``accept_length_pooled`` is the ratio of the sums.
     """
     verified = [meta for meta in metas if meta.get("spec_verify_ct")]
     verifies = sum(meta["spec_verify_ct"] for meta in verified)
@@ -172,7 +166,7 @@ def append_json(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def software() -> dict[str, Any]:
-    """Collect versions and devices. This initializes the devices; a server's client must not."""
+    """Collect versions and devices. This initializes the devices, which a client must not do."""
     import jax
 
     devices = jax.devices()
@@ -198,14 +192,14 @@ def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peak_gb() -> float:
-    """Peak device memory of this process in GB; 0 if the backend does not count it."""
+    """Return the peak device memory of this process in GB; 0 if the backend has no count."""
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
 
 
 def copy_bandwidth() -> float:
-    """Measure an elementwise pass over 4 GiB (64 MiB on a CPU): bytes per second, both ways."""
+    """Return bytes read and written per second by a pass over 4 GiB (64 MiB on a CPU)."""
     import jax
     import jax.numpy as jnp
 

@@ -11,8 +11,8 @@ policies, on prompts of low and high acceptance. Alternative option names are SG
 
 All cases of a batch size run in one process and share weights and requests. An engine gets all
 requests of a phase in one call and runs --batch of them in parallel. Each phase rotates the order
-of the cases, so that drift of the device's clocks affects all of them. The median repeat counts.
-Every text is compared with plain decoding. Policies keep their state, also from the warm-up.
+of the cases, so that drift of the device's clocks affects all of them. The median repeat is shown.
+Every text is compared with plain decoding. Policies keep the state that they had after the warm-up.
 """
 
 import argparse
@@ -91,11 +91,13 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--num-prompts", "--requests", type=int, help="requests per phase")
     add("--output-len", "--max-tokens", type=int, help="maximum tokens of a completion")
-    add("--temperatures", type=common.list_of(float), default=[0.0], help="list (default: 0)")
+    degrees = "comma-separated list of temperatures (default: 0)"
+    add("--temperatures", type=common.list_of(float), default=[0.0], help=degrees)
     ignored = "ignore end tokens, so that all completions have the same length"
     add("--ignore-eos", action=argparse.BooleanOptionalAction, help=ignored)
     add("--batch", "--concurrency", type=common.list_of(int), help="requests in parallel")
-    add("--repeats", type=int, default=1, help="runs per phase, whose median counts (default: 1)")
+    median = "runs per phase; the median is reported (default: 1)"
+    add("--repeats", type=int, default=1, help=median)
     add("--warmup", type=int, help="warm-up requests per phase, not measured")
     rows = "file to append the results to, one JSON line per row"
     add("--output", "--json", type=Path, default=None, metavar="FILE", help=rows)
@@ -171,7 +173,7 @@ def metrics(
 ) -> dict[str, Any]:
     """Compute the metrics of consecutive phases in the median repeat.
 
-    ``equal_share`` is the share of requests with the tokens of ``reference``. ``mean_latency``
+    ``equal_share`` is the share of requests whose tokens equal ``reference``. ``mean_latency``
     starts when a request is admitted. Without speculation, a round is one token.
     """
     totals = [sum(run.seconds for run in runs) for runs in repeats]
@@ -202,7 +204,7 @@ def metrics(
 
 
 def add_ratios(rows: Mapping[str, dict[str, Any]], adaptive: Sequence[str]) -> None:
-    """Add the throughput relative to plain decoding, and of adaptive cases to the fixed cases."""
+    """Add throughput ratios: all cases to plain decoding, and adaptive cases to fixed cases."""
     speeds = {case: row["output_throughput"] for case, row in rows.items()}
     fixed = [speed for case, speed in speeds.items() if case not in (PLAIN, *adaptive)]
     for case, row in rows.items():
@@ -246,7 +248,7 @@ def main(name: str, argv: Sequence[str]) -> int:
     phases: dict[str, list[list[int]]] = {}
     truths: dict[Any, Any] = {}
     options = {case: options_of(case, given) for case in args.case}
-    # fails early on a bad case; with other acceptance rules a seed gives another text
+    # a bad case fails here, before loading; with other acceptance rules a seed gives another text
     is_exact = all(EngineArgs(**one).acceptance.is_coupled for one in options.values())
     with ExitStack() as kept:
         lender: Any = None  # all engines share its weights

@@ -69,7 +69,7 @@ class Case(NamedTuple):
     step: Callable[..., tuple[Any, Any]]
     num_bytes: int  # bytes read and written per call
     implementations: tuple[str, ...] = ("xla", "pallas", "none")
-    error: float | None = None  # against the reference
+    error: float | None = None  # difference from the reference
     timing: tuple[int, int, int] = (32, 10, 9)  # calls per dispatch, dispatches per repeat, repeats
 
 
@@ -168,7 +168,10 @@ def _attention(grid: dict[str, Any], page_size: int) -> Case:
     got = jax.jit(lambda q, *fixed: step(q, fixed, 1, _runnable("pallas"))[0])(q, pool, *ints)
     error = float(jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact)))
     if not error <= BOUND:
-        raise ValueError(f"page size {page_size}: error {error:.1e} exceeds {BOUND:.1e}")
+        raise ValueError(
+            f"page size {page_size}: the kernel's result differs from the reference by "
+            f"{error:.1e}, more than {BOUND:.1e}"
+        )
     # keys and values of all contexts in bfloat16
     num_bytes = 2 * 2 * batch * context * kv_heads * dim
     sizes = {"page": page_size} | sizes
@@ -207,7 +210,7 @@ def _microseconds(case: Case, implementation: str, timing: tuple[int, int, int])
 
 
 def _measure(kernel: str, case: Case, *, is_smoke: bool) -> dict[str, Any]:
-    """Return one row: microseconds per call by implementation, bytes per second of Pallas."""
+    """Return a row with microseconds per call by implementation, and bytes/s of Pallas."""
     timing = (2, 2, 2) if is_smoke else case.timing
     spent = {name: _microseconds(case, name, timing) for name in case.implementations}
     empty = spent.pop("none", 0.0)

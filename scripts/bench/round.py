@@ -39,7 +39,7 @@ SETTINGS = ("model", "rounds_per_dispatch", "page_size", "context", "dtype")
 REPEATS = 5
 PROFILED_DISPATCHES = 5
 PREFILL_CHUNK = 512
-# rounds that do not count: some are dispatched alongside prefill, and their results arrive late
+# rounds that are not timed: some are dispatched alongside prefill, and their results arrive late
 SETTLING_ROUNDS = 4
 PROFILED_KERNELS = 20
 # sampling parameters and options of generate
@@ -79,7 +79,8 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--draft", help="draft head of --model")
     ints = common.list_of(int)
     add("--batch", type=ints, default=[1, 8, 32], help="list of batch sizes (default: 1,8,32)")
-    add("--algorithm", help="drafts with --draft (default: the preset's algorithm, or EAGLE3)")
+    algorithm = "algorithm that drafts with --draft (default: the preset's algorithm, or EAGLE3)"
+    add("--algorithm", help=algorithm)
     add("--steps", type=ints, default=[0, 1, 3, 7], help="list of draft depths (default: 0,1,3,7)")
     add("--topk", type=int, default=1, help="branches per tree level (default: 1, a chain)")
     add("--num-draft-tokens", type=int, help="tree drafting: tokens verified per round")
@@ -90,7 +91,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=30, help="rounds per measurement (default: 30)")
     add("--rounds-per-dispatch", type=int, default=1, help="rounds per call (default: 1)")
     add("--page-size", type=int, default=16, help="tokens per KV page (default: 16)")
-    add("--dtype", default="bfloat16", help="of weights and KV (default: bfloat16)")
+    add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
     add("--profile", action="store_true", help="also list the kernels of a round")
     add("--output", type=Path, help="file to append one JSON line per row to")
     return parser.parse_args(argv)
@@ -105,7 +106,7 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
         return pool.size * pool.dtype.itemsize + sum(
             leaf.size * leaf.dtype.itemsize
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
-            # only one row per token is read of an untied embedding table
+            # of an untied embedding table, only one row per token is read
             if not name.endswith("embedding.table") or nets.target_config.tie_word_embeddings
         )
 
@@ -113,7 +114,7 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
     if not isinstance(nets.draft_config, BlockConfig):
         # steps - 1 recurrent passes and the extend
         return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)
-    # one pass; the output head of the target again, and the Markov head for each draft
+    # one pass, which reads the target's output head again, and the Markov head for each draft
     model = nets.target_config
     head = model.hidden_size * model.vocab_size * (not nets.draft_config.has_own_lm_head)
     head += (steps - 1) * nets.draft_config.markov_rank * nets.draft_config.draft_vocab_size
@@ -171,7 +172,7 @@ def profile(run: Callable[[], object]) -> list[Any]:
 
 
 def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
-    """Format launches and device time per round of the slowest kernels, and of all kernels."""
+    """Format launches and device time per round, for the slowest kernels and for all."""
     launches: Counter[str] = Counter()
     nanoseconds: Counter[str] = Counter()
     for plane in planes:
@@ -191,14 +192,14 @@ def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
 
 
 def dispatches_needed(lengths: list[int], rounds: int) -> int:
-    """Return the dispatches until ``rounds`` of the first prompt are timed, with one in flight."""
+    """Return the dispatches that time ``rounds`` rounds of the first prompt, one in flight."""
     return sum(-(-n // PREFILL_CHUNK) for n in lengths) + SETTLING_ROUNDS + rounds + 1
 
 
 def engine_ms(
     engine: Engine, prompts: list[list[int]], rounds: int, sampling: str
 ) -> tuple[float, float]:
-    """Return the median ms per round of ``generate`` while all decode, and the accept length."""
+    """Return median ms per round of ``generate`` while all prompts decode, and accept length."""
     config = engine.runner.config
     dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
     tokens = dispatches * config.rounds_per_dispatch * config.largest.accept_width
@@ -246,8 +247,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         "max_running_requests": largest,
         "chunked_prefill_size": PREFILL_CHUNK,
         "skip_tokenizer_init": not args.model,
-        # a tree writes KV after the last token
-        # and so does a block
+        # trees and blocks write KV after the last token
         "max_total_tokens": largest * (context + args.page_size + MAX_MASKED),
     }
     draft = args.draft
@@ -269,7 +269,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
 def measure(
     args: argparse.Namespace, engine: Engine, steps: int, batch: int, rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one cell of the grid, one per kind of sampling, without ``floor_ms``."""
+    """Yield a row for each kind of sampling at one batch size, without ``floor_ms``."""
     lengths = rng.integers(args.context, args.context + args.context // 5, size=batch).tolist()
     prompts = make_prompts(engine, lengths, rng)
     greedy = None

@@ -11,13 +11,14 @@ A load is a kind and its values; other names are sampling parameters:
 - mix: lengths are random, at most ``prompt`` and ``output`` tokens, but one prompt in 20 has
   ``long`` tokens. Half of the requests are greedy, a quarter uses top-p and a quarter top-p and
   top-k. They arrive all at once, or as a Poisson process at ``rate`` per second;
-- prompts: a long prompt with one completion token arrives every ``interval`` seconds as others run.
+- prompts: every ``interval`` seconds, a long prompt with one completion token arrives while other
+  requests decode.
 
 Prompts are random tokens, or texts with ``prompt=text``. Every turn repeats the same prompts; pass
 --disable-radix-cache to compute them again. Answers come as a ``stream`` or ``whole``, from --url
 or from a ``specjax serve`` process started with the engine options. ``engine`` calls ``generate``
 in this process: once for a burst, in a thread per client for a steady load. Loads and ways
-alternate, and the median turn counts. Clients of a server run in separate processes. Latencies
+alternate, and the median turn is shown. Clients of a server run in separate processes. Latencies
 start when a request is due. A chunk is one event of a stream.
 """
 
@@ -91,7 +92,7 @@ COLUMNS = (
 class Request(NamedTuple):
     """One request; times are seconds since the start of the load."""
 
-    prompt: Any  # text or token ids; encoded for HTTP with everything else
+    prompt: Any  # text or token ids; for HTTP the whole encoded request
     sampling: Mapping[str, Any] = {}
     arrival: float = 0.0
     until: float | None = None  # time at which its client disconnects
@@ -99,7 +100,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Trace:
-    """Observations of one request; a chunk is seconds since it was due, and tokens if known."""
+    """Timing of one request. A chunk: seconds since the request was due, tokens if known."""
 
     until: float | None = None
     chunks: list[tuple[float, int | None]] = field(default_factory=list)
@@ -179,7 +180,10 @@ def ask(client: Client, requests: Sequence[Request], start: float) -> Traces:
             else:
                 reason = (trace.meta.get("finish_reason") or {}).get("type")
                 if not trace.chunks or reason in (None, "abort"):
-                    raise ValueError(f"ended after {seen} tokens with finish_reason={reason}")
+                    raise ValueError(
+                        f"the answer ended after {seen} tokens (finish_reason={reason}), before it "
+                        "was complete"
+                    )
         except (ValueError, RuntimeError, OSError, HTTPException) as error:
             trace.error = f"{type(error).__name__}: {error}"
         finally:
@@ -307,7 +311,7 @@ Make = Callable[..., Request]
 
 
 def simple_clients(values: Mapping[str, Any], _: Any, request: Make) -> Iterator[list[Request]]:
-    """Make clients of ``burst`` and ``steady``; all cycle through the prompts, with offsets."""
+    """Make clients of ``burst`` and ``steady``; each begins with another prompt, then cycles."""
     count, prompts = values["clients"], [values["prompt"]] * values["clients"]
     if values["prompt"] == "text":
         texts = [row["turns"][0] for row in common.read_lines(common.PROMPTS, ["turns"])]
@@ -355,7 +359,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float] | None:
 def metrics(traces: Traces) -> dict[str, Any]:
     """Compute the metrics of a load over its successful requests.
 
-    Gaps count for all of them. The other metrics exclude requests whose client disconnected.
+    All of them count for gaps. The other metrics exclude requests whose client disconnected.
     ``itl_ms`` divides each gap by the tokens of its second chunk and counts it once per token.
     """
     good = [trace for trace in traces if trace.error is None]
