@@ -81,7 +81,7 @@ class Fields:
         return self.values.get(key) is not None
 
     def get(self, key: str, kind: Any, default: Any = ...) -> Any:
-        """Return the converted value, else the default. ValueError if it is wrong or required."""
+        """Return the converted value or the default; raise ValueError if it is wrong or missing."""
         value = self.values.get(key)
         if value is None and default is ...:
             raise ValueError(f"{self.where} has no {key}")

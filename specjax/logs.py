@@ -21,7 +21,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class TextFormatter(logging.Formatter):
-    """Writes time, level, logger, message and request id, then a traceback, indented."""
+    """Writes time, level, logger, message and request id; only tracebacks are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"

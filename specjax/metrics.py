@@ -188,7 +188,7 @@ class Totals:
                 self.queue_time.observe(queue_seconds)
 
     def tokens_generated(self, num_tokens: int, seconds: float | None) -> None:
-        """Count tokens that a request got at once; ``seconds``: time since the previous ones."""
+        """Count tokens that a request got at once, ``seconds`` after its previous tokens."""
         with self.lock:
             self.generated_tokens += num_tokens
             if seconds is not None:

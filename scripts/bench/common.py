@@ -58,7 +58,7 @@ def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable
 
 
 def pairs_of(option: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Split ``NAME key=value ...`` into the name (or ``""``) and values: JSON, else strings."""
+    """Split ``NAME key=value ...`` into the name (or ``""``) and values (JSON or strings)."""
     words = text.split()
     name = words.pop(0) if words and "=" not in words[0] else ""
     values: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def check_at_least(
 
 
 def tokens_of(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Encode a line: its ``prompt``, or by the template ``messages`` or the first of ``turns``."""
+    """Encode a line: its ``prompt``, or its messages or first turn with the chat template."""
     if "messages" not in row and "turns" not in row:
         return tokenizer.encode(row["prompt"])
     messages = row.get("messages") or [{"role": "user", "content": row["turns"][0]}]
@@ -166,7 +166,7 @@ def append_json(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def software() -> dict[str, Any]:
-    """Collect versions and devices. This initializes the devices, which a client must not do."""
+    """Collect versions and devices. It initializes the devices: a client must not call it."""
     import jax
 
     devices = jax.devices()

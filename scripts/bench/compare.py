@@ -12,7 +12,7 @@ policies, on prompts of low and high acceptance. Alternative option names are SG
 All cases of a batch size run in one process and share weights and requests. An engine gets all
 requests of a phase in one call and runs --batch of them in parallel. Each phase rotates the order
 of the cases, so that drift of the device's clocks affects all of them. The median repeat is shown.
-Every text is compared with plain decoding. Policies keep the state that they had after the warm-up.
+Every text is compared with plain decoding. Policies are not reset, not even after the warm-up.
 """
 
 import argparse

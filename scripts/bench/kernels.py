@@ -147,7 +147,7 @@ def _move_kv(grid: dict[str, Any], batch: int, width: int, rows: int) -> Case:
 
 
 def _attention(grid: dict[str, Any], page_size: int) -> Case:
-    """Paged attention over full contexts; its state holds the queries ``[B, T, N, H]``."""
+    """Make the case of paged attention over full contexts, with queries ``[B, T, N, H]``."""
     sizes = {name: grid[name] for name in ("B", "T", "context", "N", "KV", "H")}
     batch, rows, context, heads, kv_heads, dim = sizes.values()
     pages, layers = context // page_size, grid["layers"]

@@ -100,7 +100,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Trace:
-    """Timing of one request. A chunk: seconds since the request was due, tokens if known."""
+    """Timing of one request; a chunk has seconds since the due time and, if known, tokens."""
 
     until: float | None = None
     chunks: list[tuple[float, int | None]] = field(default_factory=list)
@@ -359,7 +359,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float] | None:
 def metrics(traces: Traces) -> dict[str, Any]:
     """Compute the metrics of a load over its successful requests.
 
-    All of them count for gaps. The other metrics exclude requests whose client disconnected.
+    Gaps come from all of them, other metrics only from those whose client did not disconnect.
     ``itl_ms`` divides each gap by the tokens of its second chunk and counts it once per token.
     """
     good = [trace for trace in traces if trace.error is None]

@@ -55,7 +55,7 @@ _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_t
 
 @dataclass(frozen=True)
 class BlockCheckpoint(Checkpoint[BlockConfig]):
-    """A block drafter on disk. ``config`` is resolved against the target, with its dtype."""
+    """A block drafter on disk. The target decides the dtype and open settings of ``config``."""
 
     def describe(self) -> str:
         config = self.config

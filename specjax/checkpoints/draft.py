@@ -27,7 +27,7 @@ from specjax.models.registry import mtp_recipes
 
 @dataclass(frozen=True)
 class DraftCheckpoint(Checkpoint[DraftConfig]):
-    """A draft head on disk. ``config`` is resolved against the target, with its dtype."""
+    """A draft head on disk. The target decides the dtype and open settings of ``config``."""
 
     def describe(self) -> str:
         config, scaling = self.config, self.config.rope_scaling

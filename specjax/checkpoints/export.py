@@ -1,4 +1,4 @@
-"""Write drafts in published formats, and targets with fewer layers."""
+"""Write drafts in published formats."""
 
 import dataclasses
 import json

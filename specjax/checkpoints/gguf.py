@@ -162,7 +162,7 @@ class GGUFFile:
 
 
 def _interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
-    """Indices that put the rows of an interleaved query or key projection in Hugging Face order.
+    """Return the order of rows that turns an interleaved projection into Hugging Face's.
 
     GGUF rotates neighbouring pairs; Hugging Face rotates the two halves of a head. The converter
     therefore interleaves the halves: row ``2 i + j`` of a head is row ``j * H / 2 + i``.
@@ -304,7 +304,7 @@ _SPLITS: dict[str, str | None] = {
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """Build the tokenizer of a GGUF file.
 
-    It encodes like transformers with the same file (``gguf_file=``): control tokens are special,
+    It encodes as transformers does with the same file (``gguf_file=``): control tokens are special,
     user-defined tokens are matched whole, and ``tokenizer.ggml.pre`` selects the split.
     """
     data = file.metadata

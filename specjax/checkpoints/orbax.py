@@ -32,7 +32,7 @@ def save_orbax(
     *,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write weights, by the model's names, and a target's tokenizer to a directory."""
+    """Write configuration, weights (by the model's names) and a target's tokenizer."""
     from orbax.checkpoint import v1 as ocp
 
     directory = Path(path).absolute()

@@ -79,7 +79,7 @@ def locate(
     *,
     takes_files: bool = False,
 ) -> Path:
-    """Find the directory of a model; download the snapshot of a repository.
+    """Find the directory of a model; if it is a repository, download its snapshot.
 
     Errors name the argument ``knob``. ``revision`` is a branch, tag or commit of a
     repository. With ``takes_files`` the model may also be embedded or a GGUF file.
@@ -103,7 +103,7 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "") -> Path:
-    """Download configuration, tokenizer and weights; if ``folder`` ("name/") is set, only it."""
+    """Download configuration, tokenizer and weights, or only those in ``folder`` ("dspark/")."""
     if not _REPOSITORY.fullmatch(repo_id):
         raise ValueError(
             f"{knob}={repo_id!r} is neither a known name, an existing file or directory, nor a "
@@ -147,7 +147,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
     def with_tokenizer(
         self, tokenizer: str | os.PathLike[str] | None, template: str | os.PathLike[str] | None
     ) -> "TargetCheckpoint":
-        """Replace the tokenizer (directory, repository) and template (file) unless ``None``."""
+        """Replace the tokenizer (directory or repository) or template (file) if not ``None``."""
 
         def load() -> Tokenizer:
             if tokenizer is None:

@@ -158,7 +158,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Checkpoint(Generic[C]):
-    """A model on disk. Only its configuration was read; weights load in ``config.dtype``."""
+    """A model on disk. Only its configuration was read; weights are loaded in ``config.dtype``."""
 
     config: C
     path: Path

@@ -66,7 +66,7 @@ def _try(path: Path, target: TargetCheckpoint | None) -> tuple[dict[str, Any], s
 
 
 def _facts(path: Path, target: TargetCheckpoint | None) -> Iterator[tuple[str, Any]]:
-    """Open a draft and yield its properties; without a target, use what its files say of it."""
+    """Open a draft for a target (default: the one in its files) and yield its properties."""
     if path.suffix == ".gguf":
         opened, algorithm, kind = _language_model(path, target)
     else:

@@ -114,7 +114,7 @@ class CompileCache:
         return self._name(label, digest_of([self._key, label, name, described, given]), "xla")
 
     def load(self, key: str, arguments: Sequence[Any]) -> tuple[Compiled, int] | None:
-        """Return the executable with a :meth:`key` and its size in bytes; ``None`` if missing."""
+        """Return the executable stored under a key and its size in bytes; ``None`` if missing."""
         path = self.path / key
         with _warned(path, "is rebuilt"):
             data = read_private(path)

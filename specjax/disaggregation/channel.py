@@ -25,7 +25,7 @@ from specjax.disaggregation.messages import Hello, Message, WireError
 
 logger = logging.getLogger(__name__)
 
-# CurveZMQ encrypts 1.4 to 1.9 GB/s per thread, as fast as SHA-256 alone; prompts need 3 GB/s
+# CurveZMQ encrypts 1.4 to 1.9 GB/s per thread, as fast as SHA-256 alone; KV needs 3 GB/s
 LANES = 4
 WINDOW = 32  # maximum frames that a decode side has not acknowledged yet
 OVERHEAD_BYTES = 1024  # bytes per frame that CurveZMQ may add

@@ -119,7 +119,7 @@ class PrefillPeer(ABC):
 @dataclass
 class _Awaited:
     row: RunningRequest
-    progress_time: float  # when it was sent, or a message for it or an earlier job came
+    progress_time: float  # time of sending, or of the last message for it or an earlier job
 
 
 class RemotePrompts(PromptSource):
@@ -389,7 +389,7 @@ def _json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _logprobs(arrays: tuple[Any, ...] | None, count: int, top: int | None) -> Logprobs:
-    """Return log-probabilities of ``count`` tokens with ``top`` others; ValueError if wrong."""
+    """Check the shapes of ``count`` tokens' log-probabilities with ``top`` others; return them."""
     best = (count, top or 0) if count else (0, 0)
     wanted = [((count,), "float32"), (best, "int32"), (best, "float32")]
     if arrays is None or _kinds(arrays) != wanted:

@@ -173,7 +173,7 @@ class _Session:
         self._send()
 
     def _connect(self) -> None:
-        """Connect the next lane. Lanes that connect at the same time would share a thread."""
+        """Connect the next lane; two that connect at once would share one of libzmq's threads."""
         sock = self._lanes[self._num_connected]
         sock.connect(self._place)
         [frame] = encode(Open(token=self._token, lane=self._num_connected, facts=self._facts))

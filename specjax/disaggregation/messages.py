@@ -128,7 +128,7 @@ class Weights(_Struct, frozen=True):
 
 
 Message = Hello | Job | Cancel | Piece | Prefilled | Refused | Weights
-Arrival = Piece | Prefilled | Refused  # messages of a prefill side about one job
+Arrival = Piece | Prefilled | Refused  # messages from a prefill side about one job
 
 
 # Messages that only the channel itself uses.

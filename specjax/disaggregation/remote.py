@@ -61,7 +61,7 @@ class PrefillServer:
 
 
 class _DecodeSide:
-    """Queue of jobs from one decode side; jobs wait while too much KV is unread or computed.
+    """Queue of jobs from one decode side; jobs wait while it has too much KV to read.
 
     Computed KV waits in pinned memory. A decode side that reads slowly delays only its own jobs.
     """

@@ -282,7 +282,7 @@ class KVTransfer:
         runner.compiled.add(_begin_key(rows), start, arguments)
 
     def expect(self, facts: dict[str, Any]) -> None:
-        """Compile for a prefill side's rows; raise ValueError if its description does not fit."""
+        """Compile functions for a prefill side's rows; raise ValueError if its ``facts`` differ."""
         check_facts(self.facts["both"], facts.get("both"))
         rows: Any = facts.get("rows")
         try:
@@ -302,7 +302,7 @@ class KVTransfer:
             self._runner.compiled.compile(show_progress=False)
 
     def weights(self) -> str:
-        """Return a fingerprint of the current weights; other weights almost surely change it."""
+        """Return a fingerprint of the current weights; other weights almost surely have another."""
         target, draft = self._runner.weights
         parts = [
             self._runner.compiled[_fingerprint_key(weight)](weight, self.placed(np.uint32(number)))
@@ -343,7 +343,7 @@ class KVTransfer:
         return self._place.put(arrays)
 
     def hosted(self, arrays: Any) -> Any:
-        """Copy to pinned memory: 30 GB/s or more on an H200; pageable memory gets 1.3 GB/s."""
+        """Start to copy arrays to pinned host memory (30 GB/s on an H200; pageable: 1.3 GB/s)."""
         if self._place.on_cpu:
             return arrays
         return jax.device_put(arrays, self._place.sharding.with_memory_kind("pinned_host"))
@@ -362,7 +362,7 @@ class KVTransfer:
             raise ValueError(f"rows {_begin_key(rows)[1]} were not announced")
 
     def put(self, pages: Sequence[int], start: int, count: int, kv: KV) -> None:
-        """Write KV that :meth:`check_kv` has accepted for the tokens on these pages."""
+        """Write KV, which :meth:`check_kv` has accepted, for the tokens on these pages."""
         width, runner = kv[0].shape[self._axis], self._runner
         none = np.arange(width, dtype=np.int32) + runner.config.sizes.num_kv
         index = self._index(pages, start, none, count)

@@ -266,7 +266,7 @@ class EngineArgs:
 
     @cached_property
     def shape(self) -> DraftShape:
-        """The draft shape of a round; with adaptive decoding, the first one."""
+        """The draft shape of a round; with adaptive decoding, the one at the start."""
         return self.algorithm.draft_shape(self)
 
     @cached_property

@@ -97,7 +97,7 @@ def _out_of_memory(plan: EnginePlan) -> str:
 class WarmUp:
     """Result of a warm-up."""
 
-    folder: str  # of the cache entries
+    folder: str  # folder of the cache entries
     functions: tuple[CompiledFunction, ...]  # all functions that serving dispatches
     seconds: float
     weight_bytes: int  # device memory of the weights, which are not loaded

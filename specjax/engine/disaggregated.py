@@ -11,7 +11,7 @@ from specjax.engine.engine import Engine
 
 
 class DisaggregatedEngine(Engine):
-    """An :class:`Engine` that has its prompts computed on another device of the process.
+    """An :class:`Engine` whose prompts are computed on another device of the process.
 
     Long prompts then do not delay decoding. If the prefill side fails, this side computes prompts.
 

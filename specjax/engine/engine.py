@@ -225,8 +225,8 @@ class Engine:
             rid: id of the request, for :meth:`abort_request`. An id may be reused after its request
                 has ended. Sample ``i`` of an input with ``n`` above 1 is ``"{rid}_{i}"``.
             return_logprob: report ``(log-probability, token id, None)`` of every completion token
-                in ``meta_info["output_token_logprobs"]``. The values come from the raw logits, or
-                with ``logprobs_mode="processed"`` from those after penalties, filters and so on.
+                in ``meta_info["output_token_logprobs"]``. The values come from the raw logits, or,
+                with ``logprobs_mode="processed"``, after penalties, bias, temperature and filters.
             top_logprobs_num: with ``return_logprob``, also report this many most likely tokens per
                 position in ``meta_info["output_top_logprobs"]``.
             logprob_start_len: with ``return_logprob``, report prompt tokens from this index on in
@@ -360,14 +360,14 @@ class Engine:
             allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:
-            ValueError: if a tensor does not fit, was donated or is not finite (names the tensor).
+            ValueError: names a tensor that does not fit, was donated or is not finite.
         """
         self._need_open()
         new = weights_from_tensors(self._plan, named_tensors, draft=draft)
         self._replace_weights(new, allow_nonfinite)
 
     def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
-        """Return the two most likely tokens after ``input_ids``, and the gap of their logits."""
+        """Return the two most likely tokens after ``input_ids`` and the gap between the logits."""
         self._need_open()
         nets = self.runner.networks
         (ids,), _ = tokenize_inputs(

@@ -36,7 +36,7 @@ ANSWERS = {name: here for here, names in _NAMES.items() for name in names.split(
 
 
 def answer(option: str) -> str | None:
-    """Return the message for an option ``name`` or ``--name``; ``None`` if there is none."""
+    """Return the message for an option ``name`` or ``--name``; ``None`` if it is unknown."""
     here = ANSWERS.get(option.lstrip("-").replace("-", "_"))
     if here is None or not here.isidentifier():
         return here and f"{option} is not supported: {here}"

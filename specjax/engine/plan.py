@@ -61,7 +61,7 @@ class EnginePlan:
 
     @property
     def has_trained_draft(self) -> bool:
-        """Whether the acceptance is that of a draft with loaded weights."""
+        """Whether acceptance depends on the loaded weights of a draft."""
         args = self.args
         return bool(self.drafts) and (args.load_format, args.simulate_accept_length) == (
             "auto",
@@ -70,7 +70,7 @@ class EnginePlan:
 
     @property
     def cache_facts(self) -> tuple[Any, ...]:
-        """Values that compiled functions depend on, in addition to arguments and this package."""
+        """Values that compiled functions depend on, in addition to arguments and source code."""
         nets = self.networks
         kinds = [layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds

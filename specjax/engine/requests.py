@@ -47,7 +47,7 @@ def tokenize_inputs(
 ) -> tuple[list[list[int]], bool]:
     """Return the token ids of every input, and whether a list of inputs was given.
 
-    Raw text gets the checkpoint's special tokens, ``messages`` those of the chat template.
+    Raw text gets the checkpoint's special tokens, ``messages`` get the chat template's.
     ``input_ids`` may be arrays. Raises ValueError if an input is invalid or too long.
     """
     given = {"prompt": prompt, "input_ids": input_ids, "messages": messages}

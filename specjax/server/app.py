@@ -46,7 +46,7 @@ def make_app(
         served_model_name: model name for clients. Default: the name of the engine's target.
         api_key: key that clients must send, except for ``/``, ``/health`` and ``/metrics``. Without
             a key all callers are accepted, and those on this host are administrators.
-        admin_api_key: key required instead for flushing the cache and replacing weights.
+        admin_api_key: key that replaces ``api_key`` for flushing the cache and weight updates.
         max_requests: maximum completions that run or wait; further requests get 429.
         max_body_bytes: maximum size of a request body; longer bodies get 413.
         cors_allow_origins: origins whose pages may call from a browser; ``"*"`` allows all.
@@ -65,7 +65,7 @@ def make_app(
 
 
 def route(service: Service) -> Router:
-    """Make a bare router with all routes; Starlette's layers would slow down streams."""
+    """Make a bare router with all routes; a full Starlette application slows down streams."""
 
     table: list[Route] = []
 

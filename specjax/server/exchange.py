@@ -127,7 +127,7 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self, limit: int, large: LargeBodies) -> AsyncIterator[bytearray]:
-        """Read a body of at most ``limit`` bytes. A large one uses its budget inside the block."""
+        """Read at most ``limit`` bytes; a large body uses a shared budget until the block ends."""
         if self.header(b"content-encoding") not in (None, b"identity"):
             raise ApiError(415, "compressed bodies are not supported; send the body uncompressed")
         total = min(limit, int(self.header(b"content-length") or limit))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 INLINE_BYTES = 4096
 # The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
-# Maximum log-probabilities per request, of all tokens and their top tokens (25 MB).
+# Maximum log-probabilities per request, for all tokens and their top tokens (25 MB).
 MAX_REPORTED = 2**19
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
 
@@ -59,7 +59,7 @@ async def read_body(
     renders: bool,
     max_bytes: int | None = None,
 ) -> T:
-    """Apply ``read`` to the body; a long body or a template needs another thread."""
+    """Apply ``read`` to the body; use another thread for a long body or a template."""
     # a separate function, because its frame holds the body
     limit = min(max_bytes or service.max_body_bytes, service.max_body_bytes)
     async with exchange.body(limit, service.large_bodies) as data:

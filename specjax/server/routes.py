@@ -218,7 +218,7 @@ class ServerMetrics:
 
 @client_names("prompt")
 def tokenize(service: Service, body: Body) -> bytes:
-    """Tokenise ``messages``, or a ``prompt`` or list of them; fields as in vLLM and SGLang."""
+    """Tokenise ``messages``, a ``prompt`` or a list of prompts (vLLM's and SGLang's fields)."""
     service.check_model(body)
     tokenizer, length = service.tokenizer, service.engine.context_length
     conversation = take_conversation(body) if "messages" in body else None
@@ -285,7 +285,7 @@ async def flush_cache(service: Service, exchange: Exchange) -> Json:
 
 
 async def update_weights(service: Service, exchange: Exchange) -> Json:
-    """Replace the weights by those of a checkpoint that the server's disk holds."""
+    """Replace the weights by those of a checkpoint on the server's disk."""
     body = await exchange.read_object(service.max_body_bytes, service.large_bodies)
     paths = {name: body.text(name) for name in ("model_path", "draft_path")}
     for name, path in paths.items():

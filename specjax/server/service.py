@@ -26,7 +26,7 @@ _HOST = re.compile(r"(?:([\w.-]+)|\[([\da-fA-F:.]+)\])(?::\d+)?")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Access:
-    """Access control. A key that is empty, has whitespace or is not printable is a ValueError."""
+    """Access control. A key that is empty, not printable or has whitespace raises ValueError."""
 
     api_key: str | None = None  # required on all routes that are not open
     # Required on administration routes. Default: the API key; without one, only local callers.

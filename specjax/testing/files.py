@@ -113,7 +113,7 @@ def write_target(path: Path) -> Path:
 
 
 def write_head(path: Path, **changes: Any) -> Path:
-    """Write the head with ``changes`` to its configuration; ``mask_token_id``: P-EAGLE."""
+    """Write the head with changed settings; ``mask_token_id`` makes it a P-EAGLE head."""
     head = dataclasses.replace(HEAD, **changes)
     export_draft(path, head, copying_head(head, copying_target(CONFIG, HEAD)))
     return path

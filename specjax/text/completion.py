@@ -64,7 +64,7 @@ class CompletionText:
         return self._text
 
     def streamed(self) -> str:
-        """Return the text that later tokens cannot remove, without a possible start of a stop."""
+        """Return the text before any possible start of a stop string; no token can remove it."""
         return self.text if self._starts is None else self._text[: self._num_safe]
 
     def _decode(self) -> None:
