@@ -1,1 +1,1 @@
-"""The speculative round: draft, verify, extend, and the state between rounds."""
+"""The speculative round (draft, verify, extend) and the state between rounds."""

@@ -1,7 +1,7 @@
 """Interface between the engine and a speculative algorithm.
 
 An algorithm defines how tokens are drafted. All algorithms share verification, acceptance, pages,
-scheduling and the compiled rounds. This shared code never asks which algorithm it runs.
+scheduling and the compiled rounds. The shared code does not depend on the algorithm.
 """
 
 from abc import ABC, abstractmethod
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from specjax.speculative.registry import CustomSpecAlgo as CustomSpecAlgo
     from specjax.speculative.registry import register_algorithm as register_algorithm
 
-# Pytrees of the algorithm. State (KV pools, tables) is read and written as a whole. Rows hold what
-# a request carries from one round to the next. Both are donated in every call.
+# Pytrees that the algorithm defines. A state (KV pools, tables) is read and written as a whole.
+# Rows hold what a request carries from one round to the next. Every call donates both.
 State = Any
 Rows = Any
-# prefixes of the engine arguments that only drafting reads
+# engine arguments with these prefixes are read only for drafting
 DRAFTING = ("speculative_", "draft", "simulate_")
 
 
@@ -38,9 +38,9 @@ class Batch:
     """Inputs of every stage of a round. Padding rows have slot 0."""
 
     target: CausalLM
-    draft: Any  # the algorithm's network, ``None`` if it has none
-    pages: PageView  # of these rows
-    sampling: SamplingTable  # of these rows
+    draft: Any  # the algorithm's network, or ``None`` if it has none
+    pages: PageView  # pages of these requests
+    sampling: SamplingTable  # parameters of these requests
     slots: jax.Array  # i32 [B], request slots
     seq_lens: jax.Array  # i32 [B], tokens in the target's KV pool
     bonus_tokens: jax.Array  # i32 [B], the last token of each request, not in the pool yet
@@ -49,31 +49,31 @@ class Batch:
 
     @property
     def history(self) -> jax.Array:
-        """Tokens i32 ``[B, C]`` by absolute position, up to the bonus token; garbage after it.
+        """Tokens i32 ``[B, C]`` by absolute position up to the bonus token, then invalid entries.
 
         After a prefix-cache hit, the start of the text is missing unless the request has penalties
-        or the algorithm has ``needs_history``.
+        or the algorithm sets ``needs_history``.
         """
         return self.tokens[self.slots]
 
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """Prompt tokens that the target has just processed: one chunk per batch row, packed.
+    """Prompt tokens that the target has just processed: one chunk for each of B requests.
 
     All chunks are concatenated into one row of P tokens, with padding at the end. A model processes
     that row as a batch of one.
     """
 
     tokens: jax.Array  # i32 [1, P]
-    next_tokens: jax.Array  # i32 [1, P], the token after each; at a prompt's end the sampled one
-    positions: jax.Array  # i32 [1, P], position in the chunk's own text
+    next_tokens: jax.Array  # i32 [1, P], the token after each; after a prompt the sampled one
+    positions: jax.Array  # i32 [1, P], the position of each token in its prompt
     last: jax.Array  # i32 [B], index in P of the last token of each chunk
     is_final: jax.Array  # bool [B], whether this chunk is the last of its prompt
-    # stores KV at these positions and optionally attends, for any pool over the same pages
+    # stores KV at these positions in any pool with the same pages, and can attend to it
     attend: PagedAttend
-    segments: Segments  # position of each chunk in P, and in its own text
-    # i32 [B], leading tokens of each text whose KV, draft KV included, came from the prefix cache
+    segments: Segments  # where each chunk is in P and in its prompt
+    # i32 [B], number of leading tokens whose KV, including draft KV, came from the prefix cache
     num_cached: jax.Array
 
 
@@ -87,9 +87,9 @@ class StateSizes(NamedTuple):
 
 
 class CommonAlgorithm:
-    """Methods shared by built-in and registered algorithms, named as in SGLang."""
+    """Methods that all algorithms, built-in or registered, have in common; SGLang's names."""
 
-    # identity of the algorithm, for authors; the engine does not call these
+    # these tell authors which algorithm runs; the engine does not call them
 
     def is_none(self) -> bool:
         return False
@@ -121,7 +121,8 @@ class CommonAlgorithm:
     def supports_target_verify_for_draft(self) -> bool:
         """Whether drafting runs the draft network once over all T rows, like a verify pass.
 
-        Only the memory planner reads it: such a pass holds the logits of all rows at once.
+        Only the memory planner reads this, because such a pass holds the logits of all rows at
+        once.
         """
         return self.is_dflash() or self.is_dspark()
 
@@ -134,12 +135,11 @@ class CommonAlgorithm:
         *,
         rows: Any = (),
     ) -> FutureMap:
-        """Shapes and dtypes, by request slot, of all state carried to the next round.
+        """Shapes and dtypes, by request slot, of all state that is carried to the next round.
 
-        Stages read and write only ``rows``, so the engine rejects a subclass with more leaves.
-
-        Padding slot 0 comes in addition to ``max_running_requests``. ``rows`` is the result of
-        ``abstract_rows``.
+        There are ``max_running_requests`` slots and padding slot 0. ``rows`` is the result of
+        ``abstract_rows``. Stages read and write only ``rows``, so the engine rejects a map with
+        more leaves.
         """
         return FutureMap.abstract(max_running_requests + 1, context_len, rows)
 
@@ -161,8 +161,8 @@ class CommonAlgorithm:
             future: this engine's map; lengths, bonus tokens and history are already set.
 
         Returns:
-            Rows for the first round on this engine. ``None`` means zeros: the first round drafts
-            nothing, and later rounds draft as usual.
+            Rows for the first round on this engine. With ``None``, the rows are zeros, and only the
+            first round does not draft.
         """
         return rows
 
@@ -179,11 +179,7 @@ class _BuiltIn:
 
 @dataclass(frozen=True)
 class SpeculativeAlgorithm(CommonAlgorithm, ABC):
-    """How tokens are drafted. Stateless: all state is in the ``State`` and ``Rows`` pytrees.
-
-    Attributes:
-        name: the registered name.
-    """
+    """Defines how tokens are drafted; all state is in the ``State`` and ``Rows`` pytrees."""
 
     NONE = _BuiltIn()
     EAGLE = _BuiltIn()
@@ -201,10 +197,11 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
-        """Process prompt chunks. The returned rows ``[B, ...]`` matter only if the prompt ends.
+        """Process prompt chunks. A round reads the returned rows only after a prompt's last chunk.
 
-        ``batch.seq_lens`` excludes the chunks, and ``rows`` come from earlier chunks. ``features``
-        ``[1, P, F]`` are the outputs of the target's ``feature_layers`` for these tokens.
+        ``batch.seq_lens`` are the lengths before the chunks. ``rows`` ``[B, ...]`` come from
+        earlier chunks. ``features`` ``[1, P, F]`` are the outputs of the target's
+        ``feature_layers`` for these tokens.
         """
         return state, rows
 
@@ -214,9 +211,9 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     ) -> tuple[VerifyInput, State]:
         """Draft a tree of ``shape.nodes`` rows whose root is the bonus token.
 
-        If the tree has more rows, only the first ``shape.nodes`` are verified.
-        If ``batch.draw.acceptance.uses_rejection`` is set, the tree must be a chain with
-        ``draft_probs``. Its drafts must be drawn with noise that the target does not use.
+        If the tree has more rows, only the first ``shape.nodes`` are verified. If
+        ``batch.draw.acceptance.uses_rejection`` is set, the tree must be a chain with
+        ``draft_probs``, and the noise that draws its drafts must differ from the target's.
         """
 
     def extend(
@@ -225,26 +222,23 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         """Process the accepted tokens and return the rows for the next round.
 
         ``batch`` and ``rows`` are those at the start of the round, with lengths and bonus tokens
-        before acceptance. With 0 steps the next round is not expected to draft.
+        before acceptance. If ``shape`` has 0 steps, the next round need not draft.
         """
         return state, rows
 
     # host side
 
     def create_worker(self, args: Any) -> "SpeculativeAlgorithm":
-        """Return the algorithm for these engine arguments; a built-in one returns itself.
+        """Return the algorithm for these engine arguments.
 
         Raises ValueError if ``overlap=True`` is not supported.
         """
         if args.overlap and not self.supports_overlap:
-            raise ValueError(f"overlap=True is not supported by {self.name}; leave it None")
+            raise ValueError(f"overlap=True is not supported by {self.name}; leave it unset")
         return self
 
     def validate(self, args: Any) -> None:
-        """Reject engine arguments that do not fit together or that nothing would read.
-
-        Raises ValueError with the value, the limit and the option.
-        """
+        """Raise ValueError for engine arguments that are inconsistent or would have no effect."""
         options = [option for option in fields(args) if option.name.startswith(DRAFTING)]
         given = [option.name for option in options if getattr(args, option.name) != option.default]
         if unread := [name for name in given if not self.reads(name)]:
@@ -255,34 +249,34 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         self.draft_shape(args)
 
     def reads(self, option: str) -> bool:
-        """Whether this algorithm uses a drafting argument; otherwise it must keep its default."""
+        """Whether this algorithm uses a drafting option; users cannot set an option it ignores."""
         return not option.startswith("speculative_ngram_")
 
     @abstractmethod
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """The tier with ``steps`` steps; ``None`` means those of the arguments, or the default.
+        """The tier with ``steps`` steps; ``None`` takes them from ``args``, or the default.
 
         0 steps give ``NO_DRAFTS``. Raises ValueError for sizes that the algorithm cannot draft.
         """
 
     def fit_shapes(self, args: Any, config: Any) -> tuple[DraftShape, ...]:
-        """The tiers of these arguments, once the draft's ``config`` is known.
+        """Fit the tiers in ``args`` to the draft's ``config``.
 
-        Raises ValueError for sizes that this draft cannot draft.
+        Raises ValueError for sizes that this draft does not support.
         """
         shapes: tuple[DraftShape, ...] = args.shapes
         return shapes
 
     def open_draft(self, args: Any, target: Any, draft: Any) -> tuple[Any, ...]:
-        """Open the checkpoint of the draft network: a tuple of none or one.
+        """Open the checkpoint of the draft network; return it in a tuple, empty if there is none.
 
         ``draft`` is the engine argument, or its replacement in a weight update. Raises ValueError
-        if the target has no such draft, or the draft does not fit the target.
+        if the target has no such draft, or if the draft does not fit the target.
         """
         return ()
 
     def draft_model(self, config: Any, implementation: str | None) -> FlatModel[Any]:
-        """Structure of the draft network with this configuration."""
+        """The structure of the draft network with this configuration."""
         return FlatModel.empty()
 
     def networks(
@@ -293,7 +287,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         implementation: str | None = None,
         placement: Placement | None = None,
     ) -> Networks:
-        """Structures of the target and of this algorithm's draft."""
+        """The structures of the target and of this algorithm's draft network."""
         model = FlatModel.of(partial(CausalLM, target, implementation=implementation))
         draft = self.draft_model(draft_config, implementation)
         return Networks(model, draft, target, draft_config, placement or Placement.on())
@@ -304,17 +298,17 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> Rows:
         """Shapes and dtypes of the rows by request slot, ``[R, ...]``.
 
-        Rows are initialised to zero, so an all-zero row must mean "nothing to draft from".
+        Rows start as zeros, so the algorithm must treat an all-zero row as "nothing to draft from".
         """
         return ()
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        """Target layers whose outputs are the features; empty for the last hidden state."""
+        """Target layers whose outputs are the features; if empty, the last hidden state is."""
         return ()
 
     @property
     def lookahead(self) -> int:
-        """Tokens after a position that the state there depends on; part of the prefix-cache key."""
+        """Number of later tokens on which a position's state depends; in the prefix-cache key."""
         return 0
 
     @property
@@ -323,7 +317,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         return False
 
     def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
-        """Upper bound of the device memory of ``propose`` in bytes, without logits."""
+        """Upper bound in bytes of the device memory that ``propose`` needs apart from logits."""
         return 0
 
     @property
@@ -333,18 +327,18 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     @property
     def supports_rejection_sampling(self) -> bool:
-        """Whether drafted chains come with the probabilities they were drawn from."""
+        """Whether chains have ``draft_probs``, the probabilities from which drafts were drawn."""
         return False
 
     def adaptive_unsupported_reason(self, args: Any) -> str | None:
-        """Why the number of drafted steps cannot adapt; ``None`` if it can."""
+        """The reason why the number of steps cannot adapt; ``None`` if it can."""
         return None
 
     def cache_facts(self) -> tuple[str, ...]:
-        """Inputs of the compile-cache key, in addition to specjax's sources and this object's repr.
+        """Entries that the compile-cache key has besides specjax's sources and this object's repr.
 
-        By default: the sources of the packages that define the class. Add everything else that is
-        traced: code of other packages, and arrays, which a repr shortens.
+        By default, they are the sources of the packages that define the class. Add everything else
+        that is traced: code from other packages, and arrays, which a repr shortens.
         """
         from specjax.speculative.registry import source_facts
 
@@ -352,10 +346,10 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     @staticmethod
     def from_string(name: str | None) -> "SpeculativeAlgorithm | CustomSpecAlgo":
-        """The algorithm with this name, in any case; plain decoding for ``None``.
+        """The algorithm with this name in upper or lower case; plain decoding for ``None``.
 
-        An algorithm of another package is a :class:`CustomSpecAlgo` until ``create_worker``.
-        Raises ValueError for a name that is not registered.
+        For an algorithm from another package, it is a :class:`CustomSpecAlgo`. Raises ValueError
+        for a name that is not registered.
         """
         from specjax.speculative.registry import find
 
@@ -373,7 +367,7 @@ if not TYPE_CHECKING:  # registry imports this module, and authors import only f
 
 
 def kv_pool(config: Any, num_kv: int) -> jax.ShapeDtypeStruct:
-    """Keys and values ``[L, num_kv, 2, KV, H]`` of all layers of a network."""
+    """Shape ``[L, num_kv, 2, KV, H]`` and dtype of the KV pool of a network."""
     shape = (config.num_layers, num_kv, 2, config.num_kv_heads, config.head_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtypes.kv))
 

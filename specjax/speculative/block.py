@@ -1,10 +1,10 @@
-"""DFLASH and DSPARK: block drafters, whose single pass per round drafts all tokens.
+"""DFLASH and DSPARK: block drafters, which draft all tokens of a round in one pass.
 
 Positions and alignment: the draft's KV index ``i`` holds the projected target features of token
-``i``, so that a page is valid as soon as the target's is. With ``seq_lens`` n, a round drafts from
-a block at positions n, n + 1, ...: the bonus token and then mask tokens. Keys and values of the
-block are scratch after the text, which later tokens overwrite. The block always has its trained
-length, because its rows see each other; a tier says how many of its drafts are verified.
+``i``, so a page of the draft is valid as soon as the target's page is. With ``seq_lens`` n, a round
+runs a block at positions n, n + 1, ...: the bonus token and then mask tokens. Later tokens
+overwrite the keys and values of the block. The block always has its trained length, because its
+rows see each other. A tier sets how many of its drafts are verified.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +35,10 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 @dataclass(frozen=True)
 class Block(SpeculativeAlgorithm):
-    """Drafts a chain in one pass. The only state is the draft's KV pool, without rows.
+    """Drafts a chain in one pass. Its KV pool is the only state, and rows are empty.
 
     Attributes:
-        has_markov: whether a Markov head adjusts each draft to the one before it.
+        has_markov: whether a Markov head adjusts the logits of each draft to the previous draft.
     """
 
     has_markov: bool
@@ -49,7 +49,7 @@ class Block(SpeculativeAlgorithm):
         return option != "speculative_eagle_topk" and super().reads(option)
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """A chain of the drafts that are verified; by default of as many as a chain can have."""
+        """A chain of the drafts that are verified; by default, as many as a chain can have."""
         if steps is not None:
             return DraftShape.chain(steps)
         steps, nodes = args.speculative_num_steps, args.speculative_num_draft_tokens
@@ -57,7 +57,7 @@ class Block(SpeculativeAlgorithm):
             raise ValueError(
                 f"speculative_num_draft_tokens={nodes} must be speculative_num_steps + 1 = "
                 f"{steps + 1} with speculative_algorithm={self.name}, whose block always has its "
-                "trained length; set one of them"
+                "trained length; set only one of the two"
             )
         if steps is None:
             steps = MAX_STEPS if nodes is None else nodes - 1
@@ -70,7 +70,7 @@ class Block(SpeculativeAlgorithm):
         return DraftShape.chain(steps)
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
-        """The tiers with the rows of the block. Raises ValueError for more drafts than it has."""
+        """Give tiers the rows of the block; raise ValueError if one has more drafts than it."""
         most, shapes = config.num_drafts, args.shapes
         given = args.speculative_num_steps, args.speculative_num_draft_tokens
         if args.adaptive is None and given == (None, None):
@@ -87,7 +87,7 @@ class Block(SpeculativeAlgorithm):
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[BlockCheckpoint, ...]:
-        """The checkpoint that ``draft`` names, or the one that comes with the target."""
+        """Open the checkpoint that ``draft`` names, or else the one included with the target."""
         opened = open_block(draft, target, rope_theta=args.draft_rope_theta)
         has_markov = opened.config.markov_head is not None
         if has_markov != self.has_markov:
@@ -123,7 +123,7 @@ class Block(SpeculativeAlgorithm):
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
-        """Write the context of the prompt tokens."""
+        """Write the prompt's keys and values, projected from the target's features."""
         return batch.draft.store(features, chunks.positions, state, chunks.attend.store), rows
 
     def propose(
@@ -157,9 +157,9 @@ class Block(SpeculativeAlgorithm):
     def extend(
         self, batch: Batch, state: State, rows: Rows, verified: VerifyOutput, shape: DraftShape
     ) -> tuple[State, Rows]:
-        """Write the context of the accepted rows, over the block's keys and values.
+        """Overwrite the block's keys and values with those of the accepted tokens.
 
-        Rows after the accepted ones write values that the next round overwrites.
+        The values of rows after the accepted ones are overwritten by the next round.
         """
         width, lens = verified.accept_tokens.shape[1], batch.seq_lens
         positions = lens[:, None] + jnp.arange(width, dtype=jnp.int32)
@@ -168,9 +168,9 @@ class Block(SpeculativeAlgorithm):
 
 
 def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Drafts i32 ``[B, N]`` of rows ``[B, N, D]``, and the f32 ``[B, N, V]`` they come from.
+    """Draw drafts i32 ``[B, N]`` for states ``[B, N, D]``; also return logits f32 ``[B, N, V]``.
 
-    With a Markov head, each draft is drawn before the logits of the next one are known.
+    With a Markov head, the logits of a draft depend on the previous draft.
     """
     draft, markov, count = batch.draft, batch.draft.markov, hidden.shape[1]
     logits = draft.logits(hidden, batch.target)

@@ -1,8 +1,8 @@
-"""Drafting with a network, level by level: chains, trees, and the limits on their sizes.
+"""Draft chains and trees with a network, level by level; limit their sizes.
 
-The algorithm chooses the network and provides a :data:`Step`. Of ``batch.draft`` only ``logits``,
-``vocabulary`` and ``target_ids`` are used. Positions are absolute: with ``seq_lens`` n the bonus
-token is at position n, and the first drafted level at n + 1.
+The algorithm chooses the network and provides a :data:`Step`. This module uses only ``logits``,
+``vocabulary`` and ``target_ids`` of ``batch.draft``. Positions are absolute: with ``seq_lens`` n,
+the bonus token is at position n, and the first drafted level at n + 1.
 """
 
 from collections.abc import Callable
@@ -22,26 +22,27 @@ from specjax.speculative.tree import chain_input, select_tree
 from specjax.types import DraftShape, VerifyInput
 
 # step(level, tokens i32 [B, N], hidden [B, N, D], positions i32 [B, N], state, attend) -> (hidden
-# [B, N, D], state): one pass over the drafted tokens of a level (0, 1, 2, ...), each with the
-# recurrent state that predicted it. The new states predict the tokens of the next level.
+# [B, N, D], state): one pass over the drafted tokens of a level (0, 1, 2, ...). `hidden` are the
+# recurrent states that predicted them; the returned states predict the tokens of the next level.
 Step = Callable[[int, jax.Array, jax.Array, jax.Array, State, Attend], tuple[jax.Array, State]]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftInput:
-    """Input of a request's next draft, in addition to its bonus token and length."""
+    """Inputs of a request's next draft, in addition to its bonus token and length.
 
-    # f32 [B, K], scores; always 1 in a chain, where a softmax would change nothing. 0 means that
-    # the round left nothing to draft from: its tokens are not proposed.
+    If one pass drafts all levels, K counts levels instead of the candidates of the first level.
+    """
+
+    # f32 [B, K], scores; always 1 in a chain, which needs no softmax. 0 means that the round left
+    # nothing to draft from, so the tokens are not proposed.
     topk_probs: jax.Array
-    # i32 [B, K], target token ids of the first drafted level; of K levels if one pass drafts all
-    topk_ids: jax.Array
-    hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids; [B, K, D] of K levels
+    topk_ids: jax.Array  # i32 [B, K], target token ids
+    hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids; or [B, K, D]
 
     @property
     def topk(self) -> int:
-        """K."""
         return self.topk_ids.shape[1]
 
 
@@ -53,10 +54,10 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
-        if steps is not None:  # a tier, which may have fewer candidates than the largest tier
+        if steps is not None:  # one tier; a smaller one may have fewer candidates
             if topk > 1 and steps > 0:
                 return tree_shape(steps, topk, nodes and min(nodes, most_nodes(steps, topk)))
-            # num_steps + 1 rows cover the whole chain and do not limit the other tiers
+            # num_steps + 1 rows verify the whole chain, and then set no limit for other tiers
             is_cut = nodes is not None and nodes <= args.speculative_num_steps
             return DraftShape.chain(steps, nodes if is_cut else None)
         steps = args.speculative_num_steps
@@ -72,7 +73,7 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
                 f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
                 "set speculative_algorithm=None to decode without speculation"
             )
-        if args.speculative_adaptive and topk > 1:  # any tier may be the first
+        if args.speculative_adaptive and topk > 1:  # the first tier may be any of them
             if nodes is not None and not 2 <= nodes <= MAX_NODES:
                 raise ValueError(
                     f"speculative_num_draft_tokens={nodes} must be from 2 to {MAX_NODES}"
@@ -100,12 +101,15 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
 
 
 def most_nodes(steps: int, topk: int) -> int:
-    """Maximum number of verified rows that a tree can fill."""
+    """Maximum number of rows to verify in a tree of this size."""
     return min(DraftShape(steps, topk, 0).num_candidates + 1, MAX_NODES)
 
 
 def tree_shape(steps: int, topk: int, nodes: int | None) -> DraftShape:
-    """The shape of a tree; by default one node per branch and level. Raises ValueError."""
+    """The shape of a tree; by default with one node per branch and level.
+
+    Raises ValueError if the tree is too large, or if ``nodes`` is out of range.
+    """
     most = most_nodes(steps, topk)
     nodes = min(steps * topk + 1, most) if nodes is None else nodes
     shape = DraftShape(steps, topk, nodes)
@@ -124,7 +128,7 @@ def tree_shape(steps: int, topk: int, nodes: int | None) -> DraftShape:
 
 
 def check_topk(topk: int, vocab_size: int) -> None:
-    """Reject more branches than the draft vocabulary has tokens."""
+    """Raise ValueError if there are more branches than tokens in the draft vocabulary."""
     if topk > vocab_size:
         raise ValueError(
             f"speculative_eagle_topk={topk} exceeds the draft vocabulary of {vocab_size} tokens"
@@ -137,7 +141,7 @@ def check_topk(topk: int, vocab_size: int) -> None:
 def draft_levels(
     batch: Batch, state: State, first: DraftInput, shape: DraftShape, step: Step, start: int = 0
 ) -> tuple[VerifyInput, State]:
-    """Draft a chain or a tree from each bonus token, given its first drafted level.
+    """Draft a chain or tree for each bonus token. ``first`` holds the first drafted level.
 
     Every level except the last needs one draft pass. The first pass runs at ``seq_lens + start``.
     """
@@ -170,7 +174,7 @@ def draft_tree(
 ) -> tuple[VerifyInput, State]:
     """Draft a tree: one pass over the K best candidates of each level except the last.
 
-    Their keys and values are stored after the text, K rows per level. Each row sees its ancestors.
+    Each level stores K keys and values after the text. A row sees its ancestors.
     """
     topk, begin = shape.topk, batch.seq_lens + start
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch.slots.shape[0], topk, topk))
@@ -196,7 +200,7 @@ def draft_tree(
     joined = [jnp.concatenate(parts, axis=1) for parts in (scores, tokens, parents)]
     roots = batch.bonus_tokens, batch.seq_lens, num_proposed
     tree, candidates = select_tree(*roots, *joined, topk=topk, num_draft_tokens=shape.nodes)
-    # the candidates that were passed through the draft, in the order of their rows
+    # candidates that went through the draft network, in the order of their rows
     passed = joined[2][:, None, 1 : 1 + shape.draft_rows] == candidates[:, :, None]
     places = jnp.arange(start, start + shape.draft_rows, dtype=jnp.int32)
     rows = jnp.max(jnp.where(passed, places, -1), axis=2, initial=-1)
@@ -227,8 +231,8 @@ def drafted_chain(
 ) -> VerifyInput:
     """Build a chain of tokens i32 ``[B]``, root first; states ``[B, 1, D]`` predicted the drafts.
 
-    For rejection sampling the draft logits are computed again: otherwise those of the first level
-    would have to be kept from the previous round, and this way all levels are one product.
+    For rejection sampling, the draft logits of all levels are computed again in one product.
+    Otherwise, the logits of the first level would have to be kept from the previous round.
     """
     chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
     if not (batch.draw.acceptance.uses_rejection and shape.steps):
@@ -242,7 +246,7 @@ def drafted_chain(
 def first_level(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, topk: int) -> DraftInput:
     """Choose the first level of the next draft from recurrent states ``[B, D]``.
 
-    ``seq_lens`` i32 ``[B]`` are the lengths in that round, and the positions of its bonus tokens.
+    ``seq_lens`` i32 ``[B]`` are the lengths in the round that will verify the draft.
     """
     probs, ids = best_tokens(batch, hidden[:, None], seq_lens[:, None] + 1, topk)
     return DraftInput(probs[:, 0], ids[:, 0], hidden)

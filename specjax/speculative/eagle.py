@@ -2,8 +2,8 @@
 
 Positions and alignment: the draft's KV index ``i`` holds the pair (target feature of token ``i``,
 token ``i + 1``), so the first recurrent draft pass runs at position ``seq_len``. See
-``docs/how_it_works.md`` for a worked example. A P-EAGLE head has no recurrent passes: mask tokens
-from that position on, each with the same constant features, draft the tokens after the first.
+``docs/how_it_works.md`` for a worked example. A P-EAGLE head has no recurrent passes. Instead, mask
+tokens with constant features, from that position on, draft all tokens after the first.
 """
 
 from dataclasses import dataclass, replace
@@ -36,10 +36,8 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 class Eagle(NetworkAlgorithm):
     """Drafts chains and trees; each level except the first takes one pass of the draft.
 
-    Rows are a :class:`DraftInput`.
-
-    Attributes:
-        checkpoint_format: format of the drafts that it opens, ``"eagle-1"`` or ``"eagle-3"``.
+    Rows are a :class:`DraftInput`. ``checkpoint_format`` is the format of the drafts that the
+    algorithm opens, ``"eagle-1"`` or ``"eagle-3"``.
     """
 
     checkpoint_format: str
@@ -49,7 +47,7 @@ class Eagle(NetworkAlgorithm):
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[DraftCheckpoint, ...]:
-        """The checkpoint that ``draft`` names, or the target's default draft."""
+        """Open the checkpoint that ``draft`` names, or else the target's default draft."""
         theta = args.draft_rope_theta
         opened = open_draft(
             draft, target, checkpoint_format=self.checkpoint_format, rope_theta=theta
@@ -64,7 +62,7 @@ class Eagle(NetworkAlgorithm):
         return (opened,)
 
     def fit_shapes(self, args: Any, config: DraftConfig) -> tuple[DraftShape, ...]:
-        """The tiers; those of a P-EAGLE head have the rows of the pass that drafts."""
+        """Return the tiers; for a P-EAGLE head, with the number of rows in its drafting pass."""
         return masked_shapes(args.shapes, config)
 
     def draft_model(
@@ -75,7 +73,7 @@ class Eagle(NetworkAlgorithm):
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> DraftInput:
         config, slots, topk = networks.draft_config, sizes.num_slots, sizes.shape.topk
         hidden: tuple[int, ...] = slots, config.hidden_size
-        if config.mask_token_id is not None:  # a chain, whose levels take the place of branches
+        if config.mask_token_id is not None:  # a chain, stored with levels instead of branches
             topk = sizes.shape.depth
             hidden = slots, topk, config.hidden_size
         fields: dict[str, Any] = {
@@ -86,7 +84,7 @@ class Eagle(NetworkAlgorithm):
         return DraftInput(**fields)
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        """Layers of the checkpoint; none for EAGLE-1/2, which reads the last hidden state."""
+        """Target layers that the head reads, named in its checkpoint; empty for EAGLE-1/2."""
         layers: tuple[int, ...] = networks.draft_config.feature_layers
         return layers
 
@@ -111,7 +109,7 @@ class Eagle(NetworkAlgorithm):
         slots: jax.Array,
         future: FutureMap,
     ) -> DraftInput | None:
-        """The first K branches or levels; the prefill engine may have drafted more."""
+        """Keep the first K branches or levels; the prefill engine may have drafted more."""
         if rows is None:
             return None
         topk, hidden = future.rows.topk, rows.hidden
@@ -126,7 +124,7 @@ class Eagle(NetworkAlgorithm):
         chunks: PromptChunks,
         features: jax.Array,
     ) -> tuple[State, DraftInput]:
-        """One pass over the same positions with the token ids shifted left by one."""
+        """Run the draft over the prompt's positions, each with the token that follows it."""
         draft = batch.draft
         hidden, state = draft(
             draft.embed(chunks.next_tokens, batch.target),
@@ -146,9 +144,9 @@ class Eagle(NetworkAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: DraftInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft from the rows' first level; each further level takes one pass of the draft.
+        """Draft from the first level in ``rows``; each further level takes one pass of the draft.
 
-        With a P-EAGLE head, the rows hold the whole chain.
+        With a P-EAGLE head, the rows already hold the whole chain.
         """
         draft, target = batch.draft, batch.target
         if draft.config.mask_token_id is not None:
@@ -174,12 +172,12 @@ class Eagle(NetworkAlgorithm):
         verified: VerifyOutput,
         shape: DraftShape,
     ) -> tuple[State, DraftInput]:
-        """Draft-extend: one pass over the accepted tokens with their true target features.
+        """Run the draft once over the accepted tokens, with their target features.
 
-        It overwrites the draft KV that the recurrent passes wrote. Rows after the accepted ones
-        write values that the next round overwrites. A round without drafts keeps only the KV, so
-        that drafting can resume later: a draft of one layer then skips attention, feed-forward and
-        output head. With a P-EAGLE head, mask tokens follow the accepted ones in the same pass.
+        The pass overwrites the draft KV that the recurrent passes wrote. What it writes after the
+        accepted tokens is overwritten by the next round. In a round without drafts, only the KV is
+        kept, so that drafting can resume later. A draft of one layer then skips attention,
+        feed-forward and output head. With a P-EAGLE head, mask tokens follow in the same pass.
         """
         draft = batch.draft
         tokens, features, row = (
@@ -212,14 +210,14 @@ class Eagle(NetworkAlgorithm):
 
 
 def masked_shapes(shapes: tuple[DraftShape, ...], config: DraftConfig) -> tuple[DraftShape, ...]:
-    """Tiers with the rows of a P-EAGLE pass: accepted tokens, then masks for all but one draft."""
+    """Set the rows of a P-EAGLE pass in tiers: accepted tokens, then a mask per further draft."""
     if config.mask_token_id is None:
         return shapes
     return tuple(s._replace(block=s.accept_width + s.depth - 1) if s.steps else s for s in shapes)
 
 
 def mask_of(draft: Eagle3Head) -> tuple[int, jax.Array]:
-    """Id and features ``[1, 1, F]`` of the mask token."""
+    """The id and the features ``[1, 1, F]`` of the mask token."""
     token, features = draft.config.mask_token_id, draft.mask_hidden
     assert token is not None
     assert features is not None
@@ -229,10 +227,10 @@ def mask_of(draft: Eagle3Head) -> tuple[int, jax.Array]:
 def with_masks(
     draft: Eagle3Head, verified: VerifyOutput, depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens i32 ``[B, W]`` and features ``[B, W, F]`` of accepted tokens followed by masks.
+    """Append masks to accepted tokens; return tokens i32 ``[B, W]`` and features ``[B, W, F]``.
 
-    W is the accept width and ``depth - 1``. Also returns the rows i32 ``[B, depth]`` that draft:
-    that of the bonus token, and the masks after it. Later rows change nothing.
+    W is the accept width plus ``depth - 1``. Also returns the rows i32 ``[B, depth]`` that draft:
+    the row of the last accepted token and the masks after it. Later rows have no effect.
     """
     padding = (0, 0), (0, depth - 1)
     tokens = jnp.pad(verified.accept_tokens, padding)
@@ -250,9 +248,10 @@ def with_masks(
 def draft_masked(
     batch: Batch, state: State, seq_lens: jax.Array, first: jax.Array, depth: int
 ) -> tuple[jax.Array, State]:
-    """States ``[B, depth, D]`` that draft a chain, the first of which is ``first [B, 1, D]``.
+    """Compute the states ``[B, depth, D]`` that draft a chain; ``first [B, 1, D]`` is the first.
 
-    One pass over ``depth - 1`` mask tokens after i32 ``[B]`` tokens in the draft's pool.
+    It takes one pass over ``depth - 1`` mask tokens. ``seq_lens`` i32 ``[B]`` is the number of
+    tokens in the draft's pool.
     """
     if depth == 1:
         return first, state
@@ -271,9 +270,9 @@ def draft_masked(
 
 
 def masked_levels(batch: Batch, hidden: jax.Array, seq_lens: jax.Array, width: int) -> DraftInput:
-    """Draw a chain from states ``[B, N, D]``, and add levels up to ``width`` without drafts.
+    """Draw a chain from states ``[B, N, D]``; pad it to ``width`` levels that hold no drafts.
 
-    ``seq_lens`` i32 ``[B]`` are the lengths in the next round.
+    ``seq_lens`` i32 ``[B]`` are the lengths in the round that will verify the chain.
     """
     count = hidden.shape[1]
     positions = seq_lens[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)

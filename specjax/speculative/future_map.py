@@ -1,7 +1,7 @@
-"""Device-resident state that the next round starts from, by request slot.
+"""State on the device, by request slot, from which the next round starts.
 
-A round reads its rows here and writes the next round's rows here. So the host can dispatch a round
-before it has read the previous one. Slot 0 is padding. Follows the contract of SGLang's
+A round reads its rows here and writes the next round's rows here. The host can therefore dispatch a
+round before it has read the previous one. Slot 0 is padding. The interface is that of SGLang's
 ``FutureMap``.
 """
 
@@ -19,15 +19,15 @@ from specjax.types import KVPools, SamplingTable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FutureMap:
-    """Rows of R request slots.
+    """The state of R request slots.
 
-    ``remaining`` is the number of tokens that a request may still produce. A row with 0 is treated
-    as padding, so rounds that are already dispatched do not advance a request that has ended.
+    ``remaining`` is the number of tokens that a request may still produce. A slot with 0 counts as
+    padding, so rounds that are already dispatched do not advance a request that has ended.
     ``tokens`` is the history by absolute position: prompt and produced tokens, including the bonus
-    token, then garbage.
+    token. Entries after it are invalid.
     """
 
-    rows: Any  # of the algorithm, [R, ...]
+    rows: Any  # the algorithm's rows, [R, ...]
     bonus_tokens: jax.Array  # i32 [R], the last token of each request; not in the KV pool yet
     seq_lens: jax.Array  # i32 [R], tokens in the target's KV pool
     remaining: jax.Array  # i32 [R]
@@ -36,7 +36,7 @@ class FutureMap:
 
     @classmethod
     def abstract(cls, num_slots: int, context: int, rows: Any) -> "FutureMap":
-        """Shapes and dtypes for ``num_slots`` slots, including padding, of ``context`` tokens."""
+        """Shapes and dtypes for R = ``num_slots`` and C = ``context``."""
 
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32))
@@ -53,27 +53,27 @@ class FutureMap:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """Everything that rounds and prefill read and write; donated in every call."""
+    """Everything that rounds and prefill read and write; every call donates it."""
 
     pools: KVPools
     future: FutureMap
 
 
 def resolve(future: FutureMap, slots: jax.Array) -> Any:
-    """The algorithm's rows of request slots i32 ``[B]``."""
+    """Gather the algorithm's rows for request slots i32 ``[B]``."""
     return jax.tree.map(lambda leaf: leaf[slots], future.rows)
 
 
 def stash(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
-    """Record the algorithm's rows ``[B, ...]``."""
+    """Store the algorithm's rows ``[B, ...]`` in request slots i32 ``[B]``."""
     kept = jax.tree.map(lambda a, b: a.at[slots].set(b.astype(a.dtype)), future.rows, rows)
     return replace(future, rows=kept)
 
 
 def stash_handover(future: FutureMap, slots: jax.Array, rows: Any) -> FutureMap:
-    """Record rows returned by ``build_disagg_draft_input``; zeros for ``None``.
+    """Store the rows that ``build_disagg_draft_input`` returned; ``None`` stores zeros.
 
-    Raises ValueError if their width differs from that of the rows here.
+    Raises ValueError if their width differs from the width of the rows here.
     """
     if rows is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[slots]), future.rows)
@@ -103,5 +103,5 @@ def restart(
 
 
 def record_cached(future: FutureMap, slot: jax.Array, tokens: jax.Array) -> FutureMap:
-    """Replace the history of slot i32 ``[]`` by tokens i32 ``[C]``."""
+    """Replace the history in slot i32 ``[]`` by tokens i32 ``[C]``."""
     return replace(future, tokens=future.tokens.at[slot].set(tokens))

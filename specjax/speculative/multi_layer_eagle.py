@@ -1,24 +1,25 @@
-"""Multi-token prediction: chains in which one module (layer) with its own KV drafts each token.
+"""Multi-token prediction: drafts chains; one module (layer) with its own KV drafts each token.
 
 Positions and alignment: KV index ``i`` of module ``k`` holds the pair (state of token ``i`` from
 module ``k - 1``, token ``i + k + 1``). Its output predicts token ``i + k + 2``. With L tokens in
-the target's pool, token L is the bonus token and tokens after it are drafts. So the KV of module
-``k`` is final up to index ``L - 1 - k``, and its last ``k`` indices depend on drafts.
+the target's pool, token L is the bonus token, and the tokens after it are drafts. The KV of module
+``k`` is therefore final up to index ``L - 1 - k``, and its last ``k`` indices depend on drafts.
 
 Each pass works on rows: row ``r`` of module ``k`` is at position ``r - k``. All modules then read
 the same tokens at the same rows, and module ``k`` reads the state of module ``k - 1`` from one row
-earlier. A round runs two of the stages here:
+earlier. A round runs two stages:
 
-* ``extend`` runs every module over the A accepted tokens, rows ``L .. L + A - 1``. It keeps each
-  module's state at the last accepted row, which the next module's first row needs in later passes.
+* ``extend`` runs every module over the A accepted tokens, rows ``L .. L + A - 1``. It also saves
+  each module's state at the last accepted row; in a later pass, the next module's first row reads
+  it.
 * ``propose`` runs module ``k`` over the ``k`` tokens drafted so far, in rows after the text. Its
   last row is at the text's last token and drafts the next token. The KV of these rows depends on
-  drafts; the next ``extend`` starts at the same rows with the accepted tokens.
+  drafts, so the next ``extend`` writes the same rows again for the accepted tokens.
 
-So each draft equals that of a dense computation over the text and all earlier drafts, and only rows
-that depend on drafts are computed twice. Near the start of a text, and after a prefix-cache hit,
-the first rows of a module have no position, or a position that must not be overwritten:
-:func:`skip_rows` leaves them out.
+Each draft therefore equals that of a dense computation over the text and all earlier drafts. Only
+rows that depend on drafts are computed twice. Near the start of a text, and after a prefix-cache
+hit, the first rows of a module have no position, or one that must not be overwritten.
+:func:`skip_rows` leaves these rows out.
 """
 
 from dataclasses import dataclass, replace
@@ -43,24 +44,22 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModuleInput:
-    """Input of the modules for a request, in addition to its bonus token and length."""
+    """Inputs of a request's next draft, in addition to its bonus token and length."""
 
     first_ids: jax.Array  # i32 [B], the first drafted token
     is_drafted: jax.Array  # i32 [B], 0 if the round left nothing to draft from
-    hidden: jax.Array  # [B, M, D], state of each module at the last row
+    hidden: jax.Array  # [B, M, D], the state of each module at the last accepted row
 
 
 @dataclass(frozen=True)
 class MultiLayerEagle(NetworkAlgorithm):
-    """Drafts chains of at most as many tokens as there are modules.
+    """Drafts chains with at most one token per module.
 
-    Trees are rejected: the last ``k`` KV indices of module ``k`` are at tokens of the text but
-    depend on drafts, so each branch would need different values at the same indices.
+    Trees are not supported: the last ``k`` KV indices of module ``k`` belong to tokens of the text
+    but depend on drafts, so each branch would need different values at the same indices.
 
-    Rows are a :class:`ModuleInput`.
-
-    Attributes:
-        num_modules: M, modules to load and keep up to date: the steps of the largest tier.
+    Rows are a :class:`ModuleInput`. ``num_modules``, M, is the number of steps in the largest tier;
+    that many modules are loaded and kept up to date.
     """
 
     num_modules: int = 1
@@ -69,7 +68,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     # host side
 
     def create_worker(self, args: Any) -> "MultiLayerEagle":
-        """The algorithm with one module per step of the largest tier."""
+        """Return the algorithm with one module per step of the largest tier."""
         super().create_worker(args)
         steps = [1, args.speculative_num_steps or 1]
         if args.adaptive is not None:
@@ -88,7 +87,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[MtpCheckpoint, ...]:
-        """The modules of the checkpoint that ``draft`` names, or of the target."""
+        """Open the modules in the checkpoint that ``draft`` names, or else in the target's."""
         theta = args.draft_rope_theta
         return (open_mtp(draft, target, num_modules=self.num_modules, rope_theta=theta),)
 
@@ -104,7 +103,7 @@ class MultiLayerEagle(NetworkAlgorithm):
 
     @property
     def lookahead(self) -> int:
-        """KV index ``i`` of the last module holds token ``i + num_modules``."""
+        """KV index ``i`` of the last module depends on token ``i + num_modules``."""
         return self.num_modules
 
     def is_eagle(self) -> bool:
@@ -120,7 +119,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         slots: jax.Array,
         future: FutureMap,
     ) -> ModuleInput | None:
-        """States of the first M modules; the prefill engine may have run more."""
+        """Keep the states of the first M modules; the prefill engine may have run more."""
         if rows is None:
             return None
         return replace(rows, hidden=rows.hidden[:, : future.rows.hidden.shape[1]])
@@ -133,7 +132,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         chunks: PromptChunks,
         features: jax.Array,
     ) -> tuple[State, ModuleInput]:
-        """Run every module over the chunks; rows of earlier chunks precede the first row."""
+        """Run every module over the chunks; ``rows`` hold the state before each first row."""
         draft, segments = batch.draft, chunks.segments
         owner, last = segments.index, segments.last
         place = jnp.arange(owner.shape[0], dtype=jnp.int32)
@@ -161,7 +160,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft from the rows' first token; each further token takes one pass of its module."""
+        """Draft from the first token in ``rows``; each further one takes a pass of its module."""
         num_proposed = jnp.where(rows.is_drafted > 0, jnp.int32(shape.steps), 0)
         drafts = [rows.first_ids] if shape.steps else []
         hidden, states = rows.hidden[:, :1], [rows.hidden[:, :1]]
@@ -183,7 +182,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         verified: VerifyOutput,
         shape: DraftShape,
     ) -> tuple[State, ModuleInput]:
-        """Run every module over the accepted tokens in every tier, to keep all KV up to date."""
+        """Whatever the tier, run all modules over the accepted tokens, so that all KV is kept."""
         counts = verified.num_accepted_tokens
         embeds = batch.draft.embed(verified.accept_tokens, batch.target)
         hidden, newest = verified.features, []
@@ -199,7 +198,7 @@ class MultiLayerEagle(NetworkAlgorithm):
 
 
 def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Shift rows ``[B, T, D]`` by counts i32 ``[B]``, repeating the first or last row."""
+    """Shift rows ``[B, T, D]`` up by counts i32 ``[B]``; repeat the last row, or the first."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
     return pick_row(x, jnp.clip(index, 0, width - 1))
@@ -208,10 +207,9 @@ def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
 def run_module(
     batch: Batch, state: State, module: int, embeds: jax.Array, hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Run a module over T rows after the texts; return states ``[B, T, D]`` and the KV pool.
+    """Run a module over the T rows from row ``seq_lens`` on.
 
-    The first row is the first token after the ``seq_lens`` tokens in the pool. States at
-    positions before the start of a text are invalid.
+    Returns states ``[B, T, D]``, which are invalid before the start of a text, and the KV pool.
     """
     width = embeds.shape[1]
     starts = jnp.maximum(batch.seq_lens - module, 0)
@@ -227,7 +225,7 @@ def run_module(
 def next_input(batch: Batch, hidden: jax.Array, seq_lens: jax.Array) -> ModuleInput:
     """Draft the next round's first token from the modules' last states ``[B, M, D]``.
 
-    ``seq_lens`` i32 ``[B]`` are the lengths in that round, and the positions of its bonus tokens.
+    ``seq_lens`` i32 ``[B]`` are the lengths in the next round.
     """
     _, ids = best_tokens(batch, hidden[:, :1], seq_lens[:, None] + 1, 1)
     return ModuleInput(ids[:, 0, 0], jnp.ones_like(seq_lens), hidden)

@@ -1,7 +1,7 @@
-"""N-gram drafting: propose what followed the last tokens earlier in the text or in a corpus.
+"""N-gram drafting: find the last tokens earlier in the text or in a corpus; propose what followed.
 
 It needs no draft network and keeps no state between rounds. It reads the request's history on the
-device, so a round needs nothing from the host and may be dispatched ahead.
+device, so a round needs nothing from the host and can be dispatched early.
 """
 
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ SEPARATOR = -1
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """Static sizes of a corpus, which compiled functions depend on.
+    """The sizes of a corpus; compiled functions depend on them.
 
     Attributes:
-        num_tokens: N, tokens of all documents, including separators.
-        num_places: P, positions that another token follows.
+        num_tokens: N, number of tokens in all documents, including separators.
+        num_places: P, number of positions that are followed by a token.
         window: number of tokens by which positions are sorted.
     """
 
@@ -79,9 +79,10 @@ class Corpus:
 def open_corpus(
     path: str | Path, tokenizer: Any, *, vocab_size: int, max_tokens: int, window: int
 ) -> Corpus:
-    """Read a file of JSON lines; each document is a string or a list of token ids.
+    """Read a JSON lines file; each line is a document, as a string or a list of token ids.
 
-    If a line has another form, or the total exceeds ``max_tokens``, ValueError names the line.
+    Raises ValueError, which names the line, if a line has another form or if the documents up to it
+    have more than ``max_tokens`` tokens.
     """
     left = max_tokens
 
@@ -121,11 +122,11 @@ def _token_ids(document: Any, tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate documents, and sort token positions by the tokens that end there.
+    """Concatenate documents, and sort their positions by the tokens that lead up to them.
 
-    Tokens i32 ``[N]`` have a separator before and after each document. Positions i32 ``[P]`` are
-    those that another token follows. They are sorted by the last ``window`` tokens of the document
-    that end there, last token first, then by position. Raises ValueError if there are none.
+    Returns tokens i32 ``[N]``, with a separator before and after each document, and positions i32
+    ``[P]``, those that are followed by a token. Positions are sorted by the ``window`` tokens up to
+    and including their own, last token first, then by position. Raises ValueError if P is 0.
     """
     tokens = np.array([SEPARATOR, *(t for text in documents for t in (*text, SEPARATOR))], np.int32)
     ranks, _ = _context_ranks(tokens.astype(np.int64) + 1, window)
@@ -138,7 +139,7 @@ def sort_corpus(documents: list[list[int]], window: int) -> tuple[np.ndarray, np
 
 
 def _context_ranks(tokens: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rank the last ``width`` tokens at each position; tokens up to a separator do not count.
+    """Rank positions by the ``width`` tokens up to them; ignore tokens before a separator.
 
     Ranks halves, then pairs of halves. Also returns whether the tokens include a separator.
     """
@@ -168,7 +169,7 @@ class NgramShape(DraftShape):
 
 
 class CorpusTable(nnx.Module):
-    """A corpus on the device, as sorted by ``sort_corpus``."""
+    """A corpus on the device, in the order of ``sort_corpus``."""
 
     def __init__(self, config: CorpusConfig) -> None:
         self.tokens = nnx.Variable(jnp.zeros((config.num_tokens,), jnp.int32))
@@ -177,11 +178,11 @@ class CorpusTable(nnx.Module):
 
 @dataclass(frozen=True)
 class Ngram(SpeculativeAlgorithm):
-    """Drafts trees of continuations, without state or rows.
+    """Drafts trees of tokens that followed earlier matches. It has no state and no rows.
 
     Attributes:
         window: minimum and maximum number of tokens to match at the end of the text.
-        breadth: maximum number of continuations in a tree.
+        breadth: maximum number of matches whose continuations form a tree.
         by_frequency: whether to prefer frequent continuations over recent ones.
         has_corpus: whether to search a corpus in addition to the text.
     """
@@ -194,7 +195,7 @@ class Ngram(SpeculativeAlgorithm):
     # host side
 
     def create_worker(self, args: Any) -> "Ngram":
-        """The algorithm with the engine's options. Raises ValueError if they do not fit."""
+        """Return the algorithm with these options. Raises ValueError if they are out of range."""
         super().create_worker(args)
         least, widest = (
             args.speculative_ngram_min_match_window_size,
@@ -222,12 +223,12 @@ class Ngram(SpeculativeAlgorithm):
         return option not in ("speculative_eagle_topk", "draft", "draft_rope_theta")
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """A tree of depth S. A tier has one row per step plus the root, in any branches."""
+        """A tree of depth S; by default, and in every tier, with S + 1 rows in any branches."""
         nodes = args.speculative_num_draft_tokens
         if args.speculative_adaptive and nodes is not None:
             raise ValueError(
-                f"speculative_num_draft_tokens={nodes} with speculative_adaptive=True: a tier of "
-                f"{self.name} always has one row per step, plus the root; leave it None"
+                f"speculative_num_draft_tokens={nodes} cannot be set if speculative_adaptive=True: "
+                f"every tier of {self.name} has steps + 1 rows; leave it unset"
             )
         if steps is None:
             steps = args.speculative_num_steps
@@ -251,7 +252,7 @@ class Ngram(SpeculativeAlgorithm):
         return NgramShape(steps, self.breadth, nodes)
 
     def open_draft(self, args: Any, target: TargetCheckpoint, draft: Any) -> tuple[Corpus, ...]:
-        """The corpus, if any. A weight update passes another one of the same size as ``draft``."""
+        """Open the corpus, if any. In a weight update, ``draft`` is another one of equal size."""
         path = args.speculative_ngram_external_corpus_path if draft is None else draft
         if path is None:
             return ()
@@ -274,8 +275,8 @@ class Ngram(SpeculativeAlgorithm):
         return True
 
     def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
-        # The search allocates arrays [B, C], and the tree compares all pairs of candidates. XLA on
-        # CPU takes 12.1 bytes per token of history, and 4.2 to 4.6 per pair.
+        # The search allocates arrays [B, C], and the tree compares all pairs of candidates. On a
+        # CPU, XLA takes 12.1 bytes per token of the history, and 4.2 to 4.6 per pair.
         return batch * (16 * context + 5 * (shape.steps * self.breadth) ** 2)
 
     def is_ngram(self) -> bool:
@@ -286,7 +287,7 @@ class Ngram(SpeculativeAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft a tree per row; a row without a match proposes nothing."""
+        """Draft a tree for each request; without a match, nothing is proposed."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         history, num_tokens = batch.history, batch.seq_lens + 1

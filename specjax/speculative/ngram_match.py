@@ -1,6 +1,6 @@
 """Find earlier occurrences of a text's end, and build a tree of the tokens that followed them.
 
-Axes: B batch, C history, W window, M continuations, S tokens of each, T tree rows.
+Axes: B batch, C history, W window, M continuations, S tokens of a continuation, T tree rows.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax.types import VerifyInput
 
 NO_TOKEN = -1
-# not a token of any text: fills positions before the start of the text to match
+# fills positions before the start of a text, because it occurs in no text
 OUTSIDE = -2
 # pivots per step of the corpus search: 10 million tokens take four steps
 PIVOTS = 64
@@ -20,13 +20,13 @@ PIVOTS = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Continuations:
-    """Tokens that followed earlier occurrences of the last tokens of a text, best match first.
+    """The tokens that followed earlier occurrences of a text's last tokens, best match first.
 
-    A longer match is better; among equals, a more recent one.
+    A longer match is better; among equally long ones, the more recent one is.
     """
 
-    tokens: jax.Array  # i32 [B, M, S], -1 after the last one
-    matched: jax.Array  # i32 [B, M], length of the match before it; 0 for none
+    tokens: jax.Array  # i32 [B, M, S], padded with -1
+    matched: jax.Array  # i32 [B, M], length of each match; 0 for padding
 
 
 def from_history(
@@ -34,11 +34,11 @@ def from_history(
 ) -> Continuations:
     """Find the ``most`` best continuations in the text itself.
 
-    A continuation that reaches the end of the text repeats from its own beginning, as periodic text
-    does.
+    A continuation that reaches the end of the text starts again from its beginning, because the
+    text may be periodic.
 
     Args:
-        history: i32 ``[B, C]``, garbage after the text; W * C is below 2**31.
+        history: i32 ``[B, C]``, invalid after the text; W * C is below 2**31.
         num_tokens: i32 ``[B]``, length of the text.
         window: minimum and maximum length of a match.
         most: M.
@@ -56,8 +56,8 @@ def from_history(
         agrees &= padded[:, begin : begin + context] == ends[:, back, None]
         matched += agrees.astype(jnp.int32)
     matched = jnp.where((place < last) & (matched >= least), matched, 0)
-    # Ranks are unique, so the next best rank is the largest one below the last. Ten such passes
-    # take a third of the time of top_k (H200, 2,600 tokens, 1 to 32 rows: 70 us).
+    # Ranks are unique, so the next best rank is the largest one below the previous one. Ten such
+    # passes take 70 us, a third of the time of top_k (H200, 2,600 tokens, 1 to 32 rows).
     rank = jnp.where(matched > 0, (matched - 1) * context + place, -1)
     best, below = [], jnp.full((len(history), 1), widest * context, jnp.int32)
     for _ in range(most):
@@ -83,15 +83,15 @@ def from_corpus(
     most: int,
     length: int,
 ) -> Continuations:
-    """Find the ``most`` best continuations among the sorted neighbors of the text's end.
+    """Find the ``most`` best continuations in a corpus, near where the text's end would be sorted.
 
     Among equally long matches, prefer the one whose preceding context sorts nearer. If all W tokens
     match, prefer the most recent.
 
     Args:
         tokens: i32 ``[N]``, documents with -1 before and after each.
-        order: i32 ``[P]``, positions that another token follows, sorted by the W tokens that end
-            there, last token first; among equals the most recent is last.
+        order: i32 ``[P]``, positions that are followed by a token, sorted by the W tokens up to and
+            including their own, last token first; among equals, the most recent is last.
         ends: i32 ``[B, W]`` of :func:`last_tokens`.
         window: minimum and maximum length of a match.
         most: M.
@@ -105,7 +105,7 @@ def from_corpus(
         return tokens[jnp.maximum(places[..., None] - back, 0)]
 
     def is_before(index: jax.Array) -> jax.Array:
-        """Whether entries ``[B, n]`` do not sort after the text's end."""
+        """Whether entries ``[B, n]`` of ``order`` sort before the text's end, or equal it."""
         found = ending_at(index)
         differs = found != ends[:, None, :]
         first = jnp.argmax(differs, axis=2)[:, :, None]
@@ -135,7 +135,7 @@ def from_corpus(
 
 
 def best_of(some: Continuations, recency: jax.Array, most: int) -> Continuations:
-    """The best M of continuations ``[B, N]``; a higher ``recency`` i32 ``[B, N]`` is later."""
+    """Choose the best M of N continuations; a higher ``recency`` i32 ``[B, N]`` is more recent."""
     matched, count = some.matched, some.matched.shape[1]
     index = jnp.arange(count, dtype=jnp.int32)
     longer = matched[:, None, :] > matched[:, :, None]
@@ -153,7 +153,7 @@ def best_of(some: Continuations, recency: jax.Array, most: int) -> Continuations
 
 
 def joined(own: Continuations, others: Continuations) -> Continuations:
-    """The best of a text's own continuations and others; among equals its own."""
+    """Choose the best of both; among equally long matches, prefer those of the text itself."""
     both: Continuations = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, others)
     most, total = own.matched.shape[1], both.matched.shape[1]
     recency = jnp.broadcast_to(-jnp.arange(total, dtype=jnp.int32), both.matched.shape)
@@ -161,17 +161,17 @@ def joined(own: Continuations, others: Continuations) -> Continuations:
 
 
 def last_tokens(history: jax.Array, num_tokens: jax.Array, widest: int) -> jax.Array:
-    """The last W tokens of texts i32 ``[B, C]``, last token first; -2 before the text's start."""
+    """The last W tokens of texts i32 ``[B, C]``, last token first; -2 pads a short text."""
     index = num_tokens[:, None] - 1 - jnp.arange(widest, dtype=jnp.int32)
     found = jnp.take_along_axis(history, jnp.maximum(index, 0), axis=1)
     return jnp.where(index >= 0, found, OUTSIDE)
 
 
 def confidence(matched: jax.Array) -> jax.Array:
-    """Probability f32 that the token after a match of this length occurs again.
+    """Probability f32 that the token that followed a match of this length occurs again.
 
-    Of the curves tried, this one gave the most tokens per round on 48 answers of SmolLM2 with 12
-    rows: 3.64 for edited texts and 1.81 for others. The curves differ by 2 percent.
+    This curve gave the most tokens per round on 48 answers of SmolLM2 with 12 rows: 3.64 for edited
+    texts and 1.81 for others. The other curves that were tried differ by 2 percent.
     """
     return 1.0 - 0.55 * 0.6 ** matched.astype(jnp.float32)
 
@@ -184,13 +184,13 @@ def ngram_tree(
     num_draft_tokens: int,
     by_frequency: bool,
 ) -> VerifyInput:
-    """Build a tree of the T - 1 likeliest nodes after texts of i32 ``[B]`` tokens.
+    """Build a tree of the T - 1 most likely nodes after each bonus token.
 
     Continuations that begin with the same tokens share the nodes of those tokens. A node's score is
     the product of the confidences on its path; ``by_frequency`` multiplies it by the share of
     continuations that begin with that path. Scores never grow along a path, and ties go to the
-    lower level: parents are chosen with their children and precede them. Missing nodes are children
-    of the root, id 0.
+    lower level, so a chosen node's parent is also chosen and precedes it. Rows without a node are
+    children of the root with token id 0.
     """
     batch, most, steps = some.tokens.shape
     rows = num_draft_tokens
@@ -201,14 +201,14 @@ def ngram_tree(
     same = jnp.cumprod((equal & is_real[:, None]).astype(jnp.int32), axis=3) > 0
     leader = jnp.argmax(same, axis=2).astype(jnp.int32)  # the best continuation with this beginning
     is_node = is_real & (leader == index[:, None])
-    # the match grows with every accepted token
+    # each accepted token makes the match longer
     matched = some.matched[:, :, None] + jnp.arange(steps, dtype=jnp.int32)
     score = jnp.cumprod(confidence(matched), axis=2)
     if by_frequency:
         total = jnp.sum(some.matched > 0, axis=1, dtype=jnp.float32)[:, None, None]
         score = score * jnp.sum(same, axis=2, dtype=jnp.float32) / jnp.maximum(total, 1.0)
-    # Candidates in row order: by level, then among equals the preferred one last. By recency that
-    # is the recent one, by frequency the early one.
+    # Put candidates in row order: by level, and within a level with the preferred one last. That is
+    # the most recent one, or with ``by_frequency`` the earliest one.
     turn = slice(None) if by_frequency else slice(None, None, -1)
 
     def flat(grid: jax.Array) -> jax.Array:
@@ -236,7 +236,7 @@ def ngram_tree(
         return jnp.take_along_axis(jnp.broadcast_to(values, nodes.shape), source, axis=1)
 
     drafts = jnp.where(is_filled, of_rows(flat(some.tokens)), 0)
-    # the parent's row: that of the leader one level up
+    # the parent's row is the row of the leader one level up
     by_grid = jnp.swapaxes(row.reshape(batch, steps, most), 1, 2)[:, turn]
     above = jnp.take_along_axis(by_grid, leader, axis=1)[:, :, :-1]
     above = flat(jnp.pad(above, ((0, 0), (0, 0), (1, 0))))
@@ -245,7 +245,7 @@ def ngram_tree(
     depths = jnp.where(is_filled, of_rows(depth) + 1, 1)
     depths = jnp.pad(depths, ((0, 0), (1, 0)))
     branch = of_rows(flat(jnp.broadcast_to(index[:, None], is_real.shape)))
-    # a row sees the rows on its own continuation's path, itself, and the root
+    # a row sees the rows on the path of its continuation, itself, and the root
     owners = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     sees = same[owners, branch[:, :, None], branch[:, None, :], depths[:, None, 1:] - 1]
     sees &= is_filled[:, None] & is_filled[:, :, None]

@@ -1,4 +1,4 @@
-"""Prefill: run prompt chunks, packed into one row of tokens, through target and draft."""
+"""Prefill: run prompt chunks, packed into one row of tokens, through the target and the draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,20 +19,20 @@ from specjax.speculative.round import Resident, RoundConfig, make_batch
 from specjax.speculative.tree import accept, chain_input
 from specjax.types import NO_DRAFTS, KVPools, Logprobs, NodeOutputs, RoundOutput
 
-# integers in the header of a packed chunk
+# number of integers in the header of a packed chunk
 HEADER = 7
 UNLIMITED = 2**31 - 1
 
 
 class Chunk(NamedTuple):
-    """Tokens of one prompt that are computed in one pass."""
+    """The tokens of one prompt that are computed in one pass."""
 
     slot: int  # request slot
     tokens: Sequence[int]
-    start: int = 0  # tokens of the prompt that are already in the pool
-    following: int | None = None  # the prompt token after them, ``None`` at the prompt's end
+    start: int = 0  # number of tokens before the chunk, which are already in the pool
+    following: int | None = None  # the prompt token after the chunk; ``None`` at the prompt's end
     budget: int = UNLIMITED  # maximum number of tokens to generate
-    num_cached: int = 0  # leading tokens whose KV came from the prefix cache
+    num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
 
     @classmethod
     def of(
@@ -44,17 +44,15 @@ class Chunk(NamedTuple):
         budget: int = UNLIMITED,
         num_cached: int = 0,
     ) -> "Chunk":
-        """The tokens of a text from ``start`` to ``end``, or to the end of the text."""
+        """Make a chunk of the tokens of a prompt from ``start`` to ``end``."""
         following = text[end] if end < len(text) else None
         return cls(slot, text[start:end], start, following, budget, num_cached)
 
 
 def pack_chunks(chunks: Sequence[Chunk], width: int, limit: int) -> np.ndarray:
-    """Pack chunks for the device: at most ``limit`` of them, with at most ``width`` tokens
-    together.
+    """Pack at most ``limit`` chunks, with at most ``width`` tokens altogether, for the device.
 
-    Returns i32 ``[limit * HEADER + width]``: the headers of all chunks, then their tokens
-    concatenated.
+    Returns i32 ``[limit * HEADER + width]``: the headers of all chunks, then all tokens.
     """
     headers = np.zeros((limit, HEADER), np.int32)
     tokens = np.zeros(width, np.int32)
@@ -76,12 +74,12 @@ def prefill_chunks(
     limit: int,
     with_logprobs: bool = False,
 ) -> tuple[DeviceState, RoundOutput]:
-    """Run ``limit`` chunks packed by :func:`pack_chunks` through target and draft.
+    """Run ``limit`` chunks, which :func:`pack_chunks` packed, through the target and the draft.
 
-    The host reads ``packed`` i32 ``[limit]`` (the sampled tokens), their log-probabilities
-    ``[limit]`` and hidden states ``[limit, D]``; they are valid only if the prompt ends there. With
-    ``with_logprobs`` it also reads the log-probability, from raw logits, of the prompt token after
-    each of the W tokens; the value at the end of a prompt is invalid.
+    The output has the sampled tokens, ``packed`` i32 ``[limit]``, their log-probabilities
+    ``[limit]`` and hidden states ``[limit, D]``. They are valid only for the last chunk of a
+    prompt. With ``with_logprobs``, the output also has the log-probability, from raw logits, of the
+    prompt token after each of the W tokens; the value after the end of a prompt is invalid.
     """
     pools, future = state.pools, state.future
     headers = packed[: limit * HEADER].reshape(limit, HEADER)
@@ -94,7 +92,7 @@ def prefill_chunks(
         tokens[None], segments.positions[None], pools.target, attend, config.feature_layers
     )
     last, index = segments.last, segments.index
-    # the prompt token after each token; 0 at the prompt's end
+    # the prompt token after each token, or 0 at the prompt's end
     is_last = segments.is_real & (jnp.arange(tokens.shape[0], dtype=jnp.int32) == last[index])
     behind = jnp.where(is_last, following[index], jnp.roll(tokens, -1))
     prompt_logprobs, states = None, pick_row(hidden, last[None])
@@ -113,7 +111,7 @@ def prefill_chunks(
         remaining=future.remaining.at[slots].set(budgets),
         tokens=future.tokens.at[owners, places].set(tokens, mode="drop"),
     )
-    # slot 0 is greedy, so that no noise is drawn before a prompt's end
+    # before a prompt's end, use the greedy parameters of slot 0, so that no noise is drawn
     params = unpack_sampling(resident.sampling, jnp.where(is_final > 0, slots, 0))
     roots = chain_input(tokens[last][:, None], new_lens - 1)
     future = restart(future, slots, new_lens, params)
@@ -122,7 +120,7 @@ def prefill_chunks(
         logits[:, None], roots, inputs, config.sampling, future.logit_states
     )
     future = advance(future, slots, NewTokens(drawn, is_final, new_lens, params))
-    # invalid before the end of a prompt; the next chunk overwrites it
+    # before the end of a prompt the result is invalid, and the next chunk overwrites it
     _, future = accept(
         roots,
         NodeOutputs(drawn, drawn),

@@ -1,4 +1,4 @@
-"""Registry of algorithms by name: built-in ones and those of other packages."""
+"""The registry of algorithms, built-in and from other packages, by name."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ HINT = (
     "for drafts set draft to an EAGLE-3 head, or speculative_algorithm to 'NGRAM', without a draft"
 )
 ALIASES = {"NEXTN": "EAGLE"}
-# entry points of installed packages: name, and the module that registers it
+# group of entry points: each has an algorithm's name and the module that registers it
 GROUP = "specjax.algorithms"
 
-# name: location of the instance, imported on first use
+# maps a name to the location of the instance, which is imported on first use
 _FACTORIES = {
     PLAIN: "specjax.speculative.algorithm:PLAIN",
     "EAGLE": "specjax.speculative.eagle:EAGLE",
@@ -36,26 +36,20 @@ _FACTORIES = {
     "DFLASH": "specjax.speculative.block:DFLASH",
     "DSPARK": "specjax.speculative.block:DSPARK",
 }
-# names that packages must not use
+# names that other packages must not use
 RESERVED = (*_FACTORIES, *ALIASES)
 _custom: dict[str, "CustomSpecAlgo"] = {}
-# digest of each package at first use: the code that this process runs
+# digest of each package at its first use, and so of the code that this process runs
 _first_digests: dict[str, str] = {}
 _loading = RLock()  # held during a package's import, which registers names before it finishes
 
 
 @dataclass(frozen=True)
 class CustomSpecAlgo(CommonAlgorithm):
-    """A registered algorithm, before ``create_worker`` builds it from engine arguments.
+    """An algorithm from another package, before ``create_worker`` builds it.
 
-    It is not one of the built-in algorithms. If a subclass overrides methods of
-    :class:`CommonAlgorithm`, they replace those of the ``SpeculativeAlgorithm`` it creates.
-
-    Attributes:
-        name: the registered name.
-        factory: builds the ``SpeculativeAlgorithm`` from engine arguments.
-        supports_overlap: whether a round may be dispatched before the previous one is read.
-        validate_server_args: rejects engine arguments by raising ValueError.
+    If a subclass overrides methods of :class:`CommonAlgorithm`, they replace those of the
+    ``SpeculativeAlgorithm`` that it builds. :func:`register_algorithm` describes the attributes.
     """
 
     name: str
@@ -64,12 +58,12 @@ class CustomSpecAlgo(CommonAlgorithm):
     validate_server_args: Callable[[Any], object] | None = None
 
     def create_worker(self, args: Any) -> SpeculativeAlgorithm:
-        """Build the ``SpeculativeAlgorithm`` for engine arguments.
+        """Build the ``SpeculativeAlgorithm`` for these engine arguments.
 
-        Raises ValueError if they do not fit, or if the factory returns another type.
+        Raises ValueError if it rejects them, or if the factory returns another type.
         """
         if args.overlap and not self.supports_overlap:
-            raise ValueError(f"overlap=True is not supported by {self.name}; leave it None")
+            raise ValueError(f"overlap=True is not supported by {self.name}; leave it unset")
         if self.validate_server_args is not None:
             self.validate_server_args(args)
         knob = f"speculative_algorithm={self.name!r}"
@@ -84,14 +78,14 @@ class CustomSpecAlgo(CommonAlgorithm):
         return worker.create_worker(args)
 
     def overridden(self, worker: SpeculativeAlgorithm) -> SpeculativeAlgorithm:
-        """The worker with the methods this class overrides, and their sources in its cache key."""
+        """Give the worker the methods that this class overrides; add their sources to its key."""
         own = {
             name: getattr(self, name)
             for name, common in vars(CommonAlgorithm).items()
             if name[0] != "_" and getattr(type(self), name) is not common
         }
         if own:
-            worker = copy(worker)  # the factory may return one object to all engines
+            worker = copy(worker)  # the factory may return the same object to all engines
             facts = (*worker.cache_facts(), *source_facts(type(self)))
             for name, value in (own | {"cache_facts": lambda: facts}).items():
                 object.__setattr__(worker, name, value)  # a frozen dataclass
@@ -102,16 +96,16 @@ Factory = TypeVar("Factory", bound=Callable[[Any], Any])
 
 
 def names() -> tuple[str, ...]:
-    """All available names; packages are not imported."""
+    """All available names, found without importing packages."""
     installed = (point.name.upper() for point in entry_points(group=GROUP))
     return tuple(dict.fromkeys((*_FACTORIES, *_custom, *sorted(installed))))
 
 
 def find(name: str | None) -> Any:
-    """Find an algorithm by name, in any case; plain decoding for ``None``.
+    """Find an algorithm by name, in upper or lower case; plain decoding for ``None``.
 
-    Returns a ``SpeculativeAlgorithm``, or the result of :func:`register_algorithm`. Raises
-    ValueError if the name is not registered or its package cannot be loaded.
+    Returns a built-in ``SpeculativeAlgorithm``, or a ``CustomSpecAlgo``. Raises ValueError if the
+    name is not registered or its package cannot be loaded.
     """
     key = PLAIN if name is None else name.upper() if isinstance(name, str) else ""
     place = _FACTORIES.get(ALIASES.get(key, key))
@@ -129,7 +123,7 @@ def find(name: str | None) -> Any:
 
 
 def _load(name: str | None, key: str, points: list[EntryPoint]) -> None:
-    """Import the module that should register a name."""
+    """Import the module that must register this name."""
     owners = [f"{point.value} of {point.dist and point.dist.name}" for point in points]
     if len(set(owners)) > 1:
         raise ValueError(
@@ -162,20 +156,21 @@ def register_algorithm(
     """Decorator: register ``factory(args)``, which builds a ``SpeculativeAlgorithm``.
 
     The factory is returned unchanged. It is called with the arguments of each engine that names the
-    algorithm. An installed package needs no explicit import if it declares the module that
-    registers as an entry point of the group ``specjax.algorithms``.
+    algorithm. Users of an installed package need not import it, if it declares the registering
+    module as an entry point in the group ``specjax.algorithms``.
 
     Args:
-        name: in any case.
-        supports_overlap: whether a round may be dispatched before the previous one is read;
-            ``overlap=None`` follows it.
-        validate_server_args: called first with the engine's arguments; rejects with ValueError.
-        spec_class: called with name, factory and both options in place of :class:`CustomSpecAlgo`;
-            methods that a subclass overrides are used.
+        name: in upper or lower case.
+        supports_overlap: whether a round may be dispatched before the previous one is read; also
+            the default of the engine's ``overlap``.
+        validate_server_args: called with the engine's arguments before the factory; raises
+            ValueError to reject them.
+        spec_class: a class to use instead of :class:`CustomSpecAlgo`, usually a subclass; it is
+            called with the name, the factory and both options.
 
     Raises:
-        ValueError: the name is reserved or taken, or ``spec_class`` lacks a method or has one that
-            belongs in the ``SpeculativeAlgorithm``.
+        ValueError: if the name is reserved or taken, or if ``spec_class`` lacks a method or has one
+            that belongs in the ``SpeculativeAlgorithm``.
     """
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ValueError(f"algorithm name={name!r} may contain only letters, digits, _ and -")
@@ -224,17 +219,17 @@ def _public(kind: Any) -> list[str]:
 
 
 def _origin(factory: Any) -> str:
-    """Where a factory is defined; a lambda, local function or object is identified by its id."""
+    """The place where a factory is defined, with its id if it has no unique name there."""
     name = getattr(factory, "__qualname__", "<object>")
     is_named = isinstance(factory, type | FunctionType) and "<" not in name
     return f"{factory.__module__}.{name}" if is_named else f"{factory!r} at {id(factory)}"
 
 
 def source_facts(kind: type) -> tuple[str, ...]:
-    """Cache-key facts of a class outside specjax: names, distributions, versions, sources.
+    """Cache-key entries for a class outside specjax: its name, and versions and sources.
 
-    A package counts as a whole, as it was at first use in this process. If its sources cannot be
-    read or have changed since, the facts are unique, so no other process shares them.
+    A package is digested as a whole at its first use in this process. If its sources cannot be read
+    or have changed since, the entries are unique, so other processes cannot share cached functions.
     """
     foreign = [base for base in kind.__mro__ if _top_of(base) not in _OWN]
     if _top_of(kind) in sys.stdlib_module_names:  # made by exec or make_dataclass
@@ -244,7 +239,7 @@ def source_facts(kind: type) -> tuple[str, ...]:
 
 
 def record_sources(module: str) -> None:
-    """Record the digest of a module's package now, right after the import of the code to run."""
+    """Record the digest of a module's package now, directly after its import."""
     _facts_of(module.partition(".")[0])
 
 
@@ -271,14 +266,14 @@ def _facts_of(top: str) -> str:
 
 
 def _digest(top: str) -> str:
-    """SHA-256 of all files of a package, or of a module's file. Raises OSError if there is none."""
+    """SHA-256 of all files of a package or module. Raises OSError if it has no files."""
     module = sys.modules[top]
     roots = [Path(path) for path in getattr(module, "__path__", ())]
     return digest_files(roots or [Path(module.__file__ or "")])
 
 
 def digest_files(roots: Iterable[Path], ending: str = "") -> str:
-    """SHA-256 of names and contents of all files below ``roots`` whose name has the ending."""
+    """SHA-256 of the names and contents of all files below ``roots`` with this ending."""
     digest = sha256()
     for root in roots:
         for path in _files(root):
@@ -290,7 +285,7 @@ def digest_files(roots: Iterable[Path], ending: str = "") -> str:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Files below a folder, sorted, following links; the root itself if it is a file."""
+    """List the files below a folder in order, following links; or ``root`` if it is a file."""
     if not root.is_dir():
         yield root
     seen = set()

@@ -1,7 +1,7 @@
-"""The round over request slots (draft, verify, extend), and several rounds in one call.
+"""Run one round (draft, verify, extend) for request slots, or several rounds in one call.
 
-Read-only arguments come first, then the device state, which can be donated: functions return the
-new state first. A row whose request may not produce more tokens is treated as padding.
+Functions take read-only arguments first, then the device state, which can be donated. They return
+the new state first. A request that may not produce more tokens is treated as padding.
 """
 
 from dataclasses import dataclass, replace
@@ -22,19 +22,20 @@ from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, Ver
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig:
-    """Static configuration of a round."""
+    """The static configuration of a round."""
 
     algorithm: SpeculativeAlgorithm
     shape: DraftShape
     sampling: SamplingConfig
     feature_layers: tuple[int, ...] = ()  # target layers that the algorithm reads
     num_rounds: int = 1  # rounds per call
-    simulate_accept_length: float | None = None  # mean accepted tokens, for speed measurements
+    # mean number of accepted tokens per round, for speed measurements
+    simulate_accept_length: float | None = None
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Read-only inputs of every call; pages and sampling parameters are by request slot."""
+    """Read-only inputs of every call; pages and sampling have one row per request slot."""
 
     target: CausalLM
     draft: object
@@ -45,7 +46,7 @@ class Resident:
 def make_batch(
     resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
 ) -> Batch:
-    """The batch of request slots i32 ``[B]``."""
+    """Make the batch of request slots i32 ``[B]``."""
     return Batch(
         target=resident.target,
         draft=resident.draft,
@@ -62,16 +63,16 @@ def make_batch(
 def active_batch(
     resident: Resident, future: FutureMap, slots: jax.Array, config: RoundConfig
 ) -> Batch:
-    """The batch of request slots, with slots that may not produce more tokens as padding."""
+    """Make the batch of request slots; those that may not produce more tokens become padding."""
     return make_batch(resident, future, jnp.where(future.remaining[slots] > 0, slots, 0), config)
 
 
 def verify(
     batch: Batch, kv: jax.Array, future: FutureMap, tree: VerifyInput, config: RoundConfig
 ) -> tuple[VerifyOutput, jax.Array, FutureMap]:
-    """Run the target once over a drafted tree: draw a token at every row, accept, record.
+    """Run the target once over a drafted tree, draw a token after every row, and accept drafts.
 
-    A chain needs no attention mask, because its mask is causal. The accepted path of a tree is
+    A chain needs no attention mask, because its mask is causal. The KV of a tree's accepted path is
     moved to where a chain would have stored it.
     """
     target, layers, is_chain = batch.target, config.feature_layers, config.shape.topk == 1
@@ -105,7 +106,7 @@ def verify(
     return verified, kv, future
 
 
-# Stages of a round. If one is compiled separately, for tests and profiles, it builds the batch.
+# The stages of a round. Tests and profiles compile a stage separately; it then builds the batch.
 
 
 def draft_stage(
@@ -120,7 +121,7 @@ def draft_stage(
     batch = batch or active_batch(resident, state.future, slots, config)
     pools, rows = state.pools, resolve(state.future, batch.slots)
     tree, draft = config.algorithm.propose(batch, pools.draft, rows, config.shape)
-    # a request without speculation is decoded plainly inside the batch
+    # a request that does not use speculation proposes no drafts
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
     tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
     return replace(state, pools=replace(pools, draft=draft)), tree
@@ -151,7 +152,7 @@ def extend_stage(
     batch: Batch | None = None,
 ) -> tuple[DeviceState, RoundOutput]:
     """Let the algorithm process the accepted tokens, and pack the outputs for the host."""
-    if batch is None:  # rebuild it as before verification, which updated lengths and ended requests
+    if batch is None:  # rebuild the batch as it was before verification
         counts = verified.num_accepted_tokens
         slots = jnp.where(counts > 0, slots, 0)
         before = state.future.seq_lens[slots] - counts
@@ -182,7 +183,7 @@ def spec_rounds(
 ) -> tuple[DeviceState, RoundOutput]:
     """Run ``config.num_rounds`` rounds in one call, for models whose rounds are short.
 
-    The outputs for the host have a leading axis of ``num_rounds``.
+    Outputs for the host have a leading axis ``[num_rounds]``.
     """
     if config.num_rounds == 1:
         state, out = spec_round(resident, state, slots, config=config)

@@ -1,10 +1,10 @@
-"""STANDALONE: a separate language model drafts, from the text alone.
+"""STANDALONE: a separate language model drafts from the text alone.
 
 Positions and alignment: the draft's KV index ``i`` holds token ``i``. With ``seq_lens`` n, a round
-starts with the draft KV of all tokens before n - 1. The first pass reads the last two tokens, at
-n - 1 and n (the bonus token), and gives the first drafted level. Each further level except the last
-is one pass at positions after n. So S levels take S passes. Accepted drafts already have their KV,
-except the last draft, which the next round's first pass reads. In a tree, that KV is moved.
+starts with the draft KV of all tokens before n - 1. The first pass reads the tokens at n - 1 and n
+(the bonus token), and gives the first drafted level. Each further level takes one pass at positions
+after n, so S levels take S passes. Accepted drafts already have their KV, except the last draft,
+which the next round's first pass reads. The KV of a tree's accepted drafts is moved.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from specjax.types import DraftShape, VerifyInput, VerifyOutput
 class Standalone(NetworkAlgorithm):
     """Drafts chains and trees with a draft model; each level takes one pass.
 
-    Its KV pool is the only state between rounds.
+    The draft's KV pool is the only state between rounds.
     """
 
     # host side
@@ -48,7 +48,7 @@ class Standalone(NetworkAlgorithm):
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any
     ) -> tuple[TargetCheckpoint, ...]:
-        """The model that ``draft`` names, with the target's tokens and context length."""
+        """Open the model that ``draft`` names, with the target's tokenizer and context length."""
         opened = open_draft_model(
             draft,
             target,
@@ -63,7 +63,7 @@ class Standalone(NetworkAlgorithm):
 
     @property
     def lookahead(self) -> int:
-        """The KV of a token is guaranteed only once two more tokens follow it."""
+        """The KV of a token is certain to exist only once two more tokens follow it."""
         return 2
 
     def is_standalone(self) -> bool:
@@ -74,14 +74,14 @@ class Standalone(NetworkAlgorithm):
     def prefill(
         self, batch: Batch, state: State, rows: Rows, chunks: PromptChunks, features: jax.Array
     ) -> tuple[State, Rows]:
-        """Run the draft over the same tokens, to store their KV."""
+        """Run the draft over the prompt tokens to store their KV."""
         _, _, state = batch.draft(chunks.tokens, chunks.positions, state, chunks.attend)
         return state, rows
 
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Run the draft over the last two tokens, then once per level except the last."""
+        """Run the draft over the last two tokens, and then once per level except the last."""
         if shape.steps == 0:
             return chain_input(batch.bonus_tokens[:, None], batch.seq_lens), state
         hidden, state = _read(batch, state, 2)
@@ -100,8 +100,8 @@ class Standalone(NetworkAlgorithm):
     ) -> tuple[State, Rows]:
         """Move the draft KV of a tree's accepted path to its positions in the text.
 
-        A round without drafts stores the KV of the token before its bonus token, so that drafting
-        can resume in any round.
+        In a round without drafts, store the KV of the token before the bonus token, so that
+        drafting can resume in any round.
         """
         if shape.steps == 0:
             return _read(batch, state, 1)[1], rows
@@ -112,7 +112,7 @@ class Standalone(NetworkAlgorithm):
 
 
 def _read(batch: Batch, state: State, count: int) -> tuple[jax.Array, jax.Array]:
-    """Run the draft over ``count`` tokens (1 or 2) from n - 1 on; hidden ``[B, D]`` of the last."""
+    """Run the draft over 1 or 2 tokens from n - 1 on; return the last hidden state ``[B, D]``."""
     begin = jnp.maximum(batch.seq_lens - 1, 0)  # padding rows have no token
     tokens = jnp.stack([batch.tokens[batch.slots, begin], batch.bonus_tokens], axis=1)[:, :count]
     positions = begin[:, None] + jnp.arange(count, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Drafted trees: select candidates as nodes, and walk the tree to find the accepted path.
+"""Select candidates as the nodes of a drafted tree, and find the accepted path.
 
 Axes: B batch, T tree rows, S steps, A accept width, K branches per level, P candidates.
 """
@@ -18,8 +18,8 @@ def chain_input(
 ) -> VerifyInput:
     """The verify input of a chain: row ``i`` is the child of row ``i - 1``.
 
-    Tokens are i32 ``[B, T]``, root first. ``num_proposed`` i32 ``[B]`` of the T - 1 drafts are
-    proposals; all by default.
+    Tokens are i32 ``[B, T]``, root first. Only the first ``num_proposed`` i32 ``[B]`` of the T - 1
+    drafts are proposed; the default is all.
     """
     batch, rows = draft_tokens.shape
     depth = jnp.arange(rows, dtype=jnp.int32)
@@ -35,7 +35,7 @@ def chain_input(
 
 
 def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
-    """The first ``nodes`` rows of a drafted tree; parents come before children."""
+    """Keep the first ``nodes`` rows of a drafted tree, in which parents come before children."""
     if nodes >= tree.draft_tokens.shape[1]:
         return tree
     probs, rows = tree.draft_probs, tree.draft_rows
@@ -63,19 +63,19 @@ def select_tree(
 ) -> tuple[VerifyInput, jax.Array]:
     """Select the best T - 1 of P candidates as the nodes of a tree.
 
-    A candidate's score is the product of the scores on its path, each at most 1. So a parent never
-    scores below its child, and ties go to the lower index: parents are chosen with their children.
-    The chosen candidates stay in index order, so parents also precede their children.
+    A candidate's score is the product of the scores on its path, each at most 1. A parent therefore
+    never scores below its child. Ties go to the lower index, so the parent of a chosen candidate is
+    also chosen. Chosen candidates stay in index order, so parents also precede their children.
 
     Args:
         bonus_tokens: i32 ``[B]``, the roots.
-        seq_lens: i32 ``[B]``, their positions.
-        num_proposed: i32 ``[B]``, number of nodes that are proposals.
-        scores: f32 ``[B, P]``: K candidates, then K * K per level.
+        seq_lens: i32 ``[B]``, the positions of the roots.
+        num_proposed: i32 ``[B]``, number of nodes that are proposed.
+        scores: f32 ``[B, P]``, of the K candidates in the first level and K * K per further level.
         tokens: i32 ``[B, P]``.
         parent_list: i32 ``[B, 1 + (S - 1) * K]``, in SGLang's layout: -1, the indices
-            ``0 .. K - 1``, and for each level except the last two the indices of the K candidates
-            that were drafted from. The parent of candidate ``c`` is the root if ``c < K``, else
+            ``0 .. K - 1``, and for each of the levels 2 to S - 1 the indices of the K candidates
+            with children. The parent of candidate ``c`` is the root if ``c < K``, else
             ``parent_list[(c - K) // K + 1]``.
         topk: K.
         num_draft_tokens: T.
@@ -105,7 +105,7 @@ def select_tree(
         ancestor = jnp.where(
             ancestor > 0, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1), -1
         )
-    # counted from the mask, so that rotary positions agree with it, whatever was chosen
+    # count depths from the mask, so that rotary positions always agree with it
     depths = jnp.sum(mask, axis=2, dtype=jnp.int32) - 1
     tree = VerifyInput(
         draft_tokens=jnp.concatenate([bonus_tokens[:, None], drafts], axis=1),
@@ -122,12 +122,12 @@ def simulated_path(
 ) -> jax.Array:
     """Path i32 ``[B, S + 1]`` to the first of the deepest rows, ``accept_length`` long on average.
 
-    Only for speed measurements without a trained head: the text is meaningless. Lengths are the two
-    integers around ``accept_length``, spread evenly over sequence lengths.
+    It is only for speed measurements without a trained head: the text is meaningless. Lengths are
+    the two integers around ``accept_length``, spread evenly over sequence lengths.
     """
     drafts = min(max(accept_length - 1.0, 0.0), float(num_steps))
     share = drafts - int(drafts)
-    # multiples of the golden ratio are spread evenly on [0, 1)
+    # multiples of the golden ratio, modulo 1, are spread evenly on [0, 1)
     phase = jnp.mod(tree.positions[:, 0].astype(jnp.float32) * 0.6180339887, 1.0)
     count = int(drafts) + (phase < share).astype(jnp.int32)
     index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
@@ -144,9 +144,9 @@ def simulated_path(
 
 
 def simulated_tokens(tree: VerifyInput, path: jax.Array, end_token_ids: jax.Array) -> jax.Array:
-    """Target tokens i32 ``[B, T]`` that accept exactly a path ``[B, A]`` of rows."""
+    """Target tokens i32 ``[B, T]`` with which exactly the rows in ``path [B, A]`` are accepted."""
     rows = tree.draft_tokens.shape[1]
-    # a token that is not drafted in any row, so no child matches it, and is not an end token
+    # a token that is neither drafted in any row, so that no child matches it, nor an end token
     taken = jnp.concatenate([tree.draft_tokens, end_token_ids], axis=1)
     few = jnp.arange(taken.shape[1] + 1, dtype=jnp.int32)
     is_free = jnp.all(taken[:, None, :] != few[:, None], axis=2)
@@ -170,10 +170,9 @@ def accept(
     implementation: str | None = None,
     simulate_accept_length: float | None = None,
 ) -> tuple[VerifyOutput, FutureMap]:
-    """Accept the path that agrees with the target, record it, and compact the target's outputs.
+    """Accept the path that agrees with ``outputs.tokens``, record it, and compact the outputs.
 
-    Each draft is accepted with the target's probability. ``simulate_accept_length`` instead accepts
-    that many tokens on average, right or wrong.
+    ``simulate_accept_length`` instead accepts this many tokens on average, right or wrong.
     """
     if simulate_accept_length is not None:
         path = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
@@ -190,7 +189,7 @@ def accept(
         num_steps=shape.depth,
         implementation=implementation,
     )
-    # rows of a chain are already in place: XLA only clears later rows, fused into their reader
+    # a chain's rows are already in place, so XLA only clears later ones, fused into the reader
     moves = "xla" if shape.topk == 1 else implementation
     compacted = jax.tree.map(
         lambda leaf: compact_tree(leaf, accepted.accept_index, implementation=moves), outputs

@@ -258,7 +258,7 @@ STANDALONE = {"speculative_algorithm": "standalone", "draft": "some"}
         (NGRAM | {"speculative_use_rejection_sampling": True}, "speculative_algorithm=NGRAM has"),
         (
             NGRAM | {"speculative_adaptive": True, "speculative_num_draft_tokens": 4},
-            "num_draft_tokens=4 with speculative_adaptive=True",
+            "num_draft_tokens=4 cannot be set if speculative_adaptive=True",
         ),
         (
             MODULES | {"speculative_eagle_topk": 2},
