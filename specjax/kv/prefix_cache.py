@@ -126,7 +126,7 @@ class PrefixCache:
         rest = [page for page in pages[num_full:] if page not in self._held]
         offered = {*duplicates, *new, *rest}
         if len(offered) != len(duplicates) + len(new) + len(rest) or 0 in offered:
-            raise ValueError(f"pages {list(pages)} must not repeat a page or contain page 0")
+            raise ValueError(f"pages {list(pages)} must not repeat a page or have padding page 0")
         if not self._held.isdisjoint(offered):
             wrong = sorted(self._held & offered)
             raise ValueError(f"pages {wrong} are cached under another prefix")

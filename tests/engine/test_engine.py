@@ -512,4 +512,4 @@ def test_a_sliding_window_bounds_the_context(files, tmp_path, caplog) -> None:
     with pytest.raises(ValueError, match=r"context_length=65 exceeds .* sliding window of 64"):
         files.small(target=target, context_length=65)
     assert plan_engine(EngineArgs(model=target)).context_length == 64
-    assert "context_length=64 of 128: the sliding window" in caplog.text
+    assert "context_length set to 64 although the model allows 128" in caplog.text
