@@ -111,7 +111,6 @@ def open_block(
         draft: a directory (one of six published formats, or written by :func:`save_orbax`), a
             repository id, or None for the folder ``dspark`` of the target's checkpoint, or the
             drafter that ships with an embedded target.
-        target: the target model.
         rope_theta: replaces the drafter's rotary base.
 
     Raises:

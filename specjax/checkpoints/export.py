@@ -54,7 +54,6 @@ def export_draft(
 
     Args:
         path: directory to create; existing weights and configuration in it are replaced.
-        config: configuration of the draft.
         weights: arrays by name, as :meth:`DraftCheckpoint.load_weights` returns them. A block
             drafter's ``context.*`` weights repeat other weights and may be left out.
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.

@@ -335,8 +335,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
         (_CONTROL, backend.add_special_tokens),
         (_USER_DEFINED, backend.add_tokens),  # matched whole
     ):
-        # skip an entry outside the byte alphabet, as it is stored under its byte spelling: adding
-        # its text would create an id beyond the model's vocabulary
+        # skip entries outside the byte alphabet: the vocabulary has them under their byte spelling
         add(
             [
                 AddedToken(token, normalized=False, special=wanted == _CONTROL)

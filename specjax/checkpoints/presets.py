@@ -1,8 +1,4 @@
-"""Model shapes for speed measurements with random weights.
-
-Each preset has the shapes of a published target and of a draft for it. A preset that was written to
-a folder opens like a checkpoint if ``load_format="dummy"`` is set.
-"""
+"""Shapes of published targets and drafts, to measure speed with ``load_format="dummy"``."""
 
 import dataclasses
 from pathlib import Path

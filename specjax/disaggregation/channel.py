@@ -116,13 +116,9 @@ class Channel:
         return self.reason is None
 
     def send(self, message: Message, sent: Sent | None = None) -> None:
-        """Queue a message without waiting for the network; do not change the message afterwards.
+        """Queue a message, which must not change afterwards; ChannelClosed if the channel ended.
 
-        Args:
-            sent: called when libzmq has taken the whole message, in the thread of ``deliver``.
-
-        Raises:
-            ChannelClosed: if the connection has ended.
+        ``sent`` is called when libzmq has taken the whole message, in the thread of ``deliver``.
         """
         if self.reason is not None:
             raise ChannelClosed(str(self.reason)) from self.reason

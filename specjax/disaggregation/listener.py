@@ -60,19 +60,13 @@ class Listener:
     One thread owns all sockets. Another thread waits for arrays that a device still computes. A
     peer without the secret occupies a connection until its handshake fails.
 
-    Attributes:
-        address: address to connect to, with the actual port if port 0 was passed.
+    ``address`` is the address to connect to, with the actual port if port 0 was passed.
     """
 
     def __init__(
         self, address: str, terms: Terms, *, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        """Start to listen.
-
-        Raises:
-            ValueError: if the address is malformed or needs a secret.
-            OSError: if the address cannot be bound.
-        """
+        """Start to listen. ValueError for a bad address or secret, OSError if binding fails."""
         check_secret(address, terms.secret)
         host, _ = parse_address(address)
         [place, *_] = places(address)

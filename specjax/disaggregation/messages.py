@@ -53,7 +53,6 @@ class Job(_Struct, frozen=True):
         params: sampling parameters as JSON values.
         top_logprobs: top tokens to return per token; ``None`` for no log-probabilities.
         logprob_start_len: first prompt token to return log-probabilities for; ``None`` for none.
-        return_hidden_states: whether to return hidden states of the first token.
         timeout: seconds until the job is no longer needed; ``None`` for no limit.
     """
 
@@ -94,11 +93,9 @@ class Prefilled(_Struct, frozen=True):
 
     Attributes:
         weights: fingerprint of the weights that computed the whole prompt.
-        token: the first token.
         logprobs: log-probability of the first token, then top tokens and their values.
         hidden: hidden states of the prompt's last token.
         rows: inputs of the first round in addition to the token.
-        prompt_logprobs: log-probabilities of the prompt, if requested.
         cached_tokens: prompt tokens that the prefill side served from its prefix cache.
         seconds: time from the job's arrival at the prefill side to its first token.
     """
@@ -139,8 +136,6 @@ class Open(_Struct, frozen=True):
 
     Attributes:
         token: random; the same for all lanes of a decode side.
-        lane: number of the lane.
-        facts: as in :class:`Hello`.
     """
 
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]

@@ -14,13 +14,8 @@ class DisaggregatedEngine(Engine):
     """An :class:`Engine` whose prompts are computed on another device of the process.
 
     Long prompts then do not delay decoding. If the prefill side fails, this side computes prompts.
-
-    Args:
-        prefill: options that differ on the prefill side. It uses the next device by default.
-        **options: options of both sides.
-
-    Attributes:
-        prefill: the engine that computes prompts.
+    ``prefill`` has options that differ on the prefill side, which uses the next device by default.
+    The attribute ``prefill`` is the engine of that side.
     """
 
     def __init__(

@@ -356,7 +356,6 @@ class Engine:
                 weight, such as ``q_proj``, ``k_proj`` and ``v_proj``) or the engine's names
                 (``engine.runner.networks.target.names``). Shapes must be those of the running
                 weights; floats are cast to their dtype.
-            draft: replace weights of the draft instead of the target.
             allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:

@@ -1,7 +1,4 @@
-"""Fields of JSON request bodies, and refusal of unsupported fields.
-
-A field stays JSON text until a reader takes it as one type, so a wrong value costs little.
-"""
+"""JSON request bodies: each field is decoded when it is taken, and unsupported ones are refused."""
 
 import itertools
 import json
@@ -219,7 +216,6 @@ class Body:
         """Take a string, a list of token ids, or a list of either; ``None`` if it is absent.
 
         Args:
-            name: the field.
             max_ids: maximum token ids per input. A longer input raises ValueError without decoding.
             max_rows: maximum number of inputs in a list of lists.
         """

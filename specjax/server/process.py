@@ -1,7 +1,4 @@
-"""Server process: connection limits, start-up with an engine, and shutdown.
-
-uvicorn limits neither the size of a request's head nor the time until it is complete.
-"""
+"""Server process: connection limits (uvicorn does not limit heads), start-up and shutdown."""
 
 import asyncio
 import gc

@@ -31,8 +31,7 @@ class Access:
     api_key: str | None = None  # required on all routes that are not open
     # Required on administration routes. Default: the API key; without one, only local callers.
     admin_api_key: str | None = None
-    # Whether the server listens on a loopback address. If it does and has no key, it refuses
-    # requests from pages of other sites (open in a browser on this host).
+    # if the server listens on a loopback address: without a key, pages of other sites are refused
     is_private: bool = False
     allowed_hosts: Collection[str] = ()  # accepted Host headers in addition to loopback names
     origins: Collection[str] = ()  # origins whose pages may call from a browser; "*" allows all

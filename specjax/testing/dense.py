@@ -129,11 +129,9 @@ def adjusted_logits(
 def kept_by_sorting(
     logits: Any, top_k: int, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[set[int], float]:
-    """Filter by top-k, then by top-p (both keep ties), then by min-p.
+    """Filter by top-k, then by top-p (both keep ties), then by min-p; return the kept tokens.
 
-    Returns:
-        The kept tokens, and the smallest distance between a share and its limit. If that distance
-        is near 0, rounding may change the result.
+    Also return the smallest distance of a share from its limit: near 0, rounding may decide.
     """
     logits = np.asarray(logits, np.float64)
     kept = logits >= np.sort(logits)[::-1][min(top_k, len(logits)) - 1]

@@ -375,7 +375,7 @@ def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
     with listening(end, pulse=QUICK) as listener:
         with dialing(left, listener.address, secret="something else", pulse=QUICK):
             wait_for(lambda: "its disaggregation_secret or its version may differ" in caplog.text)
-            wait_for(lambda: "another version or disaggregation_secret" in caplog.text)
+            wait_for(lambda: "its version or disaggregation_secret differs" in caplog.text)
         assert end.opened.empty()
         assert left.opened.empty()
 

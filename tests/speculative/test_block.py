@@ -224,7 +224,7 @@ def test_acceptance_by_probabilities_and_updates_of_weights(files: Any, tmp_path
         assert again["output_ids"] == expected
         assert again["meta_info"]["spec_num_correct_drafts"] < 8
         name = "layers.0.attention.qkv.kernel"
-        with pytest.raises(ValueError, match=f"{name}' without 'context.kernel', which repeats"):
+        with pytest.raises(ValueError, match=f"{name}' but not 'context.kernel', which contains"):
             engine.update_weights_from_tensor({name: named[name]}, draft=True)
         engine.update_weights_from_disk(draft_path=draft)
         last = engine.generate(input_ids=prompt, sampling_params=greedy)
