@@ -38,8 +38,8 @@ def check_slot_limits(
     num_ends = len(_known_ends(end_token_ids, vocab_size))
     if params.min_new_tokens and num_ends > MAX_END_TOKENS:
         raise ParameterError(
-            f"min_new_tokens={params.min_new_tokens} works with at most {MAX_END_TOKENS} end tokens, "
-            f"but the request has {num_ends}; give fewer stop_token_ids or set ignore_eos",
+            f"min_new_tokens={params.min_new_tokens} works with at most {MAX_END_TOKENS} end "
+            f"tokens, but the request has {num_ends}; give fewer stop_token_ids or set ignore_eos",
             param="min_new_tokens",
             limit=MAX_END_TOKENS,
         )
