@@ -29,7 +29,7 @@ def ask(url: str, number: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=16, help="how many (default: 16)")
+    parser.add_argument("--requests", type=int, default=16, help="number of requests (default: 16)")
     args = parser.parse_args()
     with Engine(
         speculative_algorithm="EAGLE3",

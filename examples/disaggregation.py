@@ -1,10 +1,10 @@
-"""Split prefill from decode: one command for each of two processes.
+"""Split prefill from decode. Each side is a process, which has its own command.
 
     python examples/disaggregation.py prefill
     python examples/disaggregation.py decode "The sky is blue because"
 
-Run each command in its own terminal. Without the prefill side, the decode side computes its
-prompts itself.
+Run each command in its own terminal. Without a prefill side, the decode side computes the
+prompt itself.
 """
 
 import argparse

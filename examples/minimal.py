@@ -2,9 +2,9 @@
 
     python examples/minimal.py "The sky is blue because" "Once upon a time"
 
-This program plans a target with its draft head, compiles, prefills the prompts, and runs rounds:
-draft, verify, accept. Accepted drafts are printed in colour. `specjax.Engine` adds the features of
-a service: continuous batching, page management, streams, stop strings, adaptive decoding.
+The program plans a target with its draft head, compiles all functions, prefills the prompts and
+runs rounds of draft, verify and accept. It prints accepted drafts in colour. `specjax.Engine` adds
+what a service needs: continuous batching, page management, streams, stop strings and more.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Token = tuple[int, bool]  # token id, and whether the token is an accepted draft
 
 
 def build(args: EngineArgs) -> tuple[EnginePlan, ModelRunner]:
-    """Plan all sizes, compile all functions of the plan, and load the weights to the device."""
+    """Plan all sizes, compile all functions, and load the weights to the device."""
     plan = plan_engine(args)
     runner = ModelRunner(plan.networks, plan.config)
     runner.compile(show_progress=False)
@@ -42,14 +42,14 @@ def prefill(runner: ModelRunner, slot: int, prompt: Sequence[int], params: Sampl
 
 
 def decode(runner: ModelRunner, texts: dict[int, list[Token]], max_new_tokens: int) -> None:
-    """Run rounds of all slots, and append tokens to ``texts`` until each slot has enough."""
+    """Run rounds for all slots, and append tokens to ``texts`` until each slot has enough."""
     slots = list(texts)
     while any(len(texts[slot]) < max_new_tokens for slot in slots):
         # one compiled call: the head drafts, and the target verifies all drafts in one pass. Drafts
-        # that equal the target's own choice are accepted. The target adds one token, the bonus
+        # that equal the target's own choice are accepted. The target adds a bonus token
         rounds = runner.round(slots).read()
         for packed in rounds:  # one i32 [B, A + 3] per round
-            for slot, row in zip(slots, packed.tolist(), strict=False):  # more rows are padding
+            for slot, row in zip(slots, packed.tolist(), strict=False):  # further rows are padding
                 *tokens, _num_proposed, num_accepted_drafts, num_accepted_tokens = row
                 new = enumerate(tokens[:num_accepted_tokens])
                 texts[slot] += [(token, i < num_accepted_drafts) for i, token in new]
@@ -65,7 +65,7 @@ def generate(
     tokenizer, config = plan.target.load_tokenizer(), plan.config
     pages = PageAllocator(config.num_pages, config.page_size)
     texts: dict[int, list[Token]] = {}
-    for slot, prompt in enumerate(prompts, 1):  # slot 0 belongs to padding
+    for slot, prompt in enumerate(prompts, 1):  # slot 0 is for padding
         own = pages.allocate(config.pages_per_request)  # enough for the longest text
         if own is None:
             raise ValueError(f"{len(prompts)} prompts are too many for {config.num_pages} pages")

@@ -4,7 +4,7 @@
     python examples/ray_serve.py --replicas 2 --context-length 512 --max-running-requests 4
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The sky is blue because"}'
 
-Every engine option is an option here. If SPECJAX_API_KEY is set in the environment, clients must
+The program has all engine options too. If SPECJAX_API_KEY is set in the environment, clients must
 send this key. SIGTERM or Ctrl-C ends the program.
 """
 
@@ -37,7 +37,7 @@ class Replica:
         self.engine.check_health()
 
     def __del__(self) -> None:
-        """Close the engine; Ray calls this after running requests end or time out."""
+        """Close the engine once requests in progress have ended or timed out; called by Ray."""
         self.engine.close()
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     group.add_argument("--port", type=int, default=8000)
     group.add_argument("--replicas", type=int, default=2)
     group.add_argument("--gpus", type=float, default=0, help="GPUs per replica (default: 0)")
-    group.add_argument("--requests", type=int, default=64, help="at once per replica (default: 64)")
+    group.add_argument("--requests", type=int, default=64, help="maximum per replica (default: 64)")
     group.add_argument("--shutdown-timeout", type=float, default=30.0)
     add_engine_options(parser, SERVING)
     args = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
     key = os.environ.get("SPECJAX_API_KEY")
     with suppress(KeyboardInterrupt):
         serve.run(deployment(Replica).bind(engine_arguments(args), key), blocking=True)
-    serve.delete("default")  # running requests end while the proxy still works
+    serve.delete("default")  # waits for running requests while the proxy still works
     serve.shutdown()
 
 

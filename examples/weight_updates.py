@@ -2,8 +2,8 @@
 
     python examples/weight_updates.py
 
-Nothing compiles again, and running requests keep their text. The step here is noise instead of a
-gradient. The texts follow the weights; the draft head does not, so it is accepted less often.
+Nothing is compiled again, and running requests keep their text. In this example, a step adds noise
+instead of a gradient. The draft head does not change, so fewer of its drafts are accepted.
 """
 
 import jax

@@ -17,7 +17,7 @@ from specjax.types import DraftShape
 
 @dataclass(frozen=True)
 class Markov(SpeculativeAlgorithm):
-    """Draft chains from a table i32 ``[size]``: the token after each pair, plus 1; 0 is unknown.
+    """Draft chains from a table i32 ``[size]`` of the tokens after pairs, plus 1; 0 is unknown.
 
     Rows i32 ``[B]`` are the tokens before the bonus tokens, plus 1; 0 is unknown.
     """
@@ -25,7 +25,7 @@ class Markov(SpeculativeAlgorithm):
     size: int = 2**20
 
     def reads(self, option):
-        """Whether an option has a meaning here: none of networks and trees has."""
+        """Whether the algorithm has this option; options for networks and trees are refused."""
         trees = ("speculative_eagle_topk", "speculative_num_draft_tokens")
         return option not in ("draft", "draft_rope_theta", *trees) and super().reads(option)
 
@@ -45,7 +45,7 @@ class Markov(SpeculativeAlgorithm):
 
     def prefill(self, batch, state, rows, chunks, features):
         tokens, positions = chunks.tokens[0], chunks.positions[0]
-        # learn nothing at the first token of a chunk and at padding
+        # learn nothing from the first token of a chunk, nor from padding
         follows = jnp.diff(positions, prepend=positions[:1]) == 1
         before = jnp.where(follows, jnp.roll(tokens, 1) + 1, 0)
         state = self.learn(state, before, tokens, chunks.next_tokens[0])
@@ -72,12 +72,12 @@ class Markov(SpeculativeAlgorithm):
         return state, jnp.take_along_axis(before, counts, axis=1)[:, 0]
 
     def learn(self, table, before, tokens, following):
-        """Write the tokens after pairs; write nothing if the first token of a pair is unknown."""
+        """Store the token after each pair, unless the first token of the pair is unknown."""
         places = jnp.where(before > 0, self.places(before, tokens), self.size)
         return table.at[places].set(following + 1, mode="drop")
 
     def places(self, before, tokens):
-        """Hash pairs to table entries i32; pairs with the same entry replace each other."""
+        """Hash pairs to table indices i32; pairs with the same index overwrite each other."""
         mixed = before.astype(jnp.uint32) * jnp.uint32(2654435761) + tokens.astype(jnp.uint32)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)
         return ((mixed ^ (mixed >> 13)) % self.size).astype(jnp.int32)

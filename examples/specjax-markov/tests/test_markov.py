@@ -23,7 +23,7 @@ def batch_of(bonus_tokens):
 
 
 def prefilled(*texts, width=16):
-    """Table and rows after a call with these prompts, each of which ends with a sampled token."""
+    """Prefill prompts that end with a sampled token; return the table and the rows."""
     tokens, following, positions, last = [], [], [], []
     for text in texts:
         tokens += text[:-1]
@@ -91,7 +91,7 @@ def test_arguments():
 
 
 def test_a_prompt_served_again_is_drafted_by_its_own_answer(tmp_path):
-    """Tokens equal dense decoding."""
+    """The tokens equal those of dense decoding."""
     prompts = [[7, 9, 11], [21, 40, 8, 3]]
     files = write_files(tmp_path)
     with files.engine(speculative=False, speculative_algorithm="markov") as engine:
