@@ -77,8 +77,7 @@ def evaluate(
     """Answer all turns of all prompts with both engines, one batch of requests at a time.
 
     Both engines continue with the speculative answer, so that a difference is counted once. The
-    requests of a prompt begin with the token ids of one of the ``contexts``; ``options`` are those
-    of :meth:`Engine.generate`.
+    requests of a prompt begin with one of the ``contexts``. ``options`` are for ``generate``.
     """
     plain = watches["plain"].engine
     conversations: list[list[dict[str, str]]] = [[] for _ in prompts]

@@ -11,8 +11,7 @@ A load is a kind and its values; other names are sampling parameters:
 - mix: lengths are random, at most ``prompt`` and ``output`` tokens, but one prompt in 20 has
   ``long`` tokens. Half of the requests are greedy, a quarter uses top-p and a quarter top-p and
   top-k. They arrive all at once, or as a Poisson process at ``rate`` per second;
-- prompts: every ``interval`` seconds, a long prompt with one completion token arrives while other
-  requests decode.
+- prompts: while others decode, a long prompt with one completion token comes every ``interval`` s.
 
 Prompts are random tokens, or texts with ``prompt=text``. Every turn repeats the same prompts; pass
 --disable-radix-cache to compute them again. Answers come as a ``stream`` or ``whole``, from --url

@@ -114,8 +114,7 @@ def open_block(
         rope_theta: replaces the drafter's rotary base.
 
     Raises:
-        ValueError: if the drafter is not found or does not fit the target, or if its format is not
-            supported or ambiguous.
+        ValueError: if the drafter is not found, not supported, ambiguous or for another target.
     """
     path = default_block_draft(target) if draft is None else locate(draft, "draft")
     source: Callable[[], TensorSource]

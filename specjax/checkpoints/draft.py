@@ -135,8 +135,7 @@ def open_draft(
     Args:
         draft: a directory (published format, or written by :func:`save_orbax`), a Hugging Face
             repository id, or None for the head that ships with an embedded target.
-        checkpoint_format: the required format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or
-            None for any.
+        checkpoint_format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or None for any.
         rope_theta: replaces the head's rotary base. With some published heads, another base than
             the configured one has a higher acceptance rate.
 
@@ -264,15 +263,13 @@ def open_mtp(
     """Find the first multi-token prediction modules and read their configuration.
 
     Args:
-        draft: a Hugging Face directory with tensors ``model.mtp_layers.*``, or a repository id;
-            ``None`` for the target's own checkpoint.
+        draft: a Hugging Face directory or repository id; ``None`` for the target's checkpoint.
         target: the target model, whose family, embeddings and output head the modules share.
         num_modules: number of modules that draft.
         rope_theta: replaces the rotary base.
 
     Raises:
-        ValueError: if there are too few modules, they do not fit the target, or they are mixtures
-            of experts.
+        ValueError: if modules are missing, do not fit the target or are mixtures of experts.
     """
     path = target.path if draft is None else locate(draft, "draft")
     if not (path / "config.json").is_file() or is_orbax_directory(path):

@@ -59,8 +59,7 @@ def export_draft(
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: if the draft is an EAGLE-1/2 head, the format cannot express it, or the weights
-            do not fit the configuration.
+        ValueError: if the format cannot express the draft (as EAGLE-1/2) or weights do not fit.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     if isinstance(config, BlockConfig):

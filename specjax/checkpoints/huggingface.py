@@ -147,10 +147,7 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 
 
 def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> DraftConfig:
-    """Read the head's configuration and resolve it against its target.
-
-    ``source`` has the head's tensors under canonical names: ``midlayer.*``, no ``model.`` prefix.
-    """
+    """Read a head's configuration for a target; tensors have canonical names (``midlayer.*``)."""
     head = _Head(directory, source, target)
     is_eagle3 = head.has("midlayer.hidden_norm.weight")
     values = _common_values(head, "midlayer" if is_eagle3 else "layers.0")

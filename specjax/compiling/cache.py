@@ -104,8 +104,7 @@ class CompileCache:
     ) -> str:
         """Return the file name for the executable of a jitted function with abstract arguments.
 
-        The key need not cover closures and donated arguments, because they follow from the
-        sources, the facts and the label.
+        Closures and donated arguments follow from the sources, the facts and the label.
         """
         leaves, structure = jax.tree.flatten(tuple(arguments))
         described = [str(structure), *map(repr, leaves)]

@@ -41,17 +41,11 @@ class ChannelClosed(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """Timing of heartbeats and handshakes.
+    """Timing of heartbeats and handshakes, in seconds."""
 
-    Attributes:
-        interval: seconds between two heartbeats.
-        silence: seconds without an answer until the peer counts as lost.
-        handshake: maximum seconds for the handshake of a connection.
-    """
-
-    interval: float = 1.0
-    silence: float = 5.0
-    handshake: float = 5.0
+    interval: float = 1.0  # time between two heartbeats
+    silence: float = 5.0  # time without an answer until the peer counts as lost
+    handshake: float = 5.0  # maximum time for the handshake of a connection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,8 +62,7 @@ def encode(message: AnyMessage) -> list[Frame]:
 class Assembler:
     """Assembles messages from the frames in one direction of a connection.
 
-    The arrays of a message may have ``max_bytes`` in total. An assembler that has raised WireError
-    must not be used again.
+    All arrays of a message together may have ``max_bytes``. Discard an assembler after a WireError.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -32,12 +32,7 @@ class _Struct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class Hello(_Struct, frozen=True):
-    """The first message of each side.
-
-    Attributes:
-        facts: ``KVTransfer.facts`` and ``weights``, the fingerprint of this side's weights; all
-            are JSON values.
-    """
+    """The first message of each side: ``KVTransfer.facts`` and the fingerprint ``weights``."""
 
     facts: dict[str, Any]
 
@@ -76,11 +71,7 @@ class Cancel(_Struct, frozen=True):
 
 
 class Piece(_Struct, frozen=True):
-    """KV rows of the tokens ``start`` to ``start + count - 1`` from the prefill side.
-
-    Attributes:
-        kv: one array per KV pool, in the pool's dtype; rows after ``count`` are padding.
-    """
+    """KV rows of tokens ``start`` to ``start + count - 1``, then padding; one array per pool."""
 
     id: Natural
     start: Natural
@@ -132,11 +123,7 @@ Arrival = Piece | Prefilled | Refused  # messages from a prefill side about one 
 
 
 class Open(_Struct, frozen=True):
-    """The first message that a decode side sends on each lane.
-
-    Attributes:
-        token: random; the same for all lanes of a decode side.
-    """
+    """The first message on each lane of a decode side, with one random ``token`` for all lanes."""
 
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
     lane: Natural

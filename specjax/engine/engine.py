@@ -237,8 +237,7 @@ class Engine:
                 ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
                 norm that gave the logits of completion token ``i``.
             timeout: seconds until requests end with reason ``abort``. Default: ``request_timeout``.
-            stream: yield cumulative results as they grow instead of returning the last one. A slow
-                reader gets fewer and longer steps.
+            stream: yield cumulative results as they grow; a slow reader gets fewer, longer steps.
 
         Returns:
             For one input a dict with ``text``, ``output_ids`` (the completion only) and
@@ -354,8 +353,7 @@ class Engine:
         Args:
             named_tensors: arrays by name, either Hugging Face names (with all parts of a fused
                 weight, such as ``q_proj``, ``k_proj`` and ``v_proj``) or the engine's names
-                (``engine.runner.networks.target.names``). Shapes must be those of the running
-                weights; floats are cast to their dtype.
+                (``engine.runner.networks.target.names``). Shapes must match; floats are cast.
             allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:

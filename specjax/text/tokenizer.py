@@ -233,8 +233,7 @@ class IncrementalDecoder:
     A token can end inside a multi-byte character, and decoders drop a leading space at the start of
     a text. Each step therefore decodes the new tokens together with those of the last emitted
     piece, which ends with a whole character. It emits text up to the last whole character. The
-    pieces add up to ``tokenizer.decode`` of all tokens. Byte-level decoders need no context, so
-    their new tokens are decoded alone.
+    pieces add up to ``tokenizer.decode`` of all tokens. Byte-level decoders need no context.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
