@@ -1,1 +1,1 @@
-"""Paged KV cache: pages, their sizes, and the prefixes that requests share."""
+"""The paged KV cache: pages, the budget of pages, and the prefixes that requests share."""

@@ -1,12 +1,12 @@
-"""Page budget of the running requests: how many pages each one gets and gives back.
+"""The page budget: how many pages each running request gets and gives back.
 
-Invariant between any two calls: every page except the padding page is free, owned by the prefix
-cache, or owned by exactly one holding (its ``pages`` after the first ``num_shared``).
+Between any two calls, every page except the padding page is free, owned by the prefix cache, or
+owned by exactly one holding (its ``pages`` after the first ``num_shared``).
 
 Holdings grow on demand. Before a dispatch, each has pages for the maximum KV write of its unread
 rounds and of this dispatch. Any change uploads the page tables, so all holdings grow together. If
-pages are plentiful, they grow for up to ``GROW_DISPATCHES`` dispatches. Unneeded pages stay with
-their holding until an admission or another holding needs them.
+there are enough pages, they grow for up to ``GROW_DISPATCHES`` dispatches. A holding keeps pages
+that it does not need until an admission or another holding needs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from specjax.types import DraftShape
 GROW_DISPATCHES = 16
 
 # An admission reserves this fraction of the pages that running requests may still need. Requests
-# often end before their limit, so a full reserve wastes pages, but too small a reserve causes
-# preemptions. Each preemption raises the fraction, each round lowers it.
+# often end before their limit, so a full reserve would waste pages, but a reserve that is too small
+# causes preemptions. Each preemption raises the fraction, and each round lowers it.
 RESERVE_START = 0.3
 MIN_RESERVE = 0.1
 RESERVE_RAISE = 0.2
@@ -29,12 +29,12 @@ RESERVE_DECAY = 0.998
 
 
 class KVWrites(NamedTuple):
-    """Maximum KV write of a dispatch after a text, over all tiers."""
+    """Maximum number of KV indices that dispatches write after a text, over all tiers."""
 
-    rounds: int  # per dispatch
-    accept_width: int  # A, maximum tokens that a round adds
-    rows: int  # KV indices that a round writes
-    tail: int  # KV indices that a round needs after the last token of a request
+    rounds: int  # rounds per dispatch
+    accept_width: int  # A, maximum number of tokens that a round adds
+    rows: int  # number of KV indices that a round writes
+    tail: int  # number of KV indices that a round needs after the last token of a request
 
     @classmethod
     def of(cls, shapes: Sequence[DraftShape], rounds: int) -> "KVWrites":
@@ -52,30 +52,30 @@ class KVWrites(NamedTuple):
 
 @dataclass(eq=False)
 class PageHolding:
-    """The pages of one running request, and the lengths for planning them.
+    """The pages of one running request, and the lengths that are needed to plan them.
 
     ``kv_len`` counts tokens whose KV in the target is final after all dispatches so far. Tokens of
-    a prefill chunk count from its dispatch, those of a round from when they are read. Dispatches
-    write at ``kv_len`` and later. If the draft's KV of a position depends on the next n tokens,
-    n > 1, they also write its n - 1 positions before, but never cached ones.
+    a prefill chunk count once the chunk is dispatched, and tokens of a round once they are read.
+    Dispatches write at ``kv_len`` and later. If the draft's KV at a position depends on the next n
+    tokens, n > 1, they also write the n - 1 positions before ``kv_len``, but never cached ones.
     """
 
     slot: int  # request slot
     prefill_ids: list[int]  # the prompt, and any output from before a preemption
-    max_kv_tokens: int  # maximum tokens of the request in the pool
-    num_cacheable: int  # leading tokens whose KV may come from the prefix cache
+    max_kv_tokens: int  # maximum number of the request's tokens in the pool
+    num_cacheable: int  # number of leading tokens whose KV may come from the prefix cache
     pages: list[int] = field(default_factory=list)  # in the order of the text
-    num_shared: int = 0  # leading pages owned by the prefix cache, which are only read
-    node: Node | None = None  # locked in the prefix cache for the shared pages
-    num_cached: int = 0  # leading tokens whose KV came from the prefix cache
+    num_shared: int = 0  # number of leading pages that the prefix cache owns; only read here
+    node: Node | None = None  # last shared page in the prefix cache, which is locked
+    num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
     kv_len: int = 0
     unread_rounds: int = 0  # rounds dispatched but not read by the host
 
     def max_kv_len(self, writes: KVWrites, dispatches: int = 1) -> int:
-        """Maximum KV indices in use after all dispatches so far and ``dispatches`` more.
+        """Maximum number of KV indices in use after all dispatches so far and ``dispatches`` more.
 
-        A round writes drafts and verified rows from the end of the text in the pool on. Writes
-        after the request's maximum and the tail are not accepted; without a page they go to page 0.
+        A round writes drafts and verified rows after the text in the pool. Tokens beyond the
+        request's maximum and the tail are never accepted, so their KV may go to page 0.
         """
         begin = max(self.kv_len, len(self.prefill_ids))
         rounds = self.unread_rounds + dispatches * writes.rounds
@@ -84,23 +84,24 @@ class PageHolding:
 
 @dataclass
 class Capacity:
-    """Pages summed over the running requests, for admission decisions."""
+    """Numbers of pages of all running requests together, for admission decisions."""
 
-    reserved: int  # they may need these later
-    reclaimable: int  # they hold these and do not need them yet
+    reserved: int  # pages that they may need later
+    reclaimable: int  # pages that they hold but do not need yet
 
 
 class PageBudget:
     """Hands out the pages of a pool; holdings with equal prefixes share pages.
 
     Args:
-        allocator: of the pool.
+        allocator: the allocator of the pool's pages.
         writes: maximum KV write of a dispatch.
-        set_pages: writes a slot's page table from an entry on: slot, pages, first entry.
-        lookahead: of the prefix cache; ``None`` disables sharing.
+        set_pages: called with a slot, pages and an index, writes the pages to the slot's page table
+            from that index on.
+        lookahead: lookahead of the prefix cache; ``None`` disables sharing.
 
     Attributes:
-        cache: pages of cached prefixes, including shared ones.
+        cache: the prefix cache, which owns shared pages; empty without sharing.
     """
 
     def __init__(
@@ -111,7 +112,6 @@ class PageBudget:
         lookahead: int | None,
     ) -> None:
         self._allocator = allocator
-        # without sharing the cache stays empty
         self.cache = PrefixCache(allocator, lookahead=lookahead or 0)
         self._is_sharing = lookahead is not None
         self._writes = writes
@@ -120,21 +120,21 @@ class PageBudget:
 
     @property
     def num_used_tokens(self) -> int:
-        """Number of tokens in the pages of the holdings, including shared pages."""
+        """Number of tokens that the pages of all holdings can store, including shared pages."""
         num_used = self._allocator.num_pages - 1 - self._available(())
         return num_used * self._allocator.page_size
 
     def capacity(self, running: Sequence[PageHolding]) -> Capacity:
-        """Capacity for new requests, valid until the running ones are dispatched or read again."""
+        """Pages of the running requests; valid until they are dispatched or read again."""
         return Capacity(sum(map(self._may_grow, running)), sum(map(self._reclaimable, running)))
 
     def admit(
         self, holding: PageHolding, running: Sequence[PageHolding], capacity: Capacity
     ) -> bool:
-        """Give a new holding the pages of its text and its first rounds, cached pages first.
+        """Give a new holding the pages for its text and its first rounds, cached pages first.
 
-        Returns ``False`` and gives no page if the running requests would have too few. Updates
-        ``capacity``, that of the running requests.
+        Returns ``False`` and gives no pages if the running requests would have too few. Updates
+        ``capacity``, which is that of the running requests.
         """
         node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
         self.cache.lock(node)
@@ -161,8 +161,8 @@ class PageBudget:
     def grow(self, holdings: Sequence[PageHolding], running: Sequence[PageHolding]) -> bool:
         """Give each of ``holdings`` the pages for one more dispatch.
 
-        Pages come from the free list, then the prefix cache, then reclaimable pages of other
-        holdings. Returns ``False`` and changes nothing if there are too few.
+        Pages come from the free list, then from the prefix cache, then from reclaimable pages of
+        other holdings. If there are too few, returns ``False`` and changes nothing.
         """
         self._reserve = max(MIN_RESERVE, self._reserve * RESERVE_DECAY)
         counts = self._missing(holdings, 1)
@@ -188,13 +188,14 @@ class PageBudget:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
 
     def share(self, holding: PageHolding, *, is_dispatched: bool) -> bool:
-        """Offer the full pages of a text to the prefix cache; ``False`` if that must wait.
+        """Offer the full pages of a prompt to the prefix cache; ``False`` if this must wait.
 
-        Their KV is final in device order: readers are dispatched with the last chunk of the text or
-        later, and each layer stores all keys and values of a chunk before it reads any. If another
-        request has cached the same pages, those of the holding are freed, but only after the last
-        chunk ``is_dispatched``, as it writes to them. The page of the last token and those of a
-        lookahead are not offered: a match never includes them, so no lock could cover them.
+        The KV may not have been computed yet, but it will be when another request reads it: the
+        reader is dispatched with the prompt's last chunk or later, and each layer stores all keys
+        and values of a chunk before it reads any. If another request has cached the same pages,
+        those of the holding are freed, but only once the last chunk ``is_dispatched``, because it
+        writes to them. Pages with the last token or the lookahead are not offered, because a match
+        never includes them, and so no lock could protect them.
         """
         if not self._is_sharing or holding.node is None:
             return True
@@ -219,15 +220,15 @@ class PageBudget:
     def release(self, holding: PageHolding, known_ids: Sequence[int] | None) -> None:
         """Take back all pages of a holding.
 
-        The full pages of ``known_ids`` (all its tokens) go to the prefix cache; ``None`` caches
-        nothing. A round in flight may still write after ``kv_len`` through its old page table. The
-        device executes in dispatch order, so the next owner of these pages writes them later. Full
-        pages before ``kv_len`` are not written again.
+        The full pages of ``known_ids``, all tokens of the request, go to the prefix cache; ``None``
+        caches nothing. A round in flight may still write after ``kv_len``. The device executes in
+        dispatch order, so the next owner of these pages writes them later. Full pages before
+        ``kv_len`` are not written again.
         """
         owned = holding.pages[holding.num_shared :]
         if holding.node is not None:
             if self._is_sharing and known_ids is not None:
-                # the last known token is not in the pool
+                # the KV of the last known token is not in the pool
                 full = self.cache.num_matched_pages(holding.kv_len + 1)
                 full = max(full, holding.num_shared)
                 owned = self.cache.insert(known_ids, holding.pages[:full]) + holding.pages[full:]
@@ -236,14 +237,14 @@ class PageBudget:
         self._allocator.free(owned)
 
     def raise_reserve(self) -> None:
-        """Raise the reserve of admissions after a preemption."""
+        """Raise the fraction that admissions reserve, after a preemption."""
         self._reserve = min(1.0, self._reserve + RESERVE_RAISE)
 
     def _needed(self, holding: PageHolding, dispatches: int = 1) -> int:
         return self._allocator.pages_for(holding.max_kv_len(self._writes, dispatches))
 
     def _may_grow(self, holding: PageHolding) -> int:
-        """Number of pages after the next dispatch to reserve for a holding."""
+        """Number of pages to reserve for a holding beyond those for its next dispatch."""
         soon, most = holding.max_kv_len(self._writes), holding.max_kv_tokens + self._writes.tail
         later = soon + int(self._reserve * (most - soon))
         return self._allocator.pages_for(later) - self._allocator.pages_for(soon)

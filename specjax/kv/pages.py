@@ -1,4 +1,4 @@
-"""Pages: KV indices of a request's tokens on the device, and the host's free list."""
+"""Pages: the KV indices of a request's tokens on the device, and the host's list of free pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,29 +14,29 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import RopeTables, Store
 
-# options of an ``Attend`` that all attention over pages supports; ``attend`` also has ``window``
+# options of an ``Attend`` that both kinds of attention here support; ``attend`` also has ``window``
 ATTENTION_OPTIONS: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PageView:
-    """The pages of a batch. Page 0 is padding; unused entries are 0."""
+    """The pages of a batch of requests. Page 0 is the padding page."""
 
-    page_table: jax.Array  # i32 [B, P]
+    page_table: jax.Array  # i32 [B, P]; unused entries are 0
     page_size: int = field(metadata={"static": True})
-    # of attention and of stores to a pool
+    # implementation of the kernels that attend and store
     implementation: str | None = field(default=None, metadata={"static": True})
 
     def kv_indices(self, positions: jax.Array) -> jax.Array:
-        """KV indices i32 ``[B, T]`` of positions ``[B, T]``, in the padding page past the table."""
+        """KV indices i32 ``[B, T]`` of positions ``[B, T]``; after the table, in page 0."""
         width = self.page_table.shape[1]
         index = positions // self.page_size
         pages = jnp.take_along_axis(self.page_table, jnp.minimum(index, width - 1), axis=1)
         return jnp.where(index < width, pages, 0) * self.page_size + positions % self.page_size
 
     def store(self, seq_lens: jax.Array, rows: int) -> Store:
-        """A store of keys and values of ``rows`` new tokens after ``seq_lens``."""
+        """Make a ``Store`` for ``rows`` new tokens after ``seq_lens`` i32 ``[B]``."""
         return self.attend(seq_lens, rows).store
 
     def attend(
@@ -47,19 +47,19 @@ class PageView:
         tree_mask: jax.Array | None = None,
         first: int = 0,
     ) -> "PagedAttend":
-        """Store T = ``rows`` new tokens after ``seq_lens`` i32 ``[B]`` and attend over all tokens.
+        """Make an ``Attend`` that stores T = ``rows`` new tokens and attends over all tokens.
 
-        ``tree_mask`` is bool ``[B, T, U]`` over the U tokens from ``seq_lens`` on, or ``None`` for
-        causal attention. Earlier calls stored the first ``first`` of the U tokens.
+        ``tree_mask`` is bool ``[B, T, U]`` over the U tokens after ``seq_lens`` i32 ``[B]``, or
+        ``None`` for causal attention. Earlier calls stored the first ``first`` of the U tokens.
         """
         positions = seq_lens[:, None] + jnp.arange(first, first + rows, dtype=jnp.int32)
         attention = self._over_pages(tree_attention, seq_lens=seq_lens, tree_mask=tree_mask)
         return PagedAttend(self.kv_indices(positions), attention, self.implementation)
 
     def move(self, kv: jax.Array, seq_lens: jax.Array, path: jax.Array) -> jax.Array:
-        """Move the KV of rows ``path`` i32 ``[B, A]`` to the front; the first row is 0.
+        """Move the KV of rows ``path`` i32 ``[B, A]`` to rows 0 to A - 1; ``path[:, 0]`` is 0.
 
-        Rows count from ``seq_lens`` on; -1 moves nothing. ``kv`` is a complete pool.
+        Row 0 is at position ``seq_lens``. An entry of -1 moves nothing. ``kv`` is a complete pool.
         """
         offsets = jnp.arange(1, path.shape[1], dtype=jnp.int32)
         source = jnp.where(path >= 0, self.kv_indices(seq_lens[:, None] + path), -1)[:, 1:]
@@ -67,7 +67,7 @@ class PageView:
         return move_kv(kv, source, destination, implementation=self.implementation)
 
     def attend_packed(self, segments: "Segments") -> "PagedAttend":
-        """Store and attend for one row ``[1, W]`` that holds a segment of each request [B]."""
+        """Make an ``Attend`` for one row ``[1, W]`` that holds a segment of each request."""
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
         kv_indices = pages * self.page_size + segments.positions % self.page_size
@@ -96,9 +96,9 @@ class PageView:
 class PagedAttend:
     """An ``Attend`` over a KV pool; its ``store`` is a ``Store`` to the same KV indices."""
 
-    kv_indices: jax.Array  # i32 [B, T] of the new tokens
+    kv_indices: jax.Array  # i32 [B, T], where the new tokens are stored
     attention: Callable[..., jax.Array]  # (q, kv, layer, **options)
-    implementation: str | None  # of the store
+    implementation: str | None  # implementation of the kernel that stores
 
     def __call__(
         self,
@@ -116,7 +116,7 @@ class PagedAttend:
     def store(
         self, kv: jax.Array, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables
     ) -> jax.Array:
-        # the kernel also rotates queries: pass the keys as queries and ignore the result
+        # the kernel also rotates queries, so pass the keys as queries and ignore the result
         return self._store(kv, layer, k, k, v, rope)[1]
 
     def _store(
@@ -130,10 +130,10 @@ class PagedAttend:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """New tokens of G requests, concatenated in one row of W tokens, then padding."""
+    """New tokens of G requests, concatenated and padded to one row of W tokens."""
 
-    starts: jax.Array  # i32 [G], position of the first token
-    counts: jax.Array  # i32 [G]
+    starts: jax.Array  # i32 [G], position of the first token of each segment
+    counts: jax.Array  # i32 [G], number of tokens of each segment
     last: jax.Array  # i32 [G], index of the last token in W; arbitrary if a segment is empty
     index: jax.Array  # i32 [W], the segment of each token; arbitrary for padding
     positions: jax.Array  # i32 [W], 0 for padding
@@ -141,7 +141,7 @@ class Segments:
 
     @classmethod
     def of(cls, starts: jax.Array, counts: jax.Array, width: int) -> "Segments":
-        """Segments of ``counts`` tokens from positions ``starts`` on, both i32 ``[G]``."""
+        """Lay out segments of ``counts`` tokens from positions ``starts`` on, both i32 ``[G]``."""
         ends = jnp.cumsum(counts, dtype=jnp.int32)
         offset = jnp.arange(width, dtype=jnp.int32)
         index = jnp.sum(ends <= offset[:, None], axis=1, dtype=jnp.int32)
@@ -152,7 +152,7 @@ class Segments:
 
 
 class PageAllocator:
-    """Free list of the pages ``1 .. num_pages - 1``; page 0 is never handed out."""
+    """The list of free pages among ``1 .. num_pages - 1``; page 0 is never handed out."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
@@ -170,7 +170,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` pages; ``None`` if fewer are free."""
+        """Take ``count`` pages, or none and return ``None`` if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -178,7 +178,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Free pages; raises ValueError and frees none if one is not allocated or repeated."""
+        """Free pages. If one is not allocated or repeated, free none and raise ValueError."""
         given = set(pages)
         if len(given) != len(pages):
             raise ValueError(f"pages {pages} must not repeat a page")

@@ -1,14 +1,14 @@
 """Prefix cache: a radix tree of full KV pages, so that equal prompt prefixes are computed once.
 
-A page can be reused if all tokens that its KV depends on are equal: the tokens before it, its own
-tokens, and the ``lookahead`` tokens after it. A draft head reads token i + 1 for its KV index i. So
-with a draft head the key of page p is ``tokens[p * page_size : (p + 1) * page_size + 1]``, and
-adjacent keys overlap by one token. Without a draft head the key is the page's own tokens. Further
-tokens that must be known before KV is final count as lookahead too.
+A page can be reused if all tokens on which its KV depends are equal: the tokens before it, its own
+tokens, and the ``lookahead`` tokens after it. A draft head reads token i + 1 for its KV index i.
+With a draft head, the key of page p is therefore ``tokens[p * page_size : (p + 1) * page_size +
+1]``, and adjacent keys overlap by one token. Without one, the key is the page's own tokens. The
+lookahead also includes later tokens that must be known before KV is final.
 
-Every node is the page after that of its parent. A lock protects all pages of its path. Unlocked
-pages are in one queue, least recently used first. In the queue, the later pages of a text come
-before its earlier pages. Eviction takes pages from the front, so texts lose their ends first.
+A node's page follows its parent's page. A lock protects all pages on the path to a node. Unlocked
+pages are in one queue, least recently used first; the later pages of a text come before its earlier
+ones. Eviction takes pages from the front, so texts lose their ends first.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """A cached page after that of ``parent``; the root and evicted pages have no parent."""
+    """A cached page, which follows that of ``parent``; the root and evicted pages have none."""
 
     parent: Node | None = None
     key: Key = ()
     page: int = 0
     children: dict[Key, Node] = field(default_factory=dict)
-    handles: int = 0  # locks taken on this node
-    locks: int = 0  # handles of this node and of all below it
+    handles: int = 0  # number of locks taken on this node
+    locks: int = 0  # number of locks taken on this node and all nodes below it
 
 
 class PrefixCache:
     """Owns the pages of cached prefixes and lends them to requests with an equal prefix.
 
-    One thread uses it. Each call takes time linear in its number of pages. ``lookahead`` is the
-    number of tokens after a page that its KV depends on or waits for.
+    Only one thread may use it. Each call takes time linear in its number of pages. ``lookahead`` is
+    the number of tokens after a page on which its KV depends or for which it waits.
     """
 
     def __init__(self, allocator: PageAllocator, *, lookahead: int) -> None:
@@ -57,11 +57,11 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Number of pages without a lock, which :meth:`evict` could free."""
+        """Number of unlocked pages, which :meth:`evict` can free."""
         return len(self._evictable)
 
     def num_full_pages(self, num_tokens: int) -> int:
-        """Number of full pages with known lookahead in a text of ``num_tokens``."""
+        """Number of full pages, with known lookahead, in a text of ``num_tokens`` tokens."""
         return max(0, num_tokens - self._lookahead) // self._page_size
 
     def num_matched_pages(self, num_tokens: int) -> int:
@@ -69,16 +69,16 @@ class PrefixCache:
         return max(0, num_tokens - max(1, self._lookahead)) // self._page_size
 
     def match(self, tokens: Sequence[int], limit: int | None = None) -> tuple[Node, list[int]]:
-        """Find the longest cached prefix in full pages and mark it as used now.
+        """Find the longest cached prefix of a text in full pages, and mark it as used now.
 
-        It never includes the last token, from which prefill samples the next one.
+        The prefix never includes the last token, because prefill must run it to sample the next.
 
         Args:
-            tokens: of a text.
-            limit: maximum number of tokens of the prefix.
+            tokens: the tokens of the text.
+            limit: maximum number of tokens in the prefix.
 
         Returns:
-            The node of the last page and all pages; valid until eviction, or while it is locked.
+            The node of the last page, and all pages. Eviction makes them invalid unless locked.
         """
         num_pages = self.num_matched_pages(len(tokens))
         if limit is not None:
@@ -107,17 +107,18 @@ class PrefixCache:
         self._mark_used(node)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Offer the pages of a text in order from its start; their KV must be final.
+        """Offer the pages of a text, from its start on, to the cache; their KV must be final.
 
         The cache takes over full pages that it lacks. The offered pages may include pages that it
-        owns, such as those from :meth:`match`. To continue to use offered pages, a request matches
-        and locks them. ``tokens`` may be longer than the pages if later tokens are known.
+        already owns, such as those from :meth:`match`. To use offered pages further, the caller
+        matches and locks them. ``tokens`` may be longer than the pages if later tokens are known.
 
         Returns:
             Pages that the caller still owns: duplicates, and pages after :meth:`num_full_pages`.
 
         Raises:
-            ValueError: for wrong pages; the cache takes over none then.
+            ValueError: if pages are repeated, page 0, or cached under another prefix. The cache
+                then takes over none.
         """
         num_full = min(self.num_full_pages(len(tokens)), len(pages))
         node, cached = self._walk(tokens, num_full)
@@ -138,7 +139,7 @@ class PrefixCache:
         return duplicates + rest
 
     def evict(self, num_pages: int) -> int:
-        """Free up to ``num_pages`` unlocked pages, least recently used first; returns how many."""
+        """Free up to ``num_pages`` unlocked pages, least recently used first; return the number."""
         freed: list[int] = []
         while len(freed) < num_pages and self._evictable:
             node, _ = self._evictable.popitem(last=False)
@@ -151,7 +152,7 @@ class PrefixCache:
         return len(freed)
 
     def flush(self) -> int:
-        """Free all pages without a lock and return their number."""
+        """Free all unlocked pages and return their number."""
         return self.evict(self.num_evictable)
 
     def _key(self, tokens: Sequence[int], page: int) -> Key:
@@ -177,7 +178,7 @@ class PrefixCache:
             node = node.parent
 
     def _mark_used(self, node: Node) -> None:
-        """Move the unlocked pages of a path to the end of the queue, its last page first."""
+        """Move unlocked pages on the path to a node to the end of the queue, last page first."""
         for above in self._upwards(node):
             if above.locks == 0:
                 self._evictable[above] = None

@@ -1,1 +1,1 @@
-"""KV pool and pages, paged attention, compiled functions and the state on the device."""
+"""The model runner: its sizes, compiled functions and state on the device."""

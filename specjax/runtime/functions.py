@@ -1,4 +1,4 @@
-"""Functions that a runner compiles: rounds of each tier and batch bucket, and prefill."""
+"""The functions that a runner compiles: rounds for each tier and batch bucket, and prefill."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -38,21 +38,21 @@ Key = tuple[str, ...] | tuple[str, int] | tuple[str, DraftShape, int]
 Job = tuple[Key, Any, tuple[Any, ...], CompilerOptions]
 
 # Autotuning Triton kernels for the products takes 25 s of CPU time for each number of rows
-# (Llama-3.1-8B shape). It pays at few rows: a round takes 4.26 ms instead of cuBLAS's 4.65 at one
-# row, 5.65 instead of 5.91 at 32, but 7.34 instead of 7.11 at 128. Prefill is as fast without.
+# (Llama-3.1-8B shape). It pays off for few rows: a round takes 4.26 ms at one row (cuBLAS: 4.65)
+# and 5.65 ms at 32 (5.91), but 7.34 ms at 128 (7.11). Prefill is as fast without it.
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 LEAST_ROWS_WITHOUT_TRITON = 128
-# XLA options for prefill on a GPU: no CUDA graphs. Prefill runs rarely and with other buffers each
-# time, so its graph would be rebuilt. Measurements: docs/performance.md, "Changes".
+# XLA options for prefill on a GPU: no CUDA graphs. Prefill runs rarely and with different buffers
+# each time, so its graph would be rebuilt. Measurements: docs/performance.md, "Changes".
 PREFILL_OPTIONS: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000", **WITHOUT_TRITON}
 
 
 def compiler_options(rows: int) -> CompilerOptions:
     """XLA options for a round that verifies ``rows`` rows on a GPU.
 
-    By default XLA splits small products along their inner axis before autotuning. This excludes
-    cuBLAS kernels that are faster from 64 rows on. Without the split the products take 4.72 ms
-    instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
+    By default, XLA splits small products along their inner axis before autotuning, which then
+    misses cuBLAS kernels that are faster from 64 rows on. Without the split, the products take
+    4.72 ms instead of 5.02 at 64 rows (Llama-3.1-8B shape, H200, jax 0.11.2).
     """
     if rows <= MAX_SPLIT_ROWS:
         return None
@@ -62,7 +62,7 @@ def compiler_options(rows: int) -> CompilerOptions:
 
 @dataclass(frozen=True)
 class RoundFunctions:
-    """Makes functions over flat weights for the sizes of one runner."""
+    """Makes functions, which take flat weights, for the sizes of one runner."""
 
     _networks: Networks
     _config: RunnerConfig
@@ -78,7 +78,7 @@ class RoundFunctions:
         greedy: bool = False,
         **options: Any,
     ) -> Any:
-        """Jit a round function over flat weights; its state is donated."""
+        """Jit a round function so that it takes flat weights and donates its state."""
         nets, algorithm = self._networks, self._config.algorithm
         sampling = SamplingConfig(
             max_top_logprobs=self._max_top_logprobs,
@@ -115,9 +115,9 @@ class RoundFunctions:
     def jobs(self) -> Iterator[Job]:
         """Jobs for all functions that serving dispatches.
 
-        XLA autotunes each product once per process, but functions compiled at the same time would
-        each autotune it. So one round of each number of verified rows comes first, then prefill,
-        which is not autotuned on a GPU, and the other rounds last.
+        XLA autotunes each product once per process, but functions that are compiled at the same
+        time would each autotune it. The order therefore begins with one round for each number of
+        verified rows. Prefill follows, which is not autotuned on a GPU, and then the other rounds.
         """
         config = self._config
         rounds = [found for shape in reversed(config.shapes) for found in self._rounds(shape)]
@@ -136,11 +136,11 @@ class RoundFunctions:
         yield from (job for rows, job in rounds if job is not first[rows])
 
     def stage_jobs(self) -> Iterator[Job]:
-        """Jobs for the separate stages of all rounds."""
+        """Jobs that compile the stages of all rounds separately."""
         return itertools.chain.from_iterable(map(self._stages, self._config.shapes))
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
-        """Rounds of a tier, each with its number of verified rows."""
+        """Jobs for the rounds of a tier, each with its number of verified rows."""
         on_gpu = self._config.on_gpu
         greedy = [True, False] if on_gpu else [False]
         functions = [self.bind(spec_rounds, shape, greedy=each) for each in greedy]
@@ -181,7 +181,7 @@ def staged_rounds(
     state: DeviceState,
     *inputs: Any,
 ) -> tuple[DeviceState, RoundOutput]:
-    """Run the rounds of one call as compiled stages: draft, verify and extend."""
+    """Run the rounds of one call in separately compiled stages: draft, verify and extend."""
     draft_stage, verify_stage, extend_stage = stages
     outs = []
     for _ in range(num_rounds):

@@ -1,4 +1,4 @@
-"""ModelRunner: weights, KV pools and rows on the device, and the compiled functions over them."""
+"""ModelRunner: holds weights, KV pools and rows on the device, and runs compiled functions."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ from specjax.types import NO_DRAFTS, DraftShape, KVPools, Logprobs, RoundOutput
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Device results whose copies to the host have started."""
+    """Results on the device that are being copied to the host."""
 
     tokens: jax.Array
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # [W], of the token after each packed token
+    prompt_logprobs: Logprobs | None = None  # [W], for the token after each packed token
     hidden_states: jax.Array | None = None  # [rounds, bucket, A, D] or [chunks, D]
-    tier: DraftShape = NO_DRAFTS  # of rounds
+    tier: DraftShape = NO_DRAFTS  # the tier of the rounds
 
     def __post_init__(self) -> None:
         reports = self.logprobs, self.prompt_logprobs, self.hidden_states
@@ -45,7 +45,7 @@ class Dispatched:
     def read_logprobs(self) -> Logprobs | None:
         """Wait for log-probabilities ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` if unused.
 
-        Entries after the accepted tokens and of rows that did not request them are 0.
+        They are 0 after the accepted tokens, and for requests that did not ask for them.
         """
         values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
         return values
@@ -54,7 +54,7 @@ class Dispatched:
 class ModelRunner:
     """Owns the device state and dispatches rounds and prefill chunks.
 
-    Order of use: construct, :meth:`compile`, :meth:`load`, then dispatch. Dispatches return device
+    Call :meth:`compile` and :meth:`load` before the first dispatch. Dispatches return device
     arrays; no method waits for the device.
     """
 
@@ -64,7 +64,7 @@ class ModelRunner:
     def __init__(
         self, networks: Networks, config: RunnerConfig, cache: CompileCache | None = None
     ) -> None:
-        """``cache`` loads and stores executables; its key must cover networks and config."""
+        """``cache`` loads and stores executables; its key must include networks and config."""
         self.networks = networks
         self.config = config
         self.compiled = CompilePool(cache)
@@ -78,7 +78,7 @@ class ModelRunner:
 
     @property
     def abstract_state(self) -> DeviceState:
-        """Shapes of the device state: KV pools, and rows between rounds."""
+        """Shapes and dtypes of the device state: KV pools, and rows between rounds."""
         nets, config, sizes = self.networks, self.config, self.config.sizes
         algorithm = config.algorithm
         target: Any = kv_pool(nets.target_config, sizes.num_kv)
@@ -92,8 +92,8 @@ class ModelRunner:
         )
         if type(future) is not FutureMap:
             raise ValueError(
-                f"create_future_map of {algorithm.name} must return a FutureMap; got a "
-                f"{type(future).__name__}; pass further arrays as rows"
+                f"create_future_map of {algorithm.name} must return a FutureMap, not a "
+                f"{type(future).__name__}; put additional arrays into its rows"
             )
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)
@@ -106,10 +106,10 @@ class ModelRunner:
         return min(self.config.max_top_logprobs, self.networks.target_config.vocab_size)
 
     def compile(self, *, show_progress: bool, stages: bool = False, on_use: bool = False) -> None:
-        """Compile the rounds of every tier and batch bucket and the prefill of every chunk width.
+        """Compile the rounds of every tier and batch bucket, and prefill for every width.
 
         ``stages`` adds draft, verify and extend as separate functions, for :meth:`watch_rounds`.
-        Compiled functions stay. With ``on_use`` each is compiled at its first use.
+        Functions that are already compiled are kept. ``on_use`` compiles each at its first use.
         """
         functions = self._functions()
         for job in (*functions.jobs(), *(functions.stage_jobs() if stages else ())):
@@ -129,22 +129,22 @@ class ModelRunner:
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
     def load(self, target: Weights, draft: Weights) -> None:
-        """Set the weights (flat, in the order of the networks) and allocate the pools.
+        """Set the flat weights, in the order of the networks, and allocate the pools.
 
-        Pools are zeroed: uninitialised memory may hold NaN, and a masked NaN is still NaN.
+        Pools start as zeros, because other memory may hold NaN, and a masked NaN is still NaN.
         """
         self.weights = (target, draft)
-        # compiled here, so that reset() never compiles, whatever JAX settings its thread has
+        # compile this function here, because reset() may run in a thread with other JAX settings
         self._empty_state = self.networks.placement.zeros(self.abstract_state)
         self.on_device = self._empty_state()
 
     def reset_rows(
         self, seq_lens: np.ndarray | None = None, remaining: np.ndarray | None = None
     ) -> None:
-        """Reset the rows between rounds; nothing compiles.
+        """Reset the rows that rounds start from, without compiling anything.
 
-        For measurements, ``seq_lens`` and ``remaining`` i32 ``[R]`` set the lengths of rows in the
-        pool and their tokens left to produce.
+        For measurements, ``seq_lens`` and ``remaining`` i32 ``[R]`` set the number of tokens that
+        each slot has in the pool and may still produce.
         """
         future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state.future)
         if seq_lens is not None and remaining is not None:
@@ -152,9 +152,9 @@ class ModelRunner:
         self.on_device = replace(self.on_device, future=self.networks.placement.put(future))
 
     def reset(self) -> None:
-        """Zero pools and rows, so that no KV of old weights is left; nothing compiles.
+        """Set pools and rows to zero, so that no KV from old weights is left; compiles nothing.
 
-        The old pools are freed first, since two may not fit.
+        The old pools are freed first, because memory may be too small for both.
         """
         for leaf in jax.tree.leaves(self.on_device):
             leaf.delete()
@@ -165,7 +165,7 @@ class ModelRunner:
         del self.weights, self.on_device
 
     def replace_weight(self, index: int, weight: jax.Array, *, draft: bool) -> None:
-        """Replace weight ``index`` by one of the same shape and dtype; nothing compiles."""
+        """Replace weight ``index`` by one of the same shape and dtype; compiles nothing."""
         both = [list(weights) for weights in self.weights]
         both[draft][index] = weight
         self.weights = (tuple(both[0]), tuple(both[1]))
@@ -185,7 +185,7 @@ class ModelRunner:
     def set_slot(
         self, slot: int, params: SamplingParams, *, cached_ids: Sequence[int] = (), **options: Any
     ) -> None:
-        """Set the sampling parameters of a request slot; ``options`` go to the tables' method.
+        """Set the sampling parameters of a slot; ``options`` go to ``HostTables.set_sampling``.
 
         ``cached_ids`` are the first tokens of the text, whose KV is cached and not prefilled.
         """
@@ -203,11 +203,11 @@ class ModelRunner:
         self.tables.set_pages(slot, pages, first)
 
     def clear_slot(self, slot: int) -> None:
-        """Detach a slot from its pages; rounds in flight run before those of any new owner."""
+        """Detach a slot from its pages; rounds in flight run before those of the next request."""
         self.tables.clear(slot)
 
     def _view_of(self, tables: HostTables) -> PageView:
-        # a copy, since the host may change the table meanwhile
+        # a copy, because the host may change the table during the upload
         page_table = self.networks.placement.put(tables.page_table.copy())
         return PageView(page_table, self.config.page_size, self.config.implementation)
 
@@ -227,9 +227,9 @@ class ModelRunner:
         return (*self.weights, self.on_device, self._view, self._sampling)
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
-        """Dispatch chunks of prompts in one call; raises ValueError if no bucket holds them.
+        """Dispatch prompt chunks in one call. Raises ValueError if no bucket holds them.
 
-        The result is i32 ``[chunks]``, then padding. Entries of chunks that end a prompt are its
+        The result is i32 ``[chunks]`` with padding. If a chunk ends a prompt, its entry is the
         first token. ``with_logprobs`` adds log-probabilities; chunks must fit ``logprob_buckets``.
         """
         config, name = self.config, "prefill_logprobs" if with_logprobs else "prefill"
@@ -243,17 +243,17 @@ class ModelRunner:
         return self._dispatched(out, [chunk.slot for chunk in chunks if chunk.following is None])
 
     def watch_rounds(self, watch: Watch | None) -> None:
-        """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` ends it.
+        """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` stops.
 
         Tokens stay the same, but a round takes three dispatches, and ``watch`` delays the next one.
         """
         self._watch = watch
 
     def round(self, slots: Sequence[int], tier: DraftShape | None = None) -> Dispatched:
-        """Dispatch the rounds of one call for request slots, by default with the largest tier.
+        """Dispatch the rounds of one call for request slots, by default in the largest tier.
 
-        The result is i32 ``[rounds_per_dispatch, bucket, A + 3]`` with rows in the order of
-        ``slots``, then padding; see :class:`~specjax.types.RoundOutput`.
+        The result is i32 ``[rounds_per_dispatch, bucket, A + 3]``, in the order of ``slots`` and
+        with padding; see :class:`~specjax.types.RoundOutput`.
         """
         config, compiled = self.config, self.compiled
         tier = config.largest if tier is None else tier
@@ -280,7 +280,7 @@ class ModelRunner:
         padded = (*slots, *(0,) * (batch - len(slots)))
         on_device = self._slots_on_device.get(padded)
         if on_device is None:
-            # a batch keeps its slots for many rounds, so caching the last composition is enough
+            # a batch has the same slots for many rounds, so it is enough to cache the last ones
             on_device = self.networks.placement.put(np.array(padded, np.int32))
             self._slots_on_device = {padded: on_device}
         return on_device

@@ -1,4 +1,4 @@
-"""Static sizes of a runner and the device memory that it needs."""
+"""The static sizes of a runner, and the device memory that it needs."""
 
 import os
 from bisect import bisect_left
@@ -20,12 +20,12 @@ from specjax.types import DraftShape
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-    """Static sizes of a runner; ``num_slots`` counts the padding slot 0.
+    """The static sizes of a runner; ``num_slots`` includes padding slot 0.
 
-    ``shapes`` are the tiers in ascending order; all sizes are those of the largest tier.
-    With Pallas kernels (GPU), rounds of greedy batches are compiled separately. A conditional on a
-    GPU makes the host read a value in the middle of a round: without the conditional around the
-    sampler, a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
+    ``shapes`` are the tiers in ascending order; the largest tier determines all sizes. With Pallas
+    kernels (GPU), rounds of greedy batches are compiled separately, because a conditional around
+    the sampler would make the host read a value in the middle of a round. Without it, a plain round
+    of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
     """
 
     algorithm: SpeculativeAlgorithm
@@ -38,11 +38,11 @@ class RunnerConfig:
     prefill_buckets: tuple[int, ...]
     rounds_per_dispatch: int = 1
     simulate_accept_length: float | None = None
-    acceptance: Acceptance = COUPLED  # of drafts above temperature 0
+    acceptance: Acceptance = COUPLED  # rule that accepts drafts above temperature 0
     max_top_logprobs: int = 20
-    processed_logprobs: bool = False  # report those of the distribution that is sampled
-    mixed_prefill_tokens: int = 512  # prompt tokens per step with a round
-    implementation: str | None = None  # of all kernels, as in backend.resolve
+    processed_logprobs: bool = False  # report log-probabilities after penalties and filters
+    mixed_prefill_tokens: int = 512  # maximum prompt tokens in a step that also runs a round
+    implementation: str | None = None  # implementation of all kernels, as in backend.resolve
 
     def __post_init__(self) -> None:
         shapes = self.shapes
@@ -68,10 +68,10 @@ class RunnerConfig:
         return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
 
     def prefill_width(self, num_tokens: int, *, with_logprobs: bool = False) -> int:
-        """Pick the bucket for waiting tokens: one that they nearly fill, else the largest full one.
+        """Pick the bucket for ``num_tokens`` waiting tokens.
 
-        Tokens beyond a full bucket wait for the next call. Padding is at most a quarter of the
-        bucket, and at most what another call costs.
+        It is the smallest that holds all, if padding is at most a quarter of it and costs at most
+        as much as another call. Otherwise, it is the largest that they fill; the rest waits.
         """
         buckets = self.logprob_buckets if with_logprobs else self.prefill_buckets
         fitting = next((width for width in buckets if width >= num_tokens), buckets[-1])
@@ -81,13 +81,13 @@ class RunnerConfig:
 
     @property
     def logprob_buckets(self) -> tuple[int, ...]:
-        """Widths of prefills that report log-probabilities, with the logits of all rows."""
+        """Widths of prefills that report log-probabilities, which need the logits of all rows."""
         small = tuple(width for width in self.prefill_buckets if width <= MAX_LOGPROB_ROWS)
         return small or self.prefill_buckets[:1]
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens in the pages of a request."""
+        """Maximum number of tokens that the pages of a request hold."""
         return self.pages_per_request * self.page_size
 
     @property
@@ -97,44 +97,43 @@ class RunnerConfig:
 
     @property
     def sizes(self) -> StateSizes:
-        """Sizes of the algorithm's state."""
         num_kv = self.num_pages * self.page_size
         return StateSizes(self.num_slots, num_kv, self.context, self.largest)
 
 
-# padding tokens that cost as much as another call, which reads the weights (Llama-3.1-8B: 150)
+# number of padding tokens that cost as much as another call (Llama-3.1-8B: 150)
 MOST_PADDING = 256
-# average tokens per chunk in a prefill with the maximum number of chunks
+# average number of tokens per chunk in a prefill with the maximum number of chunks
 MIN_CHUNK = 8
-# logits of a vocabulary of 128,256 in float32: 0.26 GB
+# their float32 logits take 0.26 GB with a vocabulary of 128,256 tokens
 MAX_LOGPROB_ROWS = 512
 
-# share of device memory for weights and KV; the rest is for activations, on a CPU for all else too
+# fraction of memory for weights and KV; activations, and on a CPU other processes, use the rest
 DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 
 # Number of float32 logits arrays that are live at the same time. A round holds the target's logits
-# before and after penalties and temperature; without sampling kernels also noise and filtered
-# values. A one-pass drafter holds logits, noise and probabilities. A prefill has few rows of
-# logits, but its output head accumulates partial sums.
+# before and after penalties and temperature. Without sampling kernels, it also holds noise and
+# filtered values. A one-pass drafter holds logits, noise and probabilities. A prefill has few rows
+# of logits, but its output head accumulates partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
-# if acceptance needs probabilities: those of both models, the residual and its logarithm
+# more arrays if acceptance needs probabilities: of both models, the residual and its logarithm
 ACCEPT_LOGITS = 4
-# bytes per context token that penalties count: its id twice, and indices of two scatters
+# bytes per context token if penalties count it: its id twice, and the indices of two scatters
 HISTORY_BYTES = 32
-# partial sums of products with few rows
+# bytes of the partial sums of products with few rows
 PARTIAL_SUMS = 2**27
 
 
 class MemoryNeeds(NamedTuple):
-    """Device memory of a runner in bytes."""
+    """The device memory of a runner in bytes."""
 
     weight_bytes: int  # weights, and state whose size does not depend on the KV pool
-    token_bytes: int  # state per token of the KV pool
+    token_bytes: int  # state per token in the KV pool
     temporary_bytes: int  # upper bound while a function runs and KV arrives from a prefill worker
 
 
 def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int = 0) -> MemoryNeeds:
-    """Estimate the memory of a runner if KV of ``transit_tokens`` arrives while functions run.
+    """Estimate the memory of a runner that receives KV of ``transit_tokens`` while functions run.
 
     ``config.num_pages`` is ignored.
     """
@@ -154,7 +153,7 @@ def memory_needs(networks: Networks, config: RunnerConfig, transit_tokens: int =
 
 
 def device_memory(device: jax.Device) -> int:
-    """Bytes that the process can allocate on a device; for a CPU the physical memory."""
+    """Number of bytes that the process can allocate on a device; on a CPU, physical memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -171,9 +170,9 @@ def plan_pages(
 ) -> int:
     """Decide the number of pages, including the padding page; ``config.num_pages`` is ignored.
 
-    ``max_total_tokens`` sets it directly (rounded up to pages). Otherwise weights and KV together
-    take ``mem_fraction_static`` of the device's ``memory``, as in SGLang, limited to what all
-    requests can use. Temporary memory of functions stays free.
+    ``max_total_tokens``, rounded up to pages, sets it directly. Otherwise, weights and KV together
+    take the fraction ``mem_fraction_static`` of ``memory``, as in SGLang, but not more pages than
+    all requests can use. The temporary memory of functions stays free.
     """
     default = DEFAULT_MEM_FRACTION if config.on_gpu else DEFAULT_MEM_FRACTION_CPU
     fraction = mem_fraction_static or default
@@ -210,10 +209,10 @@ def plan_pages(
 
 
 def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
-    """Upper bound of the temporary memory of any round or prefill; weights and state excluded.
+    """Upper bound of the memory that any round or prefill needs besides weights and state.
 
-    ``num_features`` of the target's layers are kept. XLA uses 0.93 to 1.25 GB of 1.18 to 1.31
-    planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots). A CPU adds attention's memory.
+    The outputs of ``num_features`` target layers are kept. XLA uses 0.93 to 1.25 GB of the 1.18 to
+    1.31 GB planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots); a CPU adds attention.
     """
     prefills = (
         _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
@@ -227,7 +226,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
-    """One layer's bytes: gate, up, their product, the residual stream, and kept features."""
+    """Bytes of a layer's gate, up and product, of the residual stream, and of kept features."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
     return rows * width * model.dtypes.activations.itemsize
 
@@ -259,20 +258,21 @@ def _prefill_bytes(
 
 
 # On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.
-# Plain rounds take 1.09 ms at one row and 0.94 at two (SmolLM2-135M), 5.05 and 4.31 (Llama-3.1-8B
-# shape; H200). With drafts only the head has products of one row. Padding then changes a round with
-# five drafts from 1.04 to 0.98 ms (SmolLM2-135M), with seven from 5.78 to 5.91 ms (8B shape).
+# On an H200, plain rounds take 1.09 ms at one row and 0.94 at two (SmolLM2-135M), or 5.05 and 4.31
+# (Llama-3.1-8B shape). With drafts, only the head has products of one row; padding then changes a
+# round with five drafts from 1.04 to 0.98 ms (135M), and one with seven from 5.78 to 5.91 ms (8B).
 PADDED_ROWS = 2
-# between those two models; with less, launches limit a round: an H200 reads 1 GB in 0.25 ms
+# With fewer bytes of weights, launches limit a round. The limit is between those two models; an
+# H200 reads 1 GB in 0.25 ms.
 LAUNCH_BOUND_BYTES = 1e9
-# minimum width in tokens; smaller ones take as long, since all weights are read
+# minimum width in tokens; a smaller prefill takes as long, because it reads all weights
 LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
-# prompt tokens per step while requests decode: 12 ms (Llama-3.1-8B shape, H200)
+# prompt tokens per step while requests decode; they take 12 ms (Llama-3.1-8B shape, H200)
 DEFAULT_CHUNK = 512
 
 
 def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
-    """Number of rows that a batch of one is padded to."""
+    """Number of rows to which a batch of one is padded."""
     pays = on_gpu and (not drafts or weight_bytes < LAUNCH_BOUND_BYTES)
     return PADDED_ROWS if pays else 1
 
@@ -280,9 +280,9 @@ def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
 def batch_buckets(
     given: Sequence[int] | None, max_running_requests: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """Batch sizes that rounds are compiled for: the given ones sorted, or for ``None`` a default.
+    """Sort the given batch sizes for which rounds are compiled.
 
-    The default is powers of two from ``smallest`` on, and ``max_running_requests``.
+    For ``None``, they are the powers of two from ``smallest`` on, and ``max_running_requests``.
     """
     if given is None:
         doubled = (smallest << i for i in count())
@@ -298,9 +298,9 @@ def batch_buckets(
 
 
 def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
-    """Widths of a prefill: ``largest``, and a quarter of each width as long as that saves time.
+    """Widths of a prefill: ``largest``, and a quarter of each width as long as this saves time.
 
-    On a GPU, widths that run together with rounds are halved instead: padding delays the rounds.
+    On a GPU, widths that run together with rounds are halved, because padding delays the rounds.
     """
     least, halved = (LEAST_PREFILL_CPU, 0) if on_cpu else (LEAST_PREFILL, DEFAULT_CHUNK)
     widths = [largest]
@@ -310,7 +310,7 @@ def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
 
 
 def pick_bucket(size: int, buckets: Sequence[int]) -> int:
-    """The smallest of ascending buckets that holds ``size``."""
+    """Pick the smallest of ascending buckets that holds ``size``."""
     at = bisect_left(buckets, size)
     if at == len(buckets):
         raise ValueError(f"size={size} exceeds the largest bucket of {(*buckets,)}")

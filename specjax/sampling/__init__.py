@@ -1,1 +1,1 @@
-"""Sampling: parameters, the table by request slot, and how a token is drawn."""
+"""Sampling: its parameters, their table by request slot, and the draw of a token."""

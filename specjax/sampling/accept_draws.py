@@ -1,11 +1,11 @@
-"""Token draws that accept drafts by probability instead of the target's own noise.
+"""Draw tokens by rules that accept drafts by probability instead of the target's own draw.
 
-Both rules draw the token after each row of a tree *given* the row's drafted children: one of them
-with the probability that the rule sets, otherwise a token of the residual distribution. Acceptance
-then follows the drawn tokens as usual. Random numbers and residual draws are keyed by the request's
-seed and the position of the drawn token, each in a separate stream. Drafts judged by their
-probabilities have a stream too: the rules would not hold if drafts shared noise with the target.
-Only rows of the accepted path matter, one per position.
+Both rules draw the token after each row of a tree *given* the row's drafted children. With the
+probability that the rule sets, it is one of the children, otherwise a token from the residual
+distribution. Acceptance then follows the drawn tokens as usual. Random numbers and residual draws
+depend on the request's seed and the position of the drawn token, each with its own stream of noise.
+For rejection sampling, drafts have a third stream, because they must not share noise with the
+target. Only rows on the accepted path matter, one per position.
 
 Axes: B batch, T tree rows, V vocabulary.
 """
@@ -19,18 +19,18 @@ from specjax.kernels.draw_tokens import draw_tokens, token_noise
 from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
 from specjax.types import SamplingTable, VerifyInput
 
-# Offset added to a position; 0 for the target's own draws. Far above any context length.
+# offsets added to positions, far above any context length; the target's own draws have 0
 DRAFT_STREAM, COIN_STREAM, RESIDUAL_STREAM = 1 << 28, 2 << 28, 3 << 28
 LEAST_ACC = 1e-9  # lower limit of threshold_acc, as in SGLang
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How drafts of rows with a temperature are accepted; by default by the target's own draw.
+    """The rule that accepts drafts at temperatures above 0; by default, the target's own draw.
 
-    With the other rules, a seed gives different texts with and without speculation.
-    ``uses_rejection`` keeps the distribution; it needs chains whose drafts have probabilities.
-    Thresholds below 1 do not keep the distribution. The two cannot be combined.
+    Under the other rules, the same seed gives one text with speculation and another without.
+    ``uses_rejection`` keeps the target's distribution and needs chains with ``draft_probs``.
+    Thresholds below 1 change the distribution. The two rules cannot be combined.
     """
 
     uses_rejection: bool = False
@@ -51,9 +51,10 @@ COUPLED = Acceptance()
 
 
 def filtered_probs(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """The softmax f32 ``[N, V]`` that a row draws from; zeros if all its logits are -inf.
+    """The probabilities f32 ``[N, V]`` with which rows are drawn; zeros if all logits are -inf.
 
-    Logits f32 ``[N, V]`` are before the temperature; thresholds f32 ``[N]`` are the lowest kept.
+    Logits f32 ``[N, V]`` are not yet divided by the temperature. Thresholds f32 ``[N]`` are the
+    lowest logits that are kept.
     """
     kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
     best = jnp.max(kept, axis=-1, keepdims=True)
@@ -69,10 +70,10 @@ def accept_tokens(
     acceptance: Acceptance,
     implementation: str | None,
 ) -> jax.Array:
-    """The token i32 ``[B, T]`` after every node, by rejection sampling or thresholds.
+    """Draw the token i32 ``[B, T]`` after every row, by rejection sampling or thresholds.
 
-    ``probs`` f32 ``[B, T, V]`` are the target's distributions. Nodes without a proposed child, and
-    nodes of greedy requests, keep the target's own draws ``plain`` i32 ``[B, T]``.
+    ``probs`` f32 ``[B, T, V]`` are the target's distributions. Rows without a proposed child, and
+    rows of greedy requests, keep the target's own draws ``plain`` i32 ``[B, T]``.
     """
     if acceptance.uses_rejection:
         tokens = rejection_tokens(probs, tree, sampling.seeds, implementation=implementation)
@@ -87,12 +88,12 @@ def accept_tokens(
 def rejection_tokens(
     probs: jax.Array, tree: VerifyInput, seeds: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Speculative sampling of a chain (arXiv 2211.17192): tokens i32 ``[B, T]``.
+    """Draw tokens i32 ``[B, T]`` by speculative sampling of a chain (arXiv 2211.17192).
 
     The draft ``x`` after a row, drawn from q = ``tree.draft_probs``, is accepted with probability
-    ``min(1, p(x) / q(x))`` with p = ``probs``. Otherwise the token is drawn from ``max(p - q, 0)``,
-    normalised. The token is then distributed as p. If ``q(x) = 0`` or q is not finite, there is no
-    draft: the token is drawn from p. ``seeds`` are u32 ``[B, 2]``.
+    ``min(1, p(x) / q(x))`` with p = ``probs``. If not, the token is drawn from ``max(p - q, 0)``,
+    normalised. In total, the token is distributed as p. If ``q(x) = 0`` or q is not finite, the
+    draft does not count, and the token is drawn from p. ``seeds`` are u32 ``[B, 2]``.
 
     Raises ValueError for a tree without ``draft_probs``.
     """
@@ -118,18 +119,19 @@ def threshold_tokens(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Target-only sampling with SGLang's thresholds: tokens i32 ``[B, T]``.
+    """Draw tokens i32 ``[B, T]`` by SGLang's target-only sampling with thresholds.
 
-    Each row has one random number ``u``. Its children are tried in row order. The first is accepted
-    that has ``u < prob_acc / threshold_acc`` (``prob_acc`` sums ``probs`` of the children up to it)
-    or a probability of at least ``threshold_single``. If no child is accepted, the token is drawn
-    from ``probs`` without the children. With both at 1 the token is distributed as ``probs``.
+    Each row has one random number ``u``. Its children are tried in row order. A child is accepted
+    if its probability is at least ``threshold_single``, or if ``u < prob_acc / threshold_acc``;
+    ``prob_acc`` adds up the probabilities of the children tried so far. If no child is accepted,
+    the token is drawn from ``probs`` without the children. If both thresholds are 1, the token is
+    distributed as ``probs``.
     """
     is_child, (batch, rows, vocab_size) = tree.is_child, probs.shape
     ids = jnp.broadcast_to(tree.draft_tokens[:, None, :], (batch, rows, rows))
     p = jnp.where(is_child, jnp.take_along_axis(probs, ids, axis=2), 0.0)
     coins = draw_coins(seeds, tree)[:, :, None]
-    # coins are below 1, so the strict comparison never accepts a draft of probability 0
+    # the strict comparison never accepts a draft with probability 0
     index = jnp.arange(rows, dtype=jnp.int32)
     up_to = jnp.sum(jnp.where(index[:, None] >= index, p[:, :, None, :], 0.0), axis=3)
     is_likely = coins < up_to / max(acceptance.threshold_acc, LEAST_ACC)
@@ -144,7 +146,7 @@ def threshold_tokens(
 
 
 def draw_coins(seeds: jax.Array, tree: VerifyInput) -> jax.Array:
-    """Draw random numbers f32 ``[B, T]`` in [0, 1), keyed by the position after each row."""
+    """Draw a random number f32 ``[B, T]`` in [0, 1) for the position after each row."""
     keys, places = _flat_keys(seeds, tree)
     noise = token_noise(keys, places + COIN_STREAM, jnp.zeros(1, jnp.int32))
     # invert the transformation from uniform numbers to Gumbel noise
@@ -158,7 +160,7 @@ def _draw_residual(
     tree: VerifyInput,
     implementation: str | None,
 ) -> jax.Array:
-    """Draw i32 ``[B, T]`` by weights f32 ``[B, T, V]``; by ``probs`` if rounding left none."""
+    """Draw i32 ``[B, T]`` by weights f32 ``[B, T, V]``, or by ``probs`` if all weights are 0."""
     weights = jnp.where(jnp.any(weights > 0, axis=2, keepdims=True), weights, probs)
     logits = jnp.log(weights).reshape(-1, weights.shape[2])
     keys, places = _flat_keys(seeds, tree)
@@ -170,5 +172,5 @@ def _draw_residual(
 
 
 def _flat_keys(seeds: jax.Array, tree: VerifyInput) -> tuple[jax.Array, jax.Array]:
-    """Seed u32 ``[B * T, 2]`` of each row, and position i32 ``[B * T]`` of the token after it."""
+    """Seeds u32 ``[B * T, 2]`` of all rows, and positions i32 ``[B * T]`` of the tokens after."""
     return jnp.repeat(seeds, tree.positions.shape[1], axis=0), (tree.positions + 1).reshape(-1)

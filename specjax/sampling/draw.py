@@ -1,10 +1,10 @@
 """Draw the target's next tokens, greedy or sampled, with noise that is independent of batching.
 
-Losslessness rests on one rule: at every verified row the target draws its token with noise keyed by
-(request seed, absolute position of the drawn token). Plain decoding draws the same token at the
-same position. So accepting a draft only if it equals the draw keeps the output identical, token by
-token, and accepts each draft with the target's own probability. The optional rules of
-:mod:`specjax.sampling.accept_draws` replace the draws of rows with drafts.
+Lossless speculation rests on one rule: at every verified row, the noise with which the target draws
+its token depends only on the request's seed and the token's position. Plain decoding draws the same
+token at the same position. If a draft is accepted only if it equals this token, the output stays
+identical, token by token, and the draft is accepted with the probability that the target gives it.
+The optional rules in :mod:`specjax.sampling.accept_draws` replace the draws of rows with drafts.
 
 The order is SGLang's: logit processors, temperature, top-k, top-p, min-p.
 """
@@ -34,17 +34,17 @@ from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Static configuration of sampling.
+    """The static configuration of sampling.
 
-    With ``greedy`` only argmax is compiled: all rows take the most likely token, without logit
-    processors and log-probabilities. Log-probabilities are those of the raw logits, before
-    penalties, bias, temperature and filters, as prefill reports them. With ``processed`` they are
-    those of the sampling distribution, with temperature 0 counted as 1. Pallas kernels avoid
-    conditionals (on a GPU each one makes the host read back a value within the round); plain XLA
-    skips work that no row needs. ``acceptance`` has no effect with ``greedy``.
+    With ``greedy``, only argmax is compiled: all rows take the most likely token, without logit
+    processors and log-probabilities, and ``acceptance`` has no effect. Log-probabilities are those
+    of the raw logits, before penalties, bias, temperature and filters. With ``processed``, they are
+    those of the distribution that is sampled; temperature 0 counts as 1. Plain XLA skips work that
+    no row needs. Pallas kernels do not, because on a GPU each conditional makes the host read a
+    value in the middle of a round.
     """
 
-    max_top_logprobs: int = 0  # maximum number of most likely tokens reported per row
+    max_top_logprobs: int = 0  # maximum number of most likely tokens to report per row
     greedy: bool = False
     processed: bool = False
     implementation: str | None = None
@@ -52,7 +52,7 @@ class SamplingConfig:
 
 
 def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
-    """Log-probabilities for tokens of ``shape`` that did not request any."""
+    """Zeros as log-probabilities for an array of tokens of this shape."""
     return Logprobs(
         chosen=jnp.zeros(shape, jnp.float32),
         top_ids=jnp.zeros((*shape, num_top), jnp.int32),
@@ -67,10 +67,10 @@ def target_tokens(
     config: SamplingConfig,
     states: tuple[Any, ...] = (),
 ) -> tuple[jax.Array, Logprobs | None]:
-    """The target's token i32 ``[B, T]`` after every node of the tree, and its log-probability.
+    """Draw the target's token i32 ``[B, T]`` after every node of the tree, with log-probabilities.
 
-    Logits f32 ``[B, T, V]`` are raw; ``states`` are those of the logit processors, by request slot.
-    Log-probabilities of requests that did not ask for them are zeros.
+    Logits f32 ``[B, T, V]`` are raw. ``states`` are the states of the logit processors, by request
+    slot. Requests that did not ask for log-probabilities get zeros.
     """
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
@@ -110,7 +110,7 @@ def target_tokens(
 def _thresholds(
     flat: jax.Array, sampling: SamplingTable, rows: int, implementation: str | None
 ) -> jax.Array:
-    """:func:`logit_thresholds` of logits f32 ``[B * rows, V]``, with ``rows`` per request."""
+    """Call :func:`logit_thresholds` for logits f32 ``[B * rows, V]`` of B requests."""
     limits = sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.min_ps
     by_row = (jnp.repeat(limit, rows, axis=0) for limit in limits)
     return logit_thresholds(flat, *by_row, implementation=implementation)
@@ -124,26 +124,26 @@ def draft_tokens(
     config: SamplingConfig,
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose the K columns of draft logits f32 ``[B, N, V]`` that the target is likeliest to draw.
+    """Choose the K columns of draft logits that the target will draw with the highest probability.
 
-    A row with a temperature uses the noise with which the target will draw its own token for that
-    position, and the target's filters. Both draws then agree nearly as often as the distributions
+    At a temperature above 0, the draft draws with the target's filters and with the noise that the
+    target will use for this position. Both draws then agree nearly as often as the distributions
     overlap, and the text still depends only on the seed. This is Gumbel coupling, or
-    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling, drafts use different
-    random noise from the target; for acceptance by thresholds none: likely tokens are best.
+    drafter-invariant speculation (arXiv 2408.07978). For rejection sampling, the draft's noise
+    differs from the target's. For acceptance by thresholds, the most likely tokens are best, so
+    the draft uses none.
 
     Args:
-        logits: raw logits of the draft.
-        ids: i32 ``[V]``, token id of each column; ``None`` if columns are token ids.
+        logits: f32 ``[B, N, V]``, raw logits of the draft.
+        ids: i32 ``[V]``, the token id of each column; ``None`` if columns are token ids.
         positions: i32 ``[B, N]``, absolute positions of the drafted tokens.
-        sampling: of the B requests.
+        sampling: parameters of the B requests.
         config: how the target draws.
         topk: K.
 
     Returns:
         Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, best first. A score is
-        the column's share of the softmax with the noise: the probability without a temperature, or
-        with one, how clearly this column wins if both draw with this noise. For K = 1 it is 1.
+        the column's softmax over logits plus noise, if any. For K = 1 it is 1.
     """
     shape, implementation = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:
@@ -193,10 +193,10 @@ def draft_probs(
     config: SamplingConfig,
     vocab_size: int,
 ) -> jax.Array:
-    """Distribution that :func:`draft_tokens` draws from: f32 ``[B, N, V]`` over target tokens.
+    """The distribution f32 ``[B, N, V]`` over target tokens from which the draft draws.
 
-    Logits f32 ``[B, N, W]`` are raw logits of the draft; ``ids`` i32 ``[W]`` are the token ids of
-    its columns. V is ``vocab_size``. Tokens outside the draft vocabulary get 0.
+    Logits f32 ``[B, N, W]`` are raw; ``ids`` i32 ``[W]`` are the token ids of their columns, as in
+    :func:`draft_tokens`. V is ``vocab_size``. Tokens outside the draft vocabulary get 0.
     """
     batch, rows = logits.shape[:2]
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), sampling.temperatures
@@ -209,7 +209,7 @@ def draft_probs(
 
 
 def num_best(sampling: SamplingTable) -> jax.Array:
-    """Best tokens i32 ``[B]`` to report in addition to the chosen one; -1 for no logprobs."""
+    """Number i32 ``[B]`` of best tokens to report besides the chosen one; -1 reports nothing."""
     return jnp.where(sampling.wants_logprobs > 0, sampling.top_logprobs, -1)
 
 
@@ -221,7 +221,7 @@ def logprobs_of(
     temperatures: jax.Array | float = 1.0,
     thresholds: jax.Array | float = -jnp.inf,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """:func:`token_logprobs` of logits f32 ``[N, V]``; by default unscaled and unfiltered."""
+    """Call :func:`token_logprobs` for logits f32 ``[N, V]``; by default unscaled and unfiltered."""
     options = (
         jnp.broadcast_to(jnp.asarray(x, jnp.float32), tokens.shape)
         for x in (temperatures, thresholds)

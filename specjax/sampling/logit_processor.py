@@ -1,12 +1,12 @@
-"""Interface for changes of the target's logits before the temperature.
+"""Interface for changing the target's logits before they are divided by the temperature.
 
-A :class:`LogitProcessor` is stateless. Its per-request *state* is a pytree by request slot, on the
-device next to lengths and history. State is a function of the text: prefill computes it from the
-history, so it is the same after a preemption, a prefix-cache hit and a prefill in another engine.
-Rounds advance it only by accepted tokens, so drafts never enter it.
+A :class:`LogitProcessor` itself has no state. The *state* of each request is a pytree by request
+slot, on the device next to lengths and history. It depends only on the text: prefill computes it
+from the history, so it is the same after a preemption, a prefix-cache hit or a prefill in another
+engine. Rounds advance it only by accepted tokens, so drafts never enter it.
 
-Every node of a tree sees the tokens before it on its path: those of the request, and the drafts
-between the root and the node. So a processor changes the logits of a node exactly as plain decoding
+Every node of a tree sees the tokens before it: those of the request, and the drafts between the
+root and the node. A processor therefore changes the logits of a node exactly as plain decoding
 would at that position, and accepting drafts does not change any token.
 
 Axes: B batch, T tree nodes, V vocabulary, R request slots, C history.
@@ -28,8 +28,8 @@ from specjax.types import SamplingTable, VerifyInput
 class LogitInputs:
     """Inputs of a processor in addition to logits and state."""
 
-    sampling: SamplingTable  # of the B requests, as written by the host
-    tokens: jax.Array  # i32 [R, C], texts by position, up to the roots of the trees
+    sampling: SamplingTable  # parameters of the B requests
+    tokens: jax.Array  # i32 [R, C], the texts by position, up to the roots of the trees
     slots: jax.Array  # i32 [B], request slots
 
     @property
@@ -44,15 +44,15 @@ class NewTokens:
 
     tokens: jax.Array  # i32 [B, N]
     counts: jax.Array  # i32 [B], number of valid tokens
-    starts: jax.Array  # i32 [B], absolute position of the first
-    sampling: SamplingTable  # of the requests
+    starts: jax.Array  # i32 [B], absolute position of the first token
+    sampling: SamplingTable  # parameters of the requests
 
 
 class LogitProcessor(ABC):
     """Changes the logits at every node of a verified tree.
 
     Attributes:
-        needs_history: whether it needs the complete history after a prefix-cache hit; state does.
+        needs_history: whether it needs the complete history after a prefix-cache hit, as for state.
     """
 
     needs_history: ClassVar[bool] = True
@@ -60,11 +60,11 @@ class LogitProcessor(ABC):
     # host side
 
     def is_used(self, params: SamplingParams) -> bool:
-        """Whether a request needs the processor. Greedy batches that need none skip them all."""
+        """Whether a request needs the processor; a greedy batch that needs none skips all."""
         return True
 
     def fill(self, row: np.void, params: SamplingParams) -> None:
-        """Write the ``SamplingTable`` fields that the processor reads, if it is used."""
+        """Write the ``SamplingTable`` fields that the processor reads; called if it is used."""
         return None
 
     def abstract_state(self, num_slots: int, vocab_size: int) -> Any:
@@ -77,15 +77,15 @@ class LogitProcessor(ABC):
     def adjust(
         self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
     ) -> jax.Array:
-        """New logits f32 ``[B, T, V]``; ``state`` ``[B, ...]`` covers the text up to the root."""
+        """Return new logits f32 ``[B, T, V]``; ``state [B, ...]`` is the state at the root."""
 
     def advance(self, state: Any, new: NewTokens) -> Any:
-        """The state ``[B, ...]`` after texts have grown."""
+        """Return the state ``[B, ...]`` after texts have grown."""
         return state
 
 
 def at_tokens(values: jax.Array, ids: jax.Array) -> Any:
-    """``values`` ``[B, T, V]`` at tokens i32 ``[B, 1 or T, N]``, for updates; skips -1."""
+    """Select tokens i32 ``[B, 1 or T, N]`` of ``values [B, T, V]`` for an update; skips -1."""
     batch, rows, vocab_size = values.shape
     # -1 would wrap to the last token
     ids = jnp.where(ids >= 0, ids, vocab_size)

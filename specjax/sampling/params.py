@@ -20,15 +20,15 @@ from specjax.checks import (
     short,
 )
 
-# SGLang treats temperatures below this as greedy
+# as in SGLang, temperatures below this are greedy
 GREEDY_TEMPERATURE = 1e-6
-# limits because every token is searched for all stop strings of its request, delaying all requests
+# limits, because the search for stop strings after every token delays all requests
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 256
 INT32_MAX = np.iinfo(np.int32).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-# SGLang parameters that are rejected, with the reason
+# parameters in SGLang that are rejected here, with the reason
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 REFUSED = {
     **dict.fromkeys(_GRAMMARS, "constrained decoding is not supported"),
@@ -47,7 +47,7 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen and when it ends.
+    """Parameters that decide how the tokens of a request are chosen and when it ends.
 
     Attributes:
         max_new_tokens: maximum completion tokens; the context limits it too. 0 scores the prompt.
@@ -153,7 +153,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits of tokens."""
+        """Whether logits depend on which tokens occurred before."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     @property
@@ -192,7 +192,7 @@ class SamplingParams:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Type hints that fully describe the allowed values of their parameter."""
+    """The type hints that fully describe the values that their parameter may have."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     return {
         name: hint for name, hint in hints.items() if hint is bool or hasattr(hint, "__metadata__")

@@ -1,7 +1,7 @@
-"""The logit processors in their order, masks first.
+"""The logit processors in the order in which they are applied, before temperature and filters.
 
-The others follow SGLang's order: frequency and presence, repetition, logit bias. Forbidden tokens
-stay forbidden: -inf passes through penalties and bias. Temperature and filters follow.
+Masks come first. The others have SGLang's order: frequency and presence, repetition, logit bias.
+Forbidden tokens stay forbidden, because penalties and bias keep -inf.
 """
 
 from functools import reduce
@@ -35,7 +35,7 @@ class MinNewTokens(LogitProcessor):
         is_too_early = (produced < sampling.min_new_tokens[:, None])[:, :, None]
         ends = jnp.where(is_too_early, sampling.end_token_ids[:, None], -1)
         tokens = jnp.arange(logits.shape[2], dtype=jnp.int32)
-        # comparisons fuse with the penalties' pass; a scatter would first copy the raw logits
+        # XLA fuses comparisons into the pass for penalties; a scatter would copy the logits first
         is_forbidden = reduce(
             jnp.logical_or, (ends[:, :, e, None] == tokens for e in range(ends.shape[2]))
         )
@@ -43,10 +43,10 @@ class MinNewTokens(LogitProcessor):
 
 
 class Penalties(LogitProcessor):
-    """Penalizes tokens that occurred before.
+    """Penalises tokens that occurred before.
 
-    Frequency and presence count the produced tokens; repetition also includes the prompt, as in
-    vLLM and Hugging Face transformers.
+    Frequency and presence count the produced tokens. Repetition also counts the prompt, as in vLLM
+    and Hugging Face transformers.
     """
 
     def is_used(self, params: SamplingParams) -> bool:
@@ -60,7 +60,7 @@ class Penalties(LogitProcessor):
     def adjust(
         self, tree: VerifyInput, logits: jax.Array, state: Any, inputs: LogitInputs
     ) -> jax.Array:
-        """Count tokens of the history once per request, and those of a path at every node."""
+        """Count the tokens in the history once per request, and drafts on the path of each node."""
         sampling, history = inputs.sampling, inputs.history
         batch, rows, vocab_size = logits.shape
         index = jnp.arange(history.shape[1], dtype=jnp.int32)
@@ -78,7 +78,7 @@ class Penalties(LogitProcessor):
 
         produced = jnp.broadcast_to(count(is_known & ~is_prompt), logits.shape)
         tokens = jnp.arange(vocab_size, dtype=jnp.int32)
-        # the root, column 0, is already in the history; the sums fuse into one pass over the logits
+        # the root, row 0, is already in the history; XLA fuses the sums into one pass
         for i in range(1, rows):
             drafted = tree.draft_tokens[:, i, None, None] == tokens
             produced = produced + (tree.tree_mask[:, :, i, None] & drafted).astype(jnp.int32)
@@ -110,12 +110,11 @@ class LogitBias(LogitProcessor):
         return at_tokens(logits, ids).add(values, mode="drop")
 
 
-# in the order in which they are applied
 PROCESSORS: tuple[LogitProcessor, ...] = (MinNewTokens(), Penalties(), LogitBias())
 
 
 def used_by(params: SamplingParams) -> list[LogitProcessor]:
-    """The processors used by a request."""
+    """The processors that a request uses."""
     return [processor for processor in PROCESSORS if processor.is_used(params)]
 
 
@@ -132,7 +131,7 @@ def abstract_states(num_slots: int, vocab_size: int) -> tuple[Any, ...]:
 def adjust_logits(
     tree: VerifyInput, logits: jax.Array, states: tuple[Any, ...], inputs: LogitInputs
 ) -> jax.Array:
-    """Logits f32 ``[B, T, V]`` after all processors; ``states`` are by request slot."""
+    """Apply all processors to logits f32 ``[B, T, V]``; ``states`` are by request slot."""
     states = jax.tree.map(lambda leaf: leaf[inputs.slots], states)
     for processor, state in zip(PROCESSORS, states or ((),) * len(PROCESSORS), strict=True):
         logits = processor.adjust(tree, logits, state, inputs)

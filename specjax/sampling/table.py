@@ -1,6 +1,7 @@
-"""Tables by request slot: pages and sampling parameters on the host, packed for the device.
+"""Tables of pages and sampling parameters by request slot, on the host and packed for the device.
 
-A change of any slot uploads the whole table. As one array this takes 1/15 of the calls.
+A change in any slot uploads the whole table, as one array, because separate arrays for the columns
+would need 15 times as many calls.
 """
 
 import heapq
@@ -15,7 +16,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.sampling.processors import used_by
 from specjax.types import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingTable
 
-# a slot on the host: the fields of SamplingTable, in 32-bit words
+# a slot on the host, with the fields of SamplingTable in 32-bit words
 SLOT = np.dtype(
     [
         (name, *hint.__metadata__)
@@ -27,7 +28,7 @@ SLOT = np.dtype(
 def check_slot_limits(
     params: SamplingParams, end_token_ids: Collection[int], vocab_size: int
 ) -> None:
-    """Reject parameters that the tables cannot hold."""
+    """Raise ValueError for parameters that the tables cannot hold."""
     outside = [token for token, _ in params.biases if token >= vocab_size]
     if outside:
         message = f"logit_bias token ids {outside} must be at most {vocab_size - 1} (vocabulary)"
@@ -46,12 +47,12 @@ def check_slot_limits(
 
 
 def _known_ends(end_token_ids: Collection[int], vocab_size: int) -> set[int]:
-    """End tokens in the model's vocabulary; a checkpoint may also list ids beyond it."""
+    """The end tokens in the model's vocabulary; a checkpoint may list ids outside of it."""
     return {i for i in end_token_ids if 0 <= i < vocab_size}
 
 
 def neutral_sampling(num_slots: int, vocab_size: int) -> np.ndarray:
-    """An array ``[num_slots]`` of greedy rows, with the fields of :class:`SamplingTable`."""
+    """An array ``[num_slots]`` of greedy slots with the fields of :class:`SamplingTable`."""
     table = np.zeros(num_slots, SLOT)
     table["top_ps"] = table["repetition_penalties"] = 1
     table["end_token_ids"] = table["bias_ids"] = -1
@@ -61,12 +62,12 @@ def neutral_sampling(num_slots: int, vocab_size: int) -> np.ndarray:
 
 
 def pack_sampling(table: np.ndarray) -> np.ndarray:
-    """A bitwise copy of the table's records ``[R]`` as i32 ``[R, K]``."""
+    """Copy the table's records ``[R]`` bitwise to i32 ``[R, K]``."""
     return np.array(table).view(np.int32).reshape(len(table), -1)
 
 
 def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
-    """Unpack the rows of slots i32 ``[B]`` from :func:`pack_sampling`, in a traced function."""
+    """Unpack slots i32 ``[B]`` of a table that :func:`pack_sampling` packed, when traced."""
     rows = packed[slots]
 
     def column(name: str) -> jax.Array:
@@ -79,9 +80,9 @@ def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
 
 
 class HostTables:
-    """Host copies of the per-slot tables; initially greedy rows without pages.
+    """The host's copies of the tables; at first, slots are greedy and have no pages.
 
-    A change is uploaded before the next dispatch of its slot. An upload takes as long as a
+    A change is uploaded before the next dispatch that uses the slot. An upload takes as long as a
     dispatch, and changes the round's CUDA graph.
     """
 
@@ -89,11 +90,11 @@ class HostTables:
         self.page_table = np.zeros((num_slots, pages_per_request), np.int32)  # [R, P]
         self.sampling = neutral_sampling(num_slots, vocab_size)
         self._neutral = self.sampling[0].copy()
-        # slots [R] that need only the most likely token
+        # [R], whether a slot needs only the most likely token
         self.is_greedy = np.ones(num_slots, np.bool_)
         self.wants_hidden_states = np.zeros(num_slots, np.bool_)
         self.vocab_size = vocab_size
-        # slots [R] whose device copy is out of date
+        # [R], whether the device's copy of a slot is out of date
         self.pages_dirty, self.sampling_dirty = np.ones((2, num_slots), np.bool_)
 
     def set_pages(self, slot: int, pages: Sequence[int], first: int) -> None:
@@ -103,7 +104,7 @@ class HostTables:
         self.pages_dirty[slot] = True
 
     def clear(self, slot: int) -> None:
-        """Make a slot like the padding slot 0.
+        """Make a slot equal to padding slot 0.
 
         Nothing is uploaded, because the slot is set again before any dispatch uses it.
         """
@@ -123,16 +124,16 @@ class HostTables:
         top_logprobs: int | None = None,
         hidden_states: bool = False,
     ) -> None:
-        """Write the parameters of a slot. Greedy rows get no filters, which would have no effect.
+        """Write the parameters of a slot, without filters if the request is greedy.
 
         Args:
             slot: request slot.
             params: sampling parameters that passed :func:`check_slot_limits`.
-            seed: of the request's noise.
+            seed: the seed of the request's noise.
             end_token_ids: tokens that end the request.
-            prompt_len: tokens of the request's prompt; tokens prefilled after it count as produced.
-            top_logprobs: most likely tokens to report per position; ``None``: no log-probabilities.
-            hidden_states: whether to report the hidden state that gives each token's logits.
+            prompt_len: length of the prompt; tokens prefilled after it count as produced.
+            top_logprobs: most likely tokens to report; ``None`` reports no log-probabilities.
+            hidden_states: whether to report the hidden state from which each token was drawn.
         """
         self.sampling[slot] = self._neutral
         row = self.sampling[slot]

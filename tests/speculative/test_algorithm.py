@@ -111,7 +111,7 @@ class Larger(Eagle):
 
 def test_additional_leaves_of_a_map_are_refused() -> None:
     runner = runner_of(Larger("LARGER", "eagle-3"))
-    message = "create_future_map of LARGER must return .* LargerMap; pass further arrays as rows"
+    message = "LARGER must return a FutureMap, not a LargerMap; put additional arrays into its rows"
     with pytest.raises(ValueError, match=message):
         runner.compile(show_progress=False)
 
