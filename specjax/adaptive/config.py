@@ -1,4 +1,4 @@
-"""Configuration of adaptive speculation, validated per batch-size slot."""
+"""The configuration of adaptive speculation, with settings per range (slot) of batch sizes."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from specjax.json_file import read_json
 from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
-# Default tiers of each policy, used if the configuration has no candidates.
+# the steps of each policy's default tiers, used if the configuration has no candidates
 DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "cost": (0, 1, 3, 7)}
 
 
@@ -24,9 +24,9 @@ DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "cost": (0, 1, 3, 7)}
 class AdaptiveSlot:
     """Tiers and thresholds for batches of at least ``min_batch_size`` rows, padding included.
 
-    docs/adaptive_decoding.md explains every key. All keys except the candidates, which are kept in
-    ascending order, are for the EMA policy. Without candidates, the policy's default applies. A
-    resolved configuration has the candidates' ``tiers``, in ascending order.
+    docs/adaptive_decoding.md explains every key. All keys except ``candidate_steps`` are for the
+    EMA policy. Without candidates, the policy's default applies. Candidates ascend, and so do their
+    ``tiers``, which a resolved configuration has.
 
     Raises ValueError with the key, its value and the limit.
     """
@@ -52,7 +52,7 @@ class AdaptiveSlot:
             )
 
 
-# keys of a slot in the configuration
+# keys of a slot in the configuration file
 _KEYS = tuple(f.name for f in fields(AdaptiveSlot) if f.name not in ("min_batch_size", "tiers"))
 
 
@@ -77,7 +77,7 @@ def _check(name: str, value: Any) -> Any:
 class AdaptiveConfig:
     """A policy, and one slot per range of batch sizes; the first also serves smaller batches.
 
-    The policy is ``"ema"``, ``"cost"``, or ``None`` to let the caller choose. Slots ascend.
+    The policy is ``"ema"``, ``"cost"``, or ``None`` to let the caller choose. Slots must ascend.
     """
 
     slots: tuple[AdaptiveSlot, ...] = (AdaptiveSlot(),)
@@ -91,10 +91,10 @@ class AdaptiveConfig:
             _check("policy", self.policy)
 
     def resolve(self, policy: str, tiers: Iterable[DraftShape] = ()) -> "AdaptiveConfig":
-        """Return a copy with ``policy`` set, its default candidates, and their tiers.
+        """Return a copy with ``policy``, with its default candidates if none are set, and tiers.
 
-        Each candidate selects the ``tiers`` with its number of steps, by default a chain. Raises
-        ValueError if there are none, or if the configuration has another policy.
+        A candidate number of steps selects the tiers in ``tiers`` with as many steps; without
+        ``tiers``, a chain of that length. Raises ValueError if none fits or the policy differs.
         """
         if self.policy not in (None, policy):
             raise ValueError(
@@ -112,7 +112,7 @@ class AdaptiveConfig:
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
 
     def slot_index(self, batch_size: int) -> int:
-        """Index of the last slot with ``min_batch_size <= batch_size``, otherwise the first."""
+        """Index of the last slot with ``min_batch_size <= batch_size``, or 0 if there is none."""
         check_integer("batch_size", batch_size, at_least=1)
         return max(0, bisect_right(self.slots, batch_size, key=lambda s: s.min_batch_size) - 1)
 
@@ -123,7 +123,7 @@ class AdaptiveConfig:
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
-        """The steps of these tiers, in ascending order."""
+        """The different numbers of steps of all tiers, in ascending order."""
         return tuple(sorted({tier.steps for tier in self.tiers}))
 
 
@@ -131,18 +131,18 @@ ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | AdaptiveC
 
 
 def nearest(tiers: Iterable[DraftShape], initial_steps: int) -> DraftShape:
-    """The tier nearest to ``initial_steps``; of two equally near, the larger."""
+    """The tier whose steps are nearest to ``initial_steps``; of two equally near, the larger."""
     check_integer("initial_steps", initial_steps, at_least=0)
     return min(tiers, key=lambda tier: (abs(tier.steps - initial_steps), -tier.steps, -tier.nodes))
 
 
 def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
-    """Load and validate a configuration: a path of a JSON file, a mapping, or None for defaults.
+    """Load and validate a configuration: the path of a JSON file, a mapping, or None for defaults.
 
-    A key of digits, such as ``"8"``, starts a slot for batches of at least that size. Keys outside
-    of slots apply to every slot. Without slots the configuration covers every batch.
+    A key of digits, such as ``"8"``, has the slot for batches of at least that size. Other keys
+    apply to all slots, or without slots to every batch.
 
-    Raises ValueError with the file, or with the key and its value.
+    Raises ValueError, which names the file, or the key and its value.
     """
     if isinstance(source, AdaptiveConfig):
         return source

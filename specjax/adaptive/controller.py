@@ -1,4 +1,4 @@
-"""Choose the tier of each round with a policy, and switch a worker's runtime state to match."""
+"""Choose the tier of each round with a policy, and switch a worker to the tier's state."""
 
 import logging
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ EMA_ALPHA = 0.2
 
 
 class TierState(Protocol):
-    """Runtime state of a worker for one tier: any object with the tier's number of steps.
+    """The runtime state of a worker for one tier: any object with the tier's number of steps.
 
-    If it also has ``speculative_num_draft_tokens``, that must equal the tier's rows.
+    If it also has ``speculative_num_draft_tokens``, this must be the tier's rows per verify.
     """
 
     @property
     def speculative_num_steps(self) -> int:
-        """Drafted tokens per round; 0 for plain decoding."""
+        """Number of drafted levels per round; 0 for plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpecRuntimeState:
-    """Runtime state of a worker's rounds in one tier, in any form; swapped as a whole."""
+    """The runtime state of a worker for rounds in one tier; its parts may be any objects."""
 
-    speculative_num_steps: int  # drafted levels; 0 for plain decoding
+    speculative_num_steps: int  # number of drafted levels; 0 for plain decoding
     speculative_num_draft_tokens: int  # rows per verify pass, including the root
     draft: Any = None
     verify: Any = None
@@ -53,17 +53,17 @@ class AdaptiveSpecWorker(Protocol[State]):
     def build_adaptive_runtime_state(
         self, *, speculative_num_steps: int, speculative_num_draft_tokens: int
     ) -> State:
-        """Build the state for rounds of a tier; draft tokens are rows per verify, with the root."""
+        """Build the state for rounds in one tier; draft tokens are rows per verify, with root."""
 
     def apply_runtime_state(self, state: State) -> None:
-        """Use ``state`` for the next rounds; rounds in flight keep theirs."""
+        """Use ``state`` for later rounds; rounds in flight keep theirs."""
 
 
 class AdaptiveSpecPolicy(Protocol):
-    """Chooses the tier from the counts of verified rounds.
+    """Chooses the tier from the counts of accepted drafts in verified rounds.
 
-    Decisions depend only on these counts and the constructor's arguments, so devices that report
-    the same rounds make the same decisions.
+    Decisions depend only on these counts and the constructor's arguments, so two policies that get
+    the same counts make the same decisions.
     """
 
     @property
@@ -80,21 +80,21 @@ class AdaptiveSpecPolicy(Protocol):
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
-        """Record a round of any tier; return whether the tier for this batch size changed."""
+        """Record a round in any tier; return whether the tier for this batch size changed."""
 
     def describe(self) -> dict[str, Any]:
-        """The policy's metrics for server information, as JSON values."""
+        """The policy's metrics as JSON values, for server information."""
 
 
 def check_counts(num_accepted_drafts: Sequence[int], tier: DraftShape) -> None:
-    """Reject counts that are impossible in a round of the tier."""
+    """Raise ValueError for counts that are impossible in a round in this tier."""
     if not 0 <= min(num_accepted_drafts) <= max(num_accepted_drafts) <= tier.depth:
         raise ValueError(f"{num_accepted_drafts=} must be from 0 to {tier.depth} for {tier=}")
 
 
 @dataclass
 class TierCounts:
-    """Number of reported rounds of one tier, and the drafts of their live rows."""
+    """The number of reported rounds in one tier, and of drafts in their live rows."""
 
     rounds: int = 0
     proposed_drafts: int = 0
@@ -104,21 +104,21 @@ class TierCounts:
 class AdaptiveController:
     """Asks a policy for the tier of each round, and reports accepted drafts to it.
 
-    A caller that dispatches rounds before earlier ones are read, like the engine, calls
+    A caller that dispatches rounds before it has read earlier ones, like the engine, calls
     :meth:`activate_for_batch` before every dispatch, and :meth:`on_verify_complete` with the tier
-    and the batch size of the round.
+    and the batch size when a round is read.
 
-    A worker with one state per tier calls :meth:`init_states` before its first round. After that it
-    does the same, or calls :meth:`on_verify_complete` with only the counts after every verify. In
-    both cases the controller applies the state of the tier that the policy chooses.
+    A worker with one state per tier calls :meth:`init_states` before its first round. It then makes
+    the same two calls, or only calls :meth:`on_verify_complete` with the counts after every verify.
+    In both cases, the controller applies the state of the tier that the policy chooses.
 
     Args:
         worker: the worker whose state changes, if any.
         policy: by default the EMA policy, starting from the worker's ``speculative_num_steps``.
-        config_path: of the default policy, for :func:`specjax.adaptive.load_adaptive_config`.
+        config_path: configuration of the default policy, as for ``load_adaptive_config``.
 
     Raises:
-        ValueError: ``policy`` is not a policy, or both it and ``config_path`` are given.
+        ValueError: if ``policy`` is not a policy, or both it and ``config_path`` are given.
 
     Attributes:
         params: the policy, under SGLang's name.
@@ -136,14 +136,14 @@ class AdaptiveController:
             first = 0 if worker is None else worker.speculative_num_steps
             policy = AdaptiveSpeculativeParams(first, config_path)
         elif config_path is not None:
-            raise ValueError(f"{policy=} and {config_path=} exclude each other; pass only one")
+            raise ValueError(f"{policy=} and {config_path=} cannot be combined; pass only one")
         elif isinstance(policy, type) or not hasattr(policy, "on_verify_complete"):
             raise ValueError(f"{policy=} is not a policy; pass a configuration as config_path")
         self.worker = worker
         self.policy = self.params = policy
         self.tier = policy.tier
         self.switches = 0
-        # complete from the start, because other threads read the metrics
+        # all tiers from the start, because other threads iterate over them
         self.tiers = {tier: TierCounts() for tier in policy.tiers}
         self._ema = 0.0
         self._states: dict[DraftShape, TierState] = {}
@@ -155,7 +155,7 @@ class AdaptiveController:
         )
 
     def register(self, state: TierState) -> None:
-        """Add a prebuilt state; its tier must be a candidate without a state."""
+        """Add a state for a tier of the policy that has none."""
         steps = state.speculative_num_steps
         nodes = getattr(state, "speculative_num_draft_tokens", None)
         fitting = [t for t in self.tiers if t.steps == steps and nodes in (None, t.nodes)]
@@ -165,11 +165,11 @@ class AdaptiveController:
                 f"one of tiers={self.policy.tiers}; pass the steps of one of them"
             )
         if fitting[0] in self._states:
-            raise ValueError(f"speculative_num_steps={steps} already has a state")
+            raise ValueError(f"a state for speculative_num_steps={steps} was already added")
         self._states[fitting[0]] = state
 
     def init_states(self) -> None:
-        """Build the missing states of all tiers, and apply that of the first tier."""
+        """Build the states that tiers still lack, and apply the state of the first tier."""
         assert self.worker is not None
         for tier in sorted(self.tiers.keys() - self._states):
             state = self.worker.build_adaptive_runtime_state(
@@ -193,13 +193,13 @@ class AdaptiveController:
     ) -> bool:
         """Record one verified round; return whether the tier for its batch size changed.
 
-        With only the counts, the round ran with the current tier and one row per count; the next
-        tier is then active on return. Otherwise pass the ``tier`` that the round ran with, and its
-        ``batch_size`` in rows, padding included.
+        ``num_accepted_drafts`` has the accepted drafts of each live row, without the bonus token; 0
+        in a plain round. ``tier`` and ``batch_size`` (rows, including padding) are those of the
+        round. If they are left out, the round ran in the current tier with one row per count, and
+        the state of the next tier is applied before the call returns.
 
-        Counts are the accepted drafts of each live row, without the bonus token; 0 in a plain
-        round. Without live rows nothing changes. Raises ValueError for a count that is impossible
-        in the tier, a tier that is not a candidate, or one keyword without the other.
+        Without live rows, nothing changes. Raises ValueError for a count that is impossible in the
+        tier, a tier that is not a candidate, or one keyword without the other.
         """
         if (tier is None) != (batch_size is None):
             raise ValueError(f"{tier=} and {batch_size=} must be given together, or not at all")
@@ -224,7 +224,7 @@ class AdaptiveController:
         return has_moved
 
     def activate_for_batch(self, batch_size: int) -> DraftShape:
-        """Return the tier for the next round of ``batch_size`` rows, and apply its worker state.
+        """Return the tier for the next round of ``batch_size`` rows, and apply its state.
 
         ``batch_size`` includes padding. Raises ValueError if the worker has no state for the tier.
         """
@@ -242,7 +242,7 @@ class AdaptiveController:
 
     @property
     def ema_accept_len(self) -> float:
-        """Moving average of accepted drafts per row and verify, without the bonus token."""
+        """Moving average of accepted drafts per row and verify pass, without the bonus token."""
         return float(getattr(self.policy, "ema_accept_len", self._ema))
 
     @property

@@ -1,6 +1,6 @@
 """The cost-aware policy: choose the tier with the most expected tokens per second.
 
-Its constants come from simulations with round times of an 8B and a 135M model on an H200.
+Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
 """
 
 from bisect import bisect_left
@@ -16,21 +16,21 @@ from specjax.types import NO_DRAFTS, DraftShape
 
 Rates = Mapping[DraftShape, float]
 
-WINDOW = 16.0  # rounds over which the weight of old counts falls to 1/e
+WINDOW = 16.0  # number of rounds over which the weight of old counts falls to 1/e
 FIRST_GUESS = 0.7  # initial acceptance of the first draft; weighs as much as one row
 HYSTERESIS = 0.02  # minimum relative gain in tokens per second to change the tier
-# Maximum share of time lost by probes to the chosen tier, and by all rounds to plain decoding.
+# maximum share of time that probes lose to the chosen tier, and that rounds lose to plain decoding
 LOSS_BUDGET = 0.02
-# One in this many failed probes may skip the next tier: deep drafts may be accepted although
-# shallow ones do not show it, for example if some rows of a batch accept everything.
+# One in this many failed probes may skip the next tier: deep drafts may pay off although the next
+# tier does not show it, for example if some rows of a batch accept everything.
 PROBES_A_TURN = 8
-# Time lost to plain decoding, in plain rounds: maximum before speculation stops, maximum to resume
-# (a lower value prolongs an unlucky start), and maximum time gained that offsets later losses.
+# Time lost compared with plain decoding, in plain rounds: the maximum before speculation stops, the
+# maximum to resume (less prolongs an unlucky start), and the maximum gain to offset later losses.
 MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
 
 
 class AcceptanceEstimates:
-    """Rows that tried and that accepted each drafted position; old rounds weigh less."""
+    """Counts the rows that tried and accepted each drafted position; old rounds weigh less."""
 
     def __init__(self, num_positions: int) -> None:
         self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
@@ -44,7 +44,7 @@ class AcceptanceEstimates:
             self.accepted[i] = keep * self.accepted[i] + sum(k > i for k in num_accepted_drafts)
 
     def acceptance(self, num_positions: int) -> list[float]:
-        """Acceptance by position; if unseen, the previous one, or 0 from ``num_positions`` on."""
+        """Acceptance by position; if unseen, the previous one's, or 0 from ``num_positions`` on."""
         shares: list[float] = []
         for i, (tried, accepted) in enumerate(zip(self.tried, self.accepted, strict=True)):
             unseen = shares[-1] if shares and i < num_positions else 0.0
@@ -53,19 +53,19 @@ class AcceptanceEstimates:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
-    """Expected tokens per row of a round with 0, 1, 2, ... drafts, including the bonus token."""
+    """Expected tokens per row in a round with 0, 1, 2, ... drafts, including the bonus token."""
     return list(accumulate(accumulate(acceptance, mul, initial=1.0)))
 
 
 class CostAwarePolicy:
     """Chooses the tier with the most expected tokens per second from acceptance and round times.
 
-    The tier changes for a gain of more than 2 %, or immediately if it is slower than step 0. Deeper
-    tiers must prove themselves in probes: the next deeper candidate that could win runs until a
+    The tier changes for a gain of more than 2 %, or immediately if it is slower than step 0. Before
+    a deeper tier is chosen, it is probed: the next deeper candidate that could win runs until a
     round shows no gain. docs/adaptive_decoding.md describes when probes run.
 
-    ``seconds`` has the time of a round by (tier, batch bucket), for all candidates and buckets.
-    ``initial_steps`` selects the nearest candidate, or the larger of two; ``None`` the deepest.
+    ``seconds`` maps (tier, batch bucket) to the time of a round, for all candidates and buckets.
+    The first tier is the one nearest to ``initial_steps``, or with ``None`` the deepest.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class CostAwarePolicy:
         self.debt = 0.0  # seconds lost by probes beyond the allowed share
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
         self._bucket: int | None = None  # batch bucket of the last decision
-        self._vain_probes = 0  # since the last change of tier
+        self._vain_probes = 0  # failed probes since the tier last changed
 
     @property
     def tier(self) -> DraftShape:
-        """The tier of the next round at the same batch size; during a probe, the probe's."""
+        """The tier of the next round at the same batch size, which may be that of a probe."""
         return self.chosen if self.probe is None else self.probe
 
     def tier_for_batch(self, batch_size: int) -> DraftShape:
@@ -153,14 +153,14 @@ class CostAwarePolicy:
         return self._buckets[index]
 
     def _rates(self, candidates: Sequence[DraftShape], bucket: int) -> Rates:
-        """Expected tokens per second and row for each candidate."""
+        """Expected tokens per second and row of each candidate."""
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
         return {tier: tokens[tier.depth] / self.seconds[tier, bucket] for tier in candidates}
 
     def _account(
         self, rates: Rates, tokens: float, seconds: float, tier: DraftShape, bucket: int
     ) -> None:
-        """Add a probe's lost time to ``debt``, speculation's to ``deficit``; others reduce them."""
+        """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
         is_probe = tier.depth > self.chosen.depth and self.chosen in rates
         lost = seconds - tokens / rates[self.chosen] if is_probe else -LOSS_BUDGET * seconds
         self.debt = max(0.0, self.debt + lost)

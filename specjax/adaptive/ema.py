@@ -1,7 +1,7 @@
 """The EMA policy: draft one step more than batches accept on average.
 
 The rule and its defaults follow SGLang's adaptive ``speculative_num_steps`` (change #21599). Step
-0, which turns speculation off, follows its change #24055 and adds a back-off between probes.
+0, which turns speculation off, follows SGLang's change #24055; the back-off between probes is new.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ from specjax.types import DraftShape
 
 @dataclass
 class EmaState:
-    """State of the policy for one slot.
+    """The state of the policy for one slot.
 
-    ``waited`` and ``probe_wait`` count decisions (every ``update_interval`` batches) at step 0.
+    ``waited`` and ``probe_wait`` count decisions at step 0, one every ``update_interval`` batches.
     ``is_probing`` is true from the decision that leaves step 0 until the next decision.
     """
 
@@ -29,7 +29,7 @@ class EmaState:
     is_probing: bool = False
 
     def update(self, num_accepted_drafts: Sequence[int]) -> None:
-        """Record one batch that ran with ``tier``; at step 0 the counts are ignored."""
+        """Record one batch that ran in ``tier``; at step 0, the counts are ignored."""
         if not num_accepted_drafts:
             return
         if min(num_accepted_drafts) < 0:
@@ -66,7 +66,7 @@ class EmaState:
         self.waited += 1
         if len(self.slot.tiers) > 1 and self.waited >= self.probe_wait:
             self.tier, self.waited, self.is_probing = self.slot.tiers[1], 0, True
-            if self.ema < 0:  # not measured yet, because the slot started without speculation
+            if self.ema < 0:  # nothing measured yet, because the slot started at step 0
                 self.ema = float(self.tier.depth - 1)
 
 
@@ -74,9 +74,9 @@ class AdaptiveSpeculativeParams:
     """The EMA policy, with one :class:`EmaState` per batch-size slot.
 
     After ``warmup_batches`` non-empty batches, and then every ``update_interval`` batches, the tier
-    moves towards ``round(ema) + 1``; docs/adaptive_decoding.md has the rule of step 0.
-    ``initial_steps`` selects the nearest candidate of each slot as its initial tier. ``config`` is
-    passed to :func:`specjax.adaptive.load_adaptive_config`. Tiers are chains by default.
+    moves towards ``round(ema) + 1``. docs/adaptive_decoding.md has the rule for step 0. Each slot
+    starts with the candidate nearest to ``initial_steps``. ``config`` is passed to
+    :func:`specjax.adaptive.load_adaptive_config`. Tiers are chains by default.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AdaptiveSpeculativeParams:
 
     @property
     def state(self) -> EmaState:
-        """State of the slot that reported last; before any report, of the smallest slot."""
+        """The state of the slot that reported last; before any report, that of the first slot."""
         return self._states[self._active]
 
     @property
@@ -101,22 +101,22 @@ class AdaptiveSpeculativeParams:
 
     @property
     def current_steps(self) -> int:
-        """Its steps, under SGLang's name."""
+        """The steps of ``tier``, under SGLang's name."""
         return self.tier.steps
 
     @property
     def ema_accept_len(self) -> float:
-        """Average accepted drafts per row, without the bonus token, in that slot."""
-        return max(0.0, self.state.ema)  # negative until a slot that began at step 0 has measured
+        """Average accepted drafts per row in that slot, without the bonus token."""
+        return max(0.0, self.state.ema)  # negative if a slot started at step 0 without a probe yet
 
     def tier_for_batch(self, batch_size: int) -> DraftShape:
         return self._states[self.config.slot_index(batch_size)].tier
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:
-        """Record one batch that ran with the current tier; return whether the tier changed.
+        """Record one batch that ran in the current tier; return whether the tier changed.
 
-        Without ``batch_size`` it counts for the slot that reported last. An empty batch changes
-        nothing. Negative counts are rejected.
+        Without ``batch_size``, it counts for the slot that reported last. An empty batch changes
+        nothing. Raises ValueError for negative counts.
         """
         if batch_size is not None:
             self._active = self.config.slot_index(batch_size)
@@ -127,7 +127,7 @@ class AdaptiveSpeculativeParams:
     def on_verify_complete(
         self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
     ) -> bool:
-        """Like :meth:`update`, but ignores rounds that ran with another tier."""
+        """Do the same as :meth:`update`, but ignore rounds that ran in another tier."""
         if tier != self.tier_for_batch(batch_size):
             return False
         return self.update(num_accepted_drafts, batch_size)

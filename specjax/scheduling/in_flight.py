@@ -1,4 +1,4 @@
-"""Dispatched results that the host has not read yet, and their delivery to the requests."""
+"""Hold dispatched results that the host has not read yet, and deliver them to requests."""
 
 import logging
 from collections import deque
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight:
-    """Queue of results. Reading one gives its requests tokens and informs the controller."""
+    """A queue of results; reading one adds its tokens to requests and informs the controller."""
 
     def __init__(
         self, metrics: Totals, controller: AdaptiveController | None, clock: Callable[[], float]
@@ -26,7 +26,7 @@ class InFlight:
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
-        # rows, result, padded batch size (rounds), pieces (prefill)
+        # rows, result, padded batch size (if rounds), pieces (if prefill)
         self._queue: deque[
             tuple[Sequence[RunningRequest], Dispatched, int, Sequence[PromptPiece]]
         ] = deque()
@@ -42,18 +42,18 @@ class InFlight:
         batch_size: int = 0,
         pieces: Sequence[PromptPiece] = (),
     ) -> None:
-        """Append rounds of one call with their padded batch size, or prefill with its pieces."""
+        """Append the result of rounds with their padded batch size, or of prefill with pieces."""
         self._queue.append((rows, result, batch_size, pieces))
 
     def clear(self) -> None:
         self._queue.clear()
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
-        """Wait for the oldest result; yields the rows that ended, each with its error, if any."""
+        """Wait for the oldest result; yield the rows that ended, each with its error, if any."""
         rows, result, batch_size, pieces = self._queue.popleft()
         if all(row.is_released for row in rows):
             return
-        # waits for every chunk, not only the last, so that the host is never far ahead
+        # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         values: list[Any] = result.read().tolist()
         wants_logprobs = any(
             row.request.top_logprobs is not None and not row.is_released for row in rows
@@ -91,7 +91,7 @@ class InFlight:
     def take_first(
         self, row: RunningRequest, token: int, reports: tuple[Any, ...], now: float
     ) -> None:
-        """Give a request the token sampled by prefill, with log-probabilities and hidden states."""
+        """Give a request the token that prefill sampled, with its reports, if any."""
         request = row.request
         row.awaits_first = False
         request.append_first(token, *reports)
@@ -111,10 +111,10 @@ class InFlight:
         reports: tuple[Any, ...],
         now: float,
     ) -> None:
-        """Append the tokens of one call's rounds to a row until its request ends.
+        """Append the tokens from the rounds of one call to a row until its request ends.
 
         Entry ``index`` of each round has the tokens, then the numbers of proposed drafts, accepted
-        drafts and tokens. The last is 0 if the row had stopped before.
+        drafts and tokens. The number of tokens is 0 if the row had already stopped.
         """
         request, spec = row.request, row.request.spec
         row.unread_rounds -= len(rounds)
@@ -145,14 +145,14 @@ class InFlight:
         tier: DraftShape,
         batch_size: int,
     ) -> None:
-        """Report the accepted drafts of each round to the controller, ended requests excluded."""
+        """Report the accepted drafts of each round to the controller, without ended requests."""
         for batch in rounds:
             live = [
                 (proposed, accepted)
                 for row, (*_, proposed, accepted, count) in zip(rows, batch, strict=False)
                 if count > 0 and not row.is_released
             ]
-            # rows without proposals say nothing about the tier; a round of only such rows is plain
+            # rows without proposed drafts do not count; a round with only such rows is plain
             counts = [accepted for proposed, accepted in live if proposed]
             if tier.steps and not counts and NO_DRAFTS not in controller.tiers:
                 continue
@@ -161,5 +161,5 @@ class InFlight:
             try:
                 controller.on_verify_complete(counts, tier=executed, batch_size=batch_size)
             except ValueError as error:
-                # affects only the adaptive metrics, not the tokens of requests
-                logger.warning("the adaptive policy could not use a round: %s", error)
+                # this affects only the adaptive metrics, not the tokens of requests
+                logger.warning("the adaptive policy failed on the result of a round: %s", error)

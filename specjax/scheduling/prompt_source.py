@@ -1,4 +1,4 @@
-"""Prompt sources: provide the KV of prompts to the scheduler, or pass it on."""
+"""Prompt sources, which get the KV of prompts from elsewhere, or watch prompts computed here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,19 +10,19 @@ from specjax.types import Logprobs
 
 
 class FirstToken(NamedTuple):
-    """Result of a prompt computed elsewhere, after its KV and state are in the slot."""
+    """The result of a prompt that was computed elsewhere; its KV and state are in the slot."""
 
     token: int
-    logprobs: Logprobs | None = None  # of the token, [1]
-    hidden_states: np.ndarray | None = None  # f32 [1, D], of the last prompt token
-    cached_tokens: int = 0  # of the prompt, from the other engine's prefix cache
+    logprobs: Logprobs | None = None  # [1], for the token
+    hidden_states: np.ndarray | None = None  # f32 [1, D], from which the token was sampled
+    cached_tokens: int = 0  # number of prompt tokens found in the other engine's prefix cache
 
 
 class PromptSource:
-    """Local prompts: the scheduler computes all of them.
+    """The default source: the scheduler computes all prompts itself.
 
-    Subclasses have prompts computed elsewhere (:meth:`request`, :meth:`receive`) or watch those
-    that are computed here (:meth:`dispatched`). The thread that steps the scheduler calls all
+    A subclass has prompts computed elsewhere (:meth:`request`, :meth:`receive`), or watches prompts
+    that are computed here (:meth:`dispatched`). Only the thread that steps the scheduler calls the
     methods; any thread may read :attr:`peer_connected`.
     """
 
@@ -38,33 +38,31 @@ class PromptSource:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which :meth:`receive` gives up a prompt, in seconds of the scheduler's clock."""
+        """Time on the scheduler's clock, in s, at which :meth:`receive` gives up a prompt."""
         return None
 
     def request(self, row: RunningRequest) -> bool:
-        """Have the prompt of a newly admitted row computed elsewhere; ``False`` to compute it here.
+        """Request the prompt of a newly admitted row; ``False`` if it must be computed here.
 
-        The row has its slot and pages. KV of its first ``row.kv_len`` tokens is already cached.
+        The row has its slot and pages. The KV of its first ``row.kv_len`` tokens is already cached.
         """
         return False
 
     def receive(self, *, is_idle: bool) -> Sequence[tuple[RunningRequest, FirstToken | None]]:
         """Store received KV; called at the beginning of each step.
 
-        Args:
-            is_idle: no row decodes or prefills here, so that waiting delays nothing.
+        ``is_idle`` says that no row decodes or prefills here, so that waiting delays nothing.
 
-        Returns:
-            Requested rows that are done, with their first token. ``None`` gives a row up: the
-            scheduler discards its KV and prefills it here unless it was aborted.
+        Returns requested rows that are done, with their first token. A row with ``None`` is given
+        up: the scheduler discards its KV, and prefills it here unless it was aborted.
         """
         return ()
 
     def dispatched(self, rows: Sequence[RunningRequest]) -> None:
-        """Called after the dispatch of prompt chunks of ``rows`` here."""
+        """Called after prompt chunks of ``rows`` were dispatched here."""
 
     def release(self, row: RunningRequest) -> None:
-        """Called before a row loses its slot and pages, whether or not its prompt is done."""
+        """Called before a row loses its slot and pages, even if its prompt is not done."""
 
     def weights_replaced(self) -> None:
         """Called after the runner's weights were replaced and all old KV was dropped."""

@@ -1,4 +1,4 @@
-"""Requests: options, tokens, text, end and metrics, and the state of running requests."""
+"""Requests: their options, tokens, text and metrics, and the state of running requests."""
 
 import heapq
 import itertools
@@ -23,10 +23,10 @@ _secret, _numbers = os.urandom(32), itertools.count()
 
 
 def new_id() -> str:
-    """32 hexadecimal digits that nobody can guess.
+    """32 hexadecimal digits that nobody can guess, made without a system call.
 
-    Without a system call: after ``os.urandom`` another thread has the interpreter. That took 8 % of
-    the event loop's time in bursts of 64 requests on two CPU cores.
+    During ``os.urandom``, another thread would take the interpreter. That took 8 % of the event
+    loop's time in bursts of 64 requests on two CPU cores.
     """
     number = next(_numbers).to_bytes(8)
     return blake2b(number, digest_size=16, key=_secret).hexdigest()
@@ -42,30 +42,30 @@ os.register_at_fork(after_in_child=_renew_secret)
 
 @dataclass
 class SpecCounts:
-    """Counts of drafts, without bonus tokens and drafts after a stop.
+    """Counts of a request's drafts, without bonus tokens and tokens after its end.
 
-    In a request's last round, a chain's drafts count as proposed only at positions of kept tokens.
-    The nodes of a tree all count, as a node is not a position.
+    In a request's last round, a chain's drafts beyond the last token that the request keeps do not
+    count as proposed. In a tree, all nodes count, because they are not in the order of positions.
     """
 
-    histogram: list[int]  # number of verifies by accepted drafts
-    simulated: float | None = None  # tokens per round accepted right or wrong
-    num_plain_tokens: int = 0  # from rounds without speculation, which do not count as verifies
+    histogram: list[int]  # number of verify passes by number of accepted drafts
+    simulated: float | None = None  # mean tokens per round that are accepted right or wrong
+    num_plain_tokens: int = 0  # tokens from rounds without drafts, which are not verify passes
     num_switches: int = 0
-    tier: DraftShape | None = None  # of the last round
+    tier: DraftShape | None = None  # tier of the last round
     rounds_by_steps: dict[int, int] = field(default_factory=dict)
-    ema_accept_len: float | None = None  # of the engine, if drafting adapts
+    ema_accept_len: float | None = None  # the engine's average, if drafting adapts
     num_accepted_drafts: int = 0
     num_proposed_drafts: int = 0
     num_verifies: int = 0
-    # proposed drafts and accepted drafts of each verify since the last take_new
+    # proposed drafts, and accepted drafts of each verify pass, since the last take_new
     _new_proposed: int = 0
     _new_accepted: list[int] = field(default_factory=list)
 
     def add(
         self, tier: DraftShape, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
     ) -> None:
-        """Count one round with ``num_kept`` kept tokens; it is plain if it proposed no drafts."""
+        """Count one round with ``num_kept`` kept tokens; without proposed drafts, it is plain."""
         tier = tier if num_proposed else NO_DRAFTS
         self.num_switches += self.tier not in (None, tier)
         self.tier = tier
@@ -84,7 +84,7 @@ class SpecCounts:
         self._new_accepted.append(accepted)
 
     def take_new(self) -> tuple[int, list[int]]:
-        """Return proposed drafts and accepted drafts of each verify since the last call."""
+        """Return proposed drafts, and accepted ones of each verify pass, since the last call."""
         new = self._new_proposed, self._new_accepted
         self._new_proposed, self._new_accepted = 0, []
         return new
@@ -115,12 +115,11 @@ class SpecCounts:
 class GenerateRequest:
     """One input of :meth:`Engine.generate` with its options, under the same names.
 
-    The object is passed on as a whole: options are declared and checked here and read where they
-    act. Raises ValueError for an invalid value.
+    Raises ValueError for an invalid value.
     """
 
     rid: str
-    input_ids: list[int]  # the engine checks them against vocabulary and context length
+    input_ids: list[int]  # the engine checks vocabulary and context length
     sampling_params: SamplingParams
     return_logprob: bool = False
     top_logprobs_num: int = 0
@@ -141,7 +140,7 @@ class GenerateRequest:
             check_number("timeout", self.timeout, above=0)
 
 
-# (log-probability, token id, None); the first is None for the first reported prompt token
+# (log-probability, token id, None); the log-probability of the first prompt token is None
 TokenLogprob = tuple[float | None, int, None]
 
 
@@ -151,24 +150,24 @@ class Request:
 
     arguments: GenerateRequest
     _: KW_ONLY
-    seed: int  # of the noise
-    max_new_tokens: int  # maximum number of completion tokens, limited by the context too
-    end_token_ids: frozenset[int]  # without those of the model if ``ignore_eos``
+    seed: int  # seed of the noise
+    max_new_tokens: int  # maximum number of completion tokens that also fits the context
+    end_token_ids: frozenset[int]  # with ``ignore_eos``, without those of the model
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
-    spec_simulated: InitVar[float | None] = None  # tokens per round accepted right or wrong
-    clock: Callable[[], float] = time.perf_counter  # of the scheduler
+    spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulated
+    clock: Callable[[], float] = time.perf_counter  # the scheduler's clock, in seconds
 
     output_ids: list[int] = field(default_factory=list, init=False)
     output_is_draft: list[bool] = field(default_factory=list, init=False)
     output_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     output_hidden_states: list[np.ndarray] = field(default_factory=list, init=False)  # f32 [n, D]
-    # of prompt tokens after ``logprob_start_len``, as far as they are computed
+    # for prompt tokens after ``logprob_start_len``, as far as they are computed
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list, init=False)
     finish_reason: dict[str, Any] | None = field(default=None, init=False)
-    cached_tokens: int = field(default=0, init=False)  # of the prompt, at its first admission
+    cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at first admission
     num_retractions: int = field(default=0, init=False)
     admitted_time: float | None = field(default=None, init=False)
     first_token_time: float | None = field(default=None, init=False)
@@ -181,8 +180,8 @@ class Request:
         arguments = self.arguments
         self.rid, self.input_ids = arguments.rid, arguments.input_ids
         self.params = arguments.sampling_params
-        # number of most likely tokens to report per token, and the first prompt token whose
-        # log-probability is reported; ``None``: report none
+        # Number of most likely tokens to report per token, and the first prompt token whose
+        # log-probability is reported. ``None`` reports no log-probabilities.
         self.top_logprobs = arguments.top_logprobs_num if arguments.return_logprob else None
         start = arguments.logprob_start_len
         self.logprob_start_len = None if start < 0 else start
@@ -198,12 +197,12 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Maximum number of tokens in the KV pool; the last token is never stored."""
+        """Maximum number of the request's tokens in the KV pool; the last token is not stored."""
         return len(self.input_ids) + max(1, self.max_new_tokens) - 1
 
     @property
     def max_reported(self) -> int:
-        """Maximum number of reported log-probabilities, including the most likely tokens."""
+        """Maximum number of log-probabilities to report, including those of most likely tokens."""
         if self.top_logprobs is None:
             return 0
         start = self.logprob_start_len
@@ -220,7 +219,7 @@ class Request:
 
     @property
     def latency(self) -> float:
-        """Seconds from submission to the end, or until now."""
+        """Seconds from submission to the end of the request, or until now."""
         return (self.clock() if self.ended_time is None else self.ended_time) - self.created_time
 
     @property
@@ -228,7 +227,7 @@ class Request:
         return self._text.text
 
     def arrive(self) -> None:
-        """Measure times from now on: the request is submitted, maybe long after it was made."""
+        """Start timing now, at submission, which may be long after the request was created."""
         self.created_time = self.clock()
 
     @property
@@ -239,14 +238,14 @@ class Request:
 
     @property
     def missing_logprobs(self) -> int | None:
-        """First prompt token to compute for a missing log-probability; ``None`` if all exist."""
+        """Index of the first prompt token to run for log-probabilities; ``None`` if all exist."""
         if self.logprob_start_len is None:
             return None
         first = self.logprob_start_len + len(self.input_token_logprobs)
         return first if first < len(self.input_ids) - 1 else None
 
     def forget_prompt_logprobs(self) -> None:
-        """Drop prompt log-probabilities if no token exists yet: weights may have changed."""
+        """Drop prompt log-probabilities if no token exists yet, because weights may change."""
         if not self.output_ids:
             self.input_token_logprobs, self.input_top_logprobs = [], []
 
@@ -254,7 +253,7 @@ class Request:
         """Store log-probabilities ``[tokens]`` of the prompt tokens from ``start + 1`` on."""
         assert self.logprob_start_len is not None
         assert self.top_logprobs is not None
-        # skip those that are stored already and those after the prompt
+        # skip log-probabilities that are stored already, and those after the prompt
         first = self.logprob_start_len + len(self.input_token_logprobs)
         ids = self.input_ids[first + 1 : start + 1 + len(logprobs.chosen)]
         known = slice(first - start, first - start + len(ids))
@@ -266,9 +265,9 @@ class Request:
     def append_first(
         self, token: int, logprobs: Logprobs | None = None, states: np.ndarray | None = None
     ) -> None:
-        """Append the token sampled by prefill, with log-probabilities and hidden states ``[1]``.
+        """Append the token that prefill sampled, with log-probabilities and hidden states ``[1]``.
 
-        A request with ``max_new_tokens=0`` ends without it: its prompt is only scored.
+        A request with ``max_new_tokens=0`` ends without it, because only its prompt is scored.
         """
         if not self.max_new_tokens:
             self.finish({"type": "length", "length": 0})
@@ -287,8 +286,8 @@ class Request:
     ) -> int:
         """Append accepted drafts and the bonus token until the request ends.
 
-        ``logprobs`` ``[A]`` and ``states`` f32 ``[A, D]`` belong to the tokens. Returns the number
-        of tokens kept.
+        ``logprobs [A]`` and ``states`` f32 ``[A, D]`` belong to the tokens. Returns the number of
+        tokens that are kept.
         """
         kept = self._append(tokens, num_accepted)
         if self.spec is not None:
@@ -297,17 +296,17 @@ class Request:
         return kept
 
     def finish(self, reason: dict[str, Any]) -> None:
-        """End the request unless it has ended."""
+        """End the request if it has not ended."""
         if not self.is_finished:
             self.finish_reason = reason
             self.ended_time = self.clock()
 
     def fail(self) -> None:
-        """Stop decoding text after an error in it; the text so far stays."""
+        """Stop decoding text after a decoding error; keep the text so far."""
         self._text.stop()
 
     def _append(self, tokens: Sequence[int], num_drafts: int) -> int:
-        """Append tokens, drafts first, until the request ends; returns the number kept."""
+        """Append tokens, drafts first, until the request ends; return the number kept."""
         left, ends = self.num_left, self.end_token_ids
         tokens = tokens[:left]
         end = None  # index of the first end token
@@ -345,10 +344,10 @@ class Request:
             self.output_top_logprobs += map(_triples, values, ids)
 
     def result(self) -> dict[str, Any]:
-        """Cumulative result for the caller: text, completion ids and ``meta_info``.
+        """The cumulative result for the caller: text, completion ids and ``meta_info``.
 
         ``cached_tokens`` counts prompt tokens whose KV was in the prefix cache. Times are in
-        seconds since the submission, or ``None`` if the event has not happened.
+        seconds since submission, or ``None`` if the event has not happened.
         """
         meta: dict[str, Any] = {
             "id": self.rid,
@@ -377,7 +376,7 @@ class Request:
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def streamed_text(self) -> str:
-        """Text that later tokens cannot change; a possible start of a stop string is held back."""
+        """The text that later tokens cannot change, without a possible start of a stop string."""
         return self.text if self.is_finished else self._text.streamed()
 
     def _since_created(self, moment: float | None) -> float | None:
@@ -388,31 +387,31 @@ class Request:
 class RunningRequest(PageHolding):
     """A request from its admission to its end or preemption.
 
-    After the first token is read, ``kv_len`` excludes the last token, which is not in the pool yet.
+    After the first token is read, ``kv_len`` does not count the last token, whose KV is missing.
     """
 
     request: Request
-    awaits_first: bool = False  # the token sampled by prefill is not read yet
-    is_remote: bool = False  # the prompt is computed elsewhere and not complete here
+    awaits_first: bool = False  # the token that prefill sampled is not read yet
+    is_remote: bool = False  # the prompt is computed elsewhere and has not arrived completely
     is_released: bool = False  # slot and pages are freed; results in flight are ignored
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the last chunk of its text has been dispatched."""
+        """Whether the last chunk of ``prefill_ids`` has been dispatched."""
         return self.kv_len >= len(self.prefill_ids) and not self.is_remote
 
     def can_advance(self) -> bool:
         """Whether another round may be needed.
 
-        Each unread round gives at least one token. With as many unread rounds as tokens left, the
-        request ends with the unread results.
+        Each unread round gives at least one token. If there are as many unread rounds as tokens
+        left, the request will end with their results.
         """
         unread = self.unread_rounds + self.awaits_first
         return self.is_prefilled and self.request.num_left > unread
 
 
 class PromptPiece(NamedTuple):
-    """Tokens of a text to compute in one call."""
+    """A range of a running request's ``prefill_ids`` to compute in one call."""
 
     row: RunningRequest
     start: int
@@ -424,12 +423,12 @@ class PromptPiece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the piece ends the text, so that a token is sampled after it."""
+        """Whether the piece is the last, so that a token is sampled after it."""
         return self.end == len(self.row.prefill_ids)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether some log-probabilities that it computes are missing or still unread."""
+        """Whether the request still needs log-probabilities from this piece."""
         missing = self.row.request.missing_logprobs
         return missing is not None and missing < self.end
 
@@ -459,14 +458,14 @@ class Deadlines:
         deadline = request.created_time + timeout
         heapq.heappush(self._queue, (deadline, next(self._serial), request))
         if len(self._queue) > self._limit:
-            # drop ended requests whenever the queue doubles, instead of at their deadlines
+            # remove ended requests whenever the queue has doubled, instead of at their deadlines
             self._queue = [one for one in self._queue if not one[2].is_finished]
             heapq.heapify(self._queue)
             self._limit = 2 * len(self._queue) + 16
 
     @property
     def next(self) -> float | None:
-        """The next deadline in seconds of the requests' clock; ``None`` if there is none."""
+        """The next deadline on the requests' clock, in seconds; ``None`` if there is none."""
         return self._queue[0][0] if self._queue else None
 
     def expired(self, now: float) -> list[Request]:

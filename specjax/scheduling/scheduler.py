@@ -1,7 +1,7 @@
-"""First come, first served: admission, prefill, rounds and preemption (retraction).
+"""The scheduler: admission, prefill, rounds and preemption (retraction), first come first served.
 
-Running requests are the oldest ones, in the order of their arrival. A preempted request returns to
-the head of the queue, so the oldest request always advances.
+The oldest requests run, in the order of their arrival. A preempted request returns to the head of
+the queue, so the oldest request always advances.
 """
 
 import logging
@@ -26,43 +26,43 @@ logger = logging.getLogger(__name__)
 
 # Retry a blocked admission after this many steps; the page reserve may have shrunk by then.
 RETRY_STEPS = 32
-MAX_SLEEP = 3600.0  # seconds; a queue's timeout has a limit
-# maximum prompt tokens that rounds wait for: 64 prompts of 1,024, 1.5 s (Llama-3.1-8B shape)
+MAX_SLEEP = 3600.0  # seconds, because the timeout of a queue has a limit
+# rounds wait for at most this many prompt tokens: 64 prompts of 1,024 take 1.5 s (Llama-3.1-8B)
 MAX_STALL = 65_536
 
 
 def min_burst(num_slots: int) -> int:
-    """Minimum number of startable requests for a burst: one eighth of the slots, at least 2.
+    """Minimum number of requests that can start, to count as a burst: 1/8 of the slots, or 2.
 
-    With a quarter, 128 requests of 1,024 and 256 tokens lose 3 to 5 % throughput at 64 slots; with
-    a sixteenth, decoding pauses often (simulated, with round times of the Llama-3.1-8B shape).
+    With a quarter, 128 requests of 1,024 and 256 tokens lose 3 to 5 % throughput at 64 slots. With
+    a sixteenth, decoding pauses often. Both are simulated with round times of Llama-3.1-8B.
     """
     return max(2, -(-num_slots // 8))
 
 
 class QueueFullError(RuntimeError):
-    """More requests would wait than ``max_waiting_requests``."""
+    """More than ``max_waiting_requests`` requests would wait."""
 
 
 class Scheduler:
-    """Runs requests on a :class:`ModelRunner`; one thread uses it.
+    """Runs requests on a :class:`ModelRunner`; only one thread may use it.
 
-    A step admits requests, dispatches chunks of their prompts and one round of all decoding rows,
+    A step admits requests, dispatches chunks of their prompts and one round for all decoding rows,
     and reads results that are due. While requests decode, chunks have a smaller token budget, which
-    bounds how long prompts delay them. In a burst, rounds wait instead. Prompts are packed in the
-    order of arrival. After a prompt's last chunk, the next one finds its pages in the prefix cache.
+    limits how long prompts delay them. In a burst, rounds wait instead. Prompts are packed in the
+    order of arrival. After a prompt's last chunk, later prompts find its pages in the prefix cache.
 
     Results are read late. The device stops rows at their limit and at end tokens. Only the host
-    handles stop strings, aborts and timeouts; later results of such a request are ignored. The
+    handles stop strings, aborts and timeouts; it ignores later results for such a request. The
     device executes in dispatch order, so a slot or page that is freed while a round is in flight
     can be reused at once: its new owner is dispatched after that round.
 
     Args:
-        run_ahead: dispatches left unread at the end of a step; outputs do not depend on it.
+        run_ahead: number of dispatches left unread at the end of a step; does not affect outputs.
         caches_prefixes: cache the pages of prompts and outputs for requests with an equal start.
         max_waiting_requests: maximum number of waiting requests that have no free slot.
         clock: the clock of the requests in seconds, for timeouts and metrics.
-        controller: chooses the tier of each round from the acceptance of earlier rounds.
+        controller: chooses the tier of each round from the acceptance in earlier rounds.
         prompt_source: gets the prompts of admitted requests; by default they are computed here.
     """
 
@@ -93,13 +93,13 @@ class Scheduler:
         self._free_slots = list(range(config.num_slots - 1, 0, -1))
         self._in_flight = InFlight(self._metrics, controller, clock)
         self._deadlines = Deadlines()
-        # steps until a blocked admission is retried; 0 as soon as a running request frees pages
+        # steps until a blocked admission is retried; reset to 0 if a running request frees pages
         self._blocked_steps = 0
-        self._stalled_tokens = 0  # prompt tokens that rounds waited for in this burst
+        self._stalled_tokens = 0  # prompt tokens for which rounds have waited in this burst
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has work to do; it has none for prompts that are computed elsewhere."""
+        """Whether a step has work to do, apart from prompts that are computed elsewhere."""
         if any(not row.is_remote for row in self._running):
             return True
         if self._waiting and self._free_slots and not self._blocked_steps:
@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def idle_seconds(self) -> float | None:
-        """Seconds until the next deadline, for sleeping without work; ``None`` if there is none."""
+        """Seconds that the loop may sleep until the next deadline; ``None`` if there is none."""
         if not self._running:
             return None
         deadlines = self._deadlines.next, self.prompt_source.deadline
@@ -117,9 +117,9 @@ class Scheduler:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum prompt and completion tokens of one request that the KV pool holds."""
+        """Maximum number of prompt and completion tokens of one request that fit the KV pool."""
         tail = self._runner.config.kv_writes.tail
-        # the last token is never stored
+        # the KV of the last token is never stored
         return (self._allocator.num_pages - 1) * self._runner.config.page_size - tail + 1
 
     def check(self, request: Request) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
     def check_queue(self, num_new: int) -> None:
         """Raise QueueFullError if too many requests would wait; any thread may call this."""
         limit, count = self._max_waiting, len(self._waiting)
-        # requests that get a slot in the next step do not count as waiting
+        # requests that will get a slot in the next step do not count as waiting
         if limit is not None and count + num_new > limit + len(self._free_slots):
             raise QueueFullError(
                 f"max_waiting_requests={limit} exceeded: {count} requests wait for "
@@ -151,14 +151,14 @@ class Scheduler:
             )
 
     def add(self, *requests: Request) -> None:
-        """Queue requests that passed :meth:`check`, all of them or none."""
+        """Queue all requests, which have passed :meth:`check`; or none, if the queue is full."""
         self.check_queue(len(requests))
         self._waiting.extend(requests)
         for request in requests:
             self._deadlines.watch(request)
 
     def abort(self, request: Request, message: str | None = None) -> None:
-        """End a waiting or running request; its text so far stays."""
+        """End a waiting or running request; it keeps its text so far."""
         if request.is_finished:
             return
         self._finish(request, message)
@@ -171,13 +171,13 @@ class Scheduler:
         self._report_queue()
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request after an exception that affects only this request."""
+        """End a request after an error that affects no other request."""
         logger.error("request %r failed", request.rid, exc_info=error)
         request.fail()
         self.abort(request, f"the request failed: {error!r}")
 
     def debug_state(self) -> dict[str, int]:
-        """Number of requests and pages by state."""
+        """Numbers of requests and pages by state."""
         free, cached = self._allocator.num_free, self._budget.cache.num_pages
         return {
             "running": len(self._running),
@@ -188,7 +188,7 @@ class Scheduler:
         }
 
     def step(self) -> None:
-        """Admit requests, dispatch prefill chunks and a round, and read results that are due."""
+        """Admit requests, dispatch prompt chunks and a round, and read results that are due."""
         self._receive_prompts()
         for request in self._deadlines.expired(self._clock()):
             self.abort(request, f"the request timed out after {request.arguments.timeout} s")
@@ -200,7 +200,7 @@ class Scheduler:
         rows = [] if has_dispatched and prefills_first else self._rows_with_pages()
         if rows:
             self._dispatch_round(rows)
-        # if nothing was dispatched, read everything: the device would idle meanwhile
+        # if nothing was dispatched, the device becomes idle, so read everything
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         here = [row for row in self._running if not row.is_remote]
         if here and not (has_dispatched or rows or has_unread):
@@ -209,14 +209,14 @@ class Scheduler:
         self._report_queue()
 
     def flush_cache(self) -> None:
-        """Drop all KV and cached prefixes; running requests compute their KV again."""
+        """Drop all KV and cached prefixes; running requests will compute their KV again."""
         self._read_until(0)
         while self._running:
             self._preempt(self._running[-1], is_cached=False)
         self._budget.cache.flush()
 
     def fail_all(self, message: str) -> None:
-        """End all requests after a failed step, without reading results or keeping KV."""
+        """End all requests after a failed step; read no results and keep no KV."""
         self._in_flight.clear()
         for request in (*(row.request for row in self._running), *self._waiting):
             if not request.is_finished:
@@ -230,7 +230,7 @@ class Scheduler:
     # prompts
 
     def _receive_prompts(self) -> None:
-        """Continue prompts that were computed elsewhere; requeue those that were given up."""
+        """Continue requests whose prompts were computed elsewhere; requeue those given up."""
         is_idle = all(row.is_remote for row in self._running)
         lost: set[RunningRequest] = set()
         for row, first in self.prompt_source.receive(is_idle=is_idle):
@@ -239,12 +239,12 @@ class Scheduler:
             else:
                 self._take_first(row, first)
         if lost:
-            # the oldest goes last, to the head of the queue; aborted rows are not running
+            # requeue the oldest last, so that it is at the head; skip aborted rows
             for row in [row for row in reversed(self._running) if row in lost]:
                 self._requeue(row, is_cached=False)
 
     def _take_first(self, row: RunningRequest, first: FirstToken) -> None:
-        """Continue as if the last chunk of the prompt had been computed and read here."""
+        """Treat a prompt as if its last chunk had been computed and read here."""
         request = row.request
         row.is_remote = False
         self._budget.share(row, is_dispatched=True)
@@ -261,12 +261,12 @@ class Scheduler:
 
     @property
     def _is_prefilling(self) -> bool:
-        """Whether the last running request is prefilling; all others have finished their prompt."""
+        """Whether the last running request is prefilling; no other can be."""
         newest = self._running[-1] if self._running else None
         return newest is not None and not (newest.is_prefilled or newest.is_remote)
 
     def _num_starting(self) -> int:
-        """Number of requests whose prompts could be computed now if there are pages."""
+        """Number of requests whose prompts could be computed now if there are enough pages."""
         if self._blocked_steps:
             return int(self._is_prefilling)
         return self._is_prefilling + min(len(self._waiting), len(self._free_slots))
@@ -274,8 +274,8 @@ class Scheduler:
     def _prefills_first(self, num_starting: int) -> bool:
         """Whether rounds wait until all requests that could start have started.
 
-        A round of few rows takes nearly as long as one of many. So rounds wait in a burst, for at
-        most ``MAX_STALL`` prompt tokens.
+        A round with few rows takes nearly as long as one with many. In a burst, rounds therefore
+        wait, for at most ``MAX_STALL`` prompt tokens.
         """
         is_idle = len(self._running) == self._is_prefilling
         is_burst = num_starting >= min_burst(self._runner.config.num_slots - 1)
@@ -284,11 +284,11 @@ class Scheduler:
         return is_idle or (is_burst and self._stalled_tokens < MAX_STALL)
 
     def _prefill(self, is_first: bool) -> bool:
-        """Dispatch prompt chunks up to the token budget; returns whether there were any."""
+        """Dispatch prompt chunks up to the token budget; return whether there were any."""
         config = self._runner.config
         buckets = config.prefill_buckets
         if not self._in_flight:
-            # the device is idle: start with a smaller dispatch, then admit others meanwhile
+            # the device is idle, so begin with a smaller dispatch and admit others meanwhile
             buckets = buckets[:-1] or buckets
         budget = buckets[-1] if is_first else min(buckets[-1], config.mixed_prefill_tokens)
         capacity = self._budget.capacity(self._running)
@@ -317,7 +317,7 @@ class Scheduler:
         return bool(rows)
 
     def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
-        """Dispatch one or more of the first pieces in one call; returns the rest."""
+        """Dispatch one or more of the first pieces in one call; return the rest."""
         config = self._runner.config
         with_logprobs = pieces[0].wants_logprobs
         alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
@@ -362,7 +362,7 @@ class Scheduler:
         if not self._budget.admit(row, self._running, capacity):
             self._blocked_steps = RETRY_STEPS
             return None
-        # from here on the request counts as running, even if the runner raises
+        # from here on, the request counts as running, even if the runner raises an error
         self._running.append(row)
         self._waiting.popleft()
         self._free_slots.pop()
@@ -390,12 +390,12 @@ class Scheduler:
         return row
 
     def _rows_with_pages(self) -> list[RunningRequest]:
-        """Give pages to the rows of the next round; preempts the last row if pages run out."""
+        """Give pages to the rows of the next round; preempt the last row if pages run out."""
         rows = [row for row in self._running if row.can_advance()]
         while rows and not self._budget.grow(rows, self._running):
             if self._in_flight:
-                # Exact lengths may free pages. A preempted request must have nothing in flight, so
-                # that none of its tokens is lost or repeated.
+                # Reading gives exact lengths, which may free pages. A request with results in
+                # flight must not be preempted, or tokens would be lost or repeated.
                 self._read_until(0)
             elif len(self._running) > 1:
                 self._preempt(self._running[-1])
@@ -414,7 +414,7 @@ class Scheduler:
         controller = self._controller
         tier = None if controller is None else controller.activate_for_batch(batch_size)
         if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
-            tier = NO_DRAFTS  # drafts would not be used
+            tier = NO_DRAFTS  # no request uses drafts
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
@@ -477,7 +477,7 @@ class Scheduler:
         row.is_released = True
         self._blocked_steps = 0
         self._running.remove(row)
-        # partial remote KV is not cached: the rest may come from other weights
+        # partial remote KV is not cached, because the rest may come from other weights
         is_kept = is_cached and not row.is_remote
         self._budget.release(row, row.request.known_ids if is_kept else None)
         self._free_slots.append(row.slot)

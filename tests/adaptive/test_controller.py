@@ -98,7 +98,7 @@ def test_a_configuration_is_not_a_policy(policy: Any) -> None:
 
 
 def test_a_policy_has_its_configuration_already() -> None:
-    with pytest.raises(ValueError, match=r"config_path='tiers.json' exclude each other; pass"):
+    with pytest.raises(ValueError, match=r"config_path='tiers.json' cannot be combined; pass"):
         AdaptiveController(FakeWorker(3), AdaptiveSpeculativeParams(3), config_path="tiers.json")
 
 
@@ -202,7 +202,7 @@ def test_wrong_states_are_refused() -> None:
     with pytest.raises(ValueError, match="init_states"):
         controller.activate_for_batch(1)
     controller.register(worker.state)
-    with pytest.raises(ValueError, match="speculative_num_steps=3 already has a state"):
+    with pytest.raises(ValueError, match="a state for speculative_num_steps=3 was already added"):
         controller.register(worker.state)
     with pytest.raises(ValueError, match=r"speculative_num_steps=5 .* is not one of"):
         controller.register(FakeWorker(5).state)

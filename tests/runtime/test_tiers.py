@@ -135,7 +135,7 @@ def test_rounds_without_proposals_are_ignored_without_a_plain_tier(caplog) -> No
     serving.finish()
     assert [request.output_ids] == plain_outputs(PROMPTS[:1], GREEDY, range(1))
     assert [steps for _, steps, _ in policy.reported[:3]] == [0, 0, 4]
-    assert "could not use a round" not in caplog.text
+    assert "failed on the result of a round" not in caplog.text
 
 
 def test_a_policy_that_refuses_a_round_ends_no_request(caplog) -> None:
@@ -148,7 +148,7 @@ def test_a_policy_that_refuses_a_round_ends_no_request(caplog) -> None:
     requests = serving.add(PROMPTS[:2], GREEDY)
     serving.finish()
     assert [r.output_ids for r in requests] == plain_outputs(PROMPTS[:2], GREEDY, range(2))
-    assert "the adaptive policy could not use a round: num_accepted_drafts=[9]" in caplog.text
+    assert "policy failed on the result of a round: num_accepted_drafts=[9]" in caplog.text
 
 
 def dispatched(runner: ModelRunner, steps: int) -> tuple[list[int], list[int]]:
