@@ -106,7 +106,7 @@ def test_few_files_at_the_top_level() -> None:
 def test_the_files_on_the_path_of_a_token_are_listed() -> None:
     """docs/architecture.md lists them in cells such as ``kv/`` budget, pages."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    ((count, table),) = re.findall(r"^These (\d+) files [^|]*((?:\|.*\n)+)", page, re.MULTILINE)
+    ((count, table),) = re.findall(r"these (\d+) files [^|]*((?:\|.*\n)+)", page, re.MULTILINE)
     files = []
     for folder, names in re.findall(r"`(\w+)/?`([\w, ]*)", table):
         top = ROOT / "kernels" if folder == "kernels" else ROOT / "specjax" / folder
