@@ -1,4 +1,4 @@
-"""Frozen and validated configuration of models."""
+"""The configurations of models, frozen and validated."""
 
 import logging
 from dataclasses import dataclass, fields, replace
@@ -15,7 +15,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary frequency scaling: ``linear`` or ``llama3`` (Llama 3.1 and later)."""
+    """Scaling of rotary frequencies: ``linear`` or ``llama3`` (Llama 3.1 and later)."""
 
     rope_type: str
     factor: float = 1.0
@@ -39,7 +39,7 @@ class RopeScaling:
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of the layers of one kind."""
+    """The rotary embedding of one kind of layers."""
 
     head_dim: int
     theta: float
@@ -47,16 +47,16 @@ class Rope(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """Data types of a network."""
+    """The data types of a network."""
 
-    weights: jnp.dtype  # of matrices; 8 bits mean quantised
-    activations: jnp.dtype  # also of embeddings, norms and biases
-    kv: jnp.dtype  # of the KV pool
+    weights: jnp.dtype  # matrices; 8 bits mean quantised
+    activations: jnp.dtype  # activations, embeddings, norms and biases
+    kv: jnp.dtype  # the KV pool
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes of a Llama-style decoder layer, shared by targets and draft heads."""
+    """The sizes of Llama-style decoder layers, for targets and draft heads."""
 
     vocab_size: int
     hidden_size: int
@@ -89,7 +89,7 @@ class TransformerConfig:
 
     @property
     def dtypes(self) -> Dtypes:
-        """``dtype`` for everything."""
+        """Use ``dtype`` for everything."""
         return Dtypes(*[jnp.dtype(DTYPES[self.dtype])] * 3)
 
     @property
@@ -116,13 +116,13 @@ class ModelConfig(TransformerConfig):
 
     @property
     def context_limit(self) -> int:
-        """Maximum tokens of a text; longer than the sliding window is not supported."""
+        """Maximum length of a text in tokens; it must not exceed the sliding window."""
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
 
     def context_length(self, asked: int | None) -> int:
-        """The requested context length, or the model's limit."""
+        """Return ``asked``, or else the model's limit; raise ValueError if ``asked`` exceeds it."""
         limit, longest = self.context_limit, self.max_position_embeddings
         what = f"limit of {limit} (max_position_embeddings)"
         if limit < longest:
@@ -137,14 +137,14 @@ class ModelConfig(TransformerConfig):
         return asked or limit
 
     def within(self, length: int) -> "ModelConfig":
-        """The same model for texts of at most ``length`` tokens, without an unreachable window."""
+        """The same model for texts of at most ``length`` tokens; drops a window of that size."""
         if self.sliding_window is None or length > self.sliding_window:
             return self
         return replace(self, sliding_window=None)
 
     @property
     def default_feature_layers(self) -> tuple[int, int, int]:
-        """Layers whose outputs EAGLE-3 reads if the draft config names none.
+        """The layers whose outputs EAGLE-3 reads if the draft's configuration names none.
 
         The reference implementation captures the inputs of layers 2, n // 2 and n - 3.
         """
@@ -157,7 +157,7 @@ class DraftConfig(TransformerConfig):
 
     ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's output.
     ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only). An EAGLE-3
-    head with ``mask_token_id`` is P-EAGLE: one pass over mask tokens drafts a whole chain.
+    head with ``mask_token_id`` is a P-EAGLE head: one pass over mask tokens drafts a whole chain.
     """
 
     checkpoint_format: str
@@ -192,13 +192,13 @@ class DraftConfig(TransformerConfig):
         if self.norm_before_fc and self.has_fc_norm:
             raise ValueError(
                 "norm_before_fc=True (one norm over all features) and has_fc_norm=True (one for "
-                "each feature) exclude each other"
+                "each feature) cannot be combined; set only one"
             )
         if self.mask_token_id is not None:
             if not (self.fuses_features and 0 <= self.mask_token_id < self.vocab_size):
                 raise ValueError(
-                    f"mask_token_id={self.mask_token_id} must be in [0, {self.vocab_size}), the "
-                    "target's vocabulary, and checkpoint_format 'eagle-3'"
+                    f"mask_token_id={self.mask_token_id} needs checkpoint_format='eagle-3' and "
+                    f"must be in [0, {self.vocab_size}), the target's vocabulary"
                 )
         elif self.fuses_features and self.num_layers != 1:
             raise ValueError(
@@ -208,12 +208,12 @@ class DraftConfig(TransformerConfig):
 
     @property
     def fuses_features(self) -> bool:
-        """Whether the head reads outputs of ``feature_layers`` instead of the last layer's."""
+        """Whether the head reads ``feature_layers`` instead of the last hidden state."""
         return self.checkpoint_format == "eagle-3"
 
     @property
     def feature_size(self) -> int:
-        """Width of the target feature that enters the head."""
+        """Width of the target feature that the head reads."""
         if not self.fuses_features:
             return self.target_hidden_size
         return len(self.feature_layers) * self.target_hidden_size
@@ -223,22 +223,21 @@ class DraftConfig(TransformerConfig):
 class BlockConfig(TransformerConfig):
     """A block drafter (DFlash or DSpark): one pass over a block drafts all of its tokens.
 
-    The block is the last token and then mask tokens. If ``anchor_first``, row ``j`` predicts token
-    ``j + 1`` after the last one, otherwise a mask row predicts the token at its own position.
-    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the output.
-    ``feature_layers`` are the target layers whose *outputs* the context is projected from; -1 is
-    the embedding.
+    The block is the last token and then mask tokens. With ``anchor_first``, every row predicts the
+    token after it. Otherwise, a mask row predicts the token at its own position. ``vocab_size`` is
+    the target's; ``draft_vocab_size`` is the width of the output. The context is projected from the
+    *outputs* of the target layers ``feature_layers``; -1 is the embedding.
     """
 
     checkpoint_format: str  # name of the published format
     target_hidden_size: int
     draft_vocab_size: int
     feature_layers: tuple[int, ...]
-    num_drafts: int  # tokens that a block drafts
+    num_drafts: int  # number of tokens that a block drafts
     anchor_first: bool
     mask_token_id: int
-    windows: tuple[int, ...] = ()  # last keys that each layer sees, 0 for all; empty: all layers 0
-    causal: tuple[bool, ...] = ()  # whether each layer is causal in the block; empty: none is
+    windows: tuple[int, ...] = ()  # attention window of each layer; 0, or empty, for none
+    causal: tuple[bool, ...] = ()  # whether each layer is causal in the block; if empty, none is
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = True
@@ -246,7 +245,7 @@ class BlockConfig(TransformerConfig):
     markov_head: str | None = None  # "vanilla", "gated" or "rnn"
     markov_rank: int = 0
     has_confidence_head: bool = False
-    confidence_with_markov: bool = False  # whether it also reads the previous token's embedding
+    confidence_with_markov: bool = False  # whether that head also reads the Markov embedding
     has_own_embedding: ClassVar[bool] = False
     ties_lm_head: ClassVar[bool] = False
 
@@ -269,8 +268,8 @@ class BlockConfig(TransformerConfig):
         check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if self.draft_vocab_size < self.vocab_size and not self.has_own_lm_head:
             raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} of {self.vocab_size} needs its own "
-                "lm_head"
+                f"a reduced draft vocabulary (draft_vocab_size={self.draft_vocab_size} of "
+                f"{self.vocab_size}) needs its own lm_head"
             )
         if self.markov_head not in (None, "vanilla", "gated", "rnn"):
             raise ValueError(
@@ -278,7 +277,8 @@ class BlockConfig(TransformerConfig):
             )
         if (self.markov_head is None) != (self.markov_rank == 0):
             raise ValueError(
-                f"markov_rank={self.markov_rank} does not fit markov_head_type={self.markov_head!r}"
+                f"markov_rank={self.markov_rank} must be above 0 if markov_head_type is set, and 0 "
+                f"otherwise; got markov_head_type={self.markov_head!r}"
             )
         if self.confidence_with_markov and not self.markov_rank:
             raise ValueError("confidence_head_with_markov=True needs a markov_rank above 0")
@@ -290,16 +290,16 @@ class BlockConfig(TransformerConfig):
 
     @property
     def block(self) -> int:
-        """Rows of the draft pass."""
+        """Number of rows in the draft pass."""
         return self.num_drafts + (not self.anchor_first)
 
     @property
     def feature_size(self) -> int:
-        """Width of the target features that the context is projected from."""
+        """Width of the target features from which the context is projected."""
         return len(self.feature_layers) * self.target_hidden_size
 
 
-# maximum rows per verify in one attention tile, without the root
+# maximum number of rows per verify in one attention tile, without the root
 MAX_STEPS = 63
-# maximum rows of a verified tree, including the root
+# maximum number of rows in a verified tree, including the root
 MAX_NODES = 64

@@ -1,4 +1,4 @@
-"""Shared types: arrays that pass between the stages of a round.
+"""Shared types, mostly arrays that the stages of a round pass on.
 
 Axes: B batch rows (padded to a bucket), T rows per verify (``num_draft_tokens``), S ``num_steps``,
 K ``topk``, A accept width, R request slots (row 0 is padding), D hidden size, F feature width, E
@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# E: maximum end tokens per request on the device; models have one to four
+# E, maximum number of end tokens per request on the device; models have one to four
 MAX_END_TOKENS = 8
-# M
-MAX_LOGIT_BIAS = 64
+MAX_LOGIT_BIAS = 64  # M
 F32 = Annotated[jax.Array, np.float32]
 I32 = Annotated[jax.Array, np.int32]
 
@@ -26,7 +25,7 @@ I32 = Annotated[jax.Array, np.int32]
 class DraftShape(NamedTuple):
     """A tier: the static shape of the tree that a round drafts and verifies."""
 
-    steps: int  # S, drafted levels; 0 drafts nothing
+    steps: int  # S, number of drafted levels; 0 drafts nothing
     topk: int  # K, branches per level; 1 is a chain
     nodes: int  # T, rows per verify, including the root; a chain may draft more
     block: int = 0  # rows of the draft pass if one pass drafts all tokens, otherwise 0
@@ -37,43 +36,43 @@ class DraftShape(NamedTuple):
         return cls(steps, 1, steps + 1 if nodes is None else min(nodes, steps + 1))
 
     def __str__(self) -> str:
-        """Only the steps if a chain is verified in full, else ``steps-branches-rows``."""
+        """Write ``steps`` for a chain that is verified in full, else ``steps-branches-rows``."""
         tree = self[:3]
         return str(self.steps) if tree == self.chain(self.steps)[:3] else "-".join(map(str, tree))
 
     @property
     def depth(self) -> int:
-        """Maximum drafts that a round can accept."""
+        """Maximum number of drafts that a round can accept."""
         return min(self.steps, self.nodes - 1)
 
     @property
     def accept_width(self) -> int:
-        """A: maximum tokens per round, including the bonus token."""
+        """A, the maximum number of tokens per round, including the bonus token."""
         return self.depth + 1
 
     @property
     def num_candidates(self) -> int:
-        """Number of drafts to choose the nodes after the root from: K, then K * K per level."""
+        """Number of drafts from which a tree's nodes are chosen: K, then K * K per level."""
         return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
 
     @property
     def draft_rows(self) -> int:
-        """KV indices that drafting writes after the root's; none for the last level, a leaf."""
+        """Number of KV indices that drafting writes after the root's; none for the last level."""
         if self.block:
             return self.block - 1
         return max(0, self.steps - 1) * self.topk
 
     @property
     def rows(self) -> int:
-        """KV indices after a text that a round writes."""
+        """Number of KV indices that a round writes after a text."""
         return max(self.nodes, self.draft_rows + 1)
 
     @property
     def tail(self) -> int:
-        """KV indices that a round needs after the last token of a request.
+        """Number of KV indices that a round needs after the last token of a request.
 
-        A chain never accepts a row after that token. In a tree rows are not in the order of depth:
-        the last row may hold the first draft. The rows of a block see each other.
+        A chain needs none, because it accepts no row after that token. A tree needs them because
+        its last row may hold the first draft, and a block because its rows see each other.
         """
         return 0 if self.topk == 1 and not self.block else self.rows - 1
 
@@ -86,24 +85,24 @@ NO_DRAFTS = DraftShape.chain(0)
 class VerifyInput:
     """A drafted tree; column 0 is the root, the bonus token of the previous round.
 
-    Nodes after the first ``num_proposed`` drafts are padding. Padding counts neither as proposed
-    nor as a sibling, and is never accepted.
+    Nodes after the first ``num_proposed`` drafts are padding. Padding does not count as proposed or
+    as a child, and is never accepted.
     """
 
     draft_tokens: jax.Array  # i32 [B, T]
     num_proposed: jax.Array  # i32 [B], 0 to T - 1
-    parents: jax.Array  # i32 [B, T]; -1 for the root, parents come before children
+    parents: jax.Array  # i32 [B, T]; -1 for the root; parents come before children
     positions: jax.Array  # i32 [B, T] = seq_lens + depth
-    tree_mask: jax.Array  # bool [B, T, T]; row attends to itself and its ancestors
-    # f32 [B, T - 1, V], distribution that each draft was drawn from (chains, if sampling needs it).
-    # A row that is not finite, or has 0 for its draft, counts as no draft
+    tree_mask: jax.Array  # bool [B, T, T]; a row sees itself and its ancestors
+    # f32 [B, T - 1, V], the distribution from which each draft was drawn (chains, if sampling needs
+    # it). A draft whose distribution is not finite, or gives it 0, does not count.
     draft_probs: jax.Array | None = None
-    # i32 [B, T], KV offset of each node after seq_lens from drafting; -1 if not stored (trees)
+    # i32 [B, T], where drafting stored each node's KV, relative to seq_lens; -1 if nowhere (trees)
     draft_rows: jax.Array | None = None
 
     @property
     def is_child(self) -> jax.Array:
-        """Whether a node (last axis) is a real child of another one, bool ``[B, T, T]``."""
+        """Bool ``[B, T, T]``, whether a node (last axis) is a proposed child of another one."""
         index = jnp.arange(self.parents.shape[1], dtype=jnp.int32)
         is_real = (index <= self.num_proposed[:, None])[:, None, :]
         return (self.parents[:, None, :] == index[:, None]) & is_real
@@ -112,9 +111,9 @@ class VerifyInput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of tokens from the target's raw logits, and the most likely tokens.
+    """Log-probabilities of the target's tokens, and the most likely tokens.
 
-    The arrays are on the device, or on the host after they are read.
+    The arrays are on the device, and after they are read, on the host.
     """
 
     chosen: jax.Array | np.ndarray  # f32 [...]
@@ -125,27 +124,27 @@ class Logprobs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NodeOutputs:
-    """Outputs of the target at every row of a tree; every array is ``[B, T, ...]``.
+    """The target's outputs at every row of a tree; all arrays are ``[B, T, ...]``.
 
-    Acceptance compacts all arrays, which are per row, to ``[B, A, ...]``: the path, then zeros.
+    Acceptance compacts them to ``[B, A, ...]``: the rows of the accepted path, then zeros.
     """
 
     tokens: jax.Array  # i32 [B, T], the target's token after each row
     features: jax.Array  # [B, T, F], target features that the algorithm reads
-    logprobs: Logprobs | None = None  # [B, T] of tokens; zeros if no row requests them
-    hidden_states: jax.Array | None = None  # [B, T, D], states from which tokens were sampled
-    draft_rows: jax.Array | None = None  # i32 [B, T], those of the verified tree
+    logprobs: Logprobs | None = None  # [B, T], for the tokens; zeros if not requested
+    hidden_states: jax.Array | None = None  # [B, T, D], from which tokens were sampled
+    draft_rows: jax.Array | None = None  # i32 [B, T], as in VerifyInput
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VerifyOutput:
-    """Result of verification. Padding rows have zero counts and bonus token 0."""
+    """The result of verification; counts and bonus token of padding requests are 0."""
 
-    accept_index: jax.Array  # i32 [B, A], rows 0..T-1 of the accepted path, root first, then -1
-    outputs: NodeOutputs  # [B, A, ...] of the accepted path
+    accept_index: jax.Array  # i32 [B, A], tree rows on the accepted path, root first, then -1
+    outputs: NodeOutputs  # [B, A, ...], for the accepted path
     packed: jax.Array  # i32 [B, A + 3], as in RoundOutput
-    bonus_tokens: jax.Array  # i32 [B], the last valid accept_tokens
+    bonus_tokens: jax.Array  # i32 [B], the last accepted token
 
     @property
     def num_proposed_drafts(self) -> jax.Array:
@@ -176,49 +175,49 @@ class VerifyOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundOutput:
-    """Outputs of a round that the host reads."""
+    """The outputs of a round that the host reads."""
 
     # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens
     packed: jax.Array
     logprobs: Logprobs | None  # [B, A]
     hidden_states: jax.Array | None  # [B, A, D], one per token
-    prompt_logprobs: Logprobs | None = None  # [P], of prefill if requested
+    prompt_logprobs: Logprobs | None = None  # [P], from prefill if requested
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingTable:
-    """Sampling parameters of rows or request slots; greedy if ``temperatures`` is 0.
+    """The sampling parameters of requests or request slots.
 
-    End tokens stop a row on the device. The host checks all end conditions again, so end tokens
+    End tokens stop a request on the device. The host checks all end conditions again, so end tokens
     beyond E only cost extra rounds. The annotations are the layout of the packed table: a 32-bit
     dtype, and the number of words per request if it is not 1.
     """
 
-    temperatures: F32  # [R]
-    top_ks: I32  # [R]; the vocabulary size turns it off
-    top_ps: F32  # [R]; 1 turns it off
-    min_ps: F32  # [R]; 0 turns it off
+    temperatures: F32  # [R]; 0 is greedy
+    top_ks: I32  # [R]; the vocabulary size turns top-k off
+    top_ps: F32  # [R]; 1 turns top-p off
+    min_ps: F32  # [R]; 0 turns min-p off
     seeds: Annotated[jax.Array, np.uint32, 2]  # [R, 2], the request seed as two words
     # [R, E], tokens that end the request, then -1
     end_token_ids: Annotated[jax.Array, np.int32, MAX_END_TOKENS]
     wants_logprobs: I32  # [R], 1 if log-probabilities are reported
-    top_logprobs: I32  # [R], best tokens to report in addition to the chosen one
+    top_logprobs: I32  # [R], number of best tokens to report in addition to the chosen one
     is_adjusted: I32  # [R], 1 if a logit processor is used
-    repetition_penalties: F32  # [R]; 1 turns it off
-    frequency_penalties: F32  # [R]; 0 turns it off
-    presence_penalties: F32  # [R]; 0 turns it off
-    min_new_tokens: I32  # [R], minimum tokens before an end token
-    prompt_lens: I32  # [R], leading tokens of the history that are the prompt
+    repetition_penalties: F32  # [R]; 1 has no effect
+    frequency_penalties: F32  # [R]; 0 has no effect
+    presence_penalties: F32  # [R]; 0 has no effect
+    min_new_tokens: I32  # [R], minimum number of tokens before an end token
+    prompt_lens: I32  # [R], number of prompt tokens
     speculates: I32  # [R], 0 if drafts are not proposed
-    bias_ids: Annotated[jax.Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], then -1
+    bias_ids: Annotated[jax.Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], padded with -1
     bias_values: Annotated[jax.Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPools:
-    """Keys and values of the target, and the algorithm's state."""
+    """The target's keys and values, and the algorithm's state."""
 
     target: jax.Array  # [L, KV indices, 2, KV, H]
     draft: Any  # the algorithm's state: a pool over the same KV indices, tables, or nothing

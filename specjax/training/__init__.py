@@ -1,1 +1,1 @@
-"""Training of EAGLE-3 draft heads on a target's own generations."""
+"""Train EAGLE-3 heads and block drafters on answers that the target generated."""

@@ -1,8 +1,9 @@
-"""Loss of block drafters: one pass proposes the tokens after many anchors of each packed row.
+"""Train block drafters: one pass drafts the tokens after many anchors in each packed row.
 
-An anchor is a known token at row p. Its block sees the target features of the rows before p of the
-same text and its own rows, and predicts the target's tokens at rows p + 1 to p + G. The Markov head
-reads the tokens of the text. Sources: DFlash (arXiv 2602.06036) for the mask; the loss is ours.
+An anchor is a known token at position p of a packed row. Its block sees the target features before
+p in the same text and the block's own rows. It predicts the target's tokens at positions p + 1 to
+p + G. The Markov head reads the tokens of the text. The mask is that of DFlash (arXiv 2602.06036);
+the loss is ours.
 
 Axes: B rows, T tokens per row, N anchors per row, R rows per block, G drafts per block, D hidden, V
 vocabulary.
@@ -33,19 +34,19 @@ from specjax.training.ttt import (
     packed_attend,
 )
 
-# weight of each draft's loss relative to that of the draft before it
+# weight of each draft's loss relative to that of the previous draft
 DRAFT_DECAY = 0.85
 CONFIDENCE_WEIGHT = 0.1
-# blocks whose logits exist at the same time
+# number of blocks whose logits exist at the same time
 BLOCKS_AT_ONCE = 1024
-# blocks that one attention compares with each other; 64 blocks of 8 rows are 1/8 of 4096 keys
+# number of blocks that attend together, masked apart; 64 blocks of 8 rows are 1/8 of 4096 keys
 GROUP = 64
 
 
 def block_draft_config(model: ModelConfig, **changes: Any) -> BlockConfig:
     """Configure a block drafter with the target's layer shape, except for ``changes``.
 
-    Its mask token is the last of the vocabulary, which models with a padded vocabulary never use.
+    Its mask token is the last token id, which is unused if the target's vocabulary is padded.
     """
     shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
     draft = {
@@ -70,7 +71,7 @@ class BlockTrainer(Trainer):
     """Trains a block drafter.
 
     ``feature_scale`` f32 ``[F]`` is a typical magnitude of each target feature. The trained ``fc``
-    reads features divided by it, because Adam moves all weights by similar amounts and some
+    reads features divided by it, because Adam changes all weights by similar amounts, but some
     features are a hundred times larger than others. The exported ``fc`` includes the division.
     """
 
@@ -86,7 +87,7 @@ class BlockTrainer(Trainer):
         return super().init({**initial, **scaled})
 
     def begin(self, named: dict[str, Any], target: Mapping[str, Any]) -> None:
-        """The context has weights of the layers. The output head is, or starts as, the target's."""
+        """Remove what copies the layers' or the target's weights; else as in :class:`Trainer`."""
         named.pop("context.kernel")
         super().begin(named, target)
         if not self.draft.has_own_lm_head:
@@ -115,7 +116,7 @@ class BlockTrainer(Trainer):
 def feature_scale(
     model: FlatModel[CausalLM], weights: Weights, layers: tuple[int, ...], rows: PackedBatch
 ) -> np.ndarray:
-    """Median magnitude f32 ``[F]`` of each target feature in packed rows, at least 1e-3."""
+    """The median magnitude f32 ``[F]`` of each target feature in packed rows; at least 1e-3."""
 
     def features(weights: Weights, batch: PackedBatch) -> jax.Array:
         attend = packed_attend(batch.texts)
@@ -126,19 +127,19 @@ def feature_scale(
 
 
 class Anchors(NamedTuple):
-    """Anchors of packed rows, and the tokens after them."""
+    """The anchors in packed rows, and the positions of their drafts."""
 
     rows: jax.Array  # i32[B, N], p
     is_real: jax.Array  # bool[B, N]; False for padding
     after: jax.Array  # i32[B, N, G], p to p + G - 1, clipped to the row
-    is_drafted: jax.Array  # bool[B, N, G], whether the token after that row is in the same answer
+    is_drafted: jax.Array  # bool[B, N, G], whether the token that follows is in the same answer
 
 
 def draw_anchors(batch: PackedBatch, count: int, num_drafts: int, key: jax.Array) -> Anchors:
-    """Draw ``count`` different anchors from each packed row; each starts at least one draft."""
+    """Draw ``count`` different anchors, each with at least one draft, from every packed row."""
     length = batch.tokens.shape[1]
     segments = jnp.pad(batch.segments, ((0, 0), (1, num_drafts)))
-    # a round starts after a row of `starts`; the token after that row is the anchor
+    # a round may start after the positions marked in `starts`; the token that follows is an anchor
     may_start = jnp.pad(batch.starts, ((0, 0), (1, 0)))[:, :-1] & (batch.segments > 0)
     is_anchor = may_start & (segments[:, :length] == batch.segments)
     is_anchor &= segments[:, 2 : length + 2] == batch.segments
@@ -153,14 +154,14 @@ def draw_anchors(batch: PackedBatch, count: int, num_drafts: int, key: jax.Array
 
 
 def context_store(kv: Any, layer: int, k: jax.Array, v: jax.Array, rope: RopeTables) -> Any:
-    """Keep the rotated keys and the values of a layer's context in a tuple by layer."""
+    """A ``Store`` that appends a layer's rotated keys and its values to the tuple ``kv``."""
     return (*kv, (rotate(normed(k, k, rope.norms)[1], rope.cos, rope.sin), v))
 
 
 def block_attend(batch: PackedBatch, anchors: Anchors, num_rows: int) -> Attend:
-    """Attention of all blocks ``[B, N * R]`` over their contexts and their own rows.
+    """Make an ``Attend`` for all blocks ``[B, N * R]`` over their contexts and own rows.
 
-    Blocks are processed in groups: a query is compared with all keys of its group.
+    Blocks are processed in groups: a query is compared with all keys in its group.
     """
     count = anchors.rows.shape[1]
     size = next(n for n in range(min(GROUP, count), 0, -1) if count % n == 0)
@@ -202,11 +203,11 @@ def block_loss(
     num_anchors: int,
     hard_weight: float,
 ) -> tuple[jax.Array, StepStatistics]:
-    """Compute the loss of ``num_anchors`` random blocks per packed row, and its statistics.
+    """Compute the loss and statistics of ``num_anchors`` random blocks per packed row.
 
-    The loss of draft j has weight ``DRAFT_DECAY ** (j - 1)``. Labels, and drafts that carry no
-    loss, are as in :func:`specjax.training.ttt.ttt_loss`. The confidence head learns whether a
-    draft is the target's most probable token; its loss changes nothing else.
+    The loss of draft j has weight ``DRAFT_DECAY ** (j - 1)``. Labels, and drafts without a loss,
+    are as in :func:`specjax.training.ttt.ttt_loss`. The confidence head learns whether a draft is
+    the target's most probable token; its loss has no effect on other weights.
     """
     config = draft.config
     attend, layers = packed_attend(batch.texts), config.feature_layers
@@ -259,10 +260,10 @@ def _sums(
     best: jax.Array,
     is_drafted: jax.Array,
 ) -> tuple[jax.Array, StepStatistics]:
-    """Summed loss of the confidence head, and sums by draft, of blocks ``[N, G]``.
+    """The summed loss of the confidence head, and sums by draft, over blocks ``[N, G]``.
 
-    ``hidden`` and ``states`` are those of the draft and the target that predict the drafted tokens,
-    ``before`` the tokens before those, and ``best`` the target's most probable tokens.
+    ``hidden`` and ``states`` are the draft's and the target's states that predict the drafted
+    tokens. ``before`` are the previous tokens, and ``best`` the target's most probable tokens.
     """
     label, known = labels_of(best, vocabulary)
     logits = draft.logits(hidden, target)

@@ -1,12 +1,12 @@
-"""Collect a corpus of the target's own answers, to prompts of files or to sampled prompts.
+"""Collect a corpus of the target's own answers to prompts from files and to sampled prompts.
 
-The target answers every prompt of a file once greedily and ``file_samples`` times at
-``ANSWER_TEMPERATURE``. It answers a share of ``SAMPLED_FRACTION`` of the self-sampled prompts at
-that temperature and the rest greedily. ``TEXT_FRACTION`` of the self-sampled prompts are plain
-text, which the target continues without the chat template.
+The target answers every prompt from a file once greedily and ``file_samples`` times at
+``ANSWER_TEMPERATURE``. Of the prompts that it sampled itself, it answers the fraction
+``SAMPLED_FRACTION`` at that temperature and the rest greedily. The fraction ``TEXT_FRACTION`` of
+them is plain text, which the target continues without the chat template.
 
-To sample a user turn, the target continues an opening from ``openings.json``. The slots in its
-braces are filled at random from the lists of that file.
+To sample a user turn, the target continues an opening from ``openings.json``, whose ``{slots}`` are
+filled at random from the lists in that file.
 """
 
 import json
@@ -44,7 +44,7 @@ class CollectConfig:
 
     Attributes:
         self_sample: number of prompts to sample from the target.
-        file_samples: sampled answers per prompt of a file, in addition to the greedy answer.
+        file_samples: sampled answers per prompt in a file, in addition to the greedy answer.
         max_user_tokens: maximum length of a sampled user turn, in tokens.
         max_answer_tokens: maximum length of an answer, in tokens.
     """
@@ -67,7 +67,7 @@ def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]
     """Read a file with one JSON object per line.
 
     Each object needs ``prompt`` (text), ``messages`` (a conversation) or ``turns`` (user messages),
-    and all ``required`` keys. If a line has another form, the ``ValueError`` names it.
+    and all ``required`` keys. Otherwise, raises ValueError, which names the line.
     """
     wanted = " and ".join(required) or "prompt, messages or turns"
 
@@ -87,7 +87,7 @@ def read_lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Category and first user message of each line of a ``.jsonl`` file in Spec-Bench form."""
+    """Read the category and first user message of each line in a Spec-Bench ``.jsonl`` file."""
     rows = read_lines(path, ["turns"])
     return [(str(row.get("category", path.stem)), row["turns"][0]) for row in rows]
 
@@ -100,16 +100,19 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[str, str]:
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])
     before, found, after = text.partition(_MARK)
     if not found or _MARK in after:
-        raise ValueError("chat template must contain the user's text once; choose another")
+        raise ValueError(
+            "the chat template must render the user's text exactly once; use a model with another "
+            "chat template"
+        )
     return before, after
 
 
 def file_prompts(
     tokenizer: Tokenizer, entries: Sequence[tuple[str, str]], longest: int
 ) -> list[Prompt]:
-    """Encode ``(category, message)`` pairs with the chat template, or as plain text without one.
+    """Encode ``(category, message)`` pairs with the chat template, if any, else as plain text.
 
-    Prompts of more than ``longest`` tokens are skipped with a warning.
+    Prompts with more than ``longest`` tokens are skipped with a warning.
     """
     prompts = []
     for category, message in entries:
@@ -130,8 +133,8 @@ def sample_prompts(
 ) -> list[Prompt]:
     """Sample prompts from the target: user turns that continue topic openings, and plain text.
 
-    The target ends a user turn with an end token. A turn that reaches ``max_user_tokens`` is cut
-    after its last sentence or line. Duplicates are removed. Without a chat template, prompts are
+    A user turn ends with the target's end token, or at ``max_user_tokens``, where it is cut after
+    its last sentence or line. Duplicates are removed. Without a chat template, all prompts are
     plain text.
     """
     text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
@@ -154,7 +157,7 @@ def sample_prompts(
 
 
 def cut_at_sentence(text: str) -> str:
-    """Cut a text after its last full sentence or line; if there is none, keep all of it."""
+    """Cut a text after its last complete sentence or line, if it has one."""
     end = max(text.rfind(mark) for mark in (". ", "? ", "! ", "\n"))
     return (text[: end + 1] if end > 0 else text).rstrip()
 
@@ -166,7 +169,7 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
-    """Let the target answer both kinds of prompts; answers of fewer than 2 tokens are dropped."""
+    """Let the target answer both kinds of prompts; drop answers with fewer than 2 tokens."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
     given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION

@@ -14,7 +14,7 @@ from specjax.training.ttt import PackedBatch
 
 
 class Example(NamedTuple):
-    """Token ids of a prompt followed by its answer."""
+    """The token ids of a prompt and its answer."""
 
     tokens: np.ndarray  # i32[N]
     prompt_len: int
@@ -34,7 +34,7 @@ class Corpus(list[Example]):
 
     @classmethod
     def of(cls, triples: Iterable[tuple[Sequence[int], Sequence[int], str]]) -> "Corpus":
-        """Build from ``(prompt, answer, source)`` triples."""
+        """Build a corpus from triples of prompt, answer and source."""
         return cls(
             Example(np.asarray([*prompt, *answer], np.int32), len(prompt), source)
             for prompt, answer, source in triples
@@ -45,7 +45,7 @@ class Corpus(list[Example]):
         return sum(len(example.answer) for example in self)
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Return the number of sequences and of answer tokens by source."""
+        """Return the numbers of sequences and answer tokens for each source."""
         found = {}
         for name in sorted({example.source for example in self}):
             part = Corpus(example for example in self if example.source == name)
@@ -55,7 +55,7 @@ class Corpus(list[Example]):
     def split(self, fraction: float, seed: int) -> tuple["Corpus", "Corpus"]:
         """Split into a training part and a held-out part with ``fraction`` of the prompts.
 
-        Sequences with equal prompts go to the same part.
+        Sequences with equal prompts are in the same part.
         """
         prompts = list(dict.fromkeys(example.prompt for example in self))
         order = np.random.default_rng(seed).permutation(len(prompts))
@@ -90,7 +90,7 @@ class Corpus(list[Example]):
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
-        """Read a file written by :meth:`save`."""
+        """Read a file that :meth:`save` wrote."""
         try:
             with path.open("rb") as stream, np.load(stream) as file:
                 tokens, names = file["tokens"], file["source_names"]
@@ -103,9 +103,9 @@ class Corpus(list[Example]):
 
 
 def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
-    """Return the target ids i32[size] of the most frequent answer tokens, ascending.
+    """Return the target ids i32[size] of the most frequent answer tokens, in ascending order.
 
-    Among equally frequent tokens, also unused ones, the lowest ids come first.
+    Among tokens of equal frequency, including unused ones, lower ids are preferred.
     """
     answers = np.concatenate([example.answer for example in corpus])
     counts = np.bincount(answers, minlength=vocab_size)
@@ -115,8 +115,8 @@ def draft_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> np.ndarray:
 def pack(corpus: Corpus, row_length: int, seed: int, join: float = 0.0) -> PackedBatch:
     """Pack all sequences into rows ``[R, row_length]`` of numpy arrays, in random order.
 
-    Sequences longer than a row are cut. A sequence that has no answer after the cut is dropped.
-    The method is best fit, longest first. ``join`` is as in :func:`place_rows`.
+    Sequences that are longer than a row are cut, and dropped if no answer is left. The longest are
+    packed first, each into the row where it fits best. ``join`` is as in :func:`place_rows`.
     """
     lengths = np.asarray([min(len(example.tokens), row_length) for example in corpus], np.int64)
     usable = np.flatnonzero(lengths - [example.prompt_len for example in corpus] >= 2)
@@ -124,7 +124,7 @@ def pack(corpus: Corpus, row_length: int, seed: int, join: float = 0.0) -> Packe
     shuffled = rng.permutation(usable)
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # free tokens and index of each row, ascending
+    spaces: list[tuple[int, int]] = []  # number of free tokens and index of each row, ascending
     for i in order:
         length = int(lengths[i])
         at = bisect_left(spaces, (length, 0))
@@ -146,9 +146,9 @@ def place_rows(
     join: float = 0.0,
     seed: int = 0,
 ) -> PackedBatch:
-    """Place the sequences of each row in numpy arrays ``[len(rows), row_length]``; cut the rest.
+    """Place the sequences of each row in arrays ``[len(rows), row_length]``; cut what is too long.
 
-    With probability ``join`` a sequence continues the text of the sequence before it, so that the
+    With probability ``join``, a sequence continues the text of the previous sequence, so that the
     draft also learns from long contexts.
     """
     rng = np.random.default_rng(seed)
@@ -172,10 +172,10 @@ def place_rows(
 
 
 def batches(rows: PackedBatch, batch_rows: int, seed: int, first: int = 0) -> Iterator[PackedBatch]:
-    """Yield batches of ``batch_rows`` rows without end, from batch number ``first``.
+    """Yield batches of ``batch_rows`` rows without end, beginning with batch number ``first``.
 
-    Every epoch visits all rows once. The order depends only on ``seed`` and the epoch, so a
-    resumed run sees the same batches as an uninterrupted one.
+    The order in an epoch depends only on ``seed`` and the epoch's number, so a resumed run gets the
+    same batches as an uninterrupted one.
     """
     num_rows = len(rows.tokens)
     if num_rows < batch_rows:

@@ -1,4 +1,4 @@
-"""Continue many prompts with an engine without speculation."""
+"""Continue many prompts with an engine that does not speculate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from specjax.engine import Engine
 from specjax.engine.requests import sample_seed
 from specjax.sampling.params import SamplingParams
 
-# Rounds per dispatch. On 2 CPU cores SmolLM2-135M (16 rows) makes 45.9 tokens/s; with 32, 44.5.
+# rounds per dispatch: on 2 CPU cores, SmolLM2-135M (16 rows) makes 45.9 tokens/s, 44.5 with 32
 ROUNDS = 8
-# prompts per call of the engine, as a multiple of the requests that run at the same time
+# prompts per call, as a multiple of the number of requests that run at the same time
 GROUP = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sampler:
-    """Continues prompts with ``engine`` to one of ``stop_ids`` or to an end token of the model.
+    """Continues prompts with ``engine`` until one of ``stop_ids`` or of the model's end tokens.
 
-    Prompts must have at most ``max_prompt_len`` tokens.
+    Prompts may have at most ``max_prompt_len`` tokens.
     """
 
     engine: Engine
@@ -41,7 +41,7 @@ class Sampler:
         max_prompt_len: int,
         max_new_tokens: int,
     ) -> "Sampler":
-        """Create a sampler with its own engine, which generates ``num_rows`` texts in parallel."""
+        """Create a sampler and its engine, which generates ``num_rows`` texts in parallel."""
         length = max_prompt_len + max_new_tokens
         engine = Engine(
             model,
@@ -67,10 +67,10 @@ class Sampler:
         seed: int,
         on_finished: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
-        """Continue every prompt to a stop token (kept) or ``max_new_tokens``.
+        """Continue every prompt until a stop token, which is kept, or ``max_new_tokens``.
 
         A temperature of 0 is greedy. After each group of prompts, ``on_finished`` is called with
-        the numbers of its prompts and tokens.
+        the number of prompts in the group and of tokens generated for it.
         """
         check_integer(
             "max_new_tokens", max_new_tokens, 1, self.engine.context_length - self.max_prompt_len

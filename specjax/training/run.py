@@ -1,4 +1,4 @@
-"""A whole training run: generate the target's text, train a draft on it, and export the draft."""
+"""Run a training: generate the target's answers, train a draft on them, and export the draft."""
 
 import argparse
 import dataclasses
@@ -57,7 +57,7 @@ def option(name: str) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Reject invalid arguments before anything is loaded."""
+    """Raise ValueError for invalid arguments, before anything is loaded."""
     for name, value in vars(args).items():
         if is_integer(value):
             least = 0 if name in ("seed", "self_sample", "file_samples", "warmup_steps") else 1
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--max-prompt-len={args.max_prompt_len} plus {max_new_tokens} tokens (the larger of "
             "--max-answer-tokens and --max-user-tokens) exceeds the model's context of "
-            f"{model.context_limit} tokens"
+            f"{model.context_limit} tokens; lower one of them"
         )
     if args.join and args.row_length > model.context_limit:
         raise ValueError(
@@ -162,7 +162,7 @@ def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
 
 
 def draft_config(args: argparse.Namespace, model: ModelConfig) -> DraftConfig | BlockConfig:
-    """The configuration of the draft to train."""
+    """Make the configuration of the draft to train."""
     changes = {
         "intermediate_size": args.intermediate_size or model.intermediate_size,
         "draft_vocab_size": min(args.draft_vocab_size, model.vocab_size),
@@ -183,7 +183,7 @@ def chosen(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def data_file(args: argparse.Namespace, model: Path, entries: list[tuple[str, str]]) -> Path:
-    """Return the default path of ``--data``, derived from the options, prompts and model files."""
+    """The default path of ``--data``, which depends on the options, prompts and model files."""
     files = [path for path in (model, *model.glob("*")) if path.is_file()]
     stamps = sorted((str(path.resolve()), path.stat().st_mtime_ns) for path in files)
     options = (args.dtype, args.max_prompt_len, chosen(args, CollectConfig))
@@ -204,7 +204,10 @@ def make_corpus(
         largest = max((x.tokens.max(initial=0) for x in corpus), default=0)
         limit = target.config.vocab_size
         if largest >= limit:
-            raise ValueError(f"{args.data} is for another model: token {largest} >= vocab {limit}")
+            raise ValueError(
+                f"{args.data} was generated for another model: it contains token {largest}, but "
+                f"--model has {limit} tokens; pass another --data"
+            )
         return corpus
     config, tokenizer = CollectConfig(**chosen(args, CollectConfig)), target.load_tokenizer()
     sampler = Sampler.open(
@@ -231,7 +234,7 @@ def train(
     rows: PackedBatch,
     held: PackedBatch,
 ) -> TrainState:
-    """Run the training loop from a state, or from the latest one in ``--checkpoint-dir``."""
+    """Run the training loop from ``state``, or from the latest one in ``--checkpoint-dir``."""
     config = trainer.config
     fill = float((rows.segments > 0).mean())
     logger.info("%d training rows of %d tokens, %.0f%% full", *rows.tokens.shape, 100 * fill)

@@ -1,4 +1,4 @@
-"""Training of a draft: initialisation, compiled step, statistics and checkpoints."""
+"""Train a draft: initialisation, compiled step, statistics and checkpoints."""
 
 import logging
 import os
@@ -30,13 +30,13 @@ _OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.scale_by_adam(b1=
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Optimisation of a draft. One step reads ``batch_rows * row_length`` tokens.
+    """Settings of the optimisation. One step reads ``batch_rows * row_length`` tokens.
 
     Attributes:
-        steps: optimiser steps of the whole run.
+        steps: number of optimiser steps in the whole run.
         batch_rows: packed rows per step.
         row_length: tokens per packed row.
-        join: probability that a sequence continues the text of the one before it in its row.
+        join: probability that a sequence continues the text of the previous one in its row.
         ttt_steps: unrolled steps of training-time test (EAGLE-3).
         anchors: blocks per packed row (block drafters).
         learning_rate: peak learning rate; by default 3e-3, less for drafts wider than 576.
@@ -56,7 +56,7 @@ class TrainConfig:
     seed: int = 0
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then cosine decay to a fraction of the peak."""
+        """The learning rate of a step: linear warm-up, then cosine decay to 2 % of the peak."""
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=self.learning_rate,
@@ -70,7 +70,7 @@ class TrainConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Contents of a checkpoint: float32 parameters by name, optimizer moments, the next step."""
+    """A checkpoint's float32 parameters by name, optimiser moments and next step."""
 
     params: dict[str, jax.Array]
     moments: Any
@@ -95,14 +95,14 @@ def default_draft_config(model: ModelConfig, **changes: Any) -> DraftConfig:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Compiled functions that train one EAGLE-3 draft for one target.
+    """Trains an EAGLE-3 draft for a target with compiled functions.
 
-    ``target_weights`` are frozen. They have the order of ``target`` and the dtype of computation.
-    ``vocabulary`` i32[W] holds the target ids of the draft vocabulary, ascending.
+    ``target_weights`` are frozen, in the order of ``target`` and in the dtype of computation.
+    ``vocabulary`` i32[W] has the target ids of the draft vocabulary in ascending order.
     """
 
     config: TrainConfig
-    draft: Any  # DraftConfig, or what a subclass trains
+    draft: Any  # a DraftConfig; a subclass may use another type
     target: FlatModel[CausalLM]
     target_weights: Weights
     vocabulary: np.ndarray
@@ -112,20 +112,20 @@ class Trainer:
         return FlatModel.of(partial(Eagle3Head, self.draft, implementation="xla"))
 
     def init(self, initial: Mapping[str, Any] = MappingProxyType({})) -> TrainState:
-        """The first state, from the weights of a draft by flat name.
+        """Make the first state. ``initial`` has weights of a draft to start from, by flat name.
 
-        By default weights are random, except those that start as copies of the target's.
+        All other weights are random, or copies of the target's.
         """
         named = dict(zip(self.flat.names, self.flat.random(self.config.seed), strict=True))
         self.begin(named, dict(zip(self.target.names, self.target_weights, strict=True)))
         named |= {name: initial[name] for name in named.keys() & initial.keys()}
-        # copies: the training step donates its state, and the target's buffers must survive
+        # copy them, because the training step donates its state, but not the target's weights
         params = {name: jnp.array(value, jnp.float32) for name, value in named.items()}
         return TrainState(params, _OPTIMIZER.init(params), jnp.zeros((), jnp.int32))
 
     def begin(self, named: dict[str, Any], target: Mapping[str, Any]) -> None:
-        """Replace or remove entries of the random weights; ``target`` has the target's by name."""
-        named.pop("d2t", None)  # an integer table: not trained
+        """Remove random weights that are not trained, or replace them by those in ``target``."""
+        named.pop("d2t", None)  # an integer table, which is not trained
         if "lm_head.kernel" in target:
             named["lm_head.kernel"] = target["lm_head.kernel"][:, self.vocabulary]
         else:
@@ -146,7 +146,7 @@ class Trainer:
     def loss(
         self, draft: Any, target: CausalLM, batch: PackedBatch, step: jax.Array
     ) -> tuple[jax.Array, StepStatistics]:
-        """Loss of the draft on a batch, and its statistics; ``step`` i32 seeds random choices."""
+        """Compute the draft's loss and statistics on a batch; ``step`` i32 seeds random choices."""
         vocabulary = jnp.asarray(self.vocabulary, jnp.int32)
         outputs = target_outputs(target, batch, vocabulary, self.draft.feature_layers)
         unrolled = draft, target, batch, jax.lax.stop_gradient(outputs), vocabulary
@@ -163,7 +163,7 @@ class Trainer:
 
     @cached_property
     def step(self) -> Any:
-        """Compiled step: (donated state, target_weights, batch, rate) to (state, statistics)."""
+        """The compiled step, from (state, target_weights, batch, rate) to (state, statistics)."""
 
         def step(
             state: TrainState, target_weights: Weights, batch: PackedBatch, rate: jax.Array
@@ -184,7 +184,7 @@ class Trainer:
         """Return the statistics over all full batches of packed rows."""
         size = min(self.config.batch_rows, len(rows.tokens))
         if not size:
-            raise ValueError("evaluation needs held-out data, but there are 0 rows")
+            raise ValueError("no rows are held out, but evaluation needs some; raise --held-out")
         ends = range(size, len(rows.tokens) + 1, size)
         whole = (PackedBatch(*(x[end - size : end] for x in rows)) for end in ends)
         step = jnp.zeros((), jnp.int32)
@@ -196,7 +196,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
-    """Write a checkpoint of ``state`` and its digests with an orbax ``CheckpointManager``."""
+    """Write a checkpoint with an orbax ``CheckpointManager``, and digests of its files."""
     step = int(state.step)
     items = ocp.args.Composite(
         vocabulary=ocp.args.JsonSave({"target_ids": vocabulary.tolist()}),
@@ -208,10 +208,10 @@ def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
 
 
 def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> TrainState | None:
-    """Restore the latest intact checkpoint in the structure of ``like``; None if there are none.
+    """Restore the latest intact checkpoint as a state like ``like``; None without checkpoints.
 
-    Later, damaged checkpoints are renamed to ``damaged-STEP-...`` with a warning. Raises ValueError
-    if there are checkpoints, but none of them is intact and for this draft vocabulary.
+    Damaged checkpoints after it are renamed to ``damaged-STEP-...`` with a warning. Raises
+    ValueError if no checkpoint is intact and for this draft vocabulary.
     """
     failures: dict[int, str] = {}
     for step in sorted(manager.all_steps(), reverse=True):
@@ -225,7 +225,7 @@ def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> Tra
             moved = mkdtemp(prefix=f"damaged-{bad}-", dir=manager.directory)
             os.rename(Path(manager.directory, str(bad)), moved)
             logger.warning("cannot restore step %d (%s); moved it to %s", bad, reason, moved)
-        manager.reload()  # else it skips all saves up to the latest step that it has listed
+        manager.reload()  # otherwise, it skips saves up to the latest step that it has listed
         return state
     if failures:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in failures.items())

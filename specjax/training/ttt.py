@@ -1,9 +1,9 @@
 """Training-time test: unroll the draft over its own outputs, and compute its loss.
 
 Row i of a sequence pairs the target feature ``f_i`` with the embedding of token ``t_{i+1}`` at
-position i. It predicts ``t_{i+2}``, that is, the target's distribution at row i + 1. In step j the
-token and the prediction move on by j, and the rotary position is i + j. The hidden input is the
-draft's output of step j - 1 at row i. Source: EAGLE-3 (arXiv 2503.01840) and its code.
+position i. It predicts ``t_{i+2}``, that is, the target's distribution at row i + 1. In step j, the
+token and the prediction are j tokens later, the rotary position is i + j, and the hidden input is
+the draft's output in step j - 1 at row i. Source: EAGLE-3 (arXiv 2503.01840) and its code.
 
 Axes: B rows, T tokens per row, S steps, D hidden, V vocabulary, W draft vocabulary.
 """
@@ -24,22 +24,22 @@ STEP_DECAY = 0.8
 
 
 class PackedBatch(NamedTuple):
-    """Packed rows of sequences, each a prompt and its answer. Segment 0 is padding.
+    """Packed rows of sequences. A sequence is a prompt and its answer.
 
-    Tokens see earlier tokens of their text, which is one sequence or several after each other.
-    Positions restart in each text. ``starts`` marks the rows at which drafting may start during
+    A text is one sequence or several in a row. Tokens see earlier tokens of their text, and
+    positions restart in each text. ``starts`` marks the tokens at which a draft may start when
     serving: the last prompt token and every answer token.
     """
 
     tokens: jax.Array  # i32[B, T]
-    segments: jax.Array  # i32[B, T], the sequence, from 1
-    texts: jax.Array  # i32[B, T], the text, from 1
+    segments: jax.Array  # i32[B, T], number of the sequence, from 1; 0 is padding
+    texts: jax.Array  # i32[B, T], number of the text, from 1
     positions: jax.Array  # i32[B, T]
     starts: jax.Array  # bool[B, T]
 
 
 class TargetOutputs(NamedTuple):
-    """Outputs of the frozen target at each row of a packed batch."""
+    """The outputs of the frozen target for each token of a packed batch."""
 
     features: jax.Array  # [B, T, F]
     draft_logits: jax.Array  # f32[B, T, W], over the draft vocabulary
@@ -47,20 +47,20 @@ class TargetOutputs(NamedTuple):
 
 
 class StepStatistics(NamedTuple):
-    """Sums over a batch by draft step. Divide them to get means; add them to combine batches."""
+    """Sums over a batch by draft step; add them to combine batches."""
 
-    loss: jax.Array  # f32[S], summed over `weight` rows
-    weight: jax.Array  # f32[S], rows that carry loss
-    rows: jax.Array  # f32[S], rows whose prediction is in the answer
-    reached: jax.Array  # f32[S], those of `rows` whose earlier steps all hit
-    accepted: jax.Array  # f32[S], those of `reached` whose prediction hits in this step too
+    loss: jax.Array  # f32[S], sum of losses
+    weight: jax.Array  # f32[S], number of rows with a loss
+    rows: jax.Array  # f32[S], number of rows whose prediction is in the answer
+    reached: jax.Array  # f32[S], number of `rows` with correct predictions in all earlier steps
+    accepted: jax.Array  # f32[S], number of `reached` rows with a correct prediction
 
     def acceptance(self) -> jax.Array:
-        """Acceptance rate f32[S] of each step, given that the earlier steps were accepted."""
+        """Acceptance rate f32[S] of each step if all earlier steps were accepted."""
         return self.accepted / jnp.maximum(self.reached, 1.0)
 
     def accept_length(self) -> float:
-        """Predicted accept length of a chain of S steps: ``1 + a_1 + a_1 a_2 + ...``."""
+        """Predicted accept length of a chain with S steps: ``1 + a_1 + a_1 a_2 + ...``."""
         return float(1.0 + jnp.cumprod(self.acceptance()).sum())
 
 
@@ -72,11 +72,11 @@ def _shift_left(x: jax.Array, count: int) -> jax.Array:
 def target_outputs(
     target: CausalLM, batch: PackedBatch, vocabulary: jax.Array, feature_layers: tuple[int, ...]
 ) -> TargetOutputs:
-    """Run the target over packed rows; ``vocabulary`` i32[W] holds the draft's target ids."""
+    """Run the target over packed rows; ``vocabulary`` i32[W] has the target ids of draft ids."""
     attend = packed_attend(batch.texts)
     hidden, features, _ = target(batch.tokens, batch.positions, None, attend, feature_layers)
     argmax = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
-    # a second, small product is cheaper: a gather from [B, T, V] logits would read all of them
+    # a second, small product is cheaper than a gather, which would read all [B, T, V] logits
     return TargetOutputs(features, target.logits_of(hidden, vocabulary), argmax)
 
 
@@ -94,7 +94,7 @@ def ttt_states(
 
 
 def step_mask(batch: PackedBatch, step: int) -> jax.Array:
-    """Mark the rows, bool ``[B, T]``, that predict a token of their own answer in ``step``."""
+    """Mark the rows, bool ``[B, T]``, that predict a token in their own answer in ``step``."""
     in_answer = _shift_left(batch.segments, step + 2) == batch.segments
     return batch.starts & in_answer & (batch.segments > 0)
 
@@ -110,9 +110,9 @@ def ttt_loss(
 ) -> tuple[jax.Array, StepStatistics]:
     """Compute the loss of the unrolled draft, ``sum_j 0.8^j loss_j``, and its statistics.
 
-    The label of a row is ``(1 - hard_weight)`` times the target's softmax over the draft
-    vocabulary (i32[W], ascending) plus ``hard_weight`` times its most probable token. If that token
-    is outside the draft vocabulary, the row carries no loss and counts as a miss.
+    The label of a row is ``1 - hard_weight`` times the target's softmax over the draft vocabulary
+    (i32[W], ascending), plus ``hard_weight`` times the target's most probable token. If this token
+    is outside the draft vocabulary, the row has no loss and counts as rejected.
     """
     label, known = labels_of(outputs.argmax, vocabulary)
     soft = jax.nn.softmax(outputs.draft_logits, axis=-1)
@@ -140,7 +140,7 @@ def ttt_loss(
 def labels_of(tokens: jax.Array, vocabulary: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draft ids i32 of target tokens, and whether each is in the draft vocabulary i32[W].
 
-    The id of a token outside it is W, which no draft hits.
+    Tokens outside it get id W, which equals no draft.
     """
     width = vocabulary.shape[0]
     label = jnp.minimum(jnp.searchsorted(vocabulary, tokens), width - 1).astype(jnp.int32)
@@ -151,9 +151,9 @@ def labels_of(tokens: jax.Array, vocabulary: jax.Array) -> tuple[jax.Array, jax.
 def cross_entropy(
     logits: jax.Array, soft: jax.Array, label: jax.Array, hard_weight: float
 ) -> jax.Array:
-    """Cross entropy f32 ``[...]`` of logits ``[..., W]`` with ``soft [..., W]`` and ``label``.
+    """Cross entropy f32 ``[...]`` of logits ``[..., W]``.
 
-    The label i32 ``[...]`` has the weight ``hard_weight`` and the distribution the rest.
+    The label i32 ``[...]`` has weight ``hard_weight``, the distribution ``soft [..., W]`` the rest.
     """
     expected = jnp.sum(soft * logits, axis=-1)
     inside = jnp.minimum(label, logits.shape[-1] - 1)
@@ -166,9 +166,9 @@ _NEGATIVE = -1e30
 
 
 def packed_attend(texts: jax.Array) -> Attend:
-    """Causal attention within the texts ``i32[B, T]`` of packed rows, without a KV cache.
+    """Make an ``Attend``: causal attention within each text i32[B, T], without a KV cache.
 
-    Scores and softmax are float32. On a GPU, cuDNN computes it in bfloat16.
+    Scores and softmax are float32. On a GPU, cuDNN computes bfloat16 attention.
     """
     mask = _causal_mask(texts)[:, None]
 
@@ -184,11 +184,11 @@ def packed_attend(texts: jax.Array) -> Attend:
 
 
 def ttt_attend(texts: jax.Array) -> Attend:
-    """Attention of the unrolled draft steps of training-time test over packed rows.
+    """Make an ``Attend`` for the unrolled draft steps over packed rows.
 
-    ``kv`` is the tuple of the earlier steps' ``(k, v)``. A query of row i at step j sees the keys
-    of step 0 at rows up to i of its text. Of steps 1 to j it sees only row i. A chain that is
-    drafted from row i during serving sees the same keys.
+    ``kv`` is a tuple with ``(k, v)`` of each earlier step. A query at row i in step j sees the keys
+    of step 0 at rows up to i of its text, and the keys of steps 1 to j only at row i. A chain that
+    is drafted from row i when serving sees the same keys.
     """
     mask = _causal_mask(texts)[:, None, None]
 
@@ -203,7 +203,7 @@ def ttt_attend(texts: jax.Array) -> Attend:
         scale = q.shape[-1] ** -0.5
         causal = _product("btkgh,blkh->bkgtl", grouped, first_k) * scale
         causal = jnp.where(mask, causal, _NEGATIVE)
-        # [B, KV, G, T] each: products of a row with its own keys of the later steps
+        # [B, KV, G, T] each: products of a row's query with its own keys from later steps
         own = [_product("btkgh,btkh->bkgt", grouped, step_k) * scale for step_k, _ in later]
         peak = jax.lax.stop_gradient(reduce(jnp.maximum, own, causal.max(axis=-1)))
         weights = jnp.exp(causal - peak[..., None])
@@ -220,7 +220,7 @@ def ttt_attend(texts: jax.Array) -> Attend:
 
 
 def _causal_mask(texts: jax.Array) -> jax.Array:
-    # bool [B, T, T] of packed rows: the token itself and earlier tokens of the same text
+    # bool [B, T, T]: a token sees itself and earlier tokens of the same text
     rows = jnp.arange(texts.shape[1])
     same = texts[:, :, None] == texts[:, None, :]
     return same & (rows[:, None] >= rows[None, :])

@@ -328,7 +328,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"draft_vocab_size": 50}, "needs its own lm_head"),
     ({"draft_vocab_size": 0}, "draft_vocab_size=0"),
     ({"markov_head": "other", "markov_rank": 4}, "markov_head_type='other'"),
-    ({"markov_rank": 4}, "markov_rank=4 does not fit"),
+    ({"markov_rank": 4}, "markov_rank=4 must be above 0 if"),
     ({"has_confidence_head": True, "confidence_with_markov": True}, "needs a markov_rank"),
 )
 

@@ -157,7 +157,7 @@ def test_target_and_options_are_checked_before_generation(
             "--max-prompt-len=501 plus 12 tokens (the larger of --max-answer-tokens and "
             "--max-user-tokens) exceeds the model's context of 512 tokens",
         ),
-        ({}, "--data {data}", "data.npz is for another model: token 300 >= vocab 98"),
+        ({}, "--data {data}", "data.npz was generated for another model: it contains token 300"),
     ):
         model, data = tmp_path / "model", tmp_path / "data.npz"
         shutil.copytree(model_directory, model, dirs_exist_ok=True)
