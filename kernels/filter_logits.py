@@ -41,7 +41,7 @@ def kept_logits(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Arra
 
 
 def _weights(logits: jax.Array, best: jax.Array, temperatures: jax.Array) -> jax.Array:
-    """Probability of each token relative to the best; its weight is 1, even if it is infinite."""
+    """Probability of each token relative to the best one, which has 1 even if it is infinite."""
     rate = jnp.maximum(jnp.minimum(1.0 / temperatures, FLOAT32_MAX), FLOAT32_TINY)
     best = jnp.maximum(jnp.minimum(best, FLOAT32_MAX), -FLOAT32_MAX)
     return jnp.exp((jnp.minimum(logits, FLOAT32_MAX) - best) * rate)
@@ -257,9 +257,9 @@ def logit_thresholds(
     Compare it with logits before their division by the temperature, so that rounding does not
     decide what is kept. Every row keeps at least one token. Top-k keeps ties with the k-th logit.
     Top-p keeps the fewest best tokens whose probabilities reach ``top_ps``, and ties with the last
-    of them. These probabilities sum to 1 over what top-k kept, as in SGLang's verification, vLLM
-    and Hugging Face transformers. Min-p keeps tokens that are at least ``min_ps`` times as likely
-    as the best. Implementations may return different values between the same two logits.
+    of them. These are probabilities among the tokens that top-k kept, as in SGLang's verification,
+    vLLM and Hugging Face transformers. Min-p keeps tokens that are at least ``min_ps`` times as
+    likely as the best. Implementations may return different values between the same two logits.
 
     Args:
         logits: f32 ``[N, V]``, not yet divided by the temperature; may be -inf.

@@ -109,7 +109,7 @@ def scatter_rows(
 
     Args:
         pool: ``[L, N, ...]``.
-        index: i32 ``[W]``, at least 0. Indices below N are distinct; rows with others are dropped.
+        index: i32 ``[W]``, at least 0. Indices below N are distinct; others drop their rows.
         rows: ``[L, W, ...]`` of the pool's dtype.
     """
     implementation = resolve(implementation)

@@ -102,7 +102,7 @@ def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int)
 def specjax_prefill_attention(
     *refs: Any, tiles: PrefillTiles, page_size: int, scale: float
 ) -> None:
-    """Kernel body: a program attends with a tile of rows of one KV head and segment to its keys."""
+    """Kernel body: one program per (KV head, tile of query rows of one segment)."""
     layer_ref, map_ref, table_ref, q_ref, pool_ref, out_ref = refs
     group = q_ref.shape[1] // pool_ref.shape[3]
     layer, head, tile = layer_ref[0], pl.program_id(0), pl.program_id(1)

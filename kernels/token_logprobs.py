@@ -93,7 +93,7 @@ def specjax_token_logprobs(
     chosen_ref[row] = jnp.where(num_best >= 0, chosen, 0.0)
 
     def find(j: jax.Array, previous: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Store the token after the previous one: the next lower, or an equal of higher id."""
+        """Store the next best token after the previous one; equal tokens are in order of their ids."""
         last, last_id = previous
 
         def look(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

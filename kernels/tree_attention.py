@@ -189,7 +189,7 @@ def specjax_tree_attention(
     num_new: int,
     window: int | None,
 ) -> None:
-    """Kernel body: a program attends with a tile of rows of one KV head to a context split."""
+    """Kernel body: one program per (request and KV head, context split, tile of query rows)."""
     num_outputs = 1 if tiles.num_splits == 1 else 3
     words_ref, (out_ref, *partial_refs) = refs[:-num_outputs], refs[-num_outputs:]
     rows, heads = q_ref.shape[1:3]

@@ -139,7 +139,7 @@ def nearest(tiers: Iterable[DraftShape], initial_steps: int) -> DraftShape:
 def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
     """Load and validate a configuration: the path of a JSON file, a mapping, or None for defaults.
 
-    A key of digits, such as ``"8"``, has the slot for batches of at least that size. Other keys
+    A key of digits, such as ``"8"``, holds the slot for batches of at least that size. Other keys
     apply to all slots, or without slots to every batch.
 
     Raises ValueError, which names the file, or the key and its value.

@@ -92,7 +92,7 @@ class FlatModel(Generic[M]):
         )
 
     def order(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Sort the values of a mapping from weight names into weight order."""
+        """Return the values of a mapping by weight name, in the order of the weights."""
         missing = sorted(set(self.names) - set(named))
         unknown = sorted(set(named) - set(self.names))
         if missing or unknown:

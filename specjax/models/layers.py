@@ -184,7 +184,7 @@ def rope_tables(rope: Rope, positions: jax.Array) -> RopeTables:
 
 
 def rotated(attend: Attend) -> Attend:
-    """Make an ``attend`` from a function that takes rotated queries and keys, already summed up."""
+    """Make an ``attend`` from a function that takes rotated queries and keys, not partial sums."""
 
     def rotate_first(
         kv: Any,
@@ -345,7 +345,7 @@ class DecoderLayer(nnx.Module):
 def _add_norm(
     norm: RMSNorm | None, x: jax.Array, delta: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``x + delta`` and the input of the next block, which is the norm, if any, of it."""
+    """Return ``x + delta``, and its norm (without one, the sum again) as input of the next block."""
     if norm is not None:
         return norm.add(x, delta)
     x = x if delta is None else x + whole(delta, x.ndim, x.dtype)

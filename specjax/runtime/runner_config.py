@@ -226,7 +226,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
-    """Bytes of a layer's gate, up and product, of the residual stream, and of kept features."""
+    """Bytes of a layer's gate, up and their product, the residual stream, and kept features."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
     return rows * width * model.dtypes.activations.itemsize
 

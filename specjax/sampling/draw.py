@@ -143,7 +143,7 @@ def draft_tokens(
 
     Returns:
         Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, best first. A score is
-        the column's softmax over logits plus noise, if any. For K = 1 it is 1.
+        the softmax of the logits, plus noise if any, at the column. For K = 1 it is 1.
     """
     shape, implementation = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:

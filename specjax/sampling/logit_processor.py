@@ -52,7 +52,7 @@ class LogitProcessor(ABC):
     """Changes the logits at every node of a verified tree.
 
     Attributes:
-        needs_history: whether it needs the complete history after a prefix-cache hit, as for state.
+        needs_history: whether it needs the complete history after a prefix-cache hit; state does.
     """
 
     needs_history: ClassVar[bool] = True

@@ -67,7 +67,7 @@ def pack_sampling(table: np.ndarray) -> np.ndarray:
 
 
 def unpack_sampling(packed: jax.Array, slots: jax.Array) -> SamplingTable:
-    """Unpack slots i32 ``[B]`` of a table that :func:`pack_sampling` packed, when traced."""
+    """Unpack slots i32 ``[B]`` of a table from :func:`pack_sampling`, in a traced function."""
     rows = packed[slots]
 
     def column(name: str) -> jax.Array:

@@ -87,7 +87,7 @@ class StateSizes(NamedTuple):
 
 
 class CommonAlgorithm:
-    """Methods that all algorithms, built-in or registered, have in common; SGLang's names."""
+    """Methods of all algorithms, built-in or registered, with the names they have in SGLang."""
 
     # these tell authors which algorithm runs; the engine does not call them
 
@@ -303,7 +303,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         return ()
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        """Target layers whose outputs are the features; if empty, the last hidden state is."""
+        """Target layers whose outputs are the features; empty means the last hidden state."""
         return ()
 
     @property

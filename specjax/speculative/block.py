@@ -70,7 +70,7 @@ class Block(SpeculativeAlgorithm):
         return DraftShape.chain(steps)
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
-        """Give tiers the rows of the block; raise ValueError if one has more drafts than it."""
+        """Give tiers the rows of the block. Raises ValueError if a tier has too many drafts for it."""
         most, shapes = config.num_drafts, args.shapes
         given = args.speculative_num_steps, args.speculative_num_draft_tokens
         if args.adaptive is None and given == (None, None):

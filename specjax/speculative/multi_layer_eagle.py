@@ -182,7 +182,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         verified: VerifyOutput,
         shape: DraftShape,
     ) -> tuple[State, ModuleInput]:
-        """Whatever the tier, run all modules over the accepted tokens, so that all KV is kept."""
+        """In every tier, run all modules over the accepted tokens, to keep their KV up to date."""
         counts = verified.num_accepted_tokens
         embeds = batch.draft.embed(verified.accept_tokens, batch.target)
         hidden, newest = verified.features, []
@@ -198,7 +198,7 @@ class MultiLayerEagle(NetworkAlgorithm):
 
 
 def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Shift rows ``[B, T, D]`` up by counts i32 ``[B]``; repeat the last row, or the first."""
+    """Take rows ``t + counts`` i32 ``[B]`` of ``x [B, T, D]``, clipped to the first and last row."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
     return pick_row(x, jnp.clip(index, 0, width - 1))

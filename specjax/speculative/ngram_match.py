@@ -22,7 +22,7 @@ PIVOTS = 64
 class Continuations:
     """The tokens that followed earlier occurrences of a text's last tokens, best match first.
 
-    A longer match is better; among equally long ones, the more recent one is.
+    Longer matches are better. Of equally long ones, the more recent is better.
     """
 
     tokens: jax.Array  # i32 [B, M, S], padded with -1
@@ -92,7 +92,7 @@ def from_corpus(
         tokens: i32 ``[N]``, documents with -1 before and after each.
         order: i32 ``[P]``, positions that are followed by a token, sorted by the W tokens up to and
             including their own, last token first; among equals, the most recent is last.
-        ends: i32 ``[B, W]`` of :func:`last_tokens`.
+        ends: i32 ``[B, W]``, the result of :func:`last_tokens`.
         window: minimum and maximum length of a match.
         most: M.
         length: S.

@@ -226,7 +226,7 @@ def _origin(factory: Any) -> str:
 
 
 def source_facts(kind: type) -> tuple[str, ...]:
-    """Cache-key entries for a class outside specjax: its name, and versions and sources.
+    """Cache-key entries for a class outside specjax: names, versions and sources of its bases.
 
     A package is digested as a whole at its first use in this process. If its sources cannot be read
     or have changed since, the entries are unique, so other processes cannot share cached functions.
