@@ -93,7 +93,7 @@ def specjax_token_logprobs(
     chosen_ref[row] = jnp.where(num_best >= 0, chosen, 0.0)
 
     def find(j: jax.Array, previous: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Store the next best token after the previous one; equal tokens are in order of their ids."""
+        """Store the next best token after the previous one; equal tokens are in order of id."""
         last, last_id = previous
 
         def look(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

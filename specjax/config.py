@@ -89,7 +89,6 @@ class TransformerConfig:
 
     @property
     def dtypes(self) -> Dtypes:
-        """Use ``dtype`` for everything."""
         return Dtypes(*[jnp.dtype(DTYPES[self.dtype])] * 3)
 
     @property
@@ -137,7 +136,7 @@ class ModelConfig(TransformerConfig):
         return asked or limit
 
     def within(self, length: int) -> "ModelConfig":
-        """The same model for texts of at most ``length`` tokens; drops a window of that size."""
+        """The same model for texts of at most ``length`` tokens; drops a window that holds them."""
         if self.sliding_window is None or length > self.sliding_window:
             return self
         return replace(self, sliding_window=None)
@@ -285,12 +284,10 @@ class BlockConfig(TransformerConfig):
 
     @property
     def confidence_size(self) -> int:
-        """Width of the confidence head's input."""
         return self.hidden_size + self.markov_rank * self.confidence_with_markov
 
     @property
     def block(self) -> int:
-        """Number of rows in the draft pass."""
         return self.num_drafts + (not self.anchor_first)
 
     @property

@@ -118,12 +118,10 @@ class AdaptiveConfig:
 
     @property
     def tiers(self) -> tuple[DraftShape, ...]:
-        """All tiers of a resolved configuration, in ascending order."""
         return tuple(sorted({tier for slot in self.slots for tier in slot.tiers}))
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
-        """The different numbers of steps of all tiers, in ascending order."""
         return tuple(sorted({tier.steps for tier in self.tiers}))
 
 

@@ -250,7 +250,6 @@ class AdaptiveController:
         return sum(tier.proposed_drafts - tier.accepted_drafts for tier in self.tiers.values())
 
     def describe(self) -> dict[str, Any]:
-        """Metrics for server information, as JSON values."""
         return {
             "speculative_num_steps": self.tier.steps,
             "candidate_steps": sorted({tier.steps for tier in self.tiers}),

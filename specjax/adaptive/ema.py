@@ -101,7 +101,6 @@ class AdaptiveSpeculativeParams:
 
     @property
     def current_steps(self) -> int:
-        """The steps of ``tier``, under SGLang's name."""
         return self.tier.steps
 
     @property

@@ -237,7 +237,6 @@ class PageBudget:
         self._allocator.free(owned)
 
     def raise_reserve(self) -> None:
-        """Raise the fraction that admissions reserve, after a preemption."""
         self._reserve = min(1.0, self._reserve + RESERVE_RAISE)
 
     def _needed(self, holding: PageHolding, dispatches: int = 1) -> int:

@@ -170,7 +170,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` pages, or none and return ``None`` if fewer are free."""
+        """Take ``count`` pages. If fewer are free, take none and return ``None``."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]

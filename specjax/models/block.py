@@ -160,7 +160,6 @@ class BlockDraft(DraftHead):
 
 
 def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
-    """The kind of every layer."""
     return tuple(LayerKind.of(config, window=window or None) for window in config.windows)
 
 

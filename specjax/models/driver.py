@@ -27,7 +27,6 @@ def newest_cuda(driver: str) -> int:
 
 
 def package_version(name: str) -> str | None:
-    """Version of an installed distribution; ``None`` if there is none."""
     with suppress(PackageNotFoundError):
         return version(name)
     return None

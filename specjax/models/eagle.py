@@ -81,7 +81,6 @@ class DraftHead(nnx.Module):
         return offsets + jnp.arange(offsets.shape[0], dtype=jnp.int32)
 
     def target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        """Target token ids of draft vocabulary ids."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
 
     def _head(self, x: jax.Array, target: CausalLM) -> jax.Array:
@@ -259,7 +258,6 @@ class EagleHead(DraftHead):
 
 
 def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3Head | EagleHead:
-    """The head of a draft configuration."""
     return (Eagle3Head if config.fuses_features else EagleHead)(config, implementation)
 
 

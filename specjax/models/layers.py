@@ -345,7 +345,7 @@ class DecoderLayer(nnx.Module):
 def _add_norm(
     norm: RMSNorm | None, x: jax.Array, delta: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``x + delta``, and its norm (without one, the sum again) as input of the next block."""
+    """Return ``x + delta``, and as input of the next block its norm, or without one the sum."""
     if norm is not None:
         return norm.add(x, delta)
     x = x if delta is None else x + whole(delta, x.ndim, x.dtype)

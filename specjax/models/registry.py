@@ -27,7 +27,6 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """The kind of every layer."""
     return family_of(config).layers(config)
 
 

@@ -131,7 +131,7 @@ class ModelRunner:
     def load(self, target: Weights, draft: Weights) -> None:
         """Set the flat weights, in the order of the networks, and allocate the pools.
 
-        Pools start as zeros, because other memory may hold NaN, and a masked NaN is still NaN.
+        Pools start as zeros, because new memory may hold NaN, and a masked NaN is still NaN.
         """
         self.weights = (target, draft)
         # compile this function here, because reset() may run in a thread with other JAX settings

@@ -51,7 +51,6 @@ class RunnerConfig:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether functions are compiled for a GPU."""
         return resolve(self.implementation) == "pallas"
 
     @property
@@ -60,7 +59,6 @@ class RunnerConfig:
 
     @property
     def kv_writes(self) -> KVWrites:
-        """Maximum KV write of a dispatch, for planning pages."""
         return KVWrites.of(self.shapes, self.rounds_per_dispatch)
 
     def max_chunks(self, width: int) -> int:

@@ -114,7 +114,6 @@ PROCESSORS: tuple[LogitProcessor, ...] = (MinNewTokens(), Penalties(), LogitBias
 
 
 def used_by(params: SamplingParams) -> list[LogitProcessor]:
-    """The processors that a request uses."""
     return [processor for processor in PROCESSORS if processor.is_used(params)]
 
 

@@ -64,7 +64,6 @@ class Call:
 
     @property
     def named(self) -> Iterator[tuple[Request, str]]:
-        """Yield each request with each id that aborts it."""
         for request, group in zip(self.requests, self.groups, strict=True):
             yield from ((request, name) for name in {request.rid, group})
 

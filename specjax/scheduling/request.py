@@ -451,7 +451,6 @@ class Deadlines:
         self._limit = 0
 
     def watch(self, request: Request) -> None:
-        """Watch the timeout of a request, if it has one."""
         timeout = request.arguments.timeout
         if timeout is None:
             return

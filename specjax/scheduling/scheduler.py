@@ -32,7 +32,7 @@ MAX_STALL = 65_536
 
 
 def min_burst(num_slots: int) -> int:
-    """Minimum number of requests that can start, to count as a burst: 1/8 of the slots, or 2.
+    """Minimum number of requests that can start for a burst: 1/8 of the slots, at least 2.
 
     With a quarter, 128 requests of 1,024 and 256 tokens lose 3 to 5 % throughput at 64 slots. With
     a sixteenth, decoding pauses often. Both are simulated with round times of Llama-3.1-8B.
@@ -177,7 +177,6 @@ class Scheduler:
         self.abort(request, f"the request failed: {error!r}")
 
     def debug_state(self) -> dict[str, int]:
-        """Numbers of requests and pages by state."""
         free, cached = self._allocator.num_free, self._budget.cache.num_pages
         return {
             "running": len(self._running),

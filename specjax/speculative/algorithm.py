@@ -287,7 +287,6 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         implementation: str | None = None,
         placement: Placement | None = None,
     ) -> Networks:
-        """The structures of the target and of this algorithm's draft network."""
         model = FlatModel.of(partial(CausalLM, target, implementation=implementation))
         draft = self.draft_model(draft_config, implementation)
         return Networks(model, draft, target, draft_config, placement or Placement.on())

@@ -70,7 +70,7 @@ class Block(SpeculativeAlgorithm):
         return DraftShape.chain(steps)
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
-        """Give tiers the rows of the block. Raises ValueError if a tier has too many drafts for it."""
+        """Give tiers the rows of the block; raise ValueError if a tier has too many drafts."""
         most, shapes = config.num_drafts, args.shapes
         given = args.speculative_num_steps, args.speculative_num_draft_tokens
         if args.adaptive is None and given == (None, None):
@@ -129,7 +129,6 @@ class Block(SpeculativeAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Run the block and draw the drafts that will be verified."""
         roots, lens, draft = batch.bonus_tokens[:, None], batch.seq_lens, batch.draft
         if shape.steps == 0:
             return chain_input(roots, lens), state

@@ -198,7 +198,7 @@ class MultiLayerEagle(NetworkAlgorithm):
 
 
 def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Take rows ``t + counts`` i32 ``[B]`` of ``x [B, T, D]``, clipped to the first and last row."""
+    """Take rows ``t + counts`` i32 ``[B]`` of ``x [B, T, D]``, clipped to its first and last."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
     return pick_row(x, jnp.clip(index, 0, width - 1))

@@ -223,7 +223,7 @@ class Ngram(SpeculativeAlgorithm):
         return option not in ("speculative_eagle_topk", "draft", "draft_rope_theta")
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
-        """A tree of depth S, by default and in every tier with S + 1 rows; they may branch freely."""
+        """A tree of depth S, by default and in every tier with S + 1 rows in any branches."""
         nodes = args.speculative_num_draft_tokens
         if args.speculative_adaptive and nodes is not None:
             raise ValueError(

@@ -136,7 +136,6 @@ def verify_stage(
     config: RoundConfig,
     batch: Batch | None = None,
 ) -> tuple[DeviceState, VerifyOutput]:
-    """Verify the trees and record the accepted tokens."""
     batch = batch or active_batch(resident, state.future, slots, config)
     verified, kv, future = verify(batch, state.pools.target, state.future, tree, config)
     return DeviceState(replace(state.pools, target=kv), future), verified

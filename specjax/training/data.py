@@ -34,7 +34,6 @@ class Corpus(list[Example]):
 
     @classmethod
     def of(cls, triples: Iterable[tuple[Sequence[int], Sequence[int], str]]) -> "Corpus":
-        """Build a corpus from triples of prompt, answer and source."""
         return cls(
             Example(np.asarray([*prompt, *answer], np.int32), len(prompt), source)
             for prompt, answer, source in triples
@@ -90,7 +89,6 @@ class Corpus(list[Example]):
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
-        """Read a file that :meth:`save` wrote."""
         try:
             with path.open("rb") as stream, np.load(stream) as file:
                 tokens, names = file["tokens"], file["source_names"]

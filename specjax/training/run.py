@@ -162,7 +162,6 @@ def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
 
 
 def draft_config(args: argparse.Namespace, model: ModelConfig) -> DraftConfig | BlockConfig:
-    """Make the configuration of the draft to train."""
     changes = {
         "intermediate_size": args.intermediate_size or model.intermediate_size,
         "draft_vocab_size": min(args.draft_vocab_size, model.vocab_size),

@@ -208,7 +208,7 @@ def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
 
 
 def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> TrainState | None:
-    """Restore the latest intact checkpoint as a state like ``like``; None without checkpoints.
+    """Restore the latest intact checkpoint with the structure of ``like``; None without any.
 
     Damaged checkpoints after it are renamed to ``damaged-STEP-...`` with a warning. Raises
     ValueError if no checkpoint is intact and for this draft vocabulary.
