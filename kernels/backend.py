@@ -5,8 +5,7 @@ compiler parameters. The Triton lowering is deprecated upstream. Kernels import 
 ``store`` from here, so only this file must change for another backend.
 
 Rules for kernel bodies: array sizes are powers of two (pad and mask). Loop bounds may be traced.
-Every output element is written, or aliased to an initialised input. Profiles show the Python name
-of the body.
+Every output element is written, or aliased to an initialised input. Profiles show the body's name.
 """
 
 import sys
@@ -39,9 +38,8 @@ def resolve(
 ) -> str:
     """Choose the implementation to run; no other code decides this.
 
-    ``None`` depends on the default backend. A GPU runs the Pallas kernel if it supports
-    ``head_dim``, else XLA. A CPU runs XLA with chunked attention. Raises ValueError for an unknown
-    name.
+    With ``None``, a GPU runs the Pallas kernel if it supports ``head_dim``, else XLA. A CPU runs
+    XLA with chunked attention. Raises ValueError for an unknown name.
     """
     if implementation is None:
         if jax.default_backend() == "cpu":

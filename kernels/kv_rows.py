@@ -2,9 +2,8 @@
 
 A pool's tokens are scattered over pages, but KV to be sent elsewhere is dense. XLA gathers and
 scatters at 0.3 TB/s, a twelfth of the copy rate of an H200. The accepted tokens of a verified tree
-are scattered over the request's T slots, but the next round expects them in the slots after
-``seq_len``. The move has B * A entries, not B * T (SGLang changes #26866 and #26997). A chain needs
-no move.
+are scattered over the request's T slots, but the next round expects them directly after
+``seq_len``. The move has B * A entries, not B * T (SGLang #26866, #26997). A chain needs no move.
 
 Axes: L layers, N KV indices of the pool, W tokens; B requests, A accept width, KV key/value heads,
 H head dim.

@@ -171,8 +171,7 @@ def prefill_attention(
     """Causal attention of W packed tokens of G requests over their pages.
 
     Args:
-        q: ``[W, N, H]``, rotated queries: ``counts[0]`` rows of segment 0, then those of segment 1
-            and so on, then padding.
+        q: ``[W, N, H]``, rotated queries: the rows of segment 0, of segment 1, ..., then padding.
         pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
         layer: index into L.
         page_table: i32 ``[G, P]``; entries after a request's pages are 0.

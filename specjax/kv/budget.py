@@ -96,8 +96,7 @@ class PageBudget:
     Args:
         allocator: the allocator of the pool's pages.
         writes: maximum KV write of a dispatch.
-        set_pages: called with a slot, pages and an index, writes the pages to the slot's page table
-            from that index on.
+        set_pages: called with (slot, pages, first), writes a slot's page table from ``first`` on.
         lookahead: lookahead of the prefix cache; ``None`` disables sharing.
 
     Attributes:

@@ -117,8 +117,7 @@ class PrefixCache:
             Pages that the caller still owns: duplicates, and pages after :meth:`num_full_pages`.
 
         Raises:
-            ValueError: if pages are repeated, page 0, or cached under another prefix. The cache
-                then takes over none.
+            ValueError: for repeated pages, page 0, or pages of another prefix; none is then taken.
         """
         num_full = min(self.num_full_pages(len(tokens)), len(pages))
         node, cached = self._walk(tokens, num_full)

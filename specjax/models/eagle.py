@@ -115,8 +115,7 @@ class EagleBlock(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Return the new residual ``x [B, T, D]``, the feed-forward's output, and updated ``kv``.
 
-        The block reads ``normed`` and layer ``layer`` of ``kv``. The next norm adds the output to
-        ``x``.
+        The block reads ``normed`` and layer ``layer`` of ``kv``. The next norm adds the output.
         """
         mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
         x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
@@ -156,8 +155,7 @@ class Eagle3Head(DraftHead, EagleBlock):
 
     EAGLE 3.1 (arXiv 2605.09992) has two options. ``has_fc_norm`` normalises each captured feature
     before ``fc``. With ``norm_output``, the normalised output is the input of the next step.
-    ``norm_before_fc`` instead normalises the concatenated features once, as heads of the library
-    speculators do.
+    ``norm_before_fc``, from the library speculators, normalises the concatenated features once.
     """
 
     def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
@@ -282,8 +280,7 @@ class MtpHead(TargetVocabulary, nnx.Module):
     the hidden width, and passed through a decoder layer of the target's family and a final norm.
     The next module and the target's output head read the result.
 
-    Sources: DeepSeek-V3 (arXiv 2412.19437), and the modules of MiMo-7B (arXiv 2505.07608), which
-    are dense.
+    Sources: DeepSeek-V3 (arXiv 2412.19437), and the dense modules of MiMo-7B (arXiv 2505.07608).
     """
 
     def __init__(self, config: ModelConfig, implementation: str | None = None) -> None:

@@ -79,8 +79,7 @@ class FlatModel(Generic[M]):
     def random(self, seed: int) -> Weights:
         """Draw random weights as ``initial`` states, on the device, without building the module.
 
-        One small function is compiled per shape, so that models with billions of weights start
-        fast.
+        One small function is compiled per shape, so that models with many weights start fast.
         """
         key = jax.random.key(seed)
         described = zip(self.abstract, self.initial, strict=True)

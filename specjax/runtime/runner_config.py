@@ -260,8 +260,7 @@ def _prefill_bytes(
 # (Llama-3.1-8B shape). With drafts, only the head has products of one row; padding then changes a
 # round with five drafts from 1.04 to 0.98 ms (135M), and one with seven from 5.78 to 5.91 ms (8B).
 PADDED_ROWS = 2
-# With fewer bytes of weights, launches limit a round. The limit is between those two models; an
-# H200 reads 1 GB in 0.25 ms.
+# between these models: with fewer bytes, launches limit a round (an H200 reads 1 GB in 0.25 ms)
 LAUNCH_BOUND_BYTES = 1e9
 # minimum width in tokens; a smaller prefill takes as long, because it reads all weights
 LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32

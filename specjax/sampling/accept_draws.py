@@ -53,8 +53,7 @@ COUPLED = Acceptance()
 def filtered_probs(logits: jax.Array, temperatures: jax.Array, thresholds: jax.Array) -> jax.Array:
     """The probabilities f32 ``[N, V]`` with which rows are drawn; zeros if all logits are -inf.
 
-    Logits f32 ``[N, V]`` are not yet divided by the temperature. Thresholds f32 ``[N]`` are the
-    lowest logits that are kept.
+    Logits f32 ``[N, V]`` are raw; thresholds f32 ``[N]`` are the lowest logits that are kept.
     """
     kept = kept_logits(logits, temperatures[:, None], thresholds[:, None])
     best = jnp.max(kept, axis=-1, keepdims=True)
@@ -124,8 +123,7 @@ def threshold_tokens(
     Each row has one random number ``u``. Its children are tried in row order. A child is accepted
     if its probability is at least ``threshold_single``, or if ``u < prob_acc / threshold_acc``;
     ``prob_acc`` adds up the probabilities of the children tried so far. If no child is accepted,
-    the token is drawn from ``probs`` without the children. If both thresholds are 1, the token is
-    distributed as ``probs``.
+    the token is drawn from ``probs`` without the children. Thresholds of 1 keep the distribution.
     """
     is_child, (batch, rows, vocab_size) = tree.is_child, probs.shape
     ids = jnp.broadcast_to(tree.draft_tokens[:, None, :], (batch, rows, rows))

@@ -130,8 +130,7 @@ def draft_tokens(
     target will use for this position. Both draws then agree nearly as often as the distributions
     overlap, and the text still depends only on the seed. This is Gumbel coupling, or
     drafter-invariant speculation (arXiv 2408.07978). For rejection sampling, the draft's noise
-    differs from the target's. For acceptance by thresholds, the most likely tokens are best, so
-    the draft uses none.
+    differs from the target's. With thresholds, it uses none: the most likely tokens are best.
 
     Args:
         logits: f32 ``[B, N, V]``, raw logits of the draft.

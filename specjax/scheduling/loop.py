@@ -202,9 +202,8 @@ class EventLoopDelivery:
 class EngineLoop:
     """Steps a scheduler in its own daemon thread, the only thread that uses the scheduler.
 
-    Callers put commands into a queue. The thread runs them between steps, and waits for commands if
-    it is idle. Putting a command never blocks and is reentrant, because garbage collection may
-    abort a call at any time.
+    Callers put commands into a queue. The thread runs them between steps, and waits for them if it
+    is idle. Putting never blocks and is reentrant, because garbage collection may abort a call.
 
     The thread keeps this object alive, but not its owner, whose finalizer stops the thread.
 
@@ -309,8 +308,7 @@ class EngineLoop:
         """Call ``function`` in the loop's thread between two steps, and return its result.
 
         ``function`` may use the scheduler. Its exception is raised here; with ``is_vital``, the
-        loop also fails. Raises EngineFault if the loop has already failed, and ValueError if it is
-        closed.
+        loop also fails. Raises EngineFault if the loop has failed, ValueError if it is closed.
         """
         self.check_process()
         reply: Future[T] = Future()

@@ -286,8 +286,7 @@ class Request:
     ) -> int:
         """Append accepted drafts and the bonus token until the request ends.
 
-        ``logprobs [A]`` and ``states`` f32 ``[A, D]`` belong to the tokens. Returns the number of
-        tokens that are kept.
+        ``logprobs [A]`` and ``states`` f32 ``[A, D]`` are the tokens'. Returns the number kept.
         """
         kept = self._append(tokens, num_accepted)
         if self.spec is not None:

@@ -61,8 +61,7 @@ class Batch:
 class PromptChunks:
     """Prompt tokens that the target has just processed: one chunk for each of B requests.
 
-    All chunks are concatenated into one row of P tokens, with padding at the end. A model processes
-    that row as a batch of one.
+    All chunks are concatenated and padded to one row of P tokens, which is run as a batch of one.
     """
 
     tokens: jax.Array  # i32 [1, P]
@@ -121,8 +120,7 @@ class CommonAlgorithm:
     def supports_target_verify_for_draft(self) -> bool:
         """Whether drafting runs the draft network once over all T rows, like a verify pass.
 
-        Only the memory planner reads this, because such a pass holds the logits of all rows at
-        once.
+        Only the memory planner reads this: such a pass holds the logits of all rows at once.
         """
         return self.is_dflash() or self.is_dspark()
 
@@ -138,8 +136,7 @@ class CommonAlgorithm:
         """Shapes and dtypes, by request slot, of all state that is carried to the next round.
 
         There are ``max_running_requests`` slots and padding slot 0. ``rows`` is the result of
-        ``abstract_rows``. Stages read and write only ``rows``, so the engine rejects a map with
-        more leaves.
+        ``abstract_rows``. Stages use only ``rows``, so the engine rejects a map with more leaves.
         """
         return FutureMap.abstract(max_running_requests + 1, context_len, rows)
 
@@ -161,8 +158,7 @@ class CommonAlgorithm:
             future: this engine's map; lengths, bonus tokens and history are already set.
 
         Returns:
-            Rows for the first round on this engine. With ``None``, the rows are zeros, and only the
-            first round does not draft.
+            Rows for the first round here; ``None`` means zeros, with which this round cannot draft.
         """
         return rows
 

@@ -250,8 +250,7 @@ def draft_masked(
 ) -> tuple[jax.Array, State]:
     """Compute the states ``[B, depth, D]`` that draft a chain; ``first [B, 1, D]`` is the first.
 
-    It takes one pass over ``depth - 1`` mask tokens. ``seq_lens`` i32 ``[B]`` is the number of
-    tokens in the draft's pool.
+    It takes one pass over ``depth - 1`` mask tokens. ``seq_lens`` i32 ``[B]`` are draft KV lengths.
     """
     if depth == 1:
         return first, state

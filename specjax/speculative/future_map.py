@@ -1,8 +1,7 @@
 """State on the device, by request slot, from which the next round starts.
 
 A round reads its rows here and writes the next round's rows here. The host can therefore dispatch a
-round before it has read the previous one. Slot 0 is padding. The interface is that of SGLang's
-``FutureMap``.
+round before it has read the previous one. Slot 0 is padding. It follows SGLang's ``FutureMap``.
 """
 
 from dataclasses import dataclass, replace

@@ -34,8 +34,7 @@ def from_history(
 ) -> Continuations:
     """Find the ``most`` best continuations in the text itself.
 
-    A continuation that reaches the end of the text starts again from its beginning, because the
-    text may be periodic.
+    A continuation that reaches the end of the text starts over, because the text may be periodic.
 
     Args:
         history: i32 ``[B, C]``, invalid after the text; W * C is below 2**31.

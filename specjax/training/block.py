@@ -2,11 +2,9 @@
 
 An anchor is a known token at position p of a packed row. Its block sees the target features before
 p in the same text and the block's own rows. It predicts the target's tokens at positions p + 1 to
-p + G. The Markov head reads the tokens of the text. The mask is that of DFlash (arXiv 2602.06036);
-the loss is ours.
+p + G. The Markov head reads the tokens of the text. The mask is DFlash's (arXiv 2602.06036).
 
-Axes: B rows, T tokens per row, N anchors per row, R rows per block, G drafts per block, D hidden, V
-vocabulary.
+Axes: B rows, T tokens per row, N anchors per row, R rows and G drafts per block, D hidden, V vocab.
 """
 
 from collections.abc import Mapping

@@ -134,8 +134,7 @@ def sample_prompts(
     """Sample prompts from the target: user turns that continue topic openings, and plain text.
 
     A user turn ends with the target's end token, or at ``max_user_tokens``, where it is cut after
-    its last sentence or line. Duplicates are removed. Without a chat template, all prompts are
-    plain text.
+    its last sentence or line. Without a chat template, all are plain text. Duplicates are removed.
     """
     text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
     num_text = round(config.self_sample * text_fraction)
