@@ -164,7 +164,7 @@ def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
 
 
 def block_recipes(config: BlockConfig) -> Recipes:
-    """Recipes for all weights of a block drafter, by flat name; tensors have canonical names."""
+    """Recipes for all weights of a block drafter, by weight name; tensors have canonical names."""
     size, dtypes, rank = config.hidden_size, config.dtypes, config.markov_rank
     kv_size = config.num_kv_heads * config.head_dim
     recipes = vocabulary_recipes(config)

@@ -20,7 +20,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Build a weight by concatenating its parts on the output axis.
+    """How to build a weight: its parts are concatenated on the output axis.
 
     A transposed weight is ``[in, out]`` and consists of parts ``[out_i, in]``. Any other weight
     concatenates its parts unchanged on the first axis. ``dtype`` is the dtype of the weight;
@@ -43,7 +43,7 @@ MTP_PREFIX = "model.mtp_layers."
 
 
 def draft_recipes(config: DraftConfig) -> Recipes:
-    """Recipes for all weights of a draft head, by flat name; tensors have canonical names."""
+    """Recipes for all weights of a draft head, by weight name; tensors have canonical names."""
     size, dtypes, kind = config.hidden_size, config.dtypes, LayerKind.of(config)
     fc_in = config.feature_size + (0 if config.fuses_features else size)
     recipes = linear("fc", {"fc": size}, fc_in, dtypes, bias=config.fc_bias)
@@ -88,7 +88,7 @@ def vocabulary_recipes(config: DraftConfig | BlockConfig) -> dict[str, Recipe]:
 
 
 def vectors(size: int, names: Mapping[str, str]) -> dict[str, Recipe]:
-    """Recipes for norm scales ``[size]``; ``names`` maps flat names to stored names."""
+    """Recipes for norm scales ``[size]``; ``names`` maps weight names to tensor names."""
     return {
         f"{flat}.scale": Recipe((Part(f"{name}.weight", (size,)),)) for flat, name in names.items()
     }
@@ -171,7 +171,7 @@ class Family:
     # reads the fields of a configuration that only this family has
     read: Callable[[Fields], dict[str, Any]]
     layers: Callable[[ModelConfig], tuple[LayerKind, ...]] = alike
-    # recipe(config, kind, flat, prefix): the weights of a layer. Their flat names begin with
+    # recipe(config, kind, flat, prefix): the weights of a layer. The names of weights begin with
     # ``flat``, and the names of stored tensors with ``prefix``
     recipe: Callable[[ModelConfig, LayerKind, str, str], dict[str, Recipe]] = decoder_layer
     config: type[ModelConfig] = ModelConfig

@@ -62,7 +62,7 @@ def compiler_options(rows: int) -> CompilerOptions:
 
 @dataclass(frozen=True)
 class RoundFunctions:
-    """Makes functions, which take flat weights, for the sizes of one runner."""
+    """Makes functions for the sizes of one runner; they take weights as flat tuples."""
 
     _networks: Networks
     _config: RunnerConfig
@@ -78,7 +78,7 @@ class RoundFunctions:
         greedy: bool = False,
         **options: Any,
     ) -> Any:
-        """Jit a round function so that it takes flat weights and donates its state."""
+        """Jit a round function so that it takes weights as flat tuples and donates its state."""
         nets, algorithm = self._networks, self._config.algorithm
         sampling = SamplingConfig(
             max_top_logprobs=self._max_top_logprobs,

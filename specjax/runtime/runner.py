@@ -129,7 +129,7 @@ class ModelRunner:
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
     def load(self, target: Weights, draft: Weights) -> None:
-        """Set the flat weights, in the order of the networks, and allocate the pools.
+        """Set the weights, tuples in the order of the networks, and allocate the pools.
 
         Pools start as zeros, because new memory may hold NaN, and a masked NaN is still NaN.
         """

@@ -132,7 +132,7 @@ class HostTables:
             seed: the seed of the request's noise.
             end_token_ids: tokens that end the request.
             prompt_len: length of the prompt; tokens prefilled after it count as produced.
-            top_logprobs: most likely tokens to report; ``None`` reports no log-probabilities.
+            top_logprobs: most likely tokens to report per position; ``None``: no log-probabilities.
             hidden_states: whether to report the hidden state from which each token was drawn.
         """
         self.sampling[slot] = self._neutral

@@ -163,7 +163,7 @@ def register_algorithm(
         name: in upper or lower case.
         supports_overlap: whether a round may be dispatched before the previous one is read; also
             the default of the engine's ``overlap``.
-        validate_server_args: called with the arguments first; raises ValueError to reject them.
+        validate_server_args: called first with the arguments; raises ValueError to reject them.
         spec_class: a class to use instead of :class:`CustomSpecAlgo`, usually a subclass; it is
             called with the name, the factory and both options.
 

@@ -112,7 +112,7 @@ class Trainer:
         return FlatModel.of(partial(Eagle3Head, self.draft, implementation="xla"))
 
     def init(self, initial: Mapping[str, Any] = MappingProxyType({})) -> TrainState:
-        """Make the first state. ``initial`` has weights of a draft to start from, by flat name.
+        """Make the first state. ``initial`` has weights of a draft to start from, by weight name.
 
         All other weights are random, or copies of the target's.
         """
