@@ -47,7 +47,9 @@ def draw_acceptance(rows: list[dict[str, str]], colours: dict[str, str]) -> Any:
     lengths = [row["accept length"] for row in rows]
     bars = axes.bar(range(len(rows)), list(map(float, lengths)), 0.6, color=colours["specjax"])
     axes.bar_label(bars, lengths, fontsize=8, padding=1.5)
-    axes.set_xticks(range(len(rows)), [row["prompts"].replace(" ", "\n", 1) for row in rows])
+    names = [row["prompts"].replace(" ", "\n", 1) + f"\nn = {row['requests']}" for row in rows]
+    axes.set_xticks(range(len(rows)), names)
+    axes.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
     axes.tick_params("x", labelsize=8)
     axes.set_ylabel("accept length (plain decoding: 1)", fontsize=8)
     return figure

@@ -35,9 +35,9 @@ COLUMNS = (
     ("length", "accept_length", ".2f"),
     ("pooled", "accept_length_pooled", ".2f"),
     ("rate", "accept_rate", ".3f"),
-    ("logprob", "logprob", ".3f"),
     ("identical", "compared", ""),
 )
+LOGPROB = ("logprob", "logprob", ".3f")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         for name, row in (categories | {"all": overall}).items()
     ]
     speeds = {name: watch.num_tokens / watch.seconds for name, watch in watches.items()}
-    print(common.table_of(COLUMNS, rows))
+    print(common.table_of((*COLUMNS, LOGPROB) if args.context else COLUMNS, rows))
     print("  ".join(f"{name}: {speed:.1f} tok/s" for name, speed in speeds.items()))
     for answer in answers:
         if answer.difference is not None:

@@ -51,6 +51,8 @@ def add_generate_parser(commands: Any) -> None:
     add_switches(group, {"--raw": "skip the chat template"})
     group.add_argument("--system", default=None, help="system message for the chat template")
     add_options(group, SamplingParams, SAMPLING_ARGUMENTS)
+    for action in group._group_actions:  # the command is greedy by default, unlike the engine
+        action.help = str(action.help).replace("greedy (default: 1.0)", "greedy (default: 0)")
     switches = {
         "--compare": "also decode without speculation; report speed-up and whether texts are equal",
         "--show-accepts": "colour accepted draft tokens",
@@ -140,7 +142,9 @@ def _figures(meta: dict[str, Any]) -> str:
         f"{meta['completion_tokens']} tokens in {meta['e2e_latency']:.2f} s",
         f"{_tokens_per_second(meta):.1f} tok/s",
     ]
-    if meta.get("spec_verify_ct"):
+    if meta.get("spec_verify_ct") == 0:
+        parts.append("no drafts")
+    elif "spec_verify_ct" in meta:
         parts += [
             f"accept length {meta['spec_accept_length']:.2f}",
             f"accept rate {meta['spec_accept_rate']:.2f}",

@@ -155,8 +155,9 @@ class CompilePool(dict[Hashable, Compiled]):
                 executor.shutdown(wait=False, cancel_futures=True)
                 raise
         logger.info(
-            "%d functions in %.1f s: %d compiled, %d read from the cache",
+            "%d function%s in %.1f s: %d compiled, %d read from the cache",
             len(jobs),
+            "s" * (len(jobs) != 1),
             time.perf_counter() - started,
             len(missing),
             len(jobs) - len(missing),

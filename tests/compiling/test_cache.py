@@ -384,5 +384,5 @@ def test_processes_share_entries_and_may_warm_up_at_once(folder) -> None:
 def test_the_log_counts_cache_hits(warm, caplog, found) -> None:
     caplog.set_level(logging.INFO, logger="specjax")
     compiled(pool_of(opened(warm) if found else None))
-    assert "1 functions in" in caplog.text
+    assert "1 function in" in caplog.text
     assert f"{1 - found} compiled, {int(found)} read from the cache" in caplog.text
