@@ -3,10 +3,10 @@
     specjax bench round --batch 1,8,32 --steps 0,1,3,7 --rounds 20
     specjax bench round --steps 0,3 --sampling greedy,sampled,filtered,logprobs
 
-Each row has two medians in ms. "device" dispatches rounds back to back and leaves the tokens on the
-device (greedy only). "engine" calls ``Engine.generate``, which reads results one round late. The
-floor is the time to read target weights, KV of the contexts and draft weights (once per draft pass)
-at the copy bandwidth of the same run. 0 steps is plain decoding.
+Each row has two medians in ms. "device" is for rounds dispatched back to back, whose tokens stay on
+the device (greedy only). "engine" is for ``Engine.generate``, which reads results one round late.
+The floor is the time needed to read the target's weights, the KV of the contexts and the draft's
+weights (once per draft pass) at the copy bandwidth of the same run. 0 steps is plain decoding.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PREFILL_CHUNK = 512
 # rounds that are not timed: some are dispatched alongside prefill, and their results arrive late
 SETTLING_ROUNDS = 4
 PROFILED_KERNELS = 20
-# sampling parameters and options of generate
+# sampling parameters, and options for Engine.generate
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"temperature": 0.0}, {}),
     "sampled": ({"temperature": 0.8}, {}),
@@ -98,7 +98,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
-    """Return the bytes that a round must read for ``tokens`` context tokens in the batch."""
+    """Return the number of bytes that a round must read if contexts have ``tokens`` in total."""
     nets = engine.runner.networks
 
     def read(flat: Any, config: Any) -> int:
@@ -106,15 +106,15 @@ def floor_bytes(engine: Engine, steps: int, tokens: int) -> int:
         return pool.size * pool.dtype.itemsize + sum(
             leaf.size * leaf.dtype.itemsize
             for name, leaf in zip(flat.names, flat.abstract, strict=True)
-            # of an untied embedding table, only one row per token is read
+            # only one row per token is read from an untied embedding table
             if not name.endswith("embedding.table") or nets.target_config.tie_word_embeddings
         )
 
     total = read(nets.target, nets.target_config)
     if not isinstance(nets.draft_config, BlockConfig):
-        # steps - 1 recurrent passes and the extend
+        # read by steps - 1 recurrent passes and by the extend pass
         return total + (steps * read(nets.draft, nets.draft_config) if steps else 0)
-    # one pass, which reads the target's output head again, and the Markov head for each draft
+    # read by one pass, along with the target's output head; each draft reads the Markov head
     model = nets.target_config
     head = model.hidden_size * model.vocab_size * (not nets.draft_config.has_own_lm_head)
     head += (steps - 1) * nets.draft_config.markov_rank * nets.draft_config.draft_vocab_size
@@ -143,7 +143,7 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
 
 
 def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profiled: bool) -> float:
-    """Return the median ms per round of ``rounds`` dispatches whose results are not read."""
+    """Dispatch ``rounds`` times, read only the last result; return the median ms per round."""
     slots, each = prefill(engine, prompts), engine.runner.config.rounds_per_dispatch
     times = []
     for _ in range(REPEATS):
@@ -159,7 +159,7 @@ def device_ms(engine: Engine, prompts: list[list[int]], rounds: int, *, profiled
 
 
 def profile(run: Callable[[], object]) -> list[Any]:
-    """Profile ``run`` and return the device planes. ``run`` must wait for its last round.
+    """Profile ``run``, which must wait for its last round; return all planes of the profile.
 
     During profiling XLA launches the kernels of its CUDA graphs one by one. To keep the graphs, set
     ``XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true``.
@@ -172,7 +172,7 @@ def profile(run: Callable[[], object]) -> list[Any]:
 
 
 def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
-    """Format launches and device time per round, for the slowest kernels and for all."""
+    """Make a table of launches and device time per round: the slowest kernels, then the sum."""
     launches: Counter[str] = Counter()
     nanoseconds: Counter[str] = Counter()
     for plane in planes:
@@ -192,14 +192,14 @@ def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
 
 
 def dispatches_needed(lengths: list[int], rounds: int) -> int:
-    """Return the dispatches that time ``rounds`` rounds of the first prompt, one in flight."""
+    """Return the dispatches needed to prefill and to time ``rounds`` rounds, one in flight."""
     return sum(-(-n // PREFILL_CHUNK) for n in lengths) + SETTLING_ROUNDS + rounds + 1
 
 
 def engine_ms(
     engine: Engine, prompts: list[list[int]], rounds: int, sampling: str
 ) -> tuple[float, float]:
-    """Return median ms per round of ``generate`` while all prompts decode, and accept length."""
+    """Return median ms per round while all prompts decode, and the mean accept length."""
     config = engine.runner.config
     dispatches = dispatches_needed([len(prompt) for prompt in prompts], rounds)
     tokens = dispatches * config.rounds_per_dispatch * config.largest.accept_width
@@ -237,7 +237,7 @@ def make_prompts(engine: Engine, lengths: list[int], rng: np.random.Generator) -
 
 def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
     largest, longest = max(args.batch), args.context + args.context // 5
-    # twelve measurements of device_ms, or those of engine_ms with one dispatch ahead
+    # enough for twelve repeats in device_ms, and for engine_ms with one dispatch ahead
     through = dispatches_needed([longest] * largest, 2 * args.rounds) + 1
     rounds = max(12 * args.rounds, through)
     context = longest + rounds * args.rounds_per_dispatch * (steps + 1)
@@ -261,7 +261,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft
-    # the batch sizes; the engine pads a batch of one
+    # compile for these batch sizes; the engine may pad a batch of one
     smallest = plan_engine(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]
     return Engine(**options, batch_buckets=sorted({max(smallest, batch) for batch in args.batch}))
 

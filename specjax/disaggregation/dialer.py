@@ -44,11 +44,11 @@ class Dialer:
     """Connects to one listener in a daemon thread until it is closed.
 
     Callbacks never overlap and come in this order: ``opened``, then ``deliver`` for each message
-    and ``lost`` once, then ``opened`` of the next channel.
+    and ``lost`` once, then ``opened`` for the next channel.
 
-    The wait between attempts doubles each time, up to ``max_wait`` seconds, less a random
-    part so that many processes spread out. After a channel that lasted longer than ``max_wait``,
-    the wait starts at ``first_wait`` again. After a refusal it is ``max_wait``.
+    The wait between attempts doubles each time, up to ``max_wait`` seconds. A random part, up to
+    half, is taken off, so that many processes spread out. After a channel that lasted longer than
+    ``max_wait``, the wait starts at ``first_wait`` again. After a refusal it is ``max_wait``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Dialer:
         self._max_wait = max_wait
         self._closing = threading.Event()
         self._bell = Bell()
-        self._logged: set[str] = set()  # since a channel was opened
+        self._logged: set[str] = set()  # reasons, since a channel was opened
         self._context: zmq.Context[Any] = zmq.Context(io_threads=LANES)
         self._thread = start_device_thread(self._run, "specjax-dial", self.close)
 
@@ -88,7 +88,7 @@ class Dialer:
         self._context.destroy(linger=0)
 
     def _attempt(self, number: int) -> None:
-        """Run one channel from its connections to its end; raise if it was not opened."""
+        """Open one channel and run it until it closes; raise an error if it could not be opened."""
         found = places(self._address)
         with ExitStack() as stack:
             lanes, monitors = [], []
@@ -173,7 +173,7 @@ class _Session:
         self._send()
 
     def _connect(self) -> None:
-        """Connect the next lane; two that connect at once would share one of libzmq's threads."""
+        """Connect the next lane. Lanes that connect simultaneously would share a libzmq thread."""
         sock = self._lanes[self._num_connected]
         sock.connect(self._place)
         [frame] = encode(Open(token=self._token, lane=self._num_connected, facts=self._facts))

@@ -56,18 +56,18 @@ class Engine:
     ``Engine``. Any thread may call the methods; the engine's own thread runs the requests of all
     callers together. In a forked process the methods raise ``RuntimeError``.
 
-    An engine ends with :meth:`close`, its ``with`` block, its last reference or the interpreter.
+    It ends when :meth:`close` is called or its ``with`` block, last reference or process ends.
 
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
-        share_weights_with: an engine over the same model, whose current weights are shared.
+        share_weights_with: another engine for the same model; both use its current weights.
         compile_on_use: compile each function at its first use, for an engine with few requests.
         **options: the other attributes of :class:`~specjax.engine.args.EngineArgs`.
 
     Attributes:
         runner: the device side; only the engine's thread may use it.
         tokenizer: ``None`` with ``skip_tokenizer_init``.
-        context_length: tokens of prompt and completion together.
+        context_length: maximum number of tokens in prompt and completion together.
         metrics: metrics since the start; ``metrics.registry`` is for ``prometheus_client``.
 
     Raises:
@@ -194,7 +194,7 @@ class Engine:
         return server_info(self._plan, self.metrics.snapshot(), self._controller)
 
     def debug_state(self) -> dict[str, int]:
-        """Number of requests, calls and KV pages held between two steps, for tests."""
+        """Numbers of requests, calls and KV pages, counted between two steps, for tests."""
         return self._loop.debug_state()
 
     def generate(
@@ -235,20 +235,20 @@ class Engine:
                 ``(None, token id, None)`` and ``None``. Cached tokens are recomputed. -1 is off.
             return_hidden_states: report an array f32 ``[completion tokens, D]`` in
                 ``meta_info["hidden_states"]``. Row ``i`` is the target's state after the final
-                norm that gave the logits of completion token ``i``.
+                norm, from which completion token ``i`` was chosen.
             timeout: seconds until requests end with reason ``abort``. Default: ``request_timeout``.
-            stream: yield cumulative results as they grow; a slow reader gets fewer, longer steps.
+            stream: yield cumulative results as they grow. A slow reader gets fewer of them.
 
         Returns:
-            For one input a dict with ``text``, ``output_ids`` (the completion only) and
-            ``meta_info``; for a list of inputs a list of dicts. With ``n`` samples the list
-            has ``n`` dicts per input. Sample 0 has the seed ``sampling_seed``, and sample ``i``
-            has ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64``. With ``stream`` an iterator
-            of such dicts, in which ``index`` is the position in that list.
+            For one input, a dict with ``text``, ``output_ids`` (the completion only) and
+            ``meta_info``. For a list of inputs, a list of such dicts. With ``n`` samples, the list
+            has ``n`` dicts per input, and the seed of sample ``i`` is
+            ``(sampling_seed + i * 0x9E3779B97F4A7C15) % 2**64``. With ``stream``, an iterator of
+            such dicts; ``index`` is the position in the list that a call without it returns.
 
         Raises:
             ValueError: if an input or parameter is invalid.
-            QueueFullError: if ``max_waiting_requests`` requests wait already.
+            QueueFullError: if ``max_waiting_requests`` requests are already waiting.
             EngineFault: if the engine has failed.
         """
         call = self.make_call(
@@ -285,7 +285,7 @@ class Engine:
         return self._factory.make(*inputs, stream=stream, **options)
 
     def make_probe(self, timeout: float) -> Call:
-        """Make a call with one prompt token and one new token; a prefill side runs it too."""
+        """Make a call with one prompt token and one new token; a prefill side can run it too."""
         self._need_open()
         one = {"max_new_tokens": 1, "temperature": 0.0}
         return self._factory.make(input_ids=[0], sampling_params=one, timeout=timeout, stream=False)
@@ -332,7 +332,7 @@ class Engine:
 
         Raises:
             ValueError: if a checkpoint cannot be read or has another configuration, or if a weight
-                is not finite and ``allow_nonfinite`` is not set; no weight is replaced then.
+                is not finite and ``allow_nonfinite`` is not set. Then no weight is replaced.
         """
         self._need_open()
         plan, weights = weights_from_disk(self._plan, model_path, draft_path)
@@ -357,7 +357,7 @@ class Engine:
             allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:
-            ValueError: names a tensor that does not fit, was donated or is not finite.
+            ValueError: if a tensor, which is named, does not fit, was donated or is not finite.
         """
         self._need_open()
         new = weights_from_tensors(self._plan, named_tensors, draft=draft)
@@ -378,7 +378,7 @@ class Engine:
         return first, second, float(logits[first] - logits[second])
 
     def watch_rounds(self, watch: Watch | None) -> None:
-        """Call ``watch`` with the drafts and accepted tokens of each later round; ``None`` ends it.
+        """Call ``watch`` with the drafts and accepted tokens of each later round. ``None`` ends it.
 
         For tools: tokens stay the same, but rounds are slower, since draft, verify and extend are
         dispatched separately. The first call compiles them. ``watch`` runs in the engine's thread

@@ -1,10 +1,10 @@
-"""Messages for options of SGLang and vLLM that have another name here or do not exist."""
+"""Error messages for SGLang and vLLM options that specjax names differently or lacks."""
 
 from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# the option here, or the reason why there is none -> its names in SGLang and vLLM
+# the option in specjax, or why there is none -> its names in SGLang and vLLM
 _NAMES = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
@@ -36,7 +36,7 @@ ANSWERS = {name: here for here, names in _NAMES.items() for name in names.split(
 
 
 def answer(option: str) -> str | None:
-    """Return the message for an option ``name`` or ``--name``; ``None`` if it is unknown."""
+    """Return the error message for ``name`` or ``--name`` if the table lists it, else ``None``."""
     here = ANSWERS.get(option.lstrip("-").replace("-", "_"))
     if here is None or not here.isidentifier():
         return here and f"{option} is not supported: {here}"
@@ -45,7 +45,7 @@ def answer(option: str) -> str | None:
 
 
 def answers_other_names(cls: type[T]) -> type[T]:
-    """Make the constructor of a dataclass raise TypeError with these messages."""
+    """Make the constructor of a dataclass raise TypeError for options that the table lists."""
     init: Any = cls.__init__
 
     @wraps(init)

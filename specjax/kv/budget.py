@@ -5,8 +5,8 @@ owned by exactly one holding (its ``pages`` after the first ``num_shared``).
 
 Holdings grow on demand. Before a dispatch, each has pages for the maximum KV write of its unread
 rounds and of this dispatch. Any change uploads the page tables, so all holdings grow together. If
-there are enough pages, they grow for up to ``GROW_DISPATCHES`` dispatches. A holding keeps pages
-that it does not need until an admission or another holding needs them.
+there are enough pages, they get those for up to ``GROW_DISPATCHES`` dispatches. A holding keeps
+pages that it does not need until an admission or another holding needs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class PageHolding:
     ``kv_len`` counts tokens whose KV in the target is final after all dispatches so far. Tokens of
     a prefill chunk count once the chunk is dispatched, and tokens of a round once they are read.
     Dispatches write at ``kv_len`` and later. If the draft's KV at a position depends on the next n
-    tokens, n > 1, they also write the n - 1 positions before ``kv_len``, but never cached ones.
+    tokens, n > 1, they also write the n - 1 positions before ``kv_len``, but not cached ones.
     """
 
     slot: int  # request slot
@@ -65,8 +65,8 @@ class PageHolding:
     max_kv_tokens: int  # maximum number of the request's tokens in the pool
     num_cacheable: int  # number of leading tokens whose KV may come from the prefix cache
     pages: list[int] = field(default_factory=list)  # in the order of the text
-    num_shared: int = 0  # number of leading pages that the prefix cache owns; only read here
-    node: Node | None = None  # last shared page in the prefix cache, which is locked
+    num_shared: int = 0  # number of leading pages owned by the prefix cache; only read
+    node: Node | None = None  # cache node of the last shared page; locked
     num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
     kv_len: int = 0
     unread_rounds: int = 0  # rounds dispatched but not read by the host
@@ -84,7 +84,7 @@ class PageHolding:
 
 @dataclass
 class Capacity:
-    """Numbers of pages of all running requests together, for admission decisions."""
+    """Page totals over all running requests, for admission decisions."""
 
     reserved: int  # pages that they may need later
     reclaimable: int  # pages that they hold but do not need yet
@@ -97,7 +97,7 @@ class PageBudget:
         allocator: the allocator of the pool's pages.
         writes: maximum KV write of a dispatch.
         set_pages: called with (slot, pages, first), writes a slot's page table from ``first`` on.
-        lookahead: lookahead of the prefix cache; ``None`` disables sharing.
+        lookahead: passed to the prefix cache; ``None`` disables sharing.
 
     Attributes:
         cache: the prefix cache, which owns shared pages; empty without sharing.
@@ -124,7 +124,7 @@ class PageBudget:
         return num_used * self._allocator.page_size
 
     def capacity(self, running: Sequence[PageHolding]) -> Capacity:
-        """Pages of the running requests; valid until they are dispatched or read again."""
+        """Page totals of the running requests, valid until the next dispatch or read of a round."""
         return Capacity(sum(map(self._may_grow, running)), sum(map(self._reclaimable, running)))
 
     def admit(
@@ -132,8 +132,8 @@ class PageBudget:
     ) -> bool:
         """Give a new holding the pages for its text and its first rounds, cached pages first.
 
-        Returns ``False`` and gives no pages if the running requests would have too few. Updates
-        ``capacity``, which is that of the running requests.
+        Returns ``False`` and gives no pages if too few would be left for the running requests.
+        Updates ``capacity``, the page totals of the running requests.
         """
         node, shared = self.cache.match(holding.prefill_ids, holding.num_cacheable)
         self.cache.lock(node)
@@ -167,7 +167,7 @@ class PageBudget:
         counts = self._missing(holdings, 1)
         if not any(counts):
             return True
-        # grow for several dispatches, with at most half of the pages available without reclaiming
+        # grow for several dispatches, by at most half of the pages available without reclaiming
         plenty, dispatches = self._available(()) // 2, GROW_DISPATCHES
         while dispatches > 1 and sum(self._missing(holdings, dispatches)) > plenty:
             dispatches //= 2
@@ -187,14 +187,14 @@ class PageBudget:
         return [max(0, self._needed(h, dispatches) - len(h.pages)) for h in holdings]
 
     def share(self, holding: PageHolding, *, is_dispatched: bool) -> bool:
-        """Offer the full pages of a prompt to the prefix cache; ``False`` if this must wait.
+        """Offer a prompt's full pages to the prefix cache; return ``False`` if this must wait.
 
         The KV may not have been computed yet, but it will be when another request reads it: the
         reader is dispatched with the prompt's last chunk or later, and each layer stores all keys
         and values of a chunk before it reads any. If another request has cached the same pages,
         those of the holding are freed, but only once the last chunk ``is_dispatched``, because it
-        writes to them. Pages with the last token or the lookahead are not offered, because a match
-        never includes them, and so no lock could protect them.
+        writes to them. Pages with the last token or the lookahead are not offered: a match never
+        includes them, so no lock could protect them.
         """
         if not self._is_sharing or holding.node is None:
             return True
@@ -219,7 +219,7 @@ class PageBudget:
     def release(self, holding: PageHolding, known_ids: Sequence[int] | None) -> None:
         """Take back all pages of a holding.
 
-        The full pages of ``known_ids``, all tokens of the request, go to the prefix cache; ``None``
+        The full pages of ``known_ids`` (all tokens of the request) go to the prefix cache; ``None``
         caches nothing. A round in flight may still write after ``kv_len``. The device executes in
         dispatch order, so the next owner of these pages writes them later. Full pages before
         ``kv_len`` are not written again.
@@ -242,7 +242,7 @@ class PageBudget:
         return self._allocator.pages_for(holding.max_kv_len(self._writes, dispatches))
 
     def _may_grow(self, holding: PageHolding) -> int:
-        """Number of pages to reserve for a holding beyond those for its next dispatch."""
+        """Number of pages to reserve for a holding, in addition to those for its next dispatch."""
         soon, most = holding.max_kv_len(self._writes), holding.max_kv_tokens + self._writes.tail
         later = soon + int(self._reserve * (most - soon))
         return self._allocator.pages_for(later) - self._allocator.pages_for(soon)

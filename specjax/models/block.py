@@ -3,12 +3,12 @@
 The context is a projection of target features: ``c = hidden_norm(fc(features))``. For tokens of the
 text, each layer's keys and values come from ``c`` alone, without attention, so they are written
 once per token (:meth:`BlockDraft.store`). A draft pass (:meth:`BlockDraft.__call__`) runs the last
-token and mask tokens through pre-norm decoder layers with query and key norms. All rows see the
-whole context. In a layer that is not causal, they also see each other.
+token and mask tokens through pre-norm decoder layers with query and key norms. Every row sees the
+whole context. In a layer that is not causal, it also sees the whole block.
 
-:func:`block_recipes` lists the published tensors. ``context.kernel`` repeats the key and value
-projections of all layers in one matrix, so that the context takes one product. Otherwise, XLA would
-copy them together in every round.
+:func:`block_recipes` lists the published tensors. ``context.kernel`` is a second copy of the key
+and value projections of all layers, in one matrix, so that one product is enough. Otherwise, XLA
+would concatenate them in every round.
 
 Sources: DFlash (arXiv 2602.06036), DSpark, and the published checkpoints.
 """
@@ -44,10 +44,10 @@ from specjax.models.layers import (
 
 
 class MarkovHead(nnx.Module):
-    """A low-rank bias for the logits of a draft, computed from the token before it.
+    """Computes a low-rank bias for the logits of a draft from the token before it.
 
-    ``vanilla`` reads only that token. ``gated`` also reads the hidden state. ``rnn`` also carries a
-    state from token to token in a block. Axes: R rank, V draft vocabulary.
+    ``vanilla`` reads only the previous token. ``gated`` also reads the hidden state. ``rnn`` reads
+    both, and a state that it carries from token to token. Axes: R rank, V draft vocabulary.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -86,7 +86,7 @@ class MarkovHead(nnx.Module):
 class BlockDraft(DraftHead):
     """The network of a :class:`~specjax.config.BlockConfig`.
 
-    It uses the target's embeddings, and also its output head if the configuration has none.
+    It uses the target's embeddings, and without ``has_own_lm_head`` also the target's output head.
     """
 
     config: BlockConfig
@@ -112,8 +112,8 @@ class BlockDraft(DraftHead):
     def store(self, features: jax.Array, positions: jax.Array, kv: Any, store: Store) -> Any:
         """Write the keys and values of text tokens in all layers, and return the updated ``kv``.
 
-        ``features [B, T, K * D_target]`` are the tokens' target features, ``positions`` i32
-        ``[B, T]`` their positions, to which ``store`` writes.
+        ``features [B, T, K * D_target]`` are the target's features for these tokens. ``store``
+        writes to their ``positions``, i32 ``[B, T]``.
         """
         config = self.config
         context = self.hidden_norm(self.fc(features.astype(config.dtypes.activations)))
@@ -136,7 +136,7 @@ class BlockDraft(DraftHead):
         causal_attend: Attend,
         target: CausalLM,
     ) -> tuple[jax.Array, Any]:
-        """Hidden states ``[B, T, D]`` of a block after the final norm, and the updated ``kv``.
+        """Return states ``[B, T, D]`` of the block after the final norm, and the updated ``kv``.
 
         Args:
             tokens: i32 ``[B, T]``: the last token, then mask tokens.
@@ -155,7 +155,7 @@ class BlockDraft(DraftHead):
         return self.norm.add(x, delta)[1], kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
-        """Float32 logits ``[..., draft_vocab_size]`` of hidden states, without a Markov head."""
+        """Return logits f32 ``[..., draft_vocab_size]`` of hidden states, without Markov bias."""
         return self._head(hidden, target)
 
 

@@ -2,7 +2,7 @@
 
 A plain weight is an array ``[in, out]``. A quantised one is a :class:`QuantArray`, stored as
 ``[out, in]`` as in checkpoints, because XLA reads that order faster: at the Llama-3.1-8B shape, the
-products of a pass take 2.38 ms instead of 3.19 (8-bit floats, 2 rows, one H200).
+matrix products in a pass take 2.38 ms instead of 3.19 (8-bit floats, 2 rows, one H200).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class QuantArray:
     scale: jax.Array  # f32 [out, 1]
 
     def __getitem__(self, index: jax.Array | slice) -> "QuantArray":
-        """Select outputs, which are rows."""
+        """Select outputs, which are rows of ``values``."""
         return QuantArray(self.values[index], self.scale[index])
 
 
@@ -50,7 +50,7 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
 
 
 def dot(x: jax.Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """``x [..., in]`` times ``kernel``, cast to the dtype of ``x``, summed in float32."""
+    """Multiply ``x [..., in]`` by the kernel, cast to the dtype of ``x``. Sums are in float32."""
     precision, out = precision_for(x.dtype), out_dtype or x.dtype
     if isinstance(kernel, QuantArray):
         sums = dot_transposed(x, kernel.values.astype(x.dtype))
@@ -70,7 +70,7 @@ def dot_transposed(x: jax.Array, table: jax.Array) -> jax.Array:
     )
 
 
-# limits for splitting a product along its inner axis: maximum rows, and maximum total columns
+# limits for splitting a product along its inner axis: rows, and columns of all parts together
 MAX_SPLIT_ROWS = 63
 MAX_SPLIT_COLUMNS = 36864
 
@@ -78,8 +78,8 @@ MAX_SPLIT_COLUMNS = 36864
 def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
     """Number of partial sums, up to 8, into which a matrix product with few rows is split.
 
-    Without a split, a matrix with few columns keeps too few multiprocessors busy. XLA would split
-    such products by itself (into 4 or 8 parts at the Llama-3.1-8B shape) and sum up in another
+    Without a split, a matrix with few columns keeps too few multiprocessors busy. XLA would also
+    split such products (into 4 or 8 parts at the Llama-3.1-8B shape), but add the parts in another
     launch. From 64 rows on, a split costs more than it gains. A single row is left to XLA.
     """
     parts = 8
@@ -95,7 +95,7 @@ def num_partial_sums(rows: int, in_size: int, out_size: int) -> int:
 
 
 def partial_dot(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """Partial sums f32 ``[P, ..., out]`` of :func:`dot`, or its result if a split does not pay."""
+    """Partial sums f32 ``[P, ..., out]`` of :func:`dot`, or its result if a split is slower."""
     if isinstance(kernel, QuantArray) or x.dtype == jnp.float32:
         return dot(x, kernel)
     size, out_size = kernel.shape

@@ -23,9 +23,9 @@ class RunnerConfig:
     """The static sizes of a runner; ``num_slots`` includes padding slot 0.
 
     ``shapes`` are the tiers in ascending order; the largest tier determines all sizes. With Pallas
-    kernels (GPU), rounds of greedy batches are compiled separately, because a conditional around
-    the sampler would make the host read a value in the middle of a round. Without it, a plain round
-    of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
+    kernels (GPU), rounds for greedy batches are compiled separately, because a conditional around
+    the sampler would make the host read a value in the middle of a round. Without the conditional,
+    a plain round of 32 rows takes 5.44 ms instead of 6.23 (Llama-3.1-8B shape, H200).
     """
 
     algorithm: SpeculativeAlgorithm
@@ -66,10 +66,10 @@ class RunnerConfig:
         return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
 
     def prefill_width(self, num_tokens: int, *, with_logprobs: bool = False) -> int:
-        """Pick the bucket for ``num_tokens`` waiting tokens.
+        """Pick the smallest bucket that holds all ``num_tokens`` waiting tokens.
 
-        It is the smallest that holds all, if padding is at most a quarter of it and costs at most
-        as much as another call. Otherwise, it is the largest that they fill; the rest waits.
+        If more than a quarter of it would be padding, or the padding would cost more than another
+        call, pick the largest bucket that they fill. The other tokens then wait.
         """
         buckets = self.logprob_buckets if with_logprobs else self.prefill_buckets
         fitting = next((width for width in buckets if width >= num_tokens), buckets[-1])
@@ -103,7 +103,7 @@ class RunnerConfig:
 MOST_PADDING = 256
 # average number of tokens per chunk in a prefill with the maximum number of chunks
 MIN_CHUNK = 8
-# their float32 logits take 0.26 GB with a vocabulary of 128,256 tokens
+# float32 logits of this many rows take 0.26 GB with a vocabulary of 128,256 tokens
 MAX_LOGPROB_ROWS = 512
 
 # fraction of memory for weights and KV; activations, and on a CPU other processes, use the rest
@@ -114,11 +114,11 @@ DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 # filtered values. A one-pass drafter holds logits, noise and probabilities. A prefill has few rows
 # of logits, but its output head accumulates partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
-# more arrays if acceptance needs probabilities: of both models, the residual and its logarithm
+# further arrays if acceptance needs probabilities: both models', the residual and its logarithm
 ACCEPT_LOGITS = 4
-# bytes per context token if penalties count it: its id twice, and the indices of two scatters
+# bytes per context token that penalties count: its id twice, and the indices for two scatters
 HISTORY_BYTES = 32
-# bytes of the partial sums of products with few rows
+# bytes for the partial sums in products with few rows
 PARTIAL_SUMS = 2**27
 
 
@@ -168,9 +168,9 @@ def plan_pages(
 ) -> int:
     """Decide the number of pages, including the padding page; ``config.num_pages`` is ignored.
 
-    ``max_total_tokens``, rounded up to pages, sets it directly. Otherwise, weights and KV together
-    take the fraction ``mem_fraction_static`` of ``memory``, as in SGLang, but not more pages than
-    all requests can use. The temporary memory of functions stays free.
+    If ``max_total_tokens`` is set, it is rounded up to pages. Otherwise, as in SGLang, weights and
+    KV together take the fraction ``mem_fraction_static`` of ``memory``, but there are never more
+    pages than all requests can use. In both cases, enough memory for temporaries stays free.
     """
     default = DEFAULT_MEM_FRACTION if config.on_gpu else DEFAULT_MEM_FRACTION_CPU
     fraction = mem_fraction_static or default
@@ -209,8 +209,8 @@ def plan_pages(
 def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features: int) -> int:
     """Upper bound of the memory that any round or prefill needs besides weights and state.
 
-    The outputs of ``num_features`` target layers are kept. XLA uses 0.93 to 1.25 GB of the 1.18 to
-    1.31 GB planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots); a CPU adds attention.
+    Outputs of ``num_features`` target layers are kept. XLA uses 0.93 to 1.25 GB of the 1.18 to 1.31
+    GB planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots); CPUs need more for attention.
     """
     prefills = (
         _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
@@ -224,7 +224,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
-    """Bytes of a layer's gate, up and their product, the residual stream, and kept features."""
+    """Activation bytes in a layer: gate, up, their product, residual stream, kept features."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
     return rows * width * model.dtypes.activations.itemsize
 
@@ -260,7 +260,7 @@ def _prefill_bytes(
 # (Llama-3.1-8B shape). With drafts, only the head has products of one row; padding then changes a
 # round with five drafts from 1.04 to 0.98 ms (135M), and one with seven from 5.78 to 5.91 ms (8B).
 PADDED_ROWS = 2
-# between these models: with fewer bytes, launches limit a round (an H200 reads 1 GB in 0.25 ms)
+# chosen between these models; below it, launches limit a round (an H200 reads 1 GB in 0.25 ms)
 LAUNCH_BOUND_BYTES = 1e9
 # minimum width in tokens; a smaller prefill takes as long, because it reads all weights
 LEAST_PREFILL, LEAST_PREFILL_CPU = 128, 32
@@ -277,9 +277,9 @@ def smallest_bucket(*, on_gpu: bool, drafts: bool, weight_bytes: int) -> int:
 def batch_buckets(
     given: Sequence[int] | None, max_running_requests: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """Sort the given batch sizes for which rounds are compiled.
+    """Return the batch sizes for which rounds are compiled, in ascending order.
 
-    For ``None``, they are the powers of two from ``smallest`` on, and ``max_running_requests``.
+    Without ``given``: the powers of two from ``smallest`` up, and ``max_running_requests``.
     """
     if given is None:
         doubled = (smallest << i for i in count())
@@ -295,9 +295,9 @@ def batch_buckets(
 
 
 def prefill_buckets(largest: int, *, on_cpu: bool = False) -> tuple[int, ...]:
-    """Widths of a prefill: ``largest``, and a quarter of each width as long as this saves time.
+    """Widths of prefills: ``largest``, a quarter of it, and so on, as long as this saves time.
 
-    On a GPU, widths that run together with rounds are halved, because padding delays the rounds.
+    On a GPU, widths that may run together with rounds are halved instead: padding delays rounds.
     """
     least, halved = (LEAST_PREFILL_CPU, 0) if on_cpu else (LEAST_PREFILL, DEFAULT_CHUNK)
     widths = [largest]

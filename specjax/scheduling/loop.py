@@ -23,7 +23,7 @@ from specjax.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# maximum wait, when the interpreter ends, for threads that call JAX
+# maximum wait for threads that call JAX to end, when the interpreter ends
 EXIT_SECONDS = 60.0
 # results with at least this many tokens are built outside the event loop's thread
 MANY_TOKENS = 4096
@@ -35,7 +35,7 @@ Item = Outputs | BaseException | None
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """Requests that one caller submits together; outputs have the same order.
+    """Requests that one caller submits together. Outputs have the order of the requests.
 
     Only the loop's thread writes the attributes, except ``is_pending``.
 
@@ -50,9 +50,9 @@ class Call:
     requests: Sequence[Request]  # checked by `Scheduler.check`
     _: KW_ONLY
     is_stream: bool = False  # outputs are delivered as they grow
-    text_only: bool = False  # outputs of running requests have only the text
+    text_only: bool = False  # outputs of running requests contain only the text
     is_batch: bool = False  # the caller gets a list, and each output has its ``index`` in it
-    groups: Sequence[str] = ()  # for each request, a second id that aborts it; may be shared
+    groups: Sequence[str] = ()  # for each request, a second id for aborting it; may be shared
     deliver: Callable[[Item], bool | None] = field(init=False)
     is_over: bool = field(default=False, init=False)  # the last item has been delivered
     is_pending: bool = field(default=False, init=False)
@@ -116,7 +116,7 @@ class Call:
 
 
 class EngineFault(RuntimeError):
-    """The engine loop has failed, and with it all requests; ``__cause__`` has the error."""
+    """The engine loop has failed, and with it all requests; ``__cause__`` is the error."""
 
 
 # maps running threads that call JAX to the functions that stop them; a forked process has none
@@ -129,8 +129,8 @@ def start_device_thread(
 ) -> threading.Thread:
     """Start a daemon thread that calls JAX. The interpreter stops and joins it at exit.
 
-    Otherwise, the thread could return from C++ code after the interpreter's end, which aborts the
-    process. ``stop`` must make ``run`` return soon; any thread may call it, more than once.
+    Otherwise, the thread could return from C++ code after the interpreter's end, which would abort
+    the process. ``stop`` must make ``run`` return soon; any thread may call it, more than once.
     """
 
     def run_to_end() -> None:
@@ -202,10 +202,10 @@ class EventLoopDelivery:
 class EngineLoop:
     """Steps a scheduler in its own daemon thread, the only thread that uses the scheduler.
 
-    Callers put commands into a queue. The thread runs them between steps, and waits for them if it
-    is idle. Putting never blocks and is reentrant, because garbage collection may abort a call.
+    Callers queue commands. The thread runs them between steps, or waits for them. Queueing never
+    blocks and is reentrant: garbage collection may end a call, and so queue its abort, at any time.
 
-    The thread keeps this object alive, but not its owner, whose finalizer stops the thread.
+    The thread keeps this object alive, but not the engine, whose finalizer stops the thread.
 
     Requests are submitted when their result is first requested, so that an unread stream uses no
     resources. If the caller leaves early (an exception, Ctrl-C, a cancelled task, or a stream that
@@ -337,7 +337,7 @@ class EngineLoop:
         self._put(command)
 
     def debug_state(self) -> dict[str, int]:
-        """Numbers of requests, pages and calls after all earlier commands."""
+        """Return the numbers of requests, pages and calls once all earlier commands have run."""
         return self.run(lambda: self._scheduler.debug_state() | {"calls": len(self._calls)})
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""JSON request bodies: each field is decoded when it is taken, and unsupported ones are refused."""
+"""JSON request bodies. Fields are decoded when they are read; unsupported fields are refused."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from specjax.sampling.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# An error message may quote a value that is as long as the request.
+# Maximum characters of an error message, which may quote a value as long as the request.
 MAX_MESSAGE = 1000
 KINDS = {
     401: "authentication_error",
@@ -27,20 +27,20 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# A long untyped value has at most MAX_PARTS commas and brackets (2**19 objects take 120 MB).
+# A value over LONG_VALUE bytes has at most MAX_PARTS commas or brackets (2**19 objects: 120 MB).
 LONG_VALUE, MAX_PARTS, MAX_DEPTH = 2**20, 2**19, 64
 QUOTED_BYTES = 80
 MAX_FIELDS = 256  # known and unknown fields of one object
 INPUTS = "a string, a list of token ids, or a list of either"
 _NULL = Raw(b"null")
 _INPUTS = re.compile(rb'\s*(\[?)\s*(["\[]?)')
-# a word of a message, or a quoted value in it
+# a word or a quoted value in a message
 _WORD = re.compile(r"""(?<!\w)(["'])(?:\\.|(?!\1)[^\\])*\1|\w+""", re.DOTALL)
 
-MAX_NAMES, MAX_NAME = 32, 64  # maximum number of logged names, and characters of each
+MAX_NAMES, MAX_NAME = 32, 64  # maximum number of logged names, and of characters in each
 LIKENESS = 0.8  # minimum similarity (0 to 1) that makes an unknown name a misspelling
-MAX_COMPARED = 16  # unknown names per request to compare with known ones, 70 us each
-# OpenAI's field names and the engine's names.
+MAX_COMPARED = 16  # maximum unknown names per request that are compared with known ones, 70 us each
+# OpenAI's field name -> the engine's name
 NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -149,7 +149,7 @@ _OBJECT = dict[_Name, Raw]
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:
-    """Split a JSON object into fields of JSON text. Raises ApiError if the JSON is not valid."""
+    """Split a JSON object into fields, which stay JSON text. Raises ApiError for invalid JSON."""
     try:
         return _decode(data, _OBJECT)
     except RecursionError:
@@ -162,7 +162,7 @@ def parse_object(data: bytes | bytearray) -> dict[str, Any]:
 
 
 class Body:
-    """Fields of a JSON object. Each can be taken once; null counts as absent.
+    """The fields of a JSON object. Each can be read once, and null counts as absent.
 
     Methods raise an ApiError with status 400 and the field's name if a value is not accepted.
     """
@@ -170,7 +170,7 @@ class Body:
     def __init__(self, values: Mapping[str, Any]) -> None:
         absent = (None, _NULL)
         self._left = {name: value for name, value in values.items() if value not in absent}
-        self.known: set[str] = set()  # names that readers have looked up
+        self.known: set[str] = set()  # names that have been looked up
 
     def __contains__(self, name: str) -> bool:
         self.known.add(name)
@@ -202,7 +202,7 @@ class Body:
         return self._typed(name, default, str, "a string")
 
     def fields(self, name: str) -> "Body":
-        """Take a nested object; an absent one is empty."""
+        """Take a nested object; return an empty one if the field is absent."""
         return Body(self._typed(name, {}, _OBJECT, f"an object of at most {MAX_FIELDS} fields"))
 
     def integer(self, name: str, default: Any = None, *, at_least: int, at_most: int) -> Any:
@@ -216,7 +216,7 @@ class Body:
         """Take a string, a list of token ids, or a list of either; ``None`` if it is absent.
 
         Args:
-            max_ids: maximum token ids per input. A longer input raises ValueError without decoding.
+            max_ids: maximum token ids per input. A longer input raises ValueError before decoding.
             max_rows: maximum number of inputs in a list of lists.
         """
         value = self._pop(name)
@@ -271,7 +271,7 @@ def _decode(data: Any, kind: Any) -> Any:
 
 
 def _check_parts(name: str, value: Raw, limit: int, *marks: bytes) -> None:
-    """Refuse a long value, before decoding, if ``marks`` occur more than ``limit`` times."""
+    """Refuse a long value before it is decoded if it has more than ``limit`` of the ``marks``."""
     if len(value) > LONG_VALUE and sum(map(bytes(value).count, marks)) > limit:
         raise ApiError(400, f"{name} has more than {limit} values", param=name)
 
@@ -286,7 +286,7 @@ def _check_depth(name: str, value: Any, left: int) -> None:
 
 
 def take_sampling(body: Body, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters from OpenAI's fields; ``max_tokens`` applies if none is sent."""
+    """Read sampling parameters from OpenAI's fields; ``max_tokens`` is used if none is sent."""
     given: dict[str, Any] = {NAMES[name]: body.take(name) for name in NAMES if name in body}
     given.setdefault("max_new_tokens", max_tokens)
     if given.get("top_k") == 0 and is_integer(given["top_k"]):
@@ -305,7 +305,7 @@ def client_names(prompt: str | None = None, **others: str) -> Iterator[None]:
 
     Args:
         prompt: the field that holds the prompt; ``None`` keeps the engine's names.
-        **others: further names: the client's name for each of the engine's names.
+        **others: the client's names for more parameters; keywords are the engine's names.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Multi-token prediction: drafts chains; one module (layer) with its own KV drafts each token.
+"""Multi-token prediction: drafts chains. One module (layer), with its own KV, drafts each token.
 
 Positions and alignment: KV index ``i`` of module ``k`` holds the pair (state of token ``i`` from
-module ``k - 1``, token ``i + k + 1``). Its output predicts token ``i + k + 2``. With L tokens in
+module ``k - 1``, token ``i + k + 1``). The output predicts token ``i + k + 2``. With L tokens in
 the target's pool, token L is the bonus token, and the tokens after it are drafts. The KV of module
 ``k`` is therefore final up to index ``L - 1 - k``, and its last ``k`` indices depend on drafts.
 
@@ -16,10 +16,10 @@ earlier. A round runs two stages:
   last row is at the text's last token and drafts the next token. The KV of these rows depends on
   drafts, so the next ``extend`` writes the same rows again for the accepted tokens.
 
-Each draft therefore equals that of a dense computation over the text and all earlier drafts. Only
-rows that depend on drafts are computed twice. Near the start of a text, and after a prefix-cache
-hit, the first rows of a module have no position, or one that must not be overwritten.
-:func:`skip_rows` leaves these rows out.
+So each draft is the same as in a dense computation over the text and all earlier drafts. Only rows
+that depend on drafts are computed twice. Near the start of a text, and after a prefix-cache hit,
+the first rows of a module have no position, or one that must not be overwritten. :func:`skip_rows`
+leaves these rows out.
 """
 
 from dataclasses import dataclass, replace
@@ -132,7 +132,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         chunks: PromptChunks,
         features: jax.Array,
     ) -> tuple[State, ModuleInput]:
-        """Run every module over the chunks; ``rows`` hold the state before each first row."""
+        """Run all modules over chunks. For each, ``rows`` hold the states before its first row."""
         draft, segments = batch.draft, chunks.segments
         owner, last = segments.index, segments.last
         place = jnp.arange(owner.shape[0], dtype=jnp.int32)
@@ -160,7 +160,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     def propose(
         self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
-        """Draft from the first token in ``rows``; each further one takes a pass of its module."""
+        """Begin with the draft in ``rows``; each further draft takes a pass of one module."""
         num_proposed = jnp.where(rows.is_drafted > 0, jnp.int32(shape.steps), 0)
         drafts = [rows.first_ids] if shape.steps else []
         hidden, states = rows.hidden[:, :1], [rows.hidden[:, :1]]
@@ -182,7 +182,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         verified: VerifyOutput,
         shape: DraftShape,
     ) -> tuple[State, ModuleInput]:
-        """In every tier, run all modules over the accepted tokens, to keep their KV up to date."""
+        """Run all modules over the accepted tokens, in every tier, so that no KV is missing."""
         counts = verified.num_accepted_tokens
         embeds = batch.draft.embed(verified.accept_tokens, batch.target)
         hidden, newest = verified.features, []
@@ -198,7 +198,7 @@ class MultiLayerEagle(NetworkAlgorithm):
 
 
 def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Take rows ``t + counts`` i32 ``[B]`` of ``x [B, T, D]``, clipped to its first and last."""
+    """Take rows ``t + counts`` of ``x [B, T, D]``, clipped to its rows; ``counts``: i32 ``[B]``."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
     return pick_row(x, jnp.clip(index, 0, width - 1))
@@ -209,7 +209,7 @@ def run_module(
 ) -> tuple[jax.Array, jax.Array]:
     """Run a module over the T rows from row ``seq_lens`` on.
 
-    Returns states ``[B, T, D]``, which are invalid before the start of a text, and the KV pool.
+    Returns states ``[B, T, D]``, invalid in rows before the start of a text, and the KV pool.
     """
     width = embeds.shape[1]
     starts = jnp.maximum(batch.seq_lens - module, 0)

@@ -76,7 +76,7 @@ class _Renderer:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Return the line with the answer, or a part of it if the process ends or it is too long."""
+    """Return the answer line. It is cut off if the process ends early or the line is too long."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -102,8 +102,8 @@ def render_chat_template(
     Blocks until another process has rendered the text.
 
     Raises:
-        ValueError: if the list is empty, a message is malformed, the template refuses them or
-            fails, or rendering takes more than ``MAX_SECONDS`` or too much memory.
+        ValueError: if the list is empty, a message is malformed, the template fails or refuses
+            the messages, or rendering takes more than ``MAX_SECONDS`` or too much memory.
     """
     if not messages:
         raise ValueError("messages=[] is empty; pass at least one message")

@@ -1,9 +1,9 @@
-"""Collect a corpus of the target's own answers to prompts from files and to sampled prompts.
+"""Collect the target's answers to prompts read from files and to prompts that it samples.
 
 The target answers every prompt from a file once greedily and ``file_samples`` times at
-``ANSWER_TEMPERATURE``. Of the prompts that it sampled itself, it answers the fraction
-``SAMPLED_FRACTION`` at that temperature and the rest greedily. The fraction ``TEXT_FRACTION`` of
-them is plain text, which the target continues without the chat template.
+``ANSWER_TEMPERATURE``. It answers the fraction ``SAMPLED_FRACTION`` of the sampled prompts at that
+temperature and the rest greedily. The fraction ``TEXT_FRACTION`` of the sampled prompts is plain
+text, which the target continues without the chat template.
 
 To sample a user turn, the target continues an opening from ``openings.json``, whose ``{slots}`` are
 filled at random from the lists in that file.
@@ -44,7 +44,7 @@ class CollectConfig:
 
     Attributes:
         self_sample: number of prompts to sample from the target.
-        file_samples: sampled answers per prompt in a file, in addition to the greedy answer.
+        file_samples: sampled answers to each prompt in a file, in addition to the greedy answer.
         max_user_tokens: maximum length of a sampled user turn, in tokens.
         max_answer_tokens: maximum length of an answer, in tokens.
     """
@@ -131,10 +131,10 @@ def file_prompts(
 def sample_prompts(
     sampler: Sampler, tokenizer: Tokenizer, config: CollectConfig, progress: Progress | None = None
 ) -> list[Prompt]:
-    """Sample prompts from the target: user turns that continue topic openings, and plain text.
+    """Make prompts: openings that the target continues to user turns, and openings of plain text.
 
-    A user turn ends with the target's end token, or at ``max_user_tokens``, where it is cut after
-    its last sentence or line. Without a chat template, all are plain text. Duplicates are removed.
+    A user turn ends at the target's end token. At ``max_user_tokens`` it is cut after its last
+    sentence or line. Without a chat template, all prompts are plain text. Duplicates are removed.
     """
     text_fraction = TEXT_FRACTION if tokenizer.chat_template is not None else 1.0
     num_text = round(config.self_sample * text_fraction)
@@ -168,7 +168,7 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
-    """Let the target answer both kinds of prompts; drop answers with fewer than 2 tokens."""
+    """Let the target answer sampled prompts and ``entries``; drop those below 2 tokens."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
     given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
@@ -190,7 +190,7 @@ def opening_tables() -> dict[str, Any]:
 
 
 def fill_slots(template: str, rng: np.random.Generator) -> str:
-    """Replace every slot of a template by a random choice."""
+    """Replace each ``{slot}`` in a template with a random entry of the list for this slot."""
     slots = opening_tables()["slots"]
     return re.sub(r"\{(\w+)\}", lambda slot: _choose(slots[slot[1]], rng), template)
 

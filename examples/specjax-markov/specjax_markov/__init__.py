@@ -1,7 +1,7 @@
 """A speculative algorithm that drafts from a Markov table of earlier prompts and answers.
 
-For each pair of consecutive tokens, the table holds the token that followed the pair last. All
-requests share the table. Their tokens do not depend on it, but the number of accepted drafts, and
+For each pair of consecutive tokens, the table holds the token that most recently followed it. All
+requests share the table. Their outputs do not depend on it, but the number of accepted drafts, and
 with it the latency, reveals what other requests contained.
 """
 
@@ -17,9 +17,9 @@ from specjax.types import DraftShape
 
 @dataclass(frozen=True)
 class Markov(SpeculativeAlgorithm):
-    """Draft chains from a table i32 ``[size]`` of the tokens after pairs, plus 1; 0 is unknown.
+    """Draft chains from a table i32 ``[size]``: the id of the token after each pair, plus 1.
 
-    Rows i32 ``[B]`` are the tokens before the bonus tokens, plus 1; 0 is unknown.
+    Rows i32 ``[B]`` hold the id of the token before the bonus token, plus 1. 0 is unknown in both.
     """
 
     size: int = 2**20
@@ -41,7 +41,7 @@ class Markov(SpeculativeAlgorithm):
         return super().create_future_map(max_running_requests, *sizes, rows=rows)
 
     def build_disagg_draft_input(self, rows, bonus_tokens, seq_lens, slots, future):
-        return future.tokens[slots, seq_lens - 1] + 1  # as in prefill; the sent rows are not needed
+        return future.tokens[slots, seq_lens - 1] + 1  # as in prefill; rows sent are ignored
 
     def prefill(self, batch, state, rows, chunks, features):
         tokens, positions = chunks.tokens[0], chunks.positions[0]
