@@ -192,7 +192,7 @@ def launch_table(planes: Iterable[Any], num_rounds: int) -> str:
 
 
 def dispatches_needed(lengths: list[int], rounds: int) -> int:
-    """Return the dispatches needed to prefill and to time ``rounds`` rounds, one in flight."""
+    """Return how many dispatches prefill and ``rounds`` timed rounds take, with one in flight."""
     return sum(-(-n // PREFILL_CHUNK) for n in lengths) + SETTLING_ROUNDS + rounds + 1
 
 

@@ -62,7 +62,7 @@ class Dialer:
         self._max_wait = max_wait
         self._closing = threading.Event()
         self._bell = Bell()
-        self._logged: set[str] = set()  # reasons, since a channel was opened
+        self._logged: set[str] = set()  # reasons logged since a channel was opened
         self._context: zmq.Context[Any] = zmq.Context(io_threads=LANES)
         self._thread = start_device_thread(self._run, "specjax-dial", self.close)
 

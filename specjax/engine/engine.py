@@ -56,7 +56,7 @@ class Engine:
     ``Engine``. Any thread may call the methods; the engine's own thread runs the requests of all
     callers together. In a forked process the methods raise ``RuntimeError``.
 
-    It ends when :meth:`close` is called or its ``with`` block, last reference or process ends.
+    It ends when :meth:`close` is called, its ``with`` block or process ends, or it is unreferenced.
 
     Args:
         model: ``"smollm2-135m"`` (embedded), a Hugging Face directory, a GGUF file or a repo id.
@@ -357,7 +357,7 @@ class Engine:
             allow_nonfinite: accept weights that are NaN or infinite.
 
         Raises:
-            ValueError: if a tensor, which is named, does not fit, was donated or is not finite.
+            ValueError: if a tensor does not fit, was donated or is not finite; the error names it.
         """
         self._need_open()
         new = weights_from_tensors(self._plan, named_tensors, draft=draft)

@@ -65,8 +65,8 @@ class PageHolding:
     max_kv_tokens: int  # maximum number of the request's tokens in the pool
     num_cacheable: int  # number of leading tokens whose KV may come from the prefix cache
     pages: list[int] = field(default_factory=list)  # in the order of the text
-    num_shared: int = 0  # number of leading pages owned by the prefix cache; only read
-    node: Node | None = None  # cache node of the last shared page; locked
+    num_shared: int = 0  # number of leading pages owned by the prefix cache, which are only read
+    node: Node | None = None  # node of the last shared page in the prefix cache; it is locked
     num_cached: int = 0  # number of leading tokens whose KV came from the prefix cache
     kv_len: int = 0
     unread_rounds: int = 0  # rounds dispatched but not read by the host

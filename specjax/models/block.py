@@ -7,8 +7,8 @@ token and mask tokens through pre-norm decoder layers with query and key norms. 
 whole context. In a layer that is not causal, it also sees the whole block.
 
 :func:`block_recipes` lists the published tensors. ``context.kernel`` is a second copy of the key
-and value projections of all layers, in one matrix, so that one product is enough. Otherwise, XLA
-would concatenate them in every round.
+and value projections of all layers, in one matrix, so that one product computes them all.
+Otherwise, XLA would concatenate them in every round.
 
 Sources: DFlash (arXiv 2602.06036), DSpark, and the published checkpoints.
 """

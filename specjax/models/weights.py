@@ -50,7 +50,7 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
 
 
 def dot(x: jax.Array, kernel: Kernel, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """Multiply ``x [..., in]`` by the kernel, cast to the dtype of ``x``. Sums are in float32."""
+    """Cast the kernel to the dtype of ``x [..., in]``; return their product, summed in float32."""
     precision, out = precision_for(x.dtype), out_dtype or x.dtype
     if isinstance(kernel, QuantArray):
         sums = dot_transposed(x, kernel.values.astype(x.dtype))

@@ -114,7 +114,7 @@ DEFAULT_MEM_FRACTION, DEFAULT_MEM_FRACTION_CPU = 0.85, 0.5
 # filtered values. A one-pass drafter holds logits, noise and probabilities. A prefill has few rows
 # of logits, but its output head accumulates partial sums.
 ROUND_LOGITS, ROUND_LOGITS_CPU, DRAFT_LOGITS, PREFILL_LOGITS = 2, 6, 3, 6
-# further arrays if acceptance needs probabilities: both models', the residual and its logarithm
+# added if acceptance needs probabilities: those of both models, the residual and its logarithm
 ACCEPT_LOGITS = 4
 # bytes per context token that penalties count: its id twice, and the indices for two scatters
 HISTORY_BYTES = 32
@@ -224,7 +224,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
 
 
 def _activations(model: TransformerConfig, rows: int, num_features: int) -> int:
-    """Activation bytes in a layer: gate, up, their product, residual stream, kept features."""
+    """Activation bytes in a layer: gate, up, their product, residual stream, draft features."""
     width = 3 * model.intermediate_size + (2 + num_features) * model.hidden_size
     return rows * width * model.dtypes.activations.itemsize
 

@@ -23,7 +23,7 @@ from specjax.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# maximum wait for threads that call JAX to end, when the interpreter ends
+# at exit, maximum wait until the threads that call JAX have ended
 EXIT_SECONDS = 60.0
 # results with at least this many tokens are built outside the event loop's thread
 MANY_TOKENS = 4096

@@ -198,7 +198,7 @@ class MultiLayerEagle(NetworkAlgorithm):
 
 
 def skip_rows(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Take rows ``t + counts`` of ``x [B, T, D]``, clipped to its rows; ``counts``: i32 ``[B]``."""
+    """Shift the rows of ``x [B, T, D]`` back by ``counts`` i32 ``[B]``; repeat the end rows."""
     width = x.shape[1]
     index = jnp.arange(width, dtype=jnp.int32) + counts[:, None]
     return pick_row(x, jnp.clip(index, 0, width - 1))

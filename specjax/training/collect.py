@@ -168,7 +168,7 @@ def collect(
     entries: Sequence[tuple[str, str]] = (),
     progress: Progress | None = None,
 ) -> Corpus:
-    """Let the target answer sampled prompts and ``entries``; drop those below 2 tokens."""
+    """Let the target answer sampled prompts and ``entries``; drop answers under 2 tokens."""
     prompts = sample_prompts(sampler, tokenizer, config, progress) if config.self_sample else []
     given = file_prompts(tokenizer, entries, sampler.max_prompt_len)
     warm = np.random.default_rng(config.seed).random(len(prompts)) < SAMPLED_FRACTION
