@@ -142,6 +142,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, help="file to write the results to, as JSON (default: none)")
     args = parser.parse_args(argv)
     common.check_at_least(parser, args, 1, "batch_size", "max_new_tokens", "limit")
+    common.check_at_least(parser, args, 0, "context_before")
     if args.context_before and not args.context:
         parser.error(f"--context-before={args.context_before} needs at least one --context FILE")
     return args

@@ -367,18 +367,20 @@ def _mask_token(file: _File, target: TargetCheckpoint) -> int:
 
 def _draft_vocab_size(file: _File, vocab_size: int) -> int:
     info = file.source.infos.get("d2t")
-    return int(file.get("draft_vocab_size", Size, info.shape[0] if info else vocab_size))
+    return int(
+        file.get("draft_vocab_size", Size, next(iter(info.shape), 0) if info else vocab_size)
+    )
 
 
 def _heads(file: _File, hidden_size: int) -> dict[str, Any]:
     """Return the settings of the Markov and confidence heads, from keys or else from tensors."""
     infos = file.source.infos
     stored = infos.get("markov_head.markov_w1.weight")
-    rank = file.get("markov_rank", Size, stored.shape[-1] if stored else 0)
+    rank = file.get("markov_rank", Size, next(reversed(stored.shape), 0) if stored else 0)
     kind = file.get("markov_head_type", str, "vanilla") if rank else None
     confidence = infos.get("confidence_head.proj.weight")
     has_confidence = file.get("enable_confidence_head", Flag, confidence is not None)
-    width = confidence.shape[-1] if confidence else hidden_size
+    width = next(reversed(confidence.shape), 0) if confidence else hidden_size
     with_markov = file.get("confidence_head_with_markov", Flag, width != hidden_size)
     return {
         "markov_head": kind,

@@ -134,7 +134,8 @@ def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:
     stated = {key: x for key, x in fields.values.items() if x is not None}
     keys = Fields(merged | stated, fields.where)
     tables = ("t2d", "markov_head.markov_w1.weight", "embed_tokens.weight", "lm_head.weight")
-    sizes = [source.infos[name].shape[0] for name in tables if name in source.infos]
+    shapes = [source.infos[name].shape for name in tables if name in source.infos]
+    sizes = [shape[0] for shape in shapes if shape]
     ids = [i for name in _LAYER_IDS for i in keys.get(name, list[int], [])]
     dtypes = {info.dtype for info in source.infos.values()}
     config = keys.build(

@@ -77,10 +77,12 @@ class Block(SpeculativeAlgorithm):
             shapes = (DraftShape.chain(most),)
         for shape in shapes:
             if shape.steps > most:
-                knob = "speculative_num_steps" if args.adaptive is None else "candidate_steps"
+                knob, mend = "speculative_num_steps", "lower it or leave it out"
+                if args.adaptive is not None:
+                    knob, mend = "candidate_steps", "lower it in speculative_adaptive_config"
                 raise ValueError(
                     f"{knob}={shape.steps} exceeds the {most} drafts of a block of {config.block} "
-                    f"rows; lower {knob} or leave it out"
+                    f"rows; {mend}"
                 )
         return tuple(s._replace(block=config.block) if s.steps else s for s in shapes)
 

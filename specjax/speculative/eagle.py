@@ -109,12 +109,18 @@ class Eagle(NetworkAlgorithm):
         slots: jax.Array,
         future: FutureMap,
     ) -> DraftInput | None:
-        """Keep the first K branches or levels; the prefill engine may have drafted more."""
+        """Keep the first K branches or levels. A P-EAGLE head may have drafted fewer levels."""
         if rows is None:
             return None
         topk, hidden = future.rows.topk, rows.hidden
-        hidden = hidden[:, :topk] if hidden.ndim == 3 else hidden
-        return DraftInput(rows.topk_probs[:, :topk], rows.topk_ids[:, :topk], hidden)
+        if hidden.ndim == 2:
+            return DraftInput(rows.topk_probs[:, :topk], rows.topk_ids[:, :topk], hidden)
+
+        def fitted(x: jax.Array) -> jax.Array:
+            missing = max(0, topk - x.shape[1])
+            return jnp.pad(x[:, :topk], ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+
+        return jax.tree.map(fitted, rows)
 
     def prefill(
         self,

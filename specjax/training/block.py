@@ -46,6 +46,8 @@ def block_draft_config(model: ModelConfig, **changes: Any) -> BlockConfig:
 
     Its mask token is the last token id, which is unused if the target's vocabulary is padded.
     """
+    if model.num_layers < 3:
+        raise ValueError(f"--model has {model.num_layers} layers; block drafters need 3 or more")
     shape = {field.name: getattr(model, field.name) for field in fields(TransformerConfig)}
     draft = {
         "checkpoint_format": "dspark",

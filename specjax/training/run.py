@@ -157,7 +157,16 @@ def run(args: argparse.Namespace) -> None:
 def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
     """Open the draft that training starts from."""
     if args.algorithm != "EAGLE3":
-        return open_block(args.initial, target)
+        opened = open_block(args.initial, target)
+        config = opened.config
+        if (config.markov_head is None) != (args.algorithm == "DFLASH"):
+            raise ValueError(f"--initial {args.initial} is not for --algorithm {args.algorithm}")
+        if any((*config.windows, *config.causal, config.qkv_bias)):
+            raise ValueError(
+                f"--initial {args.initial}: drafters with sliding windows, causal layers or biases "
+                "cannot be trained; leave --initial out"
+            )
+        return opened
     return open_draft(args.initial, target, checkpoint_format="eagle-3")
 
 

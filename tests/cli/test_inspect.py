@@ -140,3 +140,15 @@ def test_missing_files_are_bad_input(target: Path, capsys: Any) -> None:
     assert main(["inspect", "/no/such/folder"]) == 2
     assert main(["inspect", str(target), "--model", "/no/such/folder"]) == 2
     assert "/no/such/folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["d2t", "markov_head.markov_w1.weight", "lm_head.weight"])
+def test_a_tensor_without_axes_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = BlockCase(**SIZES, format=6, markov="vanilla", draft_vocab=50, taps=(0, 1), mask=9)
+    tensors = random_tensors(case, {}, 1)
+    tensors[name] = np.zeros((), tensors[name].dtype)
+    status, facts = inspect(capsys, publish(case, tensors, tmp_path / "draft"))
+    assert status == 1
+    assert f"tensor '{name}'" in facts["supported"]

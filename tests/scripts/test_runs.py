@@ -115,6 +115,8 @@ def test_acceptance(
             or long["turn"] > 0
         )
     assert run_bench("acceptance", f"{arguments} --context {text} --context-before 99") == 2
+    with pytest.raises(SystemExit):
+        run_bench("acceptance", f"{arguments} --context {text} --context-before -1")
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_sizes_of_the_block(files: Any, tmp_path: Path) -> None:
     for options, message in (
         ({steps: 6}, "speculative_num_steps=6 exceeds the 5 drafts of a block of 5 rows"),
         ({nodes: 7}, "speculative_num_steps=6 exceeds the 5 drafts"),
-        (adaptive | deep, "candidate_steps=7 exceeds the 5 drafts"),
+        (adaptive | deep, "candidate_steps=7 exceeds the 5 drafts.*in speculative_adaptive_config"),
         ({"simulate_accept_length": 7.0}, "simulate_accept_length=7.0 must be from 1 to 6"),
         ({steps: 3, nodes: 3}, r"draft_tokens=3 must be speculative_num_steps \+ 1 = 4"),
         ({steps: 0}, "speculative_num_steps=0 must be from 1 to 63"),

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.drafting import DraftInput
+from specjax.speculative.eagle import EAGLE3 as EAGLE3_ALGORITHM
 from specjax.speculative.eagle import masked_shapes
 from specjax.testing import EAGLE3, Files, check_tokens
 from specjax.testing.files import write_head
@@ -74,6 +77,19 @@ def test_tiers_propose_what_the_round_before_drafted() -> None:
     assert max(proposed) == 3
     runner.clear_slot(1)
     assert output.tokens == truth.tokens[: len(output.tokens)]
+
+
+def test_rows_of_another_number_of_steps_are_fitted() -> None:
+    """Levels that a prefill engine did not draft are empty."""
+    ids, ints = np.arange(3, dtype=np.int32)[None], np.zeros(1, np.int32)
+    rows = DraftInput(np.ones((1, 3), np.float32), ids, np.ones((1, 3, 4), np.float32))
+    for width in (2, 3, 5):
+        own = DraftInput(np.zeros((1, width)), np.zeros((1, width)), np.zeros((1, width, 4)))
+        future = SimpleNamespace(rows=own)
+        found = EAGLE3_ALGORITHM.build_disagg_draft_input(rows, ints, ints, ints, future)
+        assert found.hidden.shape == (1, width, 4)
+        assert found.topk_ids[0, : min(width, 3)].tolist() == [0, 1, 2][:width]
+        assert found.topk_probs[0].tolist() == [1, 1, 1, 0, 0][:width]
 
 
 @pytest.fixture

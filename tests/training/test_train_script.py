@@ -15,7 +15,7 @@ from specjax.checkpoints import open_target
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.draft import open_draft
 from specjax.testing import letter_tokenizer
-from specjax.testing.files import CONFIG
+from specjax.testing.files import CONFIG, write_block_draft
 from specjax.training import run
 from specjax.training.data import Corpus
 
@@ -143,8 +143,19 @@ def test_target_and_options_are_checked_before_generation(
     main, model_directory, tmp_path, capsys, generated
 ):
     config = json.loads((model_directory / "config.json").read_text())
+    drafters = {
+        "dspark": write_block_draft(tmp_path / "dspark"),
+        "sliding": write_block_draft(tmp_path / "sliding", windows=(4, 0), causal=(True, False)),
+    }
     for change, arguments, message in (
         ({"num_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
+        (
+            {"num_layers": 2},
+            "--algorithm DSPARK",
+            "--model has 2 layers; block drafters need 3 or more",
+        ),
+        ({}, "--algorithm DFLASH --initial {dspark}", "is not for --algorithm DFLASH"),
+        ({}, "--algorithm DSPARK --initial {sliding}", "sliding windows, causal layers or biases"),
         (
             {},
             "--join 0.5 --row-length 513",
@@ -164,7 +175,8 @@ def test_target_and_options_are_checked_before_generation(
         (model / "config.json").write_text(json.dumps(config | change))
         Corpus.of([([300], [1, 2], "text")]).save(data)
         options = f"--model {model} --output {tmp_path / 'head'} --self-sample 24 {SIZES}"
-        assert main(f"{options} --max-user-tokens 8 {arguments.format(data=data)}") == 2
+        names = {"data": data, **drafters}
+        assert main(f"{options} --max-user-tokens 8 {arguments.format(**names)}") == 2
         assert message in " ".join(capsys.readouterr().err.split())
     assert not generated
 
