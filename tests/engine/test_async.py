@@ -210,7 +210,7 @@ def test_a_stopped_template_process_does_not_stop_the_event_loop(engine, monkeyp
 
 def test_both_ways_have_one_signature() -> None:
     assert inspect.signature(Engine.async_generate) == inspect.signature(Engine.generate)
-    assert "coroutine" in (Engine.async_generate.__doc__ or "")
+    assert "Coroutine" in (Engine.async_generate.__doc__ or "")
 
 
 def test_the_queue_is_asked_before_samples_are_made(engine, monkeypatch) -> None:

@@ -215,7 +215,7 @@ def test_the_command_deletes_old_entries(files, warmed, capsys) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b and --model cannot be combined"),
+        (["--preset=llama3.1-8b"], "--preset=llama3.1-8b and --model, --draft cannot be combined"),
         (["--batch-buckets=0"], r"batch_buckets=(0,)"),
         (["--compile-cache-dir=none"], "pass a folder that you own"),
     ],
