@@ -268,7 +268,7 @@ class Engine:
 
     @wraps(generate, assigned=())
     async def async_generate(self, *inputs: Any, stream: bool = False, **options: Any) -> Any:
-        """Coroutine of :meth:`generate`; ``stream`` gives an async iterator. Cancelling aborts it."""
+        """Coroutine of :meth:`generate`; ``stream`` gives an async iterator. Cancelling aborts."""
         make = partial(self.make_call, *inputs, stream=stream, **options)
         # chat templates are rendered in another process: do not block the event loop
         is_slow = options.get("messages") is not None
