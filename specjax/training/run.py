@@ -171,9 +171,10 @@ def open_initial(args: argparse.Namespace, target: TargetCheckpoint) -> Any:
 
 
 def draft_config(args: argparse.Namespace, model: ModelConfig) -> DraftConfig | BlockConfig:
+    largest = 8192 if args.algorithm == "EAGLE3" else model.vocab_size
     changes = {
         "intermediate_size": args.intermediate_size or model.intermediate_size,
-        "draft_vocab_size": min(args.draft_vocab_size, model.vocab_size),
+        "draft_vocab_size": min(args.draft_vocab_size or largest, model.vocab_size),
     }
     if args.algorithm == "EAGLE3":
         changes |= {"has_fc_norm": args.fc_norm, "norm_output": args.norm_output}
@@ -257,8 +258,7 @@ def train(
         total=config.steps, initial=first, mininterval=2.0, disable=None, desc="training"
     ) as bar:
         for done in range(first + 1, last + 1):
-            rate = np.float32(config.rate(done - 1))
-            state, statistics = trainer.step(state, trainer.target_weights, next(stream), rate)
+            state, statistics = trainer.step(state, trainer.target_weights, next(stream))
             if done % args.log_every == 0 or done == last:
                 bar.update(done - bar.n)
                 bar.set_postfix_str(summary(statistics), refresh=False)

@@ -131,6 +131,11 @@ def test_weights_of_the_context_are_those_of_the_layers(tiny):
     params = trainer.init().params
     np.testing.assert_allclose(trainer.named_weights(params)["fc.kernel"] * 4, params["fc.kernel"])
     assert "context.kernel" not in params
+    target = dict(zip(tiny.flat.names, tiny.weights, strict=True))
+    last = tiny.model.num_layers - 1
+    for part in ("attention.output.kernel", "mlp.down.kernel", "input_norm.scale"):
+        ours = params[f"layers.{config.num_layers - 1}.{part}"]
+        np.testing.assert_array_equal(ours, target[f"layers.{last}.{part}"])
     draft = trainer.head(params)
     x = jax.random.normal(jax.random.key(1), (1, 4, config.feature_size))
     positions = jnp.arange(4)[None]
@@ -161,9 +166,8 @@ def test_serving_accepts_as_training_predicts(tiny, sampler, tmp_path):
     )
     trainer = BlockTrainer(options, config, tiny.flat, tiny.weights, np.arange(61), scale)
     state, stream = trainer.init(), batches(rows, 8, 0)
-    for i in range(options.steps):
-        rate = np.float32(options.rate(i))
-        state, _ = trainer.step(state, trainer.target_weights, next(stream), rate)
+    for _ in range(options.steps):
+        state, _ = trainer.step(state, trainer.target_weights, next(stream))
     predicted = trainer.evaluate(state.params, rows).accept_length()
     assert predicted > 1.8
     export_draft(tmp_path / "draft", config, trainer.named_weights(state.params))
