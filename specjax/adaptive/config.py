@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
@@ -94,7 +95,8 @@ class AdaptiveConfig:
         """Return a copy with ``policy``, with its default candidates if none are set, and tiers.
 
         A candidate number of steps selects the tiers in ``tiers`` with as many steps; without
-        ``tiers``, a chain of that length. Raises ValueError if none fits or the policy differs.
+        ``tiers``, a chain of that length. Default candidates without a tier are dropped, but one
+        with drafts must remain. Raises ValueError if a named one has none or the policy differs.
         """
         if self.policy not in (None, policy):
             raise ValueError(
@@ -102,14 +104,22 @@ class AdaptiveConfig:
                 f"{policy=}; make them equal"
             )
         default = DEFAULT_CANDIDATES[policy]
-        slots = [replace(s, candidate_steps=s.candidate_steps or default) for s in self.slots]
-        steps = {count for slot in slots for count in slot.candidate_steps}
-        tiers = sorted(set(tiers) or set(map(DraftShape.chain, steps)))
-        if missing := sorted(steps - {tier.steps for tier in tiers}):
-            raise ValueError(f"candidate_steps={missing} have no tier; available {tiers=}")
-        own = [tuple(t for t in tiers if t.steps in slot.candidate_steps) for slot in slots]
-        slots = [replace(slot, tiers=fitting) for slot, fitting in zip(slots, own, strict=True)]
+        wanted = [slot.candidate_steps or default for slot in self.slots]
+        tiers = sorted(set(tiers) or set(map(DraftShape.chain, chain(*wanted))))
+        slots = []
+        for slot, steps in zip(self.slots, wanted, strict=True):
+            own = tuple(tier for tier in tiers if tier.steps in steps)
+            found = tuple(tier.steps for tier in own)
+            missing = sorted(set(steps) - set(found))
+            if missing and (slot.candidate_steps or not any(found)):
+                raise ValueError(f"candidate_steps={missing} have no tier; available {tiers=}")
+            slots.append(replace(slot, candidate_steps=found, tiers=own))
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
+
+    @property
+    def named_steps(self) -> tuple[int, ...]:
+        """The candidates that the configuration names; defaults that do not fit are dropped."""
+        return tuple(sorted({count for slot in self.slots for count in slot.candidate_steps}))
 
     def slot_index(self, batch_size: int) -> int:
         """Index of the last slot with ``min_batch_size <= batch_size``, or 0 if there is none."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from os import PathLike
 from types import NoneType
@@ -243,11 +243,11 @@ class EngineArgs:
 
     @cached_property
     def adaptive(self) -> AdaptiveConfig | None:
-        """Adaptive configuration, ``None`` if the tier is fixed; a file is read only once."""
+        """Adaptive configuration with its policy; ``None`` if the tier is fixed."""
         if not self.speculative_adaptive:
             return None
         config = load_adaptive_config(self.speculative_adaptive_config)
-        return config.resolve(config.policy or DEFAULT_POLICY)
+        return replace(config, policy=config.policy or DEFAULT_POLICY)
 
     @cached_property
     def algorithm(self) -> SpeculativeAlgorithm:
@@ -277,8 +277,14 @@ class EngineArgs:
         reason = self.algorithm.adaptive_unsupported_reason(self)
         if reason is not None:
             raise ValueError(f"speculative_adaptive=True: {reason}")
-        steps = self.adaptive.candidate_steps
-        return tuple(self.algorithm.draft_shape(self, count) for count in steps)
+        shapes: list[DraftShape] = []
+        for count in self.adaptive.resolve(str(self.adaptive.policy)).candidate_steps:
+            try:
+                shapes.append(self.algorithm.draft_shape(self, count))
+            except ValueError:  # default candidates that are too large are dropped
+                if count in self.adaptive.named_steps or not any(s.steps for s in shapes):
+                    raise
+        return tuple(shapes)
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

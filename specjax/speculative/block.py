@@ -70,11 +70,17 @@ class Block(SpeculativeAlgorithm):
         return DraftShape.chain(steps)
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
-        """Give tiers the rows of the block; raise ValueError if a tier has too many drafts."""
+        """Give tiers the rows of the block; raise ValueError if a tier has too many drafts.
+
+        Default candidates of adaptive decoding that have too many are dropped.
+        """
         most, shapes = config.num_drafts, args.shapes
         given = args.speculative_num_steps, args.speculative_num_draft_tokens
         if args.adaptive is None and given == (None, None):
             shapes = (DraftShape.chain(most),)
+        if args.adaptive is not None:
+            named = args.adaptive.named_steps
+            shapes = tuple(s for s in shapes if s.steps <= most or s.steps in named)
         for shape in shapes:
             if shape.steps > most:
                 knob, mend = "speculative_num_steps", "lower it or leave it out"

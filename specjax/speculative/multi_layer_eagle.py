@@ -72,7 +72,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         super().create_worker(args)
         steps = [1, args.speculative_num_steps or 1]
         if args.adaptive is not None:
-            steps += args.adaptive.candidate_steps
+            steps += args.adaptive.named_steps
         return replace(self, num_modules=max(steps))
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
@@ -82,6 +82,8 @@ class MultiLayerEagle(NetworkAlgorithm):
                 f"speculative_eagle_topk={topk} must be 1: {self.name} drafts only chains, because "
                 "drafts change the KV of the text, which all branches of a tree share"
             )
+        if steps is not None and steps > self.num_modules:
+            raise ValueError(f"candidate_steps={steps} exceeds num_modules={self.num_modules}")
         return super().draft_shape(args, steps)
 
     def open_draft(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specjax.adaptive import AdaptiveConfig, AdaptiveSlot, load_adaptive_config
+from specjax.types import DraftShape
 
 WRONG = [
     ({"candidate_steps": []}, "candidate_steps=[]"),
@@ -126,6 +127,16 @@ def test_slots_inherit_common_keys() -> None:
     resolved = config.resolve("ema")
     assert [slot.candidate_steps for slot in resolved.slots] == [(1, 3, 7), (0, 1)]
     assert resolved.candidate_steps == (0, 1, 3, 7)
+    assert config.named_steps == (0, 1)
+
+
+def test_default_candidates_without_a_tier_are_dropped() -> None:
+    config = load_adaptive_config({"1": {}, "8": {"candidate_steps": [0, 5]}})
+    tiers = [DraftShape.chain(steps) for steps in (0, 1, 3, 5)]
+    assert [s.candidate_steps for s in config.resolve("ema", tiers).slots] == [(1, 3), (0, 5)]
+    for steps, missing in (((0, 1, 3), [5]), ((0, 5), [1, 3, 7])):
+        with pytest.raises(ValueError, match=re.escape(f"candidate_steps={missing} have no tier")):
+            config.resolve("ema", map(DraftShape.chain, steps))
 
 
 def test_a_policy_refuses_the_configuration_of_another() -> None:

@@ -202,6 +202,15 @@ def test_tiers_of_a_cut_chain_verify_no_more_rows(nodes: int | None, most: int) 
     assert args.shapes == tuple(DraftShape.chain(steps, most) for steps in (0, 1, 3, 7))
 
 
+def test_default_tiers_that_are_too_large_for_a_tree_are_dropped() -> None:
+    sizes: dict[str, Any] = {"speculative_eagle_topk": 32, "speculative_num_steps": 3}
+    args = {"speculative_algorithm": "EAGLE", "speculative_adaptive": True} | sizes
+    assert [shape.steps for shape in EngineArgs(**args).shapes] == [1, 3]
+    named = {"speculative_adaptive_config": {"candidate_steps": [1, 3, 7]}}
+    with pytest.raises(ValueError, match="lower speculative_eagle_topk=32"):
+        EngineArgs(**args, **named)
+
+
 def test_no_more_is_simulated_than_a_verify_can_accept() -> None:
     tree = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
     tree |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3}

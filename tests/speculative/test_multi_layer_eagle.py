@@ -170,3 +170,6 @@ def test_as_many_modules_as_the_largest_tier_has_steps():
     args = arguments(speculative_num_steps=1, **adaptive)
     assert args.algorithm.num_modules == 3
     assert [shape.steps for shape in args.shapes] == [0, 1, 3]
+    del adaptive["speculative_adaptive_config"]  # default candidates need no more modules
+    assert arguments(**adaptive).algorithm.num_modules == 2
+    assert [shape.steps for shape in arguments(**adaptive).shapes] == [1]
