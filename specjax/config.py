@@ -291,6 +291,14 @@ class BlockConfig(TransformerConfig):
         return self.num_drafts + (not self.anchor_first)
 
     @property
+    def layout(self) -> str:
+        """Describe how a block is read."""
+        return (
+            f"{'anchor-first' if self.anchor_first else 'fill-in'}, {self.num_drafts} drafts per "
+            f"round from {self.block} rows, mask token {self.mask_token_id}"
+        )
+
+    @property
     def feature_size(self) -> int:
         """Width of the target features from which the context is projected."""
         return len(self.feature_layers) * self.target_hidden_size

@@ -13,15 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.draft import canonical_source, check_vocabulary
+from specjax.checkpoints.draft import canonical_source, check_vocabulary, restored
 from specjax.checkpoints.huggingface import (
     ANOTHER_HEAD,
     DEFAULTS,
     MASK_KEYS,
+    check_fc,
+    check_feature_layers,
     check_pair,
     layer_sizes,
 )
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
+from specjax.checkpoints.orbax import is_orbax_directory, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig
@@ -59,7 +61,6 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
 
     def describe(self) -> str:
         config = self.config
-        layout = "anchor-first" if config.anchor_first else "fill-in"
         kinds = [
             ("causal " if causal else "") + (f"sliding ({window})" if window else "full")
             for window, causal in zip(config.windows, config.causal, strict=True)
@@ -67,11 +68,10 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
         layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         extra = f", {config.markov_head} Markov head of rank {config.markov_rank}"
         return (
-            f"{config.checkpoint_format} {self.path}: {layout}, {config.num_drafts} drafts per "
-            f"round from {config.block} rows, layers {layers}, features of layers "
-            f"{list(config.feature_layers)}, mask token {config.mask_token_id}, "
-            f"rope_theta={config.rope_theta:g}, vocabulary {config.draft_vocab_size} of "
-            f"{config.vocab_size}{extra if config.markov_head else ''}"
+            f"{config.checkpoint_format} {self.path}: {config.layout}, layers {layers}, features "
+            f"of layers {list(config.feature_layers)}, rope_theta={config.rope_theta:g}, "
+            f"vocabulary {config.draft_vocab_size} of {config.vocab_size}"
+            f"{extra if config.markov_head else ''}"
             f"{', confidence head (not used)' if config.has_confidence_head else ''}, "
             f"dtype {config.dtype}"
         )
@@ -119,13 +119,7 @@ def open_block(
     path = default_block_draft(target) if draft is None else locate(draft, "draft")
     source: Callable[[], TensorSource]
     if is_orbax_directory(path):
-        source, config = partial(orbax_source, path), orbax_config(path, BlockConfig)
-        check_pair(path, config.vocab_size, config.target_hidden_size, target.config)
-        _check_features(path, config.feature_layers, target.config.num_layers)
-        context = max(config.max_position_embeddings, target.config.max_position_embeddings)
-        config = dataclasses.replace(
-            config, dtype=target.config.dtype, max_position_embeddings=context
-        )
+        source, config = partial(orbax_source, path), restored(path, BlockConfig, target.config)
     else:
         stored = canonical_source(open_directory(path), canonical_name)
         source, config = lambda: stored, block_config(path, stored, target)
@@ -328,24 +322,11 @@ def _feature_layers(file: _File, num_layers: int, target: TargetCheckpoint) -> t
         layers = (count // 2,)
     elif not layers:
         layers = tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
-    _check_features(file.path, layers, count)
-    info = file.source.infos.get("fc.weight")
-    width = len(layers) * target.config.hidden_size
-    if info is not None and info.shape[1:] != (width,):
-        raise ValueError(
-            f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {len(layers)} features "
-            f"of the target's hidden_size={target.config.hidden_size} make {width} inputs; the "
-            "drafter was trained for another target or other layers"
-        )
+    shown, size = f"feature layers {list(layers)}", target.config.hidden_size
+    check_feature_layers(file.path, layers, shown, target.config, first=-1)
+    meaning = f"{len(layers)} features of the target's hidden_size={size}"
+    check_fc(file.source, len(layers) * size, meaning)
     return layers
-
-
-def _check_features(path: Path, layers: tuple[int, ...], count: int) -> None:
-    if not layers or not all(-1 <= layer < count for layer in layers):
-        raise ValueError(
-            f"{path}: feature layers {list(layers)} must be layers of the target, which has "
-            f"{count} layers (-1 is the embedding); {ANOTHER_HEAD}"
-        )
 
 
 def _mask_token(file: _File, target: TargetCheckpoint) -> int:

@@ -13,7 +13,6 @@ _DIGESTS = "sha256.json"
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files in ``folder`` to a file there."""
     names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
     (folder / _DIGESTS).write_text(json.dumps(_digests(folder, names)), encoding="utf-8")
 

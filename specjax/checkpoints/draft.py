@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.family import MTP_PREFIX, Recipes, draft_recipes
 from specjax.models.registry import mtp_recipes
+
+C = TypeVar("C", DraftConfig, BlockConfig)
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def open_draft(
     path = embedded_head(target.name) if draft is None else locate(draft, "draft")
     source: Callable[[], TensorSource]
     if is_orbax_directory(path):
-        source, config = partial(orbax_source, path), _restored(path, target.config)
+        source, config = partial(orbax_source, path), restored(path, DraftConfig, target.config)
     else:
         stored = canonical_source(open_directory(path))
         if "hidden_norm.weight" in stored.infos:
@@ -164,11 +167,12 @@ def open_draft(
     return DraftCheckpoint(config, path, source)
 
 
-def _restored(path: Path, target: ModelConfig) -> DraftConfig:
-    config = orbax_config(path, DraftConfig)
+def restored(path: Path, kind: type[C], target: ModelConfig) -> C:
+    """Read a saved configuration; dtype and minimum context come from the target."""
+    config = orbax_config(path, kind)
     check_pair(path, config.vocab_size, config.target_hidden_size, target)
-    layers = config.feature_layers
-    check_feature_layers(path, layers, f"feature_layers={layers}", target)
+    layers, first = config.feature_layers, -1 if kind is BlockConfig else 0
+    check_feature_layers(path, layers, f"feature_layers={layers}", target, first=first)
     context = max(config.max_position_embeddings, target.max_position_embeddings)
     return dataclasses.replace(config, dtype=target.dtype, max_position_embeddings=context)
 

@@ -172,13 +172,24 @@ def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfi
 
 
 def check_feature_layers(
-    path: Path, layers: tuple[int, ...], shown: str, target: ModelConfig
+    path: Path, layers: tuple[int, ...], shown: str, target: ModelConfig, *, first: int = 0
 ) -> None:
-    """Raise ValueError if the target lacks one of the layers whose outputs a head fuses."""
-    if not all(0 <= layer < target.num_layers for layer in layers):
+    """Raise ValueError if the target lacks a layer; ``first`` -1 also accepts the embedding."""
+    if not all(first <= layer < target.num_layers for layer in layers):
         raise ValueError(
-            f"{path}: {shown} must be layers of the target, which has {target.num_layers} layers; "
-            f"{ANOTHER_HEAD}"
+            f"{path}: {shown} must be layers of the target, which has {target.num_layers} layers"
+            f"{' (-1 is the embedding)' if first else ''}; {ANOTHER_HEAD}"
+        )
+
+
+def check_fc(source: TensorSource, in_size: int, meaning: str) -> None:
+    """Raise ValueError if the projection of a draft's inputs is missing or has another width."""
+    if (info := source.infos.get("fc.weight")) is None:
+        raise ValueError(f"{source.path} has no tensor 'fc.weight'")
+    if info.shape[1:] != (in_size,):
+        raise ValueError(
+            f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {meaning} make "
+            f"{in_size} inputs; the draft was trained for another target or other layers"
         )
 
 
@@ -241,7 +252,7 @@ def _eagle_values(head: _Head) -> dict[str, Any]:
             f"{head.path}: hidden_size={head.hidden_size} differs from the target's "
             f"{target.hidden_size}; an EAGLE-1/2 head uses the target's output head and must match"
         )
-    _check_fc(head, 2 * target.hidden_size, "the embedding and the target's hidden state")
+    check_fc(head.source, 2 * target.hidden_size, "the embedding and the target's hidden state")
     return {
         "checkpoint_format": "eagle-1",
         "draft_vocab_size": target.vocab_size,
@@ -257,7 +268,7 @@ def _eagle3_values(head: _Head) -> dict[str, Any]:
     if not head.flag("use_aux_hidden_state", True):
         raise ValueError(f"{head.path}: use_aux_hidden_state=false is not supported")
     meaning = f"{len(layers)} features of the target's hidden_size={target.hidden_size}"
-    _check_fc(head, len(layers) * target.hidden_size, meaning)
+    check_fc(head.source, len(layers) * target.hidden_size, meaning)
     vocab_size = _draft_vocab_size(head)
     sizes = (
         f"draft_vocab_size={vocab_size} of {target.vocab_size}, hidden_size={head.hidden_size} "
@@ -309,17 +320,6 @@ def _mask_token(head: _Head) -> int | None:
         f"{head.path} has none of {list(MASK_KEYS)}, but a P-EAGLE head needs its mask token; set "
         "mask_token_id in this file"
     )
-
-
-def _check_fc(head: _Head, in_size: int, meaning: str) -> None:
-    if not head.has("fc.weight"):
-        raise head.lacks("fc.weight", "")
-    info = head.source.infos["fc.weight"]
-    if len(info.shape) != 2 or info.shape[1] != in_size:
-        raise ValueError(
-            f"tensor 'fc.weight' in {info.path} has shape {info.shape}, but {meaning} make "
-            f"{in_size} inputs; the head was trained for another target or other layers"
-        )
 
 
 def _feature_layers(head: _Head) -> tuple[int, ...]:

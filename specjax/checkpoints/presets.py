@@ -56,7 +56,6 @@ QWEN3_8B_DSPARK = dataclasses.replace(
 
 
 def _eagle3(model: ModelConfig, sizes: dict[str, Any]) -> DraftConfig:
-    """Return the configuration of an EAGLE-3 head for a target of these sizes."""
     return DraftConfig(
         checkpoint_format="eagle-3",
         draft_vocab_size=32000,

@@ -1,6 +1,7 @@
 """``specjax inspect``: describe a draft and check whether it fits a target."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specjax.speculative.block import DFLASH, DSPARK
 from specjax.speculative.eagle import EAGLE, EAGLE3
 from specjax.speculative.multi_layer_eagle import MULTI_LAYER_EAGLE
 from specjax.speculative.standalone import STANDALONE
+from specjax.text.tokenizer import Tokenizer
 
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
 _LAYER_IDS = (
@@ -67,18 +69,13 @@ def _try(path: Path, target: TargetCheckpoint | None) -> tuple[dict[str, Any], s
 
 def _facts(path: Path, target: TargetCheckpoint | None) -> Iterator[tuple[str, Any]]:
     """Open a draft for a target (default: the one in its files) and yield its properties."""
-    if path.suffix == ".gguf":
-        opened, algorithm, kind = _language_model(path, target)
-    else:
-        opened, algorithm, kind = _open(path, target)
+    opened, algorithm, kind = _open(path, target)
     opened.check_weights()
     config = opened.config
     yield "format", kind
     yield "algorithm", algorithm
     if isinstance(config, BlockConfig):
-        layout = "anchor-first" if config.anchor_first else "fill-in"
-        drafts = f"{config.num_drafts} drafts per round from {config.block} rows"
-        yield "layout", f"{layout}, {drafts}, mask token {config.mask_token_id}"
+        yield "layout", config.layout
     yield "layers", f"{config.num_layers} of width {config.hidden_size}"
     vocabulary = f"{config.vocab_size}, the target's"
     if isinstance(config, BlockConfig | DraftConfig):
@@ -98,6 +95,8 @@ Opened = tuple[Checkpoint[Any], str, str]
 
 def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
     """Open a draft; its tensor names decide its algorithm and its format."""
+    if path.suffix == ".gguf":
+        return _language_model(path, target)
     fields, is_flat = Fields.read(path / "config.json"), is_orbax_directory(path)
     source = orbax_source(path) if is_flat else open_directory(path)
     names = {name.removeprefix("model.") for name in source.infos}
@@ -154,8 +153,5 @@ def _stated_target(source: TensorSource, fields: Fields) -> TargetCheckpoint:
             "dtype": "float32" if "float32" in dtypes else "bfloat16",
         },
     )
-    return TargetCheckpoint(config, source.path, lambda: source, "the target", _no_tokenizer)
-
-
-def _no_tokenizer() -> Any:
-    raise ValueError("the tokenizer of the target is needed; pass --model")
+    tokenizer = partial(Tokenizer.from_pretrained, source.path)
+    return TargetCheckpoint(config, source.path, lambda: source, "the target", tokenizer)

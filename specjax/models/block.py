@@ -154,10 +154,6 @@ class BlockDraft(DraftHead):
             _, x, delta, kv = layer(x, delta, rope, kv, i, how)
         return self.norm.add(x, delta)[1], kv
 
-    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
-        """Return logits f32 ``[..., draft_vocab_size]`` of hidden states, without Markov bias."""
-        return self._head(hidden, target)
-
 
 def block_kinds(config: BlockConfig) -> tuple[LayerKind, ...]:
     return tuple(LayerKind.of(config, window=window or None) for window in config.windows)

@@ -61,11 +61,9 @@ class DraftHead(nnx.Module):
             Linear(size, config.draft_vocab_size, bias=False, dtypes=dtypes) if own_head else None
         )
         # target id = draft id + offset, as in published `d2t` tensors
-        self.d2t = (
-            DraftVocabulary(jnp.zeros((config.draft_vocab_size,), jnp.int32))
-            if config.draft_vocab_size != config.vocab_size
-            else None
-        )
+        offsets = jnp.zeros((config.draft_vocab_size,), jnp.int32)
+        is_reduced = config.draft_vocab_size != config.vocab_size
+        self.d2t = DraftVocabulary(offsets) if is_reduced else None
 
     def embed(self, tokens: jax.Array, target: CausalLM) -> jax.Array:
         """Embeddings ``[..., D]`` of target token ids ``[...]``: the head's own or the target's."""
@@ -83,13 +81,14 @@ class DraftHead(nnx.Module):
     def target_ids(self, draft_ids: jax.Array) -> jax.Array:
         return draft_ids if self.d2t is None else draft_ids + self.d2t[...][draft_ids]
 
-    def _head(self, x: jax.Array, target: CausalLM) -> jax.Array:
+    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
+        """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
         if self.lm_head is not None:
-            return self.lm_head(x, jnp.float32)
+            return self.lm_head(hidden, jnp.float32)
         if self.config.ties_lm_head:
             table = target.embedding if self.embedding is None else self.embedding
-            return table.attend(x)
-        return target.logits(x)
+            return table.attend(hidden)
+        return target.logits(hidden)
 
 
 class EagleBlock(nnx.Module):
@@ -207,8 +206,7 @@ class Eagle3Head(DraftHead, EagleBlock):
         return (self.norm(x) if self.config.norm_output else x), kv
 
     def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
-        """Float32 logits ``[..., draft_vocab_size]`` of recurrent states ``[..., D]``."""
-        return self._head(hidden if self.config.norm_output else self.norm(hidden), target)
+        return super().logits(hidden if self.config.norm_output else self.norm(hidden), target)
 
 
 class EagleHead(DraftHead):
@@ -249,10 +247,6 @@ class EagleHead(DraftHead):
             x, delta, kv = layer(x, delta, rope, kv, i, attend, row if is_last else None)
         assert delta is not None  # a head has layers
         return x + whole(delta, x.ndim, x.dtype), kv
-
-    def logits(self, hidden: jax.Array, target: CausalLM) -> jax.Array:
-        """Float32 logits ``[..., V]`` of recurrent states ``[..., D]``."""
-        return self._head(hidden, target)
 
 
 def build_head(config: DraftConfig, implementation: str | None = None) -> Eagle3Head | EagleHead:

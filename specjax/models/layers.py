@@ -20,7 +20,7 @@ from specjax.config import Dtypes, Rope, TransformerConfig
 from specjax.kernels.add_norm import add_norm, rms_norm, whole
 from specjax.kernels.backend import resolve
 from specjax.kernels.rope_store import Norms, normed, rotate
-from specjax.models.weights import dot, dot_transposed, partial_dot, take_outputs, zero_kernel
+from specjax.models.weights import dot, dot_transposed, partial_dot, zero_kernel
 
 
 class RopeTables(NamedTuple):
@@ -104,12 +104,11 @@ class Linear(nnx.Module):
         out = dot(x, self.kernel[...], out_dtype)
         return out if self.bias is None else out + self.bias[...]
 
-    def partial_sums(self, x: jax.Array, implementation: str | None, start: int = 0) -> jax.Array:
-        """Outputs from ``start`` on, as partial sums f32 ``[P, ..., out]`` if a split pays off."""
-        kernel = take_outputs(self.kernel[...], slice(start, None)) if start else self.kernel[...]
-        if self.bias is not None:
-            return dot(x, kernel) + self.bias[start:]
-        return (dot if resolve(implementation) == "xla" else partial_dot)(x, kernel)
+    def partial_sums(self, x: jax.Array, implementation: str | None) -> jax.Array:
+        """Map ``[..., in]`` to partial sums f32 ``[P, ..., out]`` if a split pays off."""
+        if self.bias is not None or resolve(implementation) == "xla":
+            return self(x)
+        return partial_dot(x, self.kernel[...])
 
 
 class RMSNorm(nnx.Module):
@@ -133,7 +132,6 @@ class RMSNorm(nnx.Module):
         return self.scale[...] + self.offset if self.offset else self.scale[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise ``x [..., size]`` and keep its dtype."""
         return rms_norm(x, self.factor, self.eps)
 
     def add(self, x: jax.Array, delta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -256,7 +254,9 @@ class Attention(nnx.Module):
         With ``row`` i32 ``[B]``, all rows are stored, but only this row is output: ``[B, 1, D]``.
         """
         heads, kv_heads, dim = self.shape
-        q, k, v = jnp.split(self._heads(x), (heads, heads + kv_heads), axis=-2)
+        joined = self.qkv.partial_sums(x, self.implementation)
+        joined = joined.reshape(*joined.shape[:-1], heads + 2 * kv_heads, dim)
+        q, k, v = jnp.split(joined, (heads, heads + kv_heads), axis=-2)
         factor = 1.0 if self.kind.scale is None else self.kind.scale * dim**0.5
         if self.q_norm is not None and self.k_norm is not None:
             q_scale = self.q_norm.factor if factor == 1.0 else self.q_norm.factor * factor
@@ -269,21 +269,6 @@ class Attention(nnx.Module):
         kv, out = attend(kv, layer, q, k, v, rope, **options)
         out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
         return self.output.partial_sums(out, self.implementation), kv
-
-    def store(
-        self, kv_input: jax.Array, rope: RopeTables, kv: Any, layer: int, store: Store
-    ) -> Any:
-        """Compute and store the keys and values of ``kv_input [B, T, in_size]``."""
-        k, v = jnp.split(self._heads(kv_input, self.shape[0]), 2, axis=-2)
-        if (norm := self.k_norm) is not None:
-            rope = rope._replace(norms=(norm.factor, norm.factor, norm.eps))
-        return store(kv, layer, k, v, rope)
-
-    def _heads(self, x: jax.Array, first: int = 0) -> jax.Array:
-        """Query, key and value heads ``[..., N + 2 * KV, H]``, starting at head ``first``."""
-        heads, kv_heads, dim = self.shape
-        out = self.qkv.partial_sums(x, self.implementation, first * dim)
-        return out.reshape(*out.shape[:-1], heads + 2 * kv_heads - first, dim)
 
 
 class MLP(nnx.Module):
