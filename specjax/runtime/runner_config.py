@@ -247,12 +247,16 @@ def _round_bytes(
 def _prefill_bytes(
     model: TransformerConfig, config: RunnerConfig, width: int, num_features: int
 ) -> int:
-    chunks = config.max_chunks(width)
-    logits = chunks * (PREFILL_LOGITS * model.vocab_size * 4 + HISTORY_BYTES * config.context)
+    chunks, largest = config.max_chunks(width), config.largest
+    # a P-EAGLE head drafts the whole chain after a prompt; block drafters draft only in rounds
+    drafts_all = largest.block > 0 and not config.algorithm.supports_target_verify_for_draft()
+    drafted = largest.depth if drafts_all else 0
+    copies = max(PREFILL_LOGITS, (DRAFT_LOGITS if config.on_gpu else ROUND_LOGITS_CPU) * drafted)
+    logits = chunks * (copies * model.vocab_size * 4 + HISTORY_BYTES * config.context)
     kept = width * (1 + num_features) * model.hidden_size * model.dtypes.activations.itemsize
     if width in config.logprob_buckets:  # every row has logits
         logits += (1 if config.on_gpu else 2) * width * model.vocab_size * 4
-    return max(_activations(model, width, num_features), kept + logits)
+    return max(_activations(model, max(width, chunks * drafted), num_features), kept + logits)
 
 
 # On a GPU, XLA computes products of one row with a matrix-vector path, which launches more kernels.

@@ -21,8 +21,9 @@ from specjax.runtime.runner_config import (
     temporary_bytes,
 )
 from specjax.sampling.accept_draws import Acceptance
+from specjax.speculative.eagle import masked_shapes
 from specjax.speculative.ngram import NGRAM, NgramShape
-from specjax.testing import TARGET
+from specjax.testing import EAGLE3, TARGET
 from specjax.types import DraftShape
 
 from ..runners import algorithm_of, chains, runner_config
@@ -218,11 +219,33 @@ def test_the_plan_covers_ngram_rounds(context, shape, breadth) -> None:
         pages_per_request=context // 16,
         implementation="chunked",
     )
-    runner = ModelRunner(algorithm.networks(TARGET), config)
-    jobs = {
-        key: (function, arguments) for key, function, arguments, _ in runner._functions().jobs()
-    }
-    function, arguments = jobs["round", shape, 64]
-    taken = function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    taken = temporary_of(ModelRunner(algorithm.networks(TARGET), config), "round", shape, 64)
     planned = temporary_bytes(TARGET, config, 0)
     assert PARTIAL_SUMS < taken <= planned <= 3 * taken
+
+
+def temporary_of(runner: ModelRunner, *key: Any) -> int:
+    """Temporary memory of XLA for one function of a runner, in bytes."""
+    jobs = {found: (function, inputs) for found, function, inputs, _ in runner._functions().jobs()}
+    function, arguments = jobs[key]
+    return int(function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes)
+
+
+def test_the_plan_covers_the_drafts_of_a_prefill() -> None:
+    """A P-EAGLE head drafts the whole chain in each prefill; an engine may run only prefills."""
+    sizes = {"vocab_size": 8192, "max_position_embeddings": 128}
+    target = replace(TARGET, **sizes)
+    head = replace(EAGLE3, **sizes, draft_vocab_size=8192, num_layers=2, mask_token_id=7)
+    config = replace(
+        BASE,
+        algorithm=algorithm_of(head),
+        shapes=masked_shapes(chains(31), head),
+        num_slots=129,
+        batch_buckets=(),
+        prefill_buckets=(1024,),
+        implementation="chunked",
+    )
+    networks = config.algorithm.networks(target, head)
+    taken = temporary_of(ModelRunner(networks, config), "prefill", 1024)
+    planned = temporary_bytes(target, config, 3)
+    assert 4 * PARTIAL_SUMS < taken <= planned <= 2 * taken

@@ -204,9 +204,9 @@ def test_tiers_of_a_cut_chain_verify_no_more_rows(nodes: int | None, most: int) 
 
 def test_default_tiers_that_are_too_large_for_a_tree_are_dropped() -> None:
     sizes: dict[str, Any] = {"speculative_eagle_topk": 32, "speculative_num_steps": 3}
-    args = {"speculative_algorithm": "EAGLE", "speculative_adaptive": True} | sizes
+    args = sizes | {"speculative_algorithm": "EAGLE", "speculative_adaptive": True}
     assert [shape.steps for shape in EngineArgs(**args).shapes] == [1, 3]
-    named = {"speculative_adaptive_config": {"candidate_steps": [1, 3, 7]}}
+    named: dict[str, Any] = {"speculative_adaptive_config": {"candidate_steps": [1, 3, 7]}}
     with pytest.raises(ValueError, match="lower speculative_eagle_topk=32"):
         EngineArgs(**args, **named)
 
