@@ -121,6 +121,7 @@ class Totals:
     # number of tokens to accept per round, right or wrong, to measure only speed
     simulate_accept_length: float | None = None
     checks_acceptance: bool = False  # warn once if the first verifies accept few drafts
+    num_dropped_drafts: int = 0  # accepted drafts after the end of their request
 
     tier: DraftShape = NO_DRAFTS  # tier of the next rounds
     ema_accept_len: float = 0.0
@@ -194,12 +195,17 @@ class Totals:
             if seconds is not None:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
-    def drafts_verified(self, num_proposed: int, accepted: Sequence[int]) -> None:
+    def drafts_verified(
+        self, num_proposed: int, accepted: Sequence[int], num_dropped: int = 0
+    ) -> None:
         """Count verifies of one request; ``accepted`` has the accepted drafts of each verify.
 
-        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts.
+        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts. There,
+        the ``num_dropped`` drafts that were accepted after the request's end count too. Without
+        them, or without the rounds that were cut, a good draft would seem bad on short requests.
         """
         with self.lock:
+            self.num_dropped_drafts += num_dropped
             self.num_verifies += len(accepted)
             self.num_proposed_drafts += num_proposed
             for count in accepted:
@@ -209,14 +215,15 @@ class Totals:
                 self.verifies_by_accepted[count] += 1
             is_due = self.checks_acceptance and self.num_verifies >= FIRST_VERIFIES
             self.checks_acceptance = self.checks_acceptance and not is_due
-        if is_due and self.accept_length < LOW_ACCEPT_LENGTH:
+        length = self.accept_length + self.num_dropped_drafts / max(self.num_verifies, 1)
+        if is_due and length < LOW_ACCEPT_LENGTH:
             logger.warning(
                 "the accept length of the first %d verify passes is %.2f, bonus tokens included; "
                 "usual causes, if the draft was trained for this target: target layers shifted by "
                 "one, the wrong layout of a block drafter (anchor-first or fill-in), or another "
                 "rope style or base; 'specjax inspect' shows how the draft is read",
                 self.num_verifies,
-                self.accept_length,
+                length,
             )
 
     def request_finished(

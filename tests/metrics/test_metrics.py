@@ -27,8 +27,11 @@ from specjax.metrics import (
     Throughput,
     Totals,
 )
+from specjax.sampling.params import SamplingParams
 from specjax.testing import STEPS
 from specjax.types import DraftShape
+
+from ..runners import make_request
 
 
 class Clock:
@@ -337,6 +340,23 @@ def test_rarely_accepted_drafts_cause_one_warning(accepted, checks, warns, caplo
         for cause in ("target layers shifted by one", "layout", "rope style"):
             assert cause in message
         assert re.search(r"first 20[0-5] verify passes is 1\.1[67]", message)
+
+
+@pytest.mark.parametrize(("end", "limit"), [((), 2), ((5,), 9)], ids=["length", "end token"])
+@pytest.mark.parametrize(("most", "warns"), [(3, False), (1, True)])
+def test_short_requests_do_not_look_like_bad_drafts(end, limit, most, warns, caplog):
+    """Rounds that are cut count with all drafts that were accepted."""
+    totals = Totals(checks_acceptance=True)
+    for i in range(FIRST_VERIFIES):
+        num_accepted = most if i % 6 == 0 else 0
+        request = make_request([7], SamplingParams(max_new_tokens=limit), width=3, ends=end)
+        request.append_first(1)
+        tokens = [5, 2, 3, 4][: num_accepted + 1]
+        request.append_round(tokens, 3, num_accepted, DraftShape.chain(3))
+        assert request.is_finished
+        totals.drafts_verified(*request.spec.take_new())
+    assert totals.accept_length == pytest.approx(1.17)
+    assert len(caplog.records) == warns
 
 
 @pytest.mark.parametrize(
