@@ -196,7 +196,6 @@ def accept_tree(
         grid=(batch,),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
         num_warps=1,
-        num_stages=1,
         implementation=implementation,
         input_output_aliases=dict(zip(kept, range(3, len(shapes)), strict=True)),
     )(*inputs, *rows)
@@ -283,7 +282,6 @@ def compact_tree(
         grid=(pl.cdiv(features, num_columns), pl.cdiv(width, num_rows), batch),
         out_shape=jax.ShapeDtypeStruct((batch, width, features), stored.dtype),
         num_warps=4 if num_rows * num_columns > 512 else 1,
-        num_stages=1,
         implementation=implementation,
     )(stored.reshape(*stored.shape[:2], features), accept_index)
     return out.astype(values.dtype).reshape(batch, width, *values.shape[2:])

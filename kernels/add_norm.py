@@ -89,7 +89,6 @@ def add_norm(
         out_shape=(shape, shape),
         # each thread loads 16 bytes at a time
         num_warps=min(16, max(1, power_of_two(size) * x.dtype.itemsize // 512)),
-        num_stages=1,
         implementation=implementation,
     )(x.reshape(shape.shape), delta.reshape(-1, *shape.shape), scale)
     return total.reshape(x.shape), normed.reshape(x.shape)

@@ -67,8 +67,8 @@ def triton_call(
     grid: tuple[int, ...],
     out_shape: Any,
     num_warps: int,
-    num_stages: int,
     implementation: str,
+    num_stages: int = 1,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """``pl.pallas_call`` through the Triton lowering with explicit parameters.

@@ -152,7 +152,6 @@ def draw_tokens(
             jax.ShapeDtypeStruct(shape, jnp.int32),
         ),
         num_warps=max(1, min(8, block // 128)),
-        num_stages=1,
         implementation=implementation,
     )(*arguments, *(() if ids is None else (ids,)))
     return jnp.take_along_axis(index, _argmax(values)[:, None], axis=1)[:, 0]

@@ -279,6 +279,5 @@ def logit_thresholds(
         grid=(rows,),
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
         num_warps=max(1, min(NUM_WARPS, block // 1024)),
-        num_stages=1,
         implementation=implementation,
     )(logits, temperatures, top_ks, top_ps, min_ps)

@@ -93,7 +93,6 @@ def gather_rows(
         grid=(pl.cdiv(width, _block(width)), shape[1], shape[0]),
         out_shape=jax.ShapeDtypeStruct((*shape[:2], width), pool.dtype),
         num_warps=4,
-        num_stages=1,
         implementation=implementation,
     )(pool.reshape(*pool.shape[:2], width), index)
     return flat.reshape(shape)
@@ -125,7 +124,6 @@ def scatter_rows(
         grid=(pl.cdiv(width, _block(width)), rows.shape[1], rows.shape[0]),
         out_shape=jax.ShapeDtypeStruct((*pool.shape[:2], width), pool.dtype),
         num_warps=4,
-        num_stages=1,
         implementation=implementation,
         input_output_aliases={0: 0},
     )(pool.reshape(*pool.shape[:2], width), index, rows.reshape(*rows.shape[:2], width))
@@ -218,7 +216,6 @@ def move_kv(
         grid=(pl.cdiv(width, block), layers, batch),
         out_shape=jax.ShapeDtypeStruct((layers, num_slots, width), pool.dtype),
         num_warps=1,
-        num_stages=1,
         implementation=implementation,
         input_output_aliases={0: 0},
     )(pool.reshape(layers, num_slots, width), source, destination)

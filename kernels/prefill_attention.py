@@ -173,7 +173,6 @@ def prefill_attention(
     Args:
         q: ``[W, N, H]``, rotated queries: the rows of segment 0, of segment 1, ..., then padding.
         pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
-        layer: index into L.
         page_table: i32 ``[G, P]``; entries after a request's pages are 0.
         starts: i32 ``[G]``, position of each segment's first token.
         counts: i32 ``[G]``, tokens of each segment, possibly 0. Their sum is at most W.
@@ -186,7 +185,6 @@ def prefill_attention(
         ``[W, N, H]`` in the dtype of ``q``; zeros in padding rows.
 
     Raises:
-        ValueError: for mismatched shapes or an unknown implementation.
         NotImplementedError: in the Pallas kernel, if the head dim is not a power of two from 16 to
             256, or if there are more query heads per KV head than rows in a tile.
     """

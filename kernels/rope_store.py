@@ -124,7 +124,6 @@ def rope_store(
         cos: f32 ``[B, T, 1, H / 2]``.
         sin: f32 ``[B, T, 1, H / 2]``.
         pool: ``[L, slots, 2, KV, H]``.
-        layer: index into L.
         slots: i32 ``[B, T]``; if slots are equal (padding page), one of their tokens is kept.
         norms: scales ``[H]`` of the RMS norms of each query and each key head, in the pool's dtype,
             and their epsilon; ``None`` skips them. The mean square is computed in float32.
@@ -165,7 +164,6 @@ def rope_store(
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ),
         num_warps=max(1, block // 8),
-        num_stages=1,
         implementation=implementation,
         input_output_aliases={5 + len(scales): 1},
     )(

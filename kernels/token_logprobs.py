@@ -158,7 +158,6 @@ def token_logprobs(
             jax.ShapeDtypeStruct((rows, limit), jnp.float32),
         ),
         num_warps=max(1, min(NUM_WARPS, block // 512)),
-        num_stages=1,
         implementation=implementation,
     )(*arguments)
     return chosen, ids, values

@@ -320,7 +320,6 @@ def tree_attention(
     Args:
         q: ``[B, T, N, H]``, rotated queries.
         pool: ``[L, slots, 2, KV, H]``, already holding the new tokens' keys and values.
-        layer: index into L.
         page_table: i32 ``[B, P]``; entries after a request's pages are 0.
         seq_lens: i32 ``[B]``, tokens before the new ones.
         tree_mask: bool ``[B, T, U]``, true if a row sees a new key; ``None`` means causal over the
@@ -372,11 +371,7 @@ def tree_attention(
     row_tiles = -(-rows * group // tiles.block_rows)
     shape = (batch, kv_heads, tiles.num_splits, row_tiles * tiles.block_rows)
     output = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    parts = (
-        jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-    )
+    parts = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, dim), shape, shape)]
     out = triton_call(
         partial(
             specjax_tree_attention,
@@ -387,7 +382,7 @@ def tree_attention(
             window=window,
         ),
         grid=(batch * kv_heads, tiles.num_splits, row_tiles),
-        out_shape=output if tiles.num_splits == 1 else parts,
+        out_shape=output if tiles.num_splits == 1 else tuple(parts),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         implementation=implementation,
@@ -407,6 +402,5 @@ def tree_attention(
         grid=(rows, heads, batch),
         out_shape=output,
         num_warps=max(1, min(4, tiles.num_splits * dim // 1024)),
-        num_stages=1,
         implementation=implementation,
     )(*out)

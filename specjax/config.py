@@ -250,11 +250,9 @@ class BlockConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.windows:
-            object.__setattr__(self, "windows", (0,) * self.num_layers)
-        if not self.causal:
-            object.__setattr__(self, "causal", (False,) * self.num_layers)
-        for name in ("windows", "causal"):
+        for name, default in (("windows", 0), ("causal", False)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (default,) * self.num_layers)
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must have one value for each of "

@@ -261,7 +261,6 @@ class Totals:
 
     @property
     def accept_rate(self) -> float:
-        """Accepted share of the proposed drafts."""
         return self.num_accepted_drafts / max(self.num_proposed_drafts, 1)
 
 

@@ -134,10 +134,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--sampling-seed", type=int, default=0, help="random seed (default: %(default)s)")
     text = "begin each request with this many tokens of a text of --context (default: %(default)s)"
     add("--context-before", type=int, default=0, metavar="N", help=text)
-    texts = (
-        "text file for --context-before; repeatable, taken in turns. The log-probability of the "
-    )
-    texts += "completions is reported too"
+    texts = "text file for --context-before; repeatable, taken in turns; adds log-probabilities"
     add("--context", type=Path, action="append", default=[], metavar="FILE", help=texts)
     add("--output", type=Path, help="file to write the results to, as JSON (default: none)")
     args = parser.parse_args(argv)

@@ -188,7 +188,6 @@ def open_draft_model(
 
     Args:
         draft: a directory, a GGUF file or a repository id; it is opened in the target's dtype.
-        target: the target model, whose vocabulary the draft model must share.
         context_length: minimum context in tokens; by default the target's own limit.
         with_tokenizer: compare the tokenizers if both models have one.
 
@@ -269,8 +268,6 @@ def open_mtp(
     Args:
         draft: a Hugging Face directory or repository id; ``None`` for the target's checkpoint.
         target: the target model, whose family, embeddings and output head the modules share.
-        num_modules: number of modules that draft.
-        rope_theta: replaces the rotary base.
 
     Raises:
         ValueError: if modules are missing, do not fit the target or are mixtures of experts.

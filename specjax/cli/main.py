@@ -9,17 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from specjax import logs
-from specjax.cli.commands import (
-    add_bench_parser,
-    add_serve_parser,
-    add_warmup_parser,
-    run_bench,
-    run_serve,
-    run_warmup,
-)
-from specjax.cli.env import add_env_parser, run_env
-from specjax.cli.generate import add_generate_parser, run_generate
-from specjax.cli.inspect import add_inspect_parser, run_inspect
+from specjax.cli import commands, generate, inspect
 from specjax.cli.options import engine_arguments
 from specjax.engine import Engine
 
@@ -35,13 +25,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"specjax {version('specjax')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_generate_parser(commands)
-    add_serve_parser(commands)
-    add_warmup_parser(commands)
-    add_bench_parser(commands)
-    add_inspect_parser(commands)
-    add_env_parser(commands)
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate.add_generate_parser(parsers)
+    commands.add_serve_parser(parsers)
+    commands.add_warmup_parser(parsers)
+    commands.add_bench_parser(parsers)
+    inspect.add_inspect_parser(parsers)
+    commands.add_env_parser(parsers)
     return parser
 
 
@@ -76,18 +66,18 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
             raise ValueError("standard output is closed; redirect it to a file or to /dev/null")
         with logs.configured(level, kind, has_access=has_access):
             if args.command == "warmup":
-                status = run_warmup(args, engine_args)
+                status = commands.run_warmup(args, engine_args)
             elif args.command == "serve":
-                status = run_serve(args, engine_args, make_engine)
+                status = commands.run_serve(args, engine_args, make_engine)
             elif args.command == "bench":
-                status = run_bench(args.name, args.options)
+                status = commands.run_bench(args.name, args.options)
             elif args.command == "inspect":
-                status = run_inspect(args.checkpoint, args.target)
+                status = inspect.run_inspect(args.checkpoint, args.target)
             elif args.command == "env":
-                status = run_env()
+                status = commands.run_env()
             else:
                 engine_args = {"max_running_requests": 1} | engine_args
-                status = run_generate(args, engine_args, make_engine)
+                status = generate.run_generate(args, engine_args, make_engine)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:

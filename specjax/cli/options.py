@@ -18,8 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from specjax.checkpoints.presets import preset_algorithm, write_preset
 from specjax.checkpoints.target import EMBEDDED_MODELS
-from specjax.engine.args import CHOICES, EngineArgs
-from specjax.engine.other_names import ANSWERS, answer
+from specjax.engine.args import ANSWERS, CHOICES, EngineArgs, answer
 from specjax.speculative.registry import DEFAULT
 
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")

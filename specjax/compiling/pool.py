@@ -95,14 +95,7 @@ class CompilePool(dict[Hashable, Compiled]):
         """Compile the added functions or read them from the cache; only this thread traces."""
         jobs, self._jobs = self._jobs, []
         cache, started = self.cache, time.perf_counter()
-        names = (
-            {}
-            if cache is None
-            else {
-                job.key: cache.key(job.label, job.function, job.arguments, job.options)
-                for job in jobs
-            }
-        )
+        names = {} if cache is None else {job.key: cache.key(*job[1:]) for job in jobs}
         done: dict[Hashable, CompiledFunction] = {}
         report = on_progress.get()
         report(0, len(jobs))

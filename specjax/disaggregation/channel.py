@@ -20,8 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from specjax.disaggregation.address import parse_address
-from specjax.disaggregation.frames import FRAME_BYTES, SCHEMA
-from specjax.disaggregation.messages import Hello, Message, WireError
+from specjax.disaggregation.messages import FRAME_BYTES, SCHEMA, Hello, Message, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +128,6 @@ class Channel:
         self.end(error)
 
     def tell_lost(self) -> None:
-        """Call ``lost``, if the channel was opened."""
         assert self.reason is not None
         if self._lost is not None:
             try:

@@ -24,8 +24,17 @@ from specjax.disaggregation.channel import (
     places,
     prepare,
 )
-from specjax.disaggregation.frames import AnyMessage, Assembler, Frame, encode
-from specjax.disaggregation.messages import Hello, Message, Open, Taken, WireError
+from specjax.disaggregation.messages import (
+    AnyMessage,
+    Assembler,
+    Frame,
+    Hello,
+    Message,
+    Open,
+    Taken,
+    WireError,
+    encode,
+)
 from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
@@ -56,7 +65,7 @@ class Dialer:
     ) -> None:
         """Start to connect. Raises ValueError if the address is malformed or needs a secret."""
         check_secret(address, terms.secret)
-        self._address = address
+        self.address = address
         self._terms = terms
         self._first_wait = first_wait
         self._max_wait = max_wait
@@ -89,7 +98,7 @@ class Dialer:
 
     def _attempt(self, number: int) -> None:
         """Open one channel and run it until it closes; raise an error if it could not be opened."""
-        found = places(self._address)
+        found = places(self.address)
         with ExitStack() as stack:
             lanes, monitors = [], []
             for lane in range(LANES):
@@ -109,7 +118,7 @@ class Dialer:
         is_expected = isinstance(error, OSError | ValueError)
         logger.warning(
             "cannot connect to %s, retrying: %s",
-            self._address,
+            self.address,
             reason,
             exc_info=None if is_expected else error,
         )

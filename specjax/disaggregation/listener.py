@@ -25,8 +25,16 @@ from specjax.disaggregation.channel import (
     places,
     prepare,
 )
-from specjax.disaggregation.frames import Assembler, Frame, encode
-from specjax.disaggregation.messages import Hello, Message, Open, Taken, WireError
+from specjax.disaggregation.messages import (
+    Assembler,
+    Frame,
+    Hello,
+    Message,
+    Open,
+    Taken,
+    WireError,
+    encode,
+)
 from specjax.scheduling.loop import start_device_thread
 
 logger = logging.getLogger(__name__)
@@ -98,7 +106,6 @@ class Listener:
         self._thread = start_device_thread(self._run, "specjax-listen", self.close)
 
     def close(self) -> None:
-        """End all channels and stop listening."""
         self._is_closing = True
         self._bell.ring()
         if threading.current_thread() is not self._thread:

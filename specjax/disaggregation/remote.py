@@ -40,19 +40,14 @@ MAX_WAITING = 2**26
 MAX_JOB = 2**24
 
 
-class PrefillServer:
+class PrefillServer(Listener):
     """Accepts the connections of decode sides to a prefill side, on ``address``."""
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, PrefillJobs]) -> None:
         self._side = side
         hello = partial(_hello, side[1])
         terms = Terms(hello=hello, secret=secret, max_bytes=MAX_JOB, opened=self._opened)
-        self._listener = Listener(address, terms)
-        self.address = self._listener.address
-
-    def close(self) -> None:
-        """Disconnect all decode sides and stop listening."""
-        self._listener.close()
+        super().__init__(address, terms)
 
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
         check_facts(self._side[1].transfer.facts["both"], channel.hello.facts.get("both"))
@@ -155,20 +150,14 @@ class _DecodeSide:
             time.sleep(1e-3)
 
 
-class RemotePeer:
+class RemotePeer(Dialer):
     """The prefill side at ``address``, in another process; reconnects automatically."""
 
     def __init__(self, address: str, secret: str, side: tuple[EngineLoop, RemotePrompts]) -> None:
         self._side = side
-        self.address = address
-        self._is_closed = False
         hello, size = partial(_hello, side[1]), side[1].transfer.most_bytes
         terms = Terms(hello=hello, secret=secret, max_bytes=size, opened=self._opened)
-        self._dialer = Dialer(address, terms)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._dialer.close()
+        super().__init__(address, terms)
 
     def _opened(self, channel: Channel) -> tuple[Deliver, Lost]:
         facts = channel.hello.facts
@@ -178,7 +167,7 @@ class RemotePeer:
         link = _Link(channel, self._side)
 
         def lost(error: Exception) -> None:
-            if not self._is_closed:
+            if not self._closing.is_set():
                 logger.warning("prefilling locally: the prefill side disconnected (%s)", error)
             link.close()
 

@@ -135,7 +135,6 @@ def begin(
         history: i32 ``[C]``, the text with its bonus token.
         sampling: i32 ``[1, K]``, packed parameters of the request.
         rows: result of :func:`take_first` on the prefill side; ``None`` if it sent none.
-        algorithm: makes the inputs of the first round.
     """
     seq_lens, remaining, slots = numbers[:1], numbers[1:], slot[None]
     bonus_tokens = history[seq_lens]
@@ -190,18 +189,14 @@ class KVTransfer:
         # independent of the context length: both sides need the same widths
         self.widths = (FEW_TOKENS, MOST_TOKENS)
         state = runner.abstract_state
-        self._rows = jax.eval_shape(take_first, state, self._ints())
+        self._rows = jax.eval_shape(take_first, state, self._place.ints())
         self._forms: dict[str, Any] = {
             "axes": self._axes,
             "implementation": runner.config.implementation,
         }
         take = partial(take_rows, **self._forms)
-        self._kv = {
-            width: jax.eval_shape(take, state.pools, self._ints(width)) for width in self.widths
-        }
-
-    def _ints(self, *shape: int) -> Any:
-        return self._place.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
+        ints = self._place.ints
+        self._kv = {w: jax.eval_shape(take, state.pools, ints(w)) for w in self.widths}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -225,7 +220,6 @@ class KVTransfer:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV per token."""
         width = self.widths[-1]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self._kv[width]) // width
 
@@ -258,7 +252,7 @@ class KVTransfer:
         for key, weight in kinds.items():
             add(key, jax.jit(partial(fingerprint)), self._place.abstract((weight, number)))
         for width in self.widths:
-            index = self._ints(width)
+            index = self._place.ints(width)
             if gives:
                 take = jax.jit(partial(take_rows, **self._forms))
                 add(("take_rows", width), take, (state.pools, index))
@@ -267,7 +261,7 @@ class KVTransfer:
                 kv = self._place.abstract(self._kv[width])
                 add(("put_rows", width), put, (state, index, kv))
         if gives and self._rows:
-            add(("take_first",), jax.jit(partial(take_first)), (state, self._ints()))
+            add(("take_first",), jax.jit(partial(take_first)), (state, self._place.ints()))
         if not gives:
             self._add_begin(None)
             self._add_begin(self._rows)
@@ -276,8 +270,8 @@ class KVTransfer:
     def _add_begin(self, rows: tuple[Any, ...] | None) -> None:
         runner = self._runner
         start = jax.jit(partial(begin, algorithm=runner.config.algorithm), donate_argnums=0)
-        words = 1, SLOT.itemsize // 4
-        ints = (self._ints(), self._ints(2), self._ints(runner.config.context), self._ints(*words))
+        shapes = (), (2,), (runner.config.context,), (1, SLOT.itemsize // 4)
+        ints = [self._place.ints(*shape) for shape in shapes]
         arguments = (runner.abstract_state, *ints, self._place.abstract(rows))
         runner.compiled.add(_begin_key(rows), start, arguments)
 
@@ -315,8 +309,7 @@ class KVTransfer:
         size = self._runner.config.page_size
         places = np.arange(start, start + count)
         index[:count] = np.asarray(pages, np.int32)[places // size] * size + places % size
-        placed: jax.Array = self.placed(index)
-        return placed
+        return self.placed(index)
 
     def take(self, pages: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, KV]]:
         """Yield KV of the tokens on these pages in pieces: first token, token count and arrays."""
@@ -329,14 +322,11 @@ class KVTransfer:
             start += count
 
     def take_first(self, slot: int) -> tuple[jax.Array, ...]:
-        """Return the algorithm's rows of a slot."""
         if not self._rows:
             return ()
-        state, place = self._runner.on_device, self._place
-        found: tuple[jax.Array, ...] = self._runner.compiled["take_first",](
-            state, place.put(np.int32(slot))
+        return self._runner.compiled["take_first",](
+            self._runner.on_device, self._place.put(np.int32(slot))
         )
-        return found
 
     def placed(self, arrays: Any) -> Any:
         """Put arrays from the other side on this side's device."""

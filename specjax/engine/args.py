@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from os import PathLike
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
 
@@ -14,13 +14,13 @@ from specjax.adaptive.config import AdaptiveConfig, load_adaptive_config
 from specjax.checks import Natural, Positive, convert, is_integer, refused
 from specjax.config import MAX_STEPS
 from specjax.disaggregation.address import check_secret
-from specjax.engine.other_names import answers_other_names
 from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.types import DraftShape
 
 # measured: docs/adaptive_decoding.md
 DEFAULT_POLICY = "ema"
+T = TypeVar("T")
 Share = Annotated[float, Meta(ge=0, le=1)]
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "disaggregation_mode": (None, "prefill", "decode"),
@@ -29,6 +29,60 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "logprobs_mode": ("raw", "processed"),
     "speculative_ngram_match_type": ("BFS", "PROB"),
 }
+
+
+# the option in specjax, or why there is none -> its names in SGLang and vLLM
+_NAMES = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "draft": "speculative_draft_model_path speculative_model",
+    "speculative_num_steps": "num_speculative_tokens",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "max_waiting_requests": "max_queued_requests",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "page_size": "block_size",
+    "seed": "random_seed",
+    "batch_buckets": "cuda_graph_bs cudagraph_capture_sizes",
+    "set overlap=False, on the command line --no-overlap": "disable_overlap_schedule",
+    "caching is the default; disable_radix_cache turns it off": "enable_prefix_caching",
+    "set draft, speculative_algorithm and speculative_num_steps": "speculative_config",
+    "it is an option of 'specjax serve'": "served_model_name",
+    "set JAX_PLATFORMS=cpu or cuda in the environment": "device",
+    "set HF_HOME in the environment": "download_dir",
+    "an engine runs on one GPU; base_gpu_id chooses it": "tp_size tensor_parallel_size dp_size "
+    "data_parallel_size pp_size pipeline_parallel_size",
+    "weights and KV are float32 or bfloat16": "quantization kv_cache_dtype",
+    "code in a checkpoint never runs": "trust_remote_code",
+    "rounds are always compiled": "disable_cuda_graph enforce_eager",
+    "the device decides": "attention_backend",
+    "metrics are always on": "enable_metrics",
+}
+ANSWERS = {name: here for here, names in _NAMES.items() for name in names.split()}
+
+
+def answer(option: str) -> str | None:
+    """Return the error message for ``name`` or ``--name`` if the table lists it, else ``None``."""
+    here = ANSWERS.get(option.lstrip("-").replace("-", "_"))
+    if here is None or not here.isidentifier():
+        return here and f"{option} is not supported: {here}"
+    shown = f"--{here.replace('_', '-')}" if option.startswith("-") else here
+    return f"{option}: this option is called {here} here; pass {shown}"
+
+
+def answers_other_names(cls: type[T]) -> type[T]:
+    """Make the constructor of a dataclass raise TypeError for options that the table lists."""
+    init: Any = cls.__init__
+
+    @wraps(init)
+    def checked(self: T, **options: Any) -> None:
+        if text := next(filter(None, map(answer, options)), None):
+            raise TypeError(text)
+        init(self, **options)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
 
 
 @answers_other_names
@@ -234,7 +288,6 @@ class EngineArgs:
 
     @cached_property
     def acceptance(self) -> Acceptance:
-        """How drafts above temperature 0 are accepted."""
         return Acceptance(
             self.speculative_use_rejection_sampling,
             self.speculative_accept_threshold_single,
@@ -251,7 +304,6 @@ class EngineArgs:
 
     @cached_property
     def algorithm(self) -> SpeculativeAlgorithm:
-        """The algorithm that drafts tokens."""
         made = self._registered.create_worker(self)
         return getattr(self._registered, "overridden", lambda worker: worker)(made)
 
@@ -261,7 +313,6 @@ class EngineArgs:
 
     @property
     def supports_overlap(self) -> bool:
-        """Whether a round may be dispatched before the previous one is read."""
         return self._registered.supports_overlap and self.algorithm.supports_overlap
 
     @cached_property

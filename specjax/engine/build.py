@@ -17,7 +17,7 @@ from specjax.adaptive import (
     CostAwarePolicy,
 )
 from specjax.checks import check_number
-from specjax.compiling.cache import open_compile_cache
+from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.compiling.pool import CompiledFunction
 from specjax.disaggregation.rows import KVTransfer
 from specjax.engine.args import EngineArgs
@@ -63,18 +63,13 @@ def build_engine(
     if args.load_format != "dummy":
         for checkpoint in (plan.target, *plan.drafts):
             checkpoint.check_weights()  # before compiling, which may take minutes
-    device = plan.networks.placement.device
-    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
-    runner = ModelRunner(plan.networks, plan.config, cache)
+    runner = ModelRunner(plan.networks, plan.config, open_cache(plan))
     with ThreadPoolExecutor(1) as executor:
         loading = executor.submit(load_weights, plan, shared)
         tokenizer = None if args.skip_tokenizer_init else plan.target.load_tokenizer()
         if tokenizer is not None and tokenizer.chat_template is not None:
             start_renderer()
-        runner.compile(show_progress=args.shows_progress, on_use=compile_on_use)
-        if args.disaggregation_mode is not None:
-            gives = args.disaggregation_mode == "prefill"
-            KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
+        compile_all(args, runner, on_use=compile_on_use)
         try:
             runner.load(*loading.result())
         except jax.errors.JaxRuntimeError as error:
@@ -82,6 +77,19 @@ def build_engine(
                 raise
             raise ValueError(_out_of_memory(plan)) from error
     return plan, runner, tokenizer
+
+
+def open_cache(plan: EnginePlan) -> CompileCache | None:
+    directory, device = plan.args.compile_cache_dir, plan.networks.placement.device
+    return open_compile_cache(directory, *plan.cache_facts, devices=[device])
+
+
+def compile_all(args: EngineArgs, runner: ModelRunner, **options: bool) -> None:
+    """Compile all functions that serving dispatches; ``options`` are of ``ModelRunner.compile``."""
+    runner.compile(show_progress=args.shows_progress, **options)
+    if args.disaggregation_mode is not None:
+        gives = args.disaggregation_mode == "prefill"
+        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
 
 
 def _out_of_memory(plan: EnginePlan) -> str:
@@ -152,25 +160,21 @@ def warm_up(args: EngineArgs, *, stages: bool = False) -> WarmUp:
     """
     started = time.perf_counter()
     plan = plan_engine(args)
-    device = plan.networks.placement.device
-    cache = open_compile_cache(args.compile_cache_dir, *plan.cache_facts, devices=[device])
+    cache = open_cache(plan)
     if cache is None:
         raise ValueError(
             "compiled functions cannot be stored in "
             f"compile_cache_dir={args.compile_cache_dir!r}; pass a folder that you own"
         )
     runner = ModelRunner(plan.networks, plan.config, cache)
-    runner.compile(show_progress=args.shows_progress, stages=stages)
-    if args.disaggregation_mode is not None:
-        gives = args.disaggregation_mode == "prefill"
-        KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
+    compile_all(args, runner, stages=stages)
     return WarmUp(
         folder=str(cache.path),
         functions=tuple(runner.compiled.report),
         seconds=time.perf_counter() - started,
         weight_bytes=plan.needs.weight_bytes,
         kv_bytes=plan.kv_bytes,
-        device=device.device_kind,
+        device=plan.networks.placement.device.device_kind,
     )
 
 

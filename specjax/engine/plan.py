@@ -56,17 +56,13 @@ class EnginePlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Device memory of the KV pools."""
         return self.config.num_pages * self.config.page_size * self.needs.token_bytes
 
     @property
     def has_trained_draft(self) -> bool:
         """Whether acceptance depends on the loaded weights of a draft."""
-        args = self.args
-        return bool(self.drafts) and (args.load_format, args.simulate_accept_length) == (
-            "auto",
-            None,
-        )
+        is_dummy = self.args.load_format == "dummy"
+        return bool(self.drafts) and not is_dummy and self.args.simulate_accept_length is None
 
     @property
     def cache_facts(self) -> tuple[Any, ...]:

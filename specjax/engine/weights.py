@@ -197,7 +197,6 @@ def _copied(name: str, value: Any, dtype: Any) -> Any:
 
 
 def _from_parts(recipe: Recipe, dtype: Any, tensors: dict[str, Any]) -> np.ndarray:
-    """Make one weight from its checkpoint tensors."""
     names = [part.name for part in recipe.parts]
     if missing := [name for name in names if name not in tensors]:
         given = next(name for name in names if name in tensors)

@@ -94,7 +94,6 @@ class PageBudget:
     """Hands out the pages of a pool; holdings with equal prefixes share pages.
 
     Args:
-        allocator: the allocator of the pool's pages.
         writes: maximum KV write of a dispatch.
         set_pages: called with (slot, pages, first), writes a slot's page table from ``first`` on.
         lookahead: passed to the prefix cache; ``None`` disables sharing.

@@ -71,14 +71,9 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], limit: int | None = None) -> tuple[Node, list[int]]:
         """Find the longest cached prefix of a text in full pages, and mark it as used now.
 
-        The prefix never includes the last token, because prefill must run it to sample the next.
-
-        Args:
-            tokens: the tokens of the text.
-            limit: maximum number of tokens in the prefix.
-
-        Returns:
-            The node of the last page, and all pages. Eviction makes them invalid unless locked.
+        The prefix has at most ``limit`` tokens. It never includes the last token, because prefill
+        must run it to sample the next. Returns the node of the last page, and all pages. Eviction
+        makes them invalid unless locked.
         """
         num_pages = self.num_matched_pages(len(tokens))
         if limit is not None:

@@ -140,7 +140,7 @@ class BlockDraft(DraftHead):
 
         Args:
             tokens: i32 ``[B, T]``: the last token, then mask tokens.
-            positions: i32 ``[B, T]``, the positions of these tokens.
+            positions: i32 ``[B, T]``.
             kv: the pool; the block's keys and values are written after the text.
             attend: attention for layers whose rows see the whole block.
             causal_attend: attention for causal layers.

@@ -6,9 +6,14 @@ rebuilds the module from it.
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -19,7 +24,6 @@ from jax.sharding import SingleDeviceSharding
 
 from specjax.config import ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
-from specjax.models.driver import unused_gpu
 from specjax.models.layers import dense_attend
 from specjax.models.weights import QuantArray
 
@@ -104,6 +108,52 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, stddev: fl
     return (stddev * jax.random.normal(key, shape)).astype(dtype)
 
 
+# maps each CUDA release that JAX is built for, newest first, to the lowest driver version
+DRIVERS = {13: 580, 12: 525}
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver, or an empty text if Linux reports none."""
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if found := re.search(r"Module.*?\s(\d+\.\d+[\d.]*)\s", text):
+            return found[1]
+    return ""
+
+
+def newest_cuda(driver: str) -> int:
+    """Newest CUDA release that this driver version supports; 0 if it is too old for all."""
+    major = int(driver.partition(".")[0] or DRIVERS[13])  # unknown: assume a recent one
+    return next((cuda for cuda, least in DRIVERS.items() if major >= least), 0)
+
+
+def package_version(name: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
+
+
+def unused_gpu() -> str | None:
+    """Explain why JAX does not use this machine's GPU, with a remedy; ``None`` without a GPU."""
+    if not glob("/dev/nvidia[0-9]*"):
+        return None
+    newest = newest_cuda(driver := driver_version())
+    plugins = (cuda for cuda in DRIVERS if package_version(f"jax-cuda{cuda}-plugin"))
+    installed, command = next(plugins, 0), f"pip install -e '.[cuda{newest}]'"
+    if not newest or installed > newest:
+        wanted = installed or 12
+        remedy = f"CUDA {wanted} in JAX needs driver {DRIVERS[wanted]} or newer; update the driver"
+        if newest:
+            remedy += f", or run: pip uninstall -y jax-cuda{installed}-plugin && {command}"
+    elif not installed:
+        remedy = f"JAX has no CUDA plugin; run: {command}"
+    else:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        remedy = f"JAX cannot use it (CUDA_VISIBLE_DEVICES={shown!r}); for the reason run: "
+        remedy += "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'"
+    return f"an NVIDIA GPU (driver {driver or 'unknown'}) is present, but {remedy}"
+
+
 @dataclass(frozen=True)
 class Placement:
     """The device that holds weights, KV pools and tables, and runs every function on them."""
@@ -149,6 +199,10 @@ class Placement:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
             values,
         )
+
+    def ints(self, *shape: int) -> Any:
+        """An abstract i32 array that will be on this device."""
+        return self.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
 
     def zeros(self, abstract: Any) -> Any:
         """Compile a function that returns a pytree of zeros with these shapes and dtypes."""

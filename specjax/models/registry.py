@@ -42,7 +42,6 @@ def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
 
 
 def target_recipes(config: ModelConfig) -> Recipes:
-    """Recipes for all weights of a target, by weight name."""
     size, table = config.hidden_size, (config.vocab_size, config.hidden_size)
     recipes = vectors(size, {"norm": "model.norm"})
     recipes["embedding.table"] = Recipe((Part("model.embed_tokens.weight", table),))

@@ -131,12 +131,12 @@ class RoundFunctions:
             prefill = self.bind(prefill_chunks, config.largest, limit=limit, with_logprobs=logs)
             yield (name, width), prefill, self._with(limit * HEADER + width), options
         record = jax.jit(partial(record_cached), donate_argnums=0)
-        arguments = (self._common[2].future, self._ints(), self._ints(config.context))
+        ints = self._networks.placement.ints
+        arguments = (self._common[2].future, ints(), ints(config.context))
         yield ("record_cached",), record, arguments, None
         yield from (job for rows, job in rounds if job is not first[rows])
 
     def stage_jobs(self) -> Iterator[Job]:
-        """Jobs that compile the stages of all rounds separately."""
         return itertools.chain.from_iterable(map(self._stages, self._config.shapes))
 
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
@@ -161,11 +161,8 @@ class RoundFunctions:
                 passed = jax.eval_shape(stage, *arguments)[1]
                 arguments = (*self._with(batch), self._networks.placement.abstract(passed))
 
-    def _ints(self, *shape: int) -> Any:
-        return self._networks.placement.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
-
     def _with(self, *shape: int) -> tuple[Any, ...]:
-        return (*self._common, self._ints(*shape))
+        return (*self._common, self._networks.placement.ints(*shape))
 
 
 # called with request slots i32 [B] including padding, the drafts, and the accepted tokens

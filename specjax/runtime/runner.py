@@ -15,8 +15,8 @@ from specjax.kv.pages import PageView
 from specjax.models.flat import Networks, Weights
 from specjax.runtime.functions import STAGES, RoundFunctions, Watch, staged_rounds
 from specjax.runtime.runner_config import RunnerConfig, pick_bucket
+from specjax.sampling.logit_processor import abstract_states, needs_history
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.processors import abstract_states, needs_history
 from specjax.sampling.table import HostTables, check_slot_limits, pack_sampling
 from specjax.speculative.algorithm import kv_pool
 from specjax.speculative.future_map import DeviceState, FutureMap
@@ -29,6 +29,7 @@ class Dispatched:
     """Results on the device that are being copied to the host."""
 
     tokens: jax.Array
+    # [rounds, bucket, A] or [chunks]; 0 after the accepted tokens, and if not requested
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # [W], for the token after each packed token
     hidden_states: jax.Array | None = None  # [rounds, bucket, A, D] or [chunks, D]
@@ -41,14 +42,6 @@ class Dispatched:
 
     def read(self) -> np.ndarray:
         return np.asarray(self.tokens)
-
-    def read_logprobs(self) -> Logprobs | None:
-        """Wait for log-probabilities ``[rounds, bucket, A]`` or ``[chunks]``; ``None`` if unused.
-
-        They are 0 after the accepted tokens, and for requests that did not ask for them.
-        """
-        values: Logprobs | None = jax.tree.map(np.asarray, self.logprobs)
-        return values
 
 
 class ModelRunner:
@@ -97,8 +90,7 @@ class ModelRunner:
             )
         states = abstract_states(sizes.num_slots, nets.target_config.vocab_size)
         future = replace(future, logit_states=states)
-        placed: DeviceState = nets.placement.abstract(DeviceState(pools, future))
-        return placed
+        return nets.placement.abstract(DeviceState(pools, future))
 
     @property
     def max_top_logprobs(self) -> int:
@@ -212,8 +204,7 @@ class ModelRunner:
         return PageView(page_table, self.config.page_size, self.config.implementation)
 
     def _sampling_of(self, tables: HostTables) -> jax.Array:
-        packed: jax.Array = self.networks.placement.put(pack_sampling(tables.sampling))
-        return packed
+        return self.networks.placement.put(pack_sampling(tables.sampling))
 
     def _inputs(self, slots: Sequence[int]) -> tuple[Any, ...]:
         """Return the first arguments of every compiled function, for these request slots."""

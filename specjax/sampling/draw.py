@@ -27,8 +27,7 @@ from specjax.sampling.accept_draws import (
     accept_tokens,
     filtered_probs,
 )
-from specjax.sampling.logit_processor import LogitInputs
-from specjax.sampling.processors import adjust_logits
+from specjax.sampling.logit_processor import LogitInputs, adjust_logits
 from specjax.types import Logprobs, SamplingTable, VerifyInput
 
 
@@ -136,8 +135,6 @@ def draft_tokens(
         logits: f32 ``[B, N, V]``, raw logits of the draft.
         ids: i32 ``[V]``, the token id of each column; ``None`` if columns are token ids.
         positions: i32 ``[B, N]``, absolute positions of the drafted tokens.
-        sampling: parameters of the B requests.
-        config: how the target draws.
         topk: K.
 
     Returns:

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from specjax.checks import ParameterError
+from specjax.sampling.logit_processor import used_by
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.processors import used_by
 from specjax.types import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingTable
 
 # a slot on the host, with the fields of SamplingTable in 32-bit words
@@ -124,16 +124,11 @@ class HostTables:
         top_logprobs: int | None = None,
         hidden_states: bool = False,
     ) -> None:
-        """Write the parameters of a slot, without filters if the request is greedy.
+        """Write the parameters of a slot, which have passed :func:`check_slot_limits`.
 
-        Args:
-            slot: request slot.
-            params: sampling parameters that passed :func:`check_slot_limits`.
-            seed: the seed of the request's noise.
-            end_token_ids: tokens that end the request.
-            prompt_len: length of the prompt; tokens prefilled after it count as produced.
-            top_logprobs: most likely tokens to report per position; ``None``: no log-probabilities.
-            hidden_states: whether to report the hidden state from which each token was drawn.
+        Tokens prefilled after the first ``prompt_len`` count as produced. ``top_logprobs`` is the
+        number of most likely tokens to report per position; ``None``: no log-probabilities.
+        ``hidden_states`` reports the hidden state from which each token was drawn.
         """
         self.sampling[slot] = self._neutral
         row = self.sampling[slot]

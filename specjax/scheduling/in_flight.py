@@ -55,11 +55,8 @@ class InFlight:
             return
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
         values: list[Any] = result.read().tolist()
-        wants_logprobs = any(
-            row.request.top_logprobs is not None and not row.is_released for row in rows
-        )
-        logprobs = result.read_logprobs() if wants_logprobs else None
-        prompt, states = jax.tree.map(np.asarray, (result.prompt_logprobs, result.hidden_states))
+        reported = result.logprobs, result.prompt_logprobs, result.hidden_states
+        logprobs, prompt, states = jax.tree.map(np.asarray, reported)
         if states is not None:
             states = states.astype(np.float32)
         reports = () if logprobs is None and states is None else (logprobs, states)

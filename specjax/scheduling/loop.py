@@ -227,7 +227,6 @@ class EngineLoop:
         self._thread = start_device_thread(self._run, "specjax-engine", self.stop)
 
     def wait(self, call: Call) -> Any:
-        """Wait for all requests made by one call and return their results."""
         for _ in self.stream(call):
             pass
         return call.results()

@@ -12,7 +12,7 @@ from specjax.server.answers import Answer
 from specjax.server.exchange import Exchange
 from specjax.server.fields import ApiError, Body, parse_object
 from specjax.server.native import NativeAnswer
-from specjax.server.service import Service
+from specjax.server.service import MAX_REPORTED, Service
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,6 @@ T = TypeVar("T")
 INLINE_BYTES = 4096
 # The log-probabilities of more tokens than this are formatted in another thread.
 INLINE_LOGPROBS = 256
-# Maximum log-probabilities per request, for all tokens and their top tokens (25 MB).
-MAX_REPORTED = 2**19
 ENTRY_BYTES = 130  # memory of each log-probability while the request is in progress
 
 Format = Answer | NativeAnswer  # formats the response

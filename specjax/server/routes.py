@@ -20,9 +20,9 @@ import specjax
 from specjax.checks import ParameterError, is_integer, short
 from specjax.engine.requests import encode_conversation
 from specjax.metrics import METRICS, PREFIX, Metric, families
-from specjax.server.chat import take_conversation
 from specjax.server.exchange import Exchange, Header, dump
 from specjax.server.fields import ApiError, Body, client_names, finish_fields
+from specjax.server.openai import take_conversation
 from specjax.server.service import Service
 
 HEALTH_SECONDS = 20.0
@@ -245,14 +245,8 @@ def tokenize(service: Service, body: Body) -> bytes:
     def shown(rows: list[Any] | None) -> Any:
         return rows if rows is None or is_batch else rows[0]
 
-    return dump(
-        {
-            "count": shown([len(row) for row in ids]),
-            "max_model_len": length,
-            "tokens": shown(ids),
-            "token_strs": shown(names),
-        }
-    ).encode()
+    answer = {"count": shown([len(row) for row in ids]), "max_model_len": length}
+    return dump(answer | {"tokens": shown(ids), "token_strs": shown(names)}).encode()
 
 
 def detokenize(service: Service, body: Body) -> bytes:

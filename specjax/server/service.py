@@ -18,6 +18,8 @@ from specjax.text.completion import TokenTexts
 from specjax.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
+# Maximum log-probabilities per request, for all tokens and their top tokens (25 MB).
+MAX_REPORTED = 2**19
 MAX_BODY_BYTES = 32 * 2**20
 MAX_UNREAD_BYTES = 128 * 2**20  # maximum size of finished responses that clients have not read
 # Host name or address with an optional port.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
+from specjax.config import MAX_STEPS, ModelConfig
 from specjax.kv.pages import PagedAttend, PageView, Segments
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Networks, Placement
@@ -248,6 +248,16 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         """Whether this algorithm uses a drafting option; users cannot set an option it ignores."""
         return not option.startswith("speculative_ngram_")
 
+    def checked_steps(self, args: Any, steps: int) -> int:
+        """Return ``steps`` if a round can draft this many levels; else raise ValueError."""
+        least = 0 if args.speculative_adaptive else 1
+        if not least <= steps <= MAX_STEPS:
+            raise ValueError(
+                f"speculative_num_steps={steps} must be from {least} to {MAX_STEPS}; set "
+                "speculative_algorithm=None to decode without speculation"
+            )
+        return steps
+
     @abstractmethod
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         """The tier with ``steps`` steps; ``None`` takes them from ``args``, or the default.
@@ -260,8 +270,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
         Raises ValueError for sizes that this draft does not support.
         """
-        shapes: tuple[DraftShape, ...] = args.shapes
-        return shapes
+        return args.shapes
 
     def open_draft(self, args: Any, target: Any, draft: Any) -> tuple[Any, ...]:
         """Open the checkpoint of the draft network; return it in a tuple, empty if there is none.

@@ -61,13 +61,7 @@ class Block(SpeculativeAlgorithm):
             )
         if steps is None:
             steps = MAX_STEPS if nodes is None else nodes - 1
-        least = 0 if args.speculative_adaptive else 1
-        if not least <= steps <= MAX_STEPS:
-            raise ValueError(
-                f"speculative_num_steps={steps} must be from {least} to {MAX_STEPS}; set "
-                "speculative_algorithm=None to decode without speculation"
-            )
-        return DraftShape.chain(steps)
+        return DraftShape.chain(self.checked_steps(args, steps))
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
         """Give tiers the rows of the block; raise ValueError if a tier has too many drafts.
@@ -113,8 +107,7 @@ class Block(SpeculativeAlgorithm):
         return kv_pool(networks.draft_config, sizes.num_kv)
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        layers: tuple[int, ...] = networks.draft_config.feature_layers
-        return layers
+        return networks.draft_config.feature_layers
 
     def is_dflash(self) -> bool:
         return not self.has_markov

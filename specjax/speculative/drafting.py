@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax.config import MAX_NODES, MAX_STEPS
+from specjax.config import MAX_NODES
 from specjax.kernels.tree_attention import MAX_MASKED
 from specjax.models.flat import Networks
 from specjax.models.layers import Attend
@@ -66,13 +66,7 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
                 f"speculative_num_draft_tokens={nodes} needs speculative_num_steps, which is None; "
                 "set both"
             )
-        steps = self.default_steps if steps is None else steps
-        least = 0 if args.speculative_adaptive else 1
-        if type(steps) is not int or not least <= steps <= MAX_STEPS:
-            raise ValueError(
-                f"speculative_num_steps={steps} must be an integer from {least} to {MAX_STEPS}; "
-                "set speculative_algorithm=None to decode without speculation"
-            )
+        steps = self.checked_steps(args, self.default_steps if steps is None else steps)
         if args.speculative_adaptive and topk > 1:  # the first tier may be any of them
             if nodes is not None and not 2 <= nodes <= MAX_NODES:
                 raise ValueError(

@@ -85,8 +85,7 @@ class Eagle(NetworkAlgorithm):
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
         """Target layers that the head reads, named in its checkpoint; empty for EAGLE-1/2."""
-        layers: tuple[int, ...] = networks.draft_config.feature_layers
-        return layers
+        return networks.draft_config.feature_layers
 
     @property
     def lookahead(self) -> int:
@@ -186,11 +185,8 @@ class Eagle(NetworkAlgorithm):
         feed-forward and output head. With a P-EAGLE head, mask tokens follow in the same pass.
         """
         draft = batch.draft
-        tokens, features, row = (
-            verified.accept_tokens,
-            verified.features,
-            verified.num_accepted_drafts,
-        )
+        tokens, features = verified.accept_tokens, verified.features
+        row = verified.num_accepted_drafts
         is_masked = draft.config.mask_token_id is not None and shape.steps > 0
         if is_masked:
             tokens, features, row = with_masks(draft, verified, shape.depth)

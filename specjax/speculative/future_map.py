@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.sampling.logit_processor import NewTokens
-from specjax.sampling.processors import advance_states
+from specjax.sampling.logit_processor import NewTokens, advance_states
 from specjax.types import KVPools, SamplingTable
 
 

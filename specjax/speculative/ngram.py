@@ -197,10 +197,8 @@ class Ngram(SpeculativeAlgorithm):
     def create_worker(self, args: Any) -> "Ngram":
         """Return the algorithm with these options. Raises ValueError if they are out of range."""
         super().create_worker(args)
-        least, widest = (
-            args.speculative_ngram_min_match_window_size,
-            args.speculative_ngram_max_match_window_size,
-        )
+        least = args.speculative_ngram_min_match_window_size
+        widest = args.speculative_ngram_max_match_window_size
         if not least <= widest <= MAX_WINDOW:
             raise ValueError(
                 f"speculative_ngram_max_match_window_size={widest} must be from "
@@ -233,12 +231,7 @@ class Ngram(SpeculativeAlgorithm):
         if steps is None:
             steps = args.speculative_num_steps
             steps = (nodes or DEFAULT_NODES) - 1 if steps is None else steps
-        least = 0 if args.speculative_adaptive else 1
-        if not least <= steps < MAX_NODES:
-            raise ValueError(
-                f"speculative_num_steps={steps} must be from {least} to {MAX_NODES - 1}; set "
-                "speculative_algorithm=None to decode without speculation"
-            )
+        self.checked_steps(args, steps)
         nodes = nodes or steps + 1
         most = min(MAX_NODES, 1 + steps * self.breadth)
         if not steps < nodes <= most:

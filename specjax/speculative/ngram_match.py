@@ -213,11 +213,8 @@ def ngram_tree(
     def flat(grid: jax.Array) -> jax.Array:
         return jnp.swapaxes(grid[:, turn], 1, 2).reshape(batch, steps * most)
 
-    score, nodes, depth = (
-        flat(score),
-        flat(is_node),
-        jnp.repeat(jnp.arange(steps, dtype=jnp.int32), most),
-    )
+    score, nodes = flat(score), flat(is_node)
+    depth = jnp.repeat(jnp.arange(steps, dtype=jnp.int32), most)
     place = jnp.arange(steps * most, dtype=jnp.int32)
     higher = score[:, None, :] > score[:, :, None]
     ties = score[:, None, :] == score[:, :, None]

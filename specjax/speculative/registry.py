@@ -207,7 +207,8 @@ def register_algorithm(
         except TypeError as error:
             raise ValueError(f"spec_class={spec_class!r} of {name!r}: {error}") from error
         _custom[key] = made
-        record_sources(getattr(factory, "__module__", ""))
+        # record the digest of the package now, directly after its import
+        _facts_of(getattr(factory, "__module__", "").partition(".")[0])
         return factory
 
     return register
@@ -237,11 +238,6 @@ def source_facts(kind: type) -> tuple[str, ...]:
     return (*names, *(_facts_of(top) for top in sorted({_top_of(base) for base in foreign})))
 
 
-def record_sources(module: str) -> None:
-    """Record the digest of a module's package now, directly after its import."""
-    _facts_of(module.partition(".")[0])
-
-
 _OWN = {"specjax", *sys.stdlib_module_names} - {"__main__"}
 
 
@@ -254,7 +250,9 @@ def _facts_of(top: str) -> str:
     if top == "__main__" and spec is not None and spec.parent:  # python -m package.module
         top = spec.parent.partition(".")[0]
     try:
-        digest = _digest(top)
+        module = sys.modules[top]
+        roots = [Path(path) for path in getattr(module, "__path__", ())]
+        digest = digest_files(roots or [Path(module.__file__ or "")])
         names = {str(name) for name in packages_distributions().get(top, ()) if name}
         versions = [f"{name}=={version(name)}" for name in sorted(names)]
     except Exception:  # a zip file, a broken link, damaged metadata
@@ -262,13 +260,6 @@ def _facts_of(top: str) -> str:
     if _first_digests.setdefault(top, digest) != digest:
         return f"{top} {uuid4().hex}"
     return " ".join([top, *versions, digest])
-
-
-def _digest(top: str) -> str:
-    """SHA-256 of all files of a package or module. Raises OSError if it has no files."""
-    module = sys.modules[top]
-    roots = [Path(path) for path in getattr(module, "__path__", ())]
-    return digest_files(roots or [Path(module.__file__ or "")])
 
 
 def digest_files(roots: Iterable[Path], ending: str = "") -> str:

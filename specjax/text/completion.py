@@ -5,6 +5,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -195,8 +197,6 @@ def byte_alphabet() -> dict[str, int]:
 
     Printable bytes stand for themselves; the others map to characters from U+0100 on, in order.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    letters = sorted(map(ord, ByteLevel.alphabet()))
+    others = iter(byte for byte in range(0x100) if byte not in letters)
+    return {chr(code): code if code < 0x100 else next(others) for code in letters}

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from specjax import Engine
 from specjax.disaggregation.channel import Channel, Deliver, Lost
 from specjax.disaggregation.dialer import Dialer
-from specjax.disaggregation.frames import encode
 from specjax.disaggregation.listener import Listener
 from specjax.disaggregation.messages import (
     Cancel,
@@ -29,6 +28,7 @@ from specjax.disaggregation.messages import (
     Refused,
     Taken,
     Weights,
+    encode,
 )
 from specjax.disaggregation.prefill import DecodeClient
 from specjax.disaggregation.remote import RemotePeer
@@ -297,11 +297,12 @@ class QuickPeer(RemotePeer):
     """Reconnect without a wait."""
 
     def __init__(self, address: str, side: Any) -> None:
-        self._side, self.address, self._is_closed = side, address, False
+        self._side = side
         hello = Hello(facts=side[1].transfer.facts | {"weights": side[1].weights})
         options: Any = {"hello": lambda: hello, "opened": self._opened}
         options["max_bytes"] = side[1].transfer.most_bytes
-        self._dialer = Dialer(address, terms(End(), **options), first_wait=0.001, max_wait=0.01)
+        waits = {"first_wait": 0.001, "max_wait": 0.01}
+        Dialer.__init__(self, address, terms(End(), **options), **waits)
 
 
 class Answers(End):

@@ -13,9 +13,8 @@ import zmq
 
 from specjax.disaggregation.channel import LANES, Channel, Deliver, Lost, Pulse, Terms, prepare
 from specjax.disaggregation.dialer import Dialer
-from specjax.disaggregation.frames import encode
 from specjax.disaggregation.listener import Listener
-from specjax.disaggregation.messages import Hello, Message, Open, Taken
+from specjax.disaggregation.messages import Hello, Message, Open, Taken, encode
 
 SECONDS = 60.0  # no step takes longer unless it hangs
 SECRET = "between us"

@@ -24,9 +24,18 @@ from specjax.disaggregation import listener as listening_module
 from specjax.disaggregation.address import check_secret, is_loopback, parse_address
 from specjax.disaggregation.channel import LANES, WINDOW, Channel, ChannelClosed, Pulse
 from specjax.disaggregation.dialer import Dialer
-from specjax.disaggregation.frames import FRAME_BYTES, encode
 from specjax.disaggregation.listener import Listener
-from specjax.disaggregation.messages import Cancel, Hello, Open, Piece, Refused, Taken, WireError
+from specjax.disaggregation.messages import (
+    FRAME_BYTES,
+    Cancel,
+    Hello,
+    Open,
+    Piece,
+    Refused,
+    Taken,
+    WireError,
+    encode,
+)
 
 from .peers import (
     HELLO,

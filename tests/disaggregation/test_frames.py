@@ -16,16 +16,13 @@ from hypothesis.extra import numpy as hnp
 from msgspec.structs import asdict, replace
 
 from specjax.disaggregation.decode import _json
-from specjax.disaggregation.frames import (
+from specjax.disaggregation.messages import (
     DTYPES,
     FRAME_BYTES,
     MAX_ARRAYS,
     MAX_RANK,
     SCHEMA,
     Assembler,
-    encode,
-)
-from specjax.disaggregation.messages import (
     Cancel,
     Hello,
     Job,
@@ -37,6 +34,7 @@ from specjax.disaggregation.messages import (
     Taken,
     Weights,
     WireError,
+    encode,
 )
 from specjax.sampling.params import SamplingParams
 

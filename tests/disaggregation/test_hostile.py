@@ -12,8 +12,8 @@ import pytest
 from specjax import Engine
 from specjax.disaggregation import decode as decoding
 from specjax.disaggregation import listener, remote
-from specjax.disaggregation.frames import Assembler, encode
 from specjax.disaggregation.messages import (
+    Assembler,
     Cancel,
     Job,
     Message,
@@ -22,6 +22,7 @@ from specjax.disaggregation.messages import (
     Refused,
     Taken,
     Weights,
+    encode,
 )
 from specjax.disaggregation.remote import RemotePeer
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from specjax import Engine
-from specjax.engine.args import EngineArgs
-from specjax.engine.other_names import ANSWERS
+from specjax.engine.args import ANSWERS, EngineArgs
 from specjax.types import DraftShape
 
 SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "EAGLE3"}

@@ -5,7 +5,7 @@ import logging
 import jax
 import pytest
 
-from specjax.models import driver
+from specjax.models import flat as driver
 from specjax.models.flat import Placement
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (me)\n"

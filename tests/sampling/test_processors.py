@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from specjax.runtime.runner import ModelRunner
-from specjax.sampling import processors
-from specjax.sampling.logit_processor import LogitInputs, LogitProcessor, NewTokens
+from specjax.sampling import logit_processor as processors
+from specjax.sampling.logit_processor import LogitInputs, LogitProcessor, NewTokens, adjust_logits
 from specjax.sampling.params import SamplingParams
-from specjax.sampling.processors import adjust_logits
 from specjax.speculative.tree import chain_input
 from specjax.testing import EAGLE3, adjusted_logits
 from specjax.types import DraftShape, SamplingTable, VerifyInput

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import cache
 
+import jax
+import numpy as np
+
 from specjax.config import DraftConfig
 from specjax.runtime.runner import Dispatched, ModelRunner
 from specjax.speculative.prefill import Chunk
@@ -69,12 +72,12 @@ def serve(
         slots = list(range(1, len(batch) + 1))
         for slot, (job, output) in zip(slots, batch, strict=True):
             result = start(runner, slot, job, **first_start)
-            logprobs = result.read_logprobs()
+            logprobs = jax.tree.map(np.asarray, result.logprobs)
             assert (logprobs is None) == (job.top_logprobs is None)
             output.take(result.read()[:1], job, logprobs, (slice(1),))
         while not all(output.is_over(job) for job, output in batch):
             result = runner.round(slots, tier)
-            packed, logprobs = result.read(), result.read_logprobs()
+            packed, logprobs = result.read(), jax.tree.map(np.asarray, result.logprobs)
             for r in range(packed.shape[0]):
                 for i, (job, output) in enumerate(batch):
                     count = packed[r, i, -1]
