@@ -4,17 +4,23 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from specjax.checkpoints.tensors import SAFETENSORS_INDEX
+from specjax.checkpoints.block import block_config
+from specjax.checkpoints.huggingface import draft_config
+from specjax.checkpoints.target import TargetCheckpoint
+from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
 from specjax.checks import check_integer
-from specjax.config import BlockConfig, DraftConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes, draft_recipes
+from specjax.text.tokenizer import Tokenizer
 
 # published name of a setting -> our name
 _PUBLISHED = {
@@ -59,7 +65,8 @@ def export_draft(
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: if the format cannot express the draft (as EAGLE-1/2) or weights do not fit.
+        ValueError: if the format cannot express the draft (EAGLE-1/2, or settings that would be
+            read back as others) or weights do not fit. Nothing is written then.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     if isinstance(config, BlockConfig):
@@ -72,14 +79,51 @@ def export_draft(
         raise ValueError(
             f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
         )
+    text = json.dumps(body, indent=2) + "\n"
+    _check_read_back(config, text, recipes)
     tensors = _published_tensors(config, recipes, weights)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / SAFETENSORS_INDEX):
         stale.unlink(missing_ok=True)
-    text = json.dumps(body, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     _write_shards(directory, tensors, max_shard_bytes)
+
+
+def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Recipes) -> None:
+    """Raise ValueError if ``config.json`` with this text would be read as another configuration."""
+    target = ModelConfig(
+        model_type="llama",
+        vocab_size=config.vocab_size,
+        hidden_size=config.target_hidden_size,
+        intermediate_size=1,
+        num_layers=max(1, *(layer + 1 for layer in config.feature_layers)),
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_position_embeddings=1,
+        dtype=config.dtype,
+    )
+    found: DraftConfig | BlockConfig
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "config.json").write_text(text, encoding="utf-8")
+        parts = [part for recipe in recipes.values() for part in recipe.parts]
+        infos = {part.name: TensorInfo(part.shape, path, config.dtype) for part in parts}
+        source = TensorSource(path, infos, lambda name: np.empty(infos[name].shape))
+        opener = partial(Tokenizer.from_pretrained, path)
+        try:
+            if isinstance(config, BlockConfig):
+                pair = TargetCheckpoint(target, path, lambda: source, "", opener)
+                found = block_config(path, source, pair)
+            else:
+                found = draft_config(path, source, target)
+        except ValueError as error:
+            shown = str(error).replace(folder, "draft")
+            raise ValueError(f"cannot export a draft that does not open: {shown}") from None
+    for name, value in vars(config).items():
+        if name != "checkpoint_format" and (other := getattr(found, name)) != value:
+            raise ValueError(f"cannot export {name}={value!r}: it would be read back as {other!r}")
 
 
 def _published_config(config: DraftConfig) -> dict[str, Any]:
@@ -105,12 +149,6 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
         (False,) * config.num_layers: {"sliding_window_non_causal": True},
         (True,) * config.num_layers: {"is_causal": True},
     }
-    if set(config.windows) - {0, window} or config.causal not in by_default:
-        raise ValueError(
-            f"cannot export windows={config.windows}, causal={config.causal}: all windows must be "
-            "equal (0 is none), and attention must be causal in all layers, in none, or in exactly "
-            "the layers with a window"
-        )
     values = dataclasses.asdict(config)
     names = {name: ours for name, ours in _PUBLISHED.items() if name in _BLOCK_BODY}
     kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
@@ -135,7 +173,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
         "sample_from_anchor": config.anchor_first,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.feature_layers],
-        **by_default[config.causal],
+        **by_default.get(config.causal, {}),
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head,
         "enable_confidence_head": config.has_confidence_head,

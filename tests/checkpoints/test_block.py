@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 from specjax.checkpoints import TargetCheckpoint, export_draft, open_draft, open_target, save_orbax
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
-from specjax.config import BlockConfig, ModelConfig
+from specjax.config import BlockConfig, ModelConfig, RopeScaling
 from specjax.models.block import BlockDraft
 from specjax.models.flat import FlatModel
 from specjax.testing import letter_tokenizer, random_weights
@@ -255,6 +256,7 @@ def test_a_drafter_in_a_targets_repository_is_downloaded(
     assert asked == [("owner/name", "abc", wanted)] * 2
 
 
+MARKOV = {"markov_head": "rnn", "markov_rank": 4}
 EXPORTED: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash anchor-first": {"anchor_first": True},
@@ -314,11 +316,27 @@ def test_exported_drafters_open_again(tmp_path: Path, name: str) -> None:
             np.testing.assert_array_equal(loaded[key], value, err_msg=key)
 
 
-def test_only_what_the_format_expresses_is_exported(tmp_path: Path) -> None:
-    for changes in ({"windows": (4, 8)}, {"causal": (True, False)}):
-        config = dataclasses.replace(DFLASH, **changes)
-        with pytest.raises(ValueError, match=r"all windows must be equal .*causal in all"):
-            export_draft(tmp_path, config, {})
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"windows": (4, 8)}, "windows=(4, 8)"),
+        ({"causal": (True, False)}, "causal=(True, False)"),
+        ({"windows": (4, 0), "causal": (False, True)}, "causal=(False, True)"),
+        ({"qkv_bias": True}, "output_bias=False"),
+        ({"output_bias": True}, "output_bias=True"),
+        ({"qk_norm": False}, "qk_norm=False"),
+        ({"has_own_lm_head": True}, "has_own_lm_head=True"),
+        (MARKOV | {"confidence_with_markov": True}, "confidence_with_markov=True"),
+        ({"rope_scaling": RopeScaling(rope_type="linear", low_freq_factor=3.0)}, "rope_scaling="),
+        ({"target_hidden_size": 32}, "hidden_size=48 differs from the target's 32"),
+    ],
+)
+def test_only_what_the_format_expresses_is_exported(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValueError, match="cannot export .*" + re.escape(name)):
+        export_draft(tmp_path, dataclasses.replace(DFLASH, **changes), {})
+    assert not list(tmp_path.iterdir())
 
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (

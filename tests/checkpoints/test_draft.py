@@ -645,6 +645,9 @@ def test_export_respects_the_umask(tmp_path: Path, max_shard_bytes: int) -> None
     assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
 
 
+TIED = {"ties_lm_head": True, "has_own_embedding": True, "draft_vocab_size": VOCAB}
+
+
 def test_export_refusals(tmp_path: Path) -> None:
     weights = random_weights(HEAD, 0)
     others = {k: v for k, v in weights.items() if k != "norm.scale"} | {"x": 1}
@@ -654,6 +657,8 @@ def test_export_refusals(tmp_path: Path) -> None:
         (HEAD, others, 1, r"missing \['norm\.scale'\], unknown \['x'\]"),
         (HEAD, short, 1, r"'fc\.kernel' has shape \(95, 32\)"),
         (HEAD, weights, 0, "max_shard_bytes=0"),
+        (dataclasses.replace(HEAD, **TIED), {}, 1, "cannot export has_own_lm_head=True"),
+        (dataclasses.replace(HEAD, hidden_size=64), {}, 1, "does not open: .*hidden_size=64"),
     ):
         with pytest.raises(ValueError, match=message):
             export_draft(tmp_path, config, arrays, max_shard_bytes=size)
