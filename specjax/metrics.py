@@ -200,9 +200,8 @@ class Totals:
     ) -> None:
         """Count verifies of one request; ``accepted`` has the accepted drafts of each verify.
 
-        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts. There,
-        the ``num_dropped`` drafts that were accepted after the request's end count too. Without
-        them, or without the rounds that were cut, a good draft would seem bad on short requests.
+        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts. This
+        includes the ``num_dropped`` drafts after the request's end, so that short ones do not warn.
         """
         with self.lock:
             self.num_dropped_drafts += num_dropped

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
@@ -105,7 +104,7 @@ class AdaptiveConfig:
             )
         default = DEFAULT_CANDIDATES[policy]
         wanted = [slot.candidate_steps or default for slot in self.slots]
-        tiers = sorted(set(tiers) or set(map(DraftShape.chain, chain(*wanted))))
+        tiers = sorted(set(tiers) or {DraftShape.chain(n) for steps in wanted for n in steps})
         slots = []
         for slot, steps in zip(self.slots, wanted, strict=True):
             own = tuple(tier for tier in tiers if tier.steps in steps)
@@ -115,11 +114,6 @@ class AdaptiveConfig:
                 raise ValueError(f"candidate_steps={missing} have no tier; available {tiers=}")
             slots.append(replace(slot, candidate_steps=found, tiers=own))
         return AdaptiveConfig(slots=tuple(slots), policy=policy)
-
-    @property
-    def named_steps(self) -> tuple[int, ...]:
-        """The candidates that the configuration names; defaults that do not fit are dropped."""
-        return tuple(sorted({count for slot in self.slots for count in slot.candidate_steps}))
 
     def slot_index(self, batch_size: int) -> int:
         """Index of the last slot with ``min_batch_size <= batch_size``, or 0 if there is none."""
@@ -132,7 +126,8 @@ class AdaptiveConfig:
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
-        return tuple(sorted({tier.steps for tier in self.tiers}))
+        """The candidates of all slots; without defaults until the configuration is resolved."""
+        return tuple(sorted({count for slot in self.slots for count in slot.candidate_steps}))
 
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | AdaptiveConfig | None

@@ -17,7 +17,7 @@ from specjax.checkpoints.huggingface import draft_config
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
 from specjax.checks import check_integer
-from specjax.config import BlockConfig, DraftConfig, ModelConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, TransformerConfig
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes, draft_recipes
 from specjax.text.tokenizer import Tokenizer
@@ -30,20 +30,15 @@ _PUBLISHED = {
     "tie_word_embeddings": "ties_lm_head",
     "torch_dtype": "dtype",
     "fc_norm": "has_fc_norm",
+    "num_hidden_layers": "num_layers",
+} | {
+    name: name
+    for name in (
+        *("hidden_size", "target_hidden_size", "intermediate_size", "head_dim", "vocab_size"),
+        *("draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "norm_output"),
+        *("max_position_embeddings", "norm_before_residual", "norm_before_fc", "mask_token_id"),
+    )
 }
-_PUBLISHED_ALIKE = (
-    *("hidden_size", "target_hidden_size", "intermediate_size", "head_dim", "vocab_size"),
-    *("draft_vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"),
-    *("norm_before_residual", "norm_before_fc", "norm_output", "mask_token_id"),
-)
-
-
-# keys of a block drafter's ``transformer_layer_config``
-_BLOCK_BODY = (
-    *("num_attention_heads", "num_key_value_heads", "attention_bias", "hidden_size"),
-    *("intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta"),
-    *("rope_scaling", "max_position_embeddings"),
-)
 
 
 def export_draft(
@@ -92,18 +87,10 @@ def export_draft(
 
 def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Recipes) -> None:
     """Raise ValueError if ``config.json`` with this text would be read as another configuration."""
-    target = ModelConfig(
-        model_type="llama",
-        vocab_size=config.vocab_size,
-        hidden_size=config.target_hidden_size,
-        intermediate_size=1,
-        num_layers=max(1, *(layer + 1 for layer in config.feature_layers)),
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        max_position_embeddings=1,
-        dtype=config.dtype,
-    )
+    sizes = {one.name: getattr(config, one.name) for one in dataclasses.fields(TransformerConfig)}
+    sizes |= {"hidden_size": config.target_hidden_size, "max_position_embeddings": 1}
+    sizes |= {"num_layers": max(1, *(layer + 1 for layer in config.feature_layers))}
+    target = ModelConfig(model_type="llama", **sizes)
     found: DraftConfig | BlockConfig
     with TemporaryDirectory() as folder:
         path = Path(folder)
@@ -112,15 +99,11 @@ def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Reci
         infos = {part.name: TensorInfo(part.shape, path, config.dtype) for part in parts}
         source = TensorSource(path, infos, lambda name: np.empty(infos[name].shape))
         opener = partial(Tokenizer.from_pretrained, path)
-        try:
-            if isinstance(config, BlockConfig):
-                pair = TargetCheckpoint(target, path, lambda: source, "", opener)
-                found = block_config(path, source, pair)
-            else:
-                found = draft_config(path, source, target)
-        except ValueError as error:
-            shown = str(error).replace(folder, "draft")
-            raise ValueError(f"cannot export a draft that does not open: {shown}") from None
+        pair = TargetCheckpoint(target, path, lambda: source, "", opener)
+        if isinstance(config, BlockConfig):
+            found = block_config(path, source, pair)
+        else:
+            found = draft_config(path, source, target)
     for name, value in vars(config).items():
         if name != "checkpoint_format" and (other := getattr(found, name)) != value:
             raise ValueError(f"cannot export {name}={value!r}: it would be read back as {other!r}")
@@ -132,9 +115,7 @@ def _published_config(config: DraftConfig) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "num_hidden_layers": config.num_layers,
         **{name: values[ours] for name, ours in _PUBLISHED.items()},
-        **{name: values[name] for name in _PUBLISHED_ALIKE},
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
             "use_aux_hidden_state": True,
@@ -150,7 +131,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
         (True,) * config.num_layers: {"is_causal": True},
     }
     values = dataclasses.asdict(config)
-    names = {name: ours for name, ours in _PUBLISHED.items() if name in _BLOCK_BODY}
+    body = {"qkv_bias", *(field.name for field in dataclasses.fields(TransformerConfig))}
     kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
     algorithm = "dspark" if config.markov_head else "dflash"
     method = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
@@ -160,9 +141,7 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
         "transformer_layer_config": {
             "model_type": "qwen3",
             "hidden_act": "silu",
-            "num_hidden_layers": config.num_layers,
-            **{name: values[ours] for name, ours in names.items()},
-            **{name: values[name] for name in _BLOCK_BODY if name in values},
+            **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in body},
             "layer_types": kinds,
             "sliding_window": window or None,
         },

@@ -296,7 +296,7 @@ class EngineArgs:
 
     @cached_property
     def adaptive(self) -> AdaptiveConfig | None:
-        """Adaptive configuration with its policy; ``None`` if the tier is fixed."""
+        """Adaptive configuration before it is resolved; ``None`` if the tier is fixed."""
         if not self.speculative_adaptive:
             return None
         config = load_adaptive_config(self.speculative_adaptive_config)
@@ -333,7 +333,7 @@ class EngineArgs:
             try:
                 shapes.append(self.algorithm.draft_shape(self, count))
             except ValueError:  # default candidates that are too large are dropped
-                if count in self.adaptive.named_steps or not any(s.steps for s in shapes):
+                if count in self.adaptive.candidate_steps or not any(s.steps for s in shapes):
                     raise
         return tuple(shapes)
 

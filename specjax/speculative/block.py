@@ -64,27 +64,22 @@ class Block(SpeculativeAlgorithm):
         return DraftShape.chain(self.checked_steps(args, steps))
 
     def fit_shapes(self, args: Any, config: BlockConfig) -> tuple[DraftShape, ...]:
-        """Give tiers the rows of the block; raise ValueError if a tier has too many drafts.
-
-        Default candidates of adaptive decoding that have too many are dropped.
-        """
-        most, shapes = config.num_drafts, args.shapes
+        """Give tiers the rows of the block; refuse tiers with more drafts, or drop default ones."""
+        most, shapes, adaptive = config.num_drafts, args.shapes, args.adaptive
         given = args.speculative_num_steps, args.speculative_num_draft_tokens
-        if args.adaptive is None and given == (None, None):
+        if adaptive is None and given == (None, None):
             shapes = (DraftShape.chain(most),)
-        if args.adaptive is not None:
-            named = args.adaptive.named_steps
-            shapes = tuple(s for s in shapes if s.steps <= most or s.steps in named)
         for shape in shapes:
-            if shape.steps > most:
+            if shape.steps > most and (adaptive is None or shape.steps in adaptive.candidate_steps):
                 knob, mend = "speculative_num_steps", "lower it or leave it out"
-                if args.adaptive is not None:
+                if adaptive is not None:
                     knob, mend = "candidate_steps", "lower it in speculative_adaptive_config"
                 raise ValueError(
                     f"{knob}={shape.steps} exceeds the {most} drafts of a block of {config.block} "
                     f"rows; {mend}"
                 )
-        return tuple(s._replace(block=config.block) if s.steps else s for s in shapes)
+        fitting = (s for s in shapes if s.steps <= most)
+        return tuple(s._replace(block=config.block) if s.steps else s for s in fitting)
 
     def open_draft(
         self, args: Any, target: TargetCheckpoint, draft: Any

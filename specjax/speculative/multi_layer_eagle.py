@@ -72,7 +72,7 @@ class MultiLayerEagle(NetworkAlgorithm):
         super().create_worker(args)
         steps = [1, args.speculative_num_steps or 1]
         if args.adaptive is not None:
-            steps += args.adaptive.named_steps
+            steps += args.adaptive.candidate_steps
         return replace(self, num_modules=max(steps))
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:

@@ -127,7 +127,7 @@ def test_slots_inherit_common_keys() -> None:
     resolved = config.resolve("ema")
     assert [slot.candidate_steps for slot in resolved.slots] == [(1, 3, 7), (0, 1)]
     assert resolved.candidate_steps == (0, 1, 3, 7)
-    assert config.named_steps == (0, 1)
+    assert config.candidate_steps == (0, 1)
 
 
 def test_default_candidates_without_a_tier_are_dropped() -> None:

@@ -334,7 +334,7 @@ def test_exported_drafters_open_again(tmp_path: Path, name: str) -> None:
 def test_only_what_the_format_expresses_is_exported(
     tmp_path: Path, changes: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(ValueError, match="cannot export .*" + re.escape(name)):
+    with pytest.raises(ValueError, match=re.escape(name)):
         export_draft(tmp_path, dataclasses.replace(DFLASH, **changes), {})
     assert not list(tmp_path.iterdir())
 

@@ -658,7 +658,7 @@ def test_export_refusals(tmp_path: Path) -> None:
         (HEAD, short, 1, r"'fc\.kernel' has shape \(95, 32\)"),
         (HEAD, weights, 0, "max_shard_bytes=0"),
         (dataclasses.replace(HEAD, **TIED), {}, 1, "cannot export has_own_lm_head=True"),
-        (dataclasses.replace(HEAD, hidden_size=64), {}, 1, "does not open: .*hidden_size=64"),
+        (dataclasses.replace(HEAD, hidden_size=64), {}, 1, "hidden_size=64"),
     ):
         with pytest.raises(ValueError, match=message):
             export_draft(tmp_path, config, arrays, max_shard_bytes=size)
