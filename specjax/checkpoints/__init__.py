@@ -1,15 +1,8 @@
 """Load and save checkpoints of targets and drafts: Hugging Face, GGUF and orbax."""
 
-from specjax.checkpoints.draft import DraftCheckpoint, open_draft
-from specjax.checkpoints.export import export_draft
-from specjax.checkpoints.orbax import save_orbax
-from specjax.checkpoints.target import TargetCheckpoint, open_target
-
-__all__ = [
-    "DraftCheckpoint",
-    "TargetCheckpoint",
-    "export_draft",
-    "open_draft",
-    "open_target",
-    "save_orbax",
-]
+from specjax.checkpoints.draft import DraftCheckpoint as DraftCheckpoint
+from specjax.checkpoints.draft import open_draft as open_draft
+from specjax.checkpoints.export import export_draft as export_draft
+from specjax.checkpoints.orbax import save_orbax as save_orbax
+from specjax.checkpoints.target import TargetCheckpoint as TargetCheckpoint
+from specjax.checkpoints.target import open_target as open_target

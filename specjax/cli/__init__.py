@@ -1,5 +1,3 @@
 """The command line."""
 
 from specjax.cli.main import main as main
-
-__all__ = ["main"]

@@ -2,5 +2,3 @@
 
 from specjax.engine.disaggregated import DisaggregatedEngine as DisaggregatedEngine
 from specjax.engine.engine import Engine as Engine
-
-__all__ = ["DisaggregatedEngine", "Engine"]

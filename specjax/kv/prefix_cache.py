@@ -30,7 +30,6 @@ class Node:
     key: Key = ()
     page: int = 0
     children: dict[Key, Node] = field(default_factory=dict)
-    handles: int = 0  # number of locks taken on this node
     locks: int = 0  # number of locks taken on this node and all nodes below it
 
 
@@ -86,7 +85,6 @@ class PrefixCache:
         """Protect the pages of a match until :meth:`unlock`; locks are counted."""
         if node.parent is None and node is not self._root:
             raise ValueError("the matched pages were evicted; match again before locking")
-        node.handles += 1
         for above in self._upwards(node):
             if above.locks == 0:
                 del self._evictable[above]
@@ -94,9 +92,6 @@ class PrefixCache:
 
     def unlock(self, node: Node) -> None:
         """Undo one :meth:`lock`; pages without another lock are marked as used now."""
-        if node.handles == 0:
-            raise ValueError("the match to unlock is not locked")
-        node.handles -= 1
         for above in self._upwards(node):
             above.locks -= 1
         self._mark_used(node)
@@ -110,21 +105,12 @@ class PrefixCache:
 
         Returns:
             Pages that the caller still owns: duplicates, and pages after :meth:`num_full_pages`.
-
-        Raises:
-            ValueError: for repeated pages, page 0, or pages of another prefix; none is then taken.
         """
         num_full = min(self.num_full_pages(len(tokens)), len(pages))
         node, cached = self._walk(tokens, num_full)
         new = list(pages[len(cached) : num_full])
         duplicates = [page for page, own in zip(pages, cached, strict=False) if page != own]
         rest = [page for page in pages[num_full:] if page not in self._held]
-        offered = {*duplicates, *new, *rest}
-        if len(offered) != len(duplicates) + len(new) + len(rest) or 0 in offered:
-            raise ValueError(f"pages {list(pages)} must not repeat a page or have padding page 0")
-        if not self._held.isdisjoint(offered):
-            wrong = sorted(self._held & offered)
-            raise ValueError(f"pages {wrong} are cached under another prefix")
         for index, page in enumerate(new, len(cached)):
             parent, key = node, self._key(tokens, index)
             node = parent.children[key] = Node(parent, key, page)

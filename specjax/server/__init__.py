@@ -6,5 +6,3 @@ except ImportError as error:
     raise ImportError("serving needs starlette and uvicorn: pip install -e '.[serve]'") from error
 
 from specjax.server.app import make_app as make_app
-
-__all__ = ["make_app"]

@@ -7,7 +7,7 @@ scheduling and the compiled rounds. The shared code does not depend on the algor
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +88,12 @@ class StateSizes(NamedTuple):
 class CommonAlgorithm:
     """Methods of all algorithms, built-in or registered, with the names they have in SGLang."""
 
+    name: str
+
     # these tell authors which algorithm runs; the engine does not call them
 
     def is_none(self) -> bool:
-        return False
+        return self.name == "NONE"
 
     def is_some(self) -> bool:
         return not self.is_none()
@@ -100,22 +102,22 @@ class CommonAlgorithm:
         return not self.is_none()
 
     def is_eagle(self) -> bool:
-        return False
+        return self.name in ("EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE")
 
     def is_eagle3(self) -> bool:
-        return False
+        return self.name == "EAGLE3"
 
     def is_standalone(self) -> bool:
-        return False
+        return self.name == "STANDALONE"
 
     def is_ngram(self) -> bool:
-        return False
+        return self.name == "NGRAM"
 
     def is_dflash(self) -> bool:
-        return False
+        return self.name == "DFLASH"
 
     def is_dspark(self) -> bool:
-        return False
+        return self.name == "DSPARK"
 
     def supports_target_verify_for_draft(self) -> bool:
         """Whether drafting runs the draft network once over all T rows, like a verify pass.
@@ -185,6 +187,13 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     MULTI_LAYER_EAGLE = _BuiltIn()
     DFLASH = _BuiltIn()
     DSPARK = _BuiltIn()
+
+    # whether Batch.history must be complete even after a prefix-cache hit
+    needs_history: ClassVar[bool] = False
+    # whether a round may be dispatched before the host has read the previous one
+    supports_overlap: ClassVar[bool] = True
+    # whether chains have ``draft_probs``, the probabilities from which drafts were drawn
+    supports_rejection_sampling: ClassVar[bool] = False
 
     name: str
 
@@ -315,24 +324,9 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         """Number of later tokens on which a position's state depends; in the prefix-cache key."""
         return 0
 
-    @property
-    def needs_history(self) -> bool:
-        """Whether :attr:`Batch.history` must be complete even after a prefix-cache hit."""
-        return False
-
     def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
         """Upper bound in bytes of the device memory that ``propose`` needs apart from logits."""
         return 0
-
-    @property
-    def supports_overlap(self) -> bool:
-        """Whether a round may be dispatched before the host has read the previous one."""
-        return True
-
-    @property
-    def supports_rejection_sampling(self) -> bool:
-        """Whether chains have ``draft_probs``, the probabilities from which drafts were drawn."""
-        return False
 
     def adaptive_unsupported_reason(self, args: Any) -> str | None:
         """The reason why the number of steps cannot adapt; ``None`` if it can."""
@@ -385,9 +379,6 @@ class Plain(SpeculativeAlgorithm):
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         return DraftShape.chain(0)
-
-    def is_none(self) -> bool:
-        return True
 
     def propose(
         self, batch: Batch, state: State, rows: Rows, shape: DraftShape

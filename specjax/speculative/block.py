@@ -9,7 +9,7 @@ rows see each other. A tier sets how many of its drafts are verified.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Block(SpeculativeAlgorithm):
         has_markov: whether a Markov head adjusts the logits of each draft to the previous draft.
     """
 
+    supports_rejection_sampling: ClassVar[bool] = True
     has_markov: bool
 
     # host side
@@ -103,16 +104,6 @@ class Block(SpeculativeAlgorithm):
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
         return networks.draft_config.feature_layers
-
-    def is_dflash(self) -> bool:
-        return not self.has_markov
-
-    def is_dspark(self) -> bool:
-        return self.has_markov
-
-    @property
-    def supports_rejection_sampling(self) -> bool:
-        return True
 
     # traced
 

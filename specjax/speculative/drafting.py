@@ -51,6 +51,7 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
     """Drafts with a network. The state is the network's KV pool ``[L, num_kv, 2, KV, H]``."""
 
     default_steps: ClassVar[int] = 5
+    supports_rejection_sampling: ClassVar[bool] = True
 
     def draft_shape(self, args: Any, steps: int | None = None) -> DraftShape:
         topk, nodes = args.speculative_eagle_topk, args.speculative_num_draft_tokens
@@ -85,10 +86,6 @@ class NetworkAlgorithm(SpeculativeAlgorithm):
 
     def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
         return kv_pool(networks.draft_config, sizes.num_kv)
-
-    @property
-    def supports_rejection_sampling(self) -> bool:
-        return True
 
 
 # sizes

@@ -92,12 +92,6 @@ class Eagle(NetworkAlgorithm):
         """The KV at a position depends on the token after it."""
         return 1
 
-    def is_eagle(self) -> bool:
-        return True
-
-    def is_eagle3(self) -> bool:
-        return self.checkpoint_format == "eagle-3"
-
     # traced
 
     def build_disagg_draft_input(

@@ -108,9 +108,6 @@ class MultiLayerEagle(NetworkAlgorithm):
         """KV index ``i`` of the last module depends on token ``i + num_modules``."""
         return self.num_modules
 
-    def is_eagle(self) -> bool:
-        return True
-
     # traced
 
     def build_disagg_draft_input(

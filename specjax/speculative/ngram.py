@@ -7,7 +7,7 @@ device, so a round needs nothing from the host and can be dispatched early.
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -187,6 +187,7 @@ class Ngram(SpeculativeAlgorithm):
         has_corpus: whether to search a corpus in addition to the text.
     """
 
+    needs_history: ClassVar[bool] = True
     window: tuple[int, int] = (1, 12)
     breadth: int = 10
     by_frequency: bool = False
@@ -263,17 +264,10 @@ class Ngram(SpeculativeAlgorithm):
     ) -> FlatModel[Any]:
         return FlatModel.empty() if config is None else FlatModel.of(partial(CorpusTable, config))
 
-    @property
-    def needs_history(self) -> bool:
-        return True
-
     def draft_bytes(self, batch: int, context: int, shape: DraftShape) -> int:
         # The search allocates arrays [B, C], and the tree compares all pairs of candidates. On a
         # CPU, XLA takes 12.1 bytes per token of the history, and 4.2 to 4.6 per pair.
         return batch * (16 * context + 5 * (shape.steps * self.breadth) ** 2)
-
-    def is_ngram(self) -> bool:
-        return True
 
     # traced
 

@@ -66,9 +66,6 @@ class Standalone(NetworkAlgorithm):
         """The KV of a token is certain to exist only once two more tokens follow it."""
         return 2
 
-    def is_standalone(self) -> bool:
-        return True
-
     # traced
 
     def prefill(

@@ -61,38 +61,6 @@ def test_fewer_pages_than_tokens_may_be_offered() -> None:
     assert cache.match(text("a", "b", "c", "d"))[1] == pages
 
 
-@pytest.mark.parametrize(
-    ("tokens", "wrong", "match"),
-    [
-        (("x", "y", "z"), lambda page, held: [page, page], "repeat"),
-        (("x", "y", "z"), lambda page, held: [page, 0], "padding"),
-        (("x", "y", "z"), lambda page, held: [page, held[1]], "another"),
-        (("a", "b", "c"), lambda page, held: [held[1], page], "another"),
-    ],
-)
-def test_wrong_pages_are_refused_and_nothing_is_taken(tokens, wrong, match) -> None:
-    cache, pool = make_cache()
-    held = store(cache, pool, text("a", "b", "c1"))
-    with pytest.raises(ValueError, match=match):
-        cache.insert(text(*tokens), wrong(pool.take(1)[0], held))
-    assert cache.num_pages == cache.num_evictable == 2
-    assert cache.match(text("a", "b", "c"))[1] == held
-
-
-def test_only_locked_matches_can_be_unlocked() -> None:
-    """A lock of a longer match does not count."""
-    cache, pool = make_cache(lookahead=0)
-    store(cache, pool, text("a", "b", "c", "d"))
-    whole, half = (cache.match(text(*pages))[0] for pages in ("abcde", "abx"))
-    cache.lock(whole)
-    with pytest.raises(ValueError, match="not locked"):
-        cache.unlock(half)
-    assert cache.num_evictable == 0
-    cache.unlock(whole)
-    with pytest.raises(ValueError, match="not locked"):
-        cache.unlock(whole)
-
-
 def test_a_wrong_lookahead_is_refused() -> None:
     with pytest.raises(ValueError, match="lookahead=-1"):
         PrefixCache(PageAllocator(4, 4), lookahead=-1)
