@@ -34,7 +34,7 @@ def main() -> None:
     with Engine(
         speculative_algorithm="EAGLE3",
         speculative_adaptive=True,
-        speculative_adaptive_config={"candidate_steps": [0, 1, 3], "policy": "cost"},
+        speculative_adaptive_config={"candidate_steps": [0, 1, 3], "policy": "budget"},
         context_length=256,
         max_running_requests=4,
     ) as engine:

@@ -42,7 +42,7 @@ SHORT = {
 }
 ADAPTIVE = "speculative_adaptive"
 CONFIG = f"{ADAPTIVE}_config"
-CASES = [PLAIN, "steps=1", "steps=3", "steps=7", "policy=ema", "policy=cost"]
+CASES = [PLAIN, "steps=1", "steps=3", "steps=7", "policy=ema", "policy=budget"]
 DEFAULTS: dict[str, dict[str, Any]] = {
     "compare": {"prompts": [str(common.PROMPTS)], "batch": [1, 8, 32], "num_prompts": 32},
     "adaptive": {"prompts": ["transition"], "batch": [2], "num_prompts": 8, "case": CASES},

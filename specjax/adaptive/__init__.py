@@ -1,5 +1,6 @@
 """Adaptive speculation: choose how many tokens to draft in the next round."""
 
+from specjax.adaptive.budget import BudgetPolicy as BudgetPolicy
 from specjax.adaptive.config import AdaptiveConfig as AdaptiveConfig
 from specjax.adaptive.config import AdaptiveSlot as AdaptiveSlot
 from specjax.adaptive.config import load_adaptive_config as load_adaptive_config
@@ -7,5 +8,4 @@ from specjax.adaptive.controller import AdaptiveController as AdaptiveController
 from specjax.adaptive.controller import AdaptiveSpecPolicy as AdaptiveSpecPolicy
 from specjax.adaptive.controller import AdaptiveSpecWorker as AdaptiveSpecWorker
 from specjax.adaptive.controller import SpecRuntimeState as SpecRuntimeState
-from specjax.adaptive.cost import CostAwarePolicy as CostAwarePolicy
 from specjax.adaptive.ema import AdaptiveSpeculativeParams as AdaptiveSpeculativeParams

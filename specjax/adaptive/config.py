@@ -17,7 +17,7 @@ from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
 # the steps of each policy's default tiers, used if the configuration has no candidates
-DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "cost": (0, 1, 3, 7)}
+DEFAULT_CANDIDATES = {"ema": (1, 3, 7), "budget": (0, 1, 3, 7)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def _check(name: str, value: Any) -> Any:
 class AdaptiveConfig:
     """A policy, and one slot per range of batch sizes; the first also serves smaller batches.
 
-    The policy is ``"ema"``, ``"cost"``, or ``None`` to let the caller choose. Slots must ascend.
+    The policy is ``"ema"``, ``"budget"``, or ``None`` to let the caller choose. Slots must ascend.
     """
 
     slots: tuple[AdaptiveSlot, ...] = (AdaptiveSlot(),)

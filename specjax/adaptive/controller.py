@@ -74,13 +74,25 @@ class AdaptiveSpecPolicy(Protocol):
     def tier(self) -> DraftShape:
         """The tier of the last decision, or the initial tier."""
 
-    def tier_for_batch(self, batch_size: int) -> DraftShape:
-        """The tier for the next round of ``batch_size`` rows; does not change any state."""
+    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+        """The tier for the next round of ``batch_size`` rows; does not change any state.
+
+        ``context`` is the mean number of tokens per request, or 0 if it is unknown.
+        """
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
+        self,
+        num_accepted_drafts: Sequence[int],
+        *,
+        tier: DraftShape,
+        batch_size: int,
+        num_proposed_drafts: Sequence[int] | None = None,
+        context: float = 0.0,
     ) -> bool:
-        """Record a round in any tier; return whether the tier for this batch size changed."""
+        """Record a round in any tier; return whether the tier for this batch size changed.
+
+        By default, all drafts of the tier were proposed.
+        """
 
     def describe(self) -> dict[str, Any]:
         """The policy's metrics as JSON values, for server information."""
@@ -190,11 +202,14 @@ class AdaptiveController:
         *,
         tier: DraftShape | None = None,
         batch_size: int | None = None,
+        num_proposed_drafts: Sequence[int] | None = None,
+        context: float = 0.0,
     ) -> bool:
         """Record one verified round; return whether the tier for its batch size changed.
 
         ``num_accepted_drafts`` has the accepted drafts of each live row, without the bonus token; 0
-        in a plain round. ``tier`` and ``batch_size`` (rows, including padding) are those of the
+        in a plain round. ``num_proposed_drafts`` has the proposed ones, by default all of the tier.
+        ``tier`` and ``batch_size`` (rows, including padding) are those of the
         round. If they are left out, the round ran in the current tier with one row per count, and
         the state of the next tier is applied before the call returns.
 
@@ -212,7 +227,13 @@ class AdaptiveController:
         if executed not in self.tiers:
             raise ValueError(f"{tier=} is not one of tiers={self.policy.tiers}")
         size = rows if batch_size is None else batch_size
-        has_moved = self.policy.on_verify_complete(counts, tier=executed, batch_size=size)
+        has_moved = self.policy.on_verify_complete(
+            counts,
+            tier=executed,
+            batch_size=size,
+            num_proposed_drafts=num_proposed_drafts,
+            context=context,
+        )
         figures = self.tiers[executed]
         figures.rounds += 1
         figures.proposed_drafts += (executed.nodes - 1) * rows
@@ -223,12 +244,13 @@ class AdaptiveController:
             self.activate_for_batch(size)
         return has_moved
 
-    def activate_for_batch(self, batch_size: int) -> DraftShape:
+    def activate_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
         """Return the tier for the next round of ``batch_size`` rows, and apply its state.
 
-        ``batch_size`` includes padding. Raises ValueError if the worker has no state for the tier.
+        ``batch_size`` includes padding; ``context`` is the mean number of tokens per request.
+        Raises ValueError if the worker has no state for the tier.
         """
-        tier = self.policy.tier_for_batch(batch_size)
+        tier = self.policy.tier_for_batch(batch_size, context)
         if self.worker is not None and tier not in self._states:
             raise ValueError(f"{tier=} has no state; call init_states()")
         if tier != self.tier:

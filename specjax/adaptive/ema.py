@@ -108,7 +108,7 @@ class AdaptiveSpeculativeParams:
         """Average accepted drafts per row in that slot, without the bonus token."""
         return max(0.0, self.state.ema)  # negative if a slot started at step 0 without a probe yet
 
-    def tier_for_batch(self, batch_size: int) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
         return self._states[self.config.slot_index(batch_size)].tier
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:
@@ -124,7 +124,13 @@ class AdaptiveSpeculativeParams:
         return self.tier != before
 
     def on_verify_complete(
-        self, num_accepted_drafts: Sequence[int], *, tier: DraftShape, batch_size: int
+        self,
+        num_accepted_drafts: Sequence[int],
+        *,
+        tier: DraftShape,
+        batch_size: int,
+        num_proposed_drafts: Sequence[int] | None = None,
+        context: float = 0.0,
     ) -> bool:
         """Do the same as :meth:`update`, but ignore rounds that ran in another tier."""
         if tier != self.tier_for_batch(batch_size):

@@ -14,8 +14,9 @@ from specjax.adaptive import (
     AdaptiveController,
     AdaptiveSpecPolicy,
     AdaptiveSpeculativeParams,
-    CostAwarePolicy,
+    BudgetPolicy,
 )
+from specjax.adaptive.cost import CONTEXTS
 from specjax.checks import check_number
 from specjax.compiling.cache import CompileCache, open_compile_cache
 from specjax.compiling.pool import CompiledFunction
@@ -34,10 +35,9 @@ from specjax.types import DraftShape
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = "round_seconds"
-# maximum KV tokens per measured row; attention then has its usual share of the time
-CONTEXT = 512
-SECONDS = 0.25
-STRETCHES = 5
+# measuring takes this long in all, in stretches that take turns
+SECONDS = 2.0
+STRETCHES = 3
 MOST_DISPATCHES = 64
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -187,73 +187,87 @@ def make_controller(args: EngineArgs, runner: ModelRunner) -> AdaptiveController
     if config.policy == "ema":
         policy = AdaptiveSpeculativeParams(first, config, runner.config.shapes)
     else:
-        policy = CostAwarePolicy(round_seconds(runner), first, config)
+        policy = BudgetPolicy(round_seconds(runner), first, config)
     return AdaptiveController(None, policy)
 
 
-def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
-    """Return seconds per round by (tier, batch bucket); measure them if they are not cached."""
+def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[float]]:
+    """Return seconds per round by (tier, batch bucket), at each of :data:`CONTEXTS`.
+
+    They are measured if they are not cached.
+    """
     cache, config = runner.compiled.cache, runner.config
     pairs = product(config.shapes, config.batch_buckets)
     keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in pairs}
     kept = None if cache is None else cache.load_json(ROUND_SECONDS)
     if kept is not None:
         try:
-            return {pair: check_number(k, kept.get(k), above=0) for pair, k in keys.items()}
-        except ValueError as error:
+            return {
+                pair: [check_number(k, x, above=0) for x in kept.get(k) or [None]]
+                for pair, k in keys.items()
+            }
+        except (ValueError, TypeError) as error:
             logger.warning("measuring round times again: cached ones are invalid: %s", error)
     seconds = measure_round_seconds(runner)
     for pair, key in keys.items():
-        logger.info("round of %s: %.2f ms", key, 1e3 * seconds[pair])
+        shown = " and ".join(f"{1e3 * value:.2f}" for value in seconds[pair])
+        logger.info("round of %s: %s ms with %d and %d tokens", key, shown, *CONTEXTS)
     if cache is not None:
         cache.store_json(ROUND_SECONDS, {key: seconds[pair] for pair, key in keys.items()})
     return seconds
 
 
-def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], float]:
-    """Measure seconds per round by (tier, batch bucket): the median of a few stretches.
+def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[float]]:
+    """Measure seconds per round by (tier, batch bucket) at each context: medians of stretches.
 
-    Rounds are dispatched without a read in between, as in serving. The rows are greedy. Their KV is
-    zero or left over, because its values do not affect the time. The pairs take turns stretch by
-    stretch, so that a temporary slowdown of the device affects all of them. The runner must have no
-    requests; only the contents of its pages change.
+    Rounds are dispatched without a read in between, as in serving. The rows are greedy, and their
+    last tokens differ. Their KV is zero or left over, because its values do not affect the time.
+    The measurements take turns stretch by stretch, so that a temporary slowdown of the device
+    affects all of them. The runner must have no requests; only the contents of its pages change.
     """
     config = runner.config
     pairs = list(product(config.shapes, config.batch_buckets))
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
-    counts = {}
-    for pair in pairs:
-        # the first dispatches of a function load it and capture its CUDA graphs
-        _run(runner, *pair, 1)
-        once = _run(runner, *pair, 1) * config.rounds_per_dispatch
-        counts[pair] = max(1, round(SECONDS / STRETCHES / once))
+    for pair in pairs:  # the first dispatches of a function load it and capture its CUDA graphs
+        _run(runner, *pair, CONTEXTS[0], 1)
+    share = SECONDS / (len(pairs) * len(CONTEXTS) * STRETCHES)
+    points = list(product(pairs, CONTEXTS))
     stretches = [
-        {pair: _run(runner, *pair, counts[pair]) for pair in pairs} for _ in range(STRETCHES)
+        {(pair, context): _run(runner, *pair, context, share) for pair, context in points}
+        for _ in range(STRETCHES)
     ]
     runner.reset_rows()
     for slot in range(1, config.num_slots):
         runner.clear_slot(slot)
     jax.block_until_ready(runner.on_device)
-    return {pair: float(np.median([times[pair] for times in stretches])) for pair in pairs}
+    medians = {one: float(np.median([times[one] for times in stretches])) for one in points}
+    return {pair: [medians[pair, context] for context in CONTEXTS] for pair in pairs}
 
 
-def _run(runner: ModelRunner, tier: DraftShape, bucket: int, count: int) -> float:
-    """Return seconds per round over up to ``count`` dispatches, after a warm-up dispatch."""
+def _room(runner: ModelRunner, bucket: int, context: int) -> tuple[int, int, int]:
+    """Pages per request, tokens that fill them up to ``context``, and dispatches that fit then."""
+    config = runner.config
+    pages = min(config.pages_per_request, (config.num_pages - 1) // bucket)
+    room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
+    filled = max(1, min(context, room - 3 * advance))
+    return pages, filled, max(1, (room - filled) // advance - 2)
+
+
+def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, seconds: float) -> float:
+    """Return seconds per round over dispatches that take about ``seconds``, after one more."""
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
-    pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
-    room = pages * config.page_size
-    advance = config.kv_writes.after(config.rounds_per_dispatch)
-    filled = max(1, min(CONTEXT, room - 2 * advance))
-    # the pages must also hold the tokens of the warm-up dispatch
-    count = max(1, min(count, MOST_DISPATCHES, (room - filled) // advance - 2))
+    pages, filled, most = _room(runner, len(slots), context)
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
         lens[slot], remaining[slot] = filled, UNLIMITED
         runner.set_pages(slot, range(1 + (slot - 1) * pages, 1 + slot * pages))
     runner.reset_rows(lens, remaining)
+    started = time.perf_counter()
     runner.round(slots, tier).read()
+    wanted = seconds / (time.perf_counter() - started)
+    count = max(1, min(round(wanted), MOST_DISPATCHES, most))
     started = time.perf_counter()
     for _ in range(count):
         last = runner.round(slots, tier)

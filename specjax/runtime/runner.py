@@ -136,11 +136,12 @@ class ModelRunner:
         """Reset the rows that rounds start from, without compiling anything.
 
         For measurements, ``seq_lens`` and ``remaining`` i32 ``[R]`` set the number of tokens that
-        each slot has in the pool and may still produce.
+        each slot has in the pool and may still produce; all slots then have different last tokens.
         """
         future = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract_state.future)
         if seq_lens is not None and remaining is not None:
-            future = replace(future, seq_lens=seq_lens, remaining=remaining)
+            last = np.arange(len(seq_lens), dtype=np.int32) % self.networks.target_config.vocab_size
+            future = replace(future, seq_lens=seq_lens, remaining=remaining, bonus_tokens=last)
         self.on_device = replace(self.on_device, future=self.networks.placement.put(future))
 
     def reset(self) -> None:

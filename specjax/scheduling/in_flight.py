@@ -150,13 +150,25 @@ class InFlight:
                 if count > 0 and not row.is_released
             ]
             # rows without proposed drafts do not count; a round with only such rows is plain
-            counts = [accepted for proposed, accepted in live if proposed]
+            drafting = [pair for pair in live if pair[0]]
+            counts = [accepted for _, accepted in drafting]
             if tier.steps and not counts and NO_DRAFTS not in controller.tiers:
                 continue
             executed = tier if counts else NO_DRAFTS
             counts = counts or [0] * len(live)
             try:
-                controller.on_verify_complete(counts, tier=executed, batch_size=batch_size)
+                controller.on_verify_complete(
+                    counts,
+                    tier=executed,
+                    batch_size=batch_size,
+                    num_proposed_drafts=[proposed for proposed, _ in drafting],
+                    context=mean_context(rows),
+                )
             except ValueError as error:
                 # this affects only the adaptive metrics, not the tokens of requests
                 logger.warning("the adaptive policy failed on the result of a round: %s", error)
+
+
+def mean_context(rows: Sequence[RunningRequest]) -> float:
+    """Mean number of tokens in the KV pool per row, without those of rounds in flight."""
+    return sum(row.kv_len for row in rows) / len(rows)

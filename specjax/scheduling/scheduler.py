@@ -17,7 +17,7 @@ from specjax.kv.pages import PageAllocator
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
 from specjax.runtime.runner_config import pick_bucket
-from specjax.scheduling.in_flight import InFlight
+from specjax.scheduling.in_flight import InFlight, mean_context
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
 from specjax.scheduling.request import Deadlines, PromptPiece, Request, RunningRequest
 from specjax.types import NO_DRAFTS
@@ -411,7 +411,9 @@ class Scheduler:
         config = self._runner.config
         batch_size = pick_bucket(len(rows), config.batch_buckets)
         controller = self._controller
-        tier = None if controller is None else controller.activate_for_batch(batch_size)
+        tier = None
+        if controller is not None:
+            tier = controller.activate_for_batch(batch_size, mean_context(rows))
         if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
             tier = NO_DRAFTS  # no request uses drafts
         result = self._runner.round([row.slot for row in rows], tier)

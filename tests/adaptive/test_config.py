@@ -28,7 +28,7 @@ WRONG = [
     ({"alpha": 0.2}, "'alpha'=0.2"),
     ({"policy": "greedy"}, "policy='greedy'"),
     ({"policy": None}, "policy=None"),
-    ({"cost": {"probe_budget": 0.02}}, "unknown key 'cost'={'probe_budget': 0.02}"),
+    ({"budget": {"probe_budget": 0.02}}, "unknown key 'budget'={'probe_budget': 0.02}"),
     ({"strategy": "ema"}, "unknown key 'strategy'='ema'"),
     ({"ceiling_coeff": 1.5}, "unknown key 'ceiling_coeff'=1.5"),
     ({"8": {"strategy": "ema"}}, "unknown key '8.strategy'='ema'"),
@@ -140,9 +140,9 @@ def test_default_candidates_without_a_tier_are_dropped() -> None:
 
 
 def test_a_policy_refuses_the_configuration_of_another() -> None:
-    assert load_adaptive_config({}).resolve("cost").candidate_steps == (0, 1, 3, 7)
-    with pytest.raises(ValueError, match="policy='cost'"):
-        load_adaptive_config({"policy": "cost"}).resolve("ema")
+    assert load_adaptive_config({}).resolve("budget").candidate_steps == (0, 1, 3, 7)
+    with pytest.raises(ValueError, match="policy='budget'"):
+        load_adaptive_config({"policy": "budget"}).resolve("ema")
 
 
 def test_no_configuration_means_the_default() -> None:

@@ -11,7 +11,7 @@ from specjax.adaptive import (
     AdaptiveSpecPolicy,
     AdaptiveSpeculativeParams,
     AdaptiveSpecWorker,
-    CostAwarePolicy,
+    BudgetPolicy,
     SpecRuntimeState,
 )
 from specjax.engine.args import EngineArgs
@@ -63,7 +63,7 @@ def test_the_parts_fit_their_protocols() -> None:
     worker: AdaptiveSpecWorker[FakeState] = FakeWorker(3)
     policies: list[AdaptiveSpecPolicy] = [
         AdaptiveSpeculativeParams(3),
-        CostAwarePolicy(round_seconds(LLAMA_8B), 3),
+        BudgetPolicy(round_seconds(LLAMA_8B), 3),
     ]
     for policy in policies:
         controller = AdaptiveController(worker, policy)
@@ -241,13 +241,13 @@ def test_a_round_of_a_tier_that_is_not_a_candidate_is_refused() -> None:
         controller.on_verify_complete([1], tier=chain(5), batch_size=1)
 
 
-@pytest.mark.parametrize("name", ["ema", "cost"])
+@pytest.mark.parametrize("name", ["ema", "budget"])
 def test_a_policy_may_start_at_step_0(name: str) -> None:
     worker = FakeWorker(7)
     policy: AdaptiveSpecPolicy = (
         AdaptiveSpeculativeParams(0, {**AT_ONCE, "candidate_steps": [0, 1, 3]})
         if name == "ema"
-        else CostAwarePolicy(round_seconds(LLAMA_8B), 0)
+        else BudgetPolicy(round_seconds(LLAMA_8B), 0)
     )
     controller = AdaptiveController(worker, policy)
     controller.init_states()

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from specjax.adaptive import AdaptiveSpeculativeParams, CostAwarePolicy
+from specjax.adaptive import AdaptiveSpeculativeParams, BudgetPolicy
 
 from .simulation import (
     LLAMA_8B,
@@ -34,7 +34,7 @@ def transition(low: float, high: float, tokens: int = TOKENS) -> list[Phase]:
 
 
 def rate(
-    policy: type[CostAwarePolicy] | type[AdaptiveSpeculativeParams] | int,
+    policy: type[BudgetPolicy] | type[AdaptiveSpeculativeParams] | int,
     phases: list[Phase],
     times: Seconds,
     batch_size: int,
@@ -45,8 +45,8 @@ def rate(
         chosen: Policy
         if isinstance(policy, int):
             chosen = Static(policy)
-        elif policy is CostAwarePolicy:
-            chosen = CostAwarePolicy(times, 3)
+        elif policy is BudgetPolicy:
+            chosen = BudgetPolicy(times, 3)
         else:
             chosen = AdaptiveSpeculativeParams(3)
         outcome = simulate(chosen, phases, times, batch_size=batch_size, seed=seed)
@@ -63,7 +63,7 @@ def test_changing_acceptance_beats_every_fixed_tier(
     times = round_seconds(table)
     phases = transition(low, high)
     fixed = [rate(steps, phases, times, batch_size) for steps in TIERS]
-    adaptive = rate(CostAwarePolicy, phases, times, batch_size)
+    adaptive = rate(BudgetPolicy, phases, times, batch_size)
     assert adaptive >= 1.0 * max(fixed)
     assert adaptive >= 1.1 * min(fixed)
     assert adaptive >= 0.97 * fixed[0]
@@ -75,7 +75,7 @@ def test_steady_acceptance_costs_little(table: Times, batch_size: int, first: fl
     times = round_seconds(table)
     phases = [Phase(2 * TOKENS, acceptance(first))]
     fixed = [rate(steps, phases, times, batch_size) for steps in TIERS]
-    adaptive = rate(CostAwarePolicy, phases, times, batch_size)
+    adaptive = rate(BudgetPolicy, phases, times, batch_size)
     assert adaptive >= 0.96 * max(fixed)
     assert adaptive >= 0.97 * fixed[0]
 
@@ -85,7 +85,7 @@ def test_the_ema_policy_ignores_round_times() -> None:
     phases = [Phase(TOKENS, acceptance(0.1))]
     plain = rate(0, phases, times, 1)
     assert rate(AdaptiveSpeculativeParams, phases, times, 1) < 0.85 * plain
-    assert rate(CostAwarePolicy, phases, times, 1) > 0.97 * plain
+    assert rate(BudgetPolicy, phases, times, 1) > 0.97 * plain
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
@@ -93,7 +93,7 @@ def test_late_results_are_tolerated(delay: int) -> None:
     times = round_seconds(SMOLLM2)
     phases = transition(0.1, 0.9)
     plain = simulate(Static(0), phases, times).rate
-    outcome = simulate(CostAwarePolicy(times, 3), phases, times, delay=delay)
+    outcome = simulate(BudgetPolicy(times, 3), phases, times, delay=delay)
     assert outcome.rate > 1.1 * plain
     # both phases with high acceptance are detected
     middle = [i for i, steps in enumerate(outcome.tiers) if steps == 7]

@@ -71,7 +71,7 @@ def chance(rng: np.random.Generator, share: float) -> bool:
 
 
 def _adaptive(rng: np.random.Generator) -> Options:
-    config: Options = {"candidate_steps": one_of(rng, CANDIDATES), "policy": "cost"}
+    config: Options = {"candidate_steps": one_of(rng, CANDIDATES), "policy": "budget"}
     if chance(rng, 0.6):
         config |= {"policy": "ema", "warmup_batches": 1, "update_interval": 2}
     steps = one_of(rng, config["candidate_steps"])

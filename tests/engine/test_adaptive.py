@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from specjax import Engine
-from specjax.adaptive import CostAwarePolicy
+from specjax.adaptive import BudgetPolicy
 from specjax.compiling.cache import FOLDER
 from specjax.engine import build
 from specjax.engine.args import EngineArgs
@@ -30,7 +30,7 @@ JUMPY = {
     "warmup_batches": 0,
     "update_interval": 1,
 }
-COST = {"policy": "cost", "candidate_steps": [0, 1, 3]}
+COST = {"policy": "budget", "candidate_steps": [0, 1, 3]}
 ROUND_TIMES = "round of"
 
 
@@ -105,7 +105,7 @@ def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
     assert metas[-1]["spec_ema_accept_len"] == figures["ema_accept_len"]
 
     # server info and metrics have the sums
-    assert figures["policy"] == "cost"
+    assert figures["policy"] == "budget"
     assert figures["candidate_steps"] == [0, 1, 3]
     assert figures["speculative_num_steps"] in (0, 1, 3)
     assert figures["num_verify_rounds"] == state["spec_verify_ct"]
@@ -143,9 +143,12 @@ class Cache:
         self.value = value
 
 
-@pytest.mark.parametrize("value", [None, {}, {"tier 1, batch 2": 1.0, "tier 3, batch 2": "1"}])
+@pytest.mark.parametrize(
+    "value",
+    [None, {}, {"tier 1, batch 2": 1.0}, {"tier 1, batch 2": [1.0], "tier 3, batch 2": ["1"]}],
+)
 def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch, caplog):
-    seconds = dict(zip(product(chains(1, 3), [2]), (0.5, 0.75), strict=True))
+    seconds = dict(zip(product(chains(1, 3), [2]), ([0.5, 0.5], [0.75, 0.8]), strict=True))
     monkeypatch.setattr(build, "measure_round_seconds", lambda runner: seconds)
     runner = SimpleNamespace(
         compiled=SimpleNamespace(cache=Cache(value)),
@@ -179,8 +182,8 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
         ):
             assert engine._controller is not None
             policy = engine._controller.policy
-            assert isinstance(policy, CostAwarePolicy)
-            tables.append(policy.seconds)
+            assert isinstance(policy, BudgetPolicy)
+            tables.append(policy.table._seconds)
         measured = [r for r in caplog.records if r.getMessage().startswith(ROUND_TIMES)]
         assert len(measured) == (len(tables[0]) if is_measured else 0)
         # a table that lacks a pair is measured again
@@ -199,8 +202,8 @@ def test_round_times_are_measured_once(files, tmp_path, caplog):
     [
         (None, "1, 3 or 7 drafted tokens per round, adaptive (ema)"),
         (
-            {"policy": "cost", "candidate_steps": [0, 2]},
-            "0 or 2 drafted tokens per round, adaptive (cost)",
+            {"policy": "budget", "candidate_steps": [0, 2]},
+            "0 or 2 drafted tokens per round, adaptive (budget)",
         ),
         ({"candidate_steps": [4]}, "4 drafted tokens per round, adaptive (ema)"),
     ],

@@ -102,13 +102,13 @@ class Forced:
         self.tier = self.tiers[0]
         self.reported: list[tuple[list[int], int, int]] = []  # counts, steps, batch
 
-    def tier_for_batch(self, batch_size: int) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
         assert batch_size == 4  # the padded batch
         self.tier = next(self._next)
         return self.tier
 
     def on_verify_complete(
-        self, counts: Sequence[int], *, tier: DraftShape, batch_size: int
+        self, counts: Sequence[int], *, tier: DraftShape, batch_size: int, **others: Any
     ) -> bool:
         self.reported.append((list(counts), tier.steps, batch_size))
         return False

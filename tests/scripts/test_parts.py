@@ -77,12 +77,12 @@ def test_a_comparison_uses_the_median_repeat_and_excludes_plain_rounds_from_the_
 
 
 def test_throughput_ratios() -> None:
-    speeds = {"plain": 50, "steps=3": 100, "steps=7": 40, "policy=cost": 120}
+    speeds = {"plain": 50, "steps=3": 100, "steps=7": 40, "policy=budget": 120}
     rows: dict[str, Any] = {case: {"output_throughput": x} for case, x in speeds.items()}
-    compare.add_ratios(rows, ["policy=cost"])
+    compare.add_ratios(rows, ["policy=budget"])
     assert [row["speedup"] for row in rows.values()] == [1.0, 2.0, 0.8, 2.4]
     # plain decoding is not a fixed number of drafts
-    assert (rows["policy=cost"]["over_best"], rows["policy=cost"]["over_worst"]) == (1.2, 3.0)
+    assert (rows["policy=budget"]["over_best"], rows["policy=budget"]["over_worst"]) == (1.2, 3.0)
     assert "over_best" not in rows["steps=3"]
 
 

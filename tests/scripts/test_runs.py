@@ -130,10 +130,10 @@ def test_adaptive(files: Files, prompts: Path, output: Path, tmp_path: Path) -> 
         f" --concurrency 1 --warmup 1 --repeats 2 --temperature 0.8 --json {output}"
         f" --speculative-adaptive-config {config}"
     )
-    cases = ["--case", "steps=2 overlap=false", "--case", "policy=cost"]
+    cases = ["--case", "steps=2 overlap=false", "--case", "policy=budget"]
     assert run_bench("adaptive", arguments, *cases) == 0
     rows = rows_of(output)
-    names = ["plain", "steps=2 overlap=false", "policy=cost"]
+    names = ["plain", "steps=2 overlap=false", "policy=budget"]
     assert [row["case"] for row in rows] == names * 3
     assert [row["prompts"] for row in rows[::3]] == ["p", "again", "overall"]
     for row in rows:
@@ -142,7 +142,7 @@ def test_adaptive(files: Files, prompts: Path, output: Path, tmp_path: Path) -> 
         assert (row["requests"], row["output_tokens"]) == (requests, 8 * requests)
         assert row["output_throughput"] == 8 * requests / row["median_seconds"]
         assert row["median_seconds"] == min(row["seconds"])
-        assert (row["policy"] is not None) == (row["case"] == "policy=cost")
+        assert (row["policy"] is not None) == (row["case"] == "policy=budget")
     plain, fixed, cost = rows[-3:]
     assert cost["over_best"] == cost["output_throughput"] / fixed["output_throughput"]
     assert (plain["speedup"], plain["accept_length"]) == (1.0, None)

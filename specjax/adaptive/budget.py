@@ -1,0 +1,202 @@
+"""The budget policy: choose the tier with the most expected tokens per second.
+
+Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import sqrt
+from operator import mul
+from typing import Any
+
+from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
+from specjax.adaptive.controller import check_counts
+from specjax.adaptive.cost import CostTable, Seconds
+from specjax.types import NO_DRAFTS, DraftShape
+
+Rates = Mapping[DraftShape, float]
+Times = Mapping[DraftShape, float]
+
+WINDOW = 16.0  # number of rounds over which the weight of old counts falls to 1/e
+# A round this many standard deviations from the estimate shows that acceptance has changed. Old
+# rounds then keep the second weight. Only batches of several requests are large enough for this.
+JUMP, AFTER_JUMP = 3.0, 0.05
+FIRST_GUESS = 0.7  # initial acceptance of the first draft; weighs as much as one row
+HYSTERESIS = 0.02  # minimum relative gain in tokens per second to change the tier
+# maximum share of time that probes lose to the chosen tier, and that rounds lose to plain decoding
+LOSS_BUDGET, PLAIN_LOSS_BUDGET = 0.02, 0.01
+# One in this many failed probes may skip the next tier: deep drafts may pay off although the next
+# tier does not show it, for example if some rows of a batch accept everything.
+PROBES_A_TURN = 32
+# Time lost compared with plain decoding, in plain rounds: the maximum before speculation stops, the
+# maximum to resume (less prolongs an unlucky start), and the maximum gain to offset later losses.
+MAX_DEFICIT, RESUME_DEFICIT, MAX_CREDIT = 10.0, 3.0, 40.0
+
+
+class AcceptanceEstimates:
+    """Counts the rows that tried and accepted each drafted position; old rounds weigh less."""
+
+    def __init__(self, num_positions: int) -> None:
+        self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
+        self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
+
+    def observe(self, num_accepted: Sequence[int], num_proposed: Sequence[int]) -> None:
+        """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
+        num_tried = [min(k + 1, limit) for k, limit in zip(num_accepted, num_proposed, strict=True)]
+        for i in range(min(len(self.tried), max(num_tried))):
+            tried, accepted = (sum(k > i for k in counts) for counts in (num_tried, num_accepted))
+            share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
+            spread = sqrt(tried * share * (1.0 - share) + 1.0)
+            has_jumped = abs(accepted - tried * share) > JUMP * spread
+            keep = AFTER_JUMP if has_jumped else 1.0 - 1.0 / WINDOW
+            self.tried[i] = keep * self.tried[i] + tried
+            self.accepted[i] = keep * self.accepted[i] + accepted
+
+    def acceptance(self, num_positions: int) -> list[float]:
+        """Acceptance by position; if unseen, the previous one's, or 0 from ``num_positions`` on."""
+        shares: list[float] = []
+        for i, (tried, accepted) in enumerate(zip(self.tried, self.accepted, strict=True)):
+            unseen = shares[-1] if shares and i < num_positions else 0.0
+            shares.append(accepted / tried if tried else unseen)
+        return shares
+
+
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """Expected tokens per row in a round with 0, 1, 2, ... drafts, including the bonus token."""
+    return list(accumulate(accumulate(acceptance, mul, initial=1.0)))
+
+
+class BudgetPolicy:
+    """Chooses the tier with the most expected tokens per second from acceptance and round times.
+
+    The tier changes for a gain of more than 2 %, or immediately if it is slower than step 0. Before
+    a deeper tier is chosen, it is probed: the next deeper candidate that could win runs until a
+    round shows no gain. docs/adaptive_decoding.md describes when probes run.
+
+    ``seconds`` has the measurements of a :class:`~specjax.adaptive.cost.CostTable`, for all
+    candidates and buckets. The first tier is the one nearest to ``initial_steps``, or with ``None``
+    the deepest.
+    """
+
+    def __init__(
+        self,
+        seconds: Seconds,
+        initial_steps: int | None = None,
+        config: ConfigSource = None,
+    ) -> None:
+        config = load_adaptive_config(config)
+        self.config = config.resolve("budget", {tier for tier, _ in seconds})
+        self.tiers = self.config.tiers
+        self.table = CostTable(seconds)
+        first = self.tiers[-1].steps if initial_steps is None else initial_steps
+        self.chosen = nearest(self.config.slots[0].tiers, first)
+        self.probe: DraftShape | None = None  # a deeper tier that runs instead of the chosen one
+        self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.tiers))
+        self.debt = 0.0  # seconds lost by probes beyond the allowed share
+        self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
+        self._bucket: int | None = None  # batch bucket of the last decision
+        self._vain_probes = 0  # failed probes since the tier last changed
+
+    @property
+    def tier(self) -> DraftShape:
+        """The tier of the next round at the same batch size, which may be that of a probe."""
+        return self.chosen if self.probe is None else self.probe
+
+    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+        candidates, bucket = self._candidates(batch_size), self.table.bucket_of(batch_size)
+        if self.probe in candidates:
+            return self.tier
+        if self.chosen in candidates and self._bucket in (None, bucket):
+            return self.chosen
+        times = self._times(candidates, bucket, context)
+        return self._best(self._rates(times), times)
+
+    def on_verify_complete(
+        self,
+        num_accepted_drafts: Sequence[int],
+        *,
+        tier: DraftShape,
+        batch_size: int,
+        num_proposed_drafts: Sequence[int] | None = None,
+        context: float = 0.0,
+    ) -> bool:
+        if not num_accepted_drafts:
+            return False
+        check_counts(num_accepted_drafts, tier)
+        if tier not in self.table.tiers:
+            raise ValueError(f"{tier=} has no round time")
+        before = self.tier_for_batch(batch_size, context)
+        bucket = self.table.bucket_of(batch_size)
+        proposed = num_proposed_drafts or [tier.depth] * len(num_accepted_drafts)
+        limits = [min(count, tier.depth) for count in proposed]
+        self.estimates.observe(num_accepted_drafts, limits)
+        candidates = self._candidates(batch_size)
+        times = self._times({*candidates, tier}, bucket, context)
+        seconds = times[tier]
+        rates = self._rates({one: times[one] for one in candidates})
+        tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
+        self._account(rates, times, tokens, tier)
+        best = self._best(rates, times)
+        if best != self.chosen:
+            self.chosen, self.probe, self._vain_probes = best, None, 0
+        elif self.probe is None:
+            self.probe = self._next_probe(rates, times)
+        elif self.probe not in rates or (
+            tier == self.probe and tokens / seconds <= (1.0 + HYSTERESIS) * rates[best]
+        ):
+            self.probe = None
+            self._vain_probes += 1
+        self._bucket = bucket
+        return self.tier_for_batch(batch_size, context) != before
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "policy": "budget",
+            "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.chosen.depth)],
+            "is_probing": self.probe is not None,
+            "probe_debt_seconds": self.debt,
+            "plain_deficit_seconds": self.deficit,
+        }
+
+    def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
+        return self.config.slots[self.config.slot_index(batch_size)].tiers
+
+    def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
+        return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
+
+    def _rates(self, times: Times) -> Rates:
+        """Expected tokens per second and row of each tier."""
+        tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
+        return {tier: tokens[tier.depth] / seconds for tier, seconds in times.items()}
+
+    def _account(self, rates: Rates, times: Times, tokens: float, tier: DraftShape) -> None:
+        """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
+        seconds = times[tier]
+        budget = LOSS_BUDGET if self.chosen.steps else PLAIN_LOSS_BUDGET
+        is_probe = tier.depth > self.chosen.depth and self.chosen in rates
+        lost = seconds - tokens / rates[self.chosen] if is_probe else -budget * seconds
+        self.debt = max(0.0, self.debt + lost)
+        if NO_DRAFTS in rates:
+            plain = times[NO_DRAFTS]
+            lost = seconds - tokens * plain if tier.steps else -PLAIN_LOSS_BUDGET * plain
+            self.deficit = max(-MAX_CREDIT * plain, self.deficit + lost)
+
+    def _best(self, rates: Rates, times: Times) -> DraftShape:
+        if NO_DRAFTS in rates:
+            limit = MAX_DEFICIT if self.chosen.steps else RESUME_DEFICIT
+            if self.deficit > limit * times[NO_DRAFTS]:
+                return NO_DRAFTS
+        best = max(rates, key=lambda tier: (rates[tier], -tier.depth))
+        current, plain = rates.get(self.chosen, 0.0), rates.get(NO_DRAFTS, 0.0)
+        is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < plain
+        return best if is_enough else self.chosen
+
+    def _next_probe(self, rates: Rates, times: Times) -> DraftShape | None:
+        limit = RESUME_DEFICIT * times.get(NO_DRAFTS, 0.0)
+        if self.debt > 0.0 or (not self.chosen.steps and self.deficit > limit):
+            return None
+        wanted = (1.0 + HYSTERESIS) * rates[self.chosen]
+        deeper = (tier for tier in rates if tier.depth > self.chosen.depth)
+        possible = [t for t in deeper if t.accept_width / times[t] > wanted]
+        may_skip = (self._vain_probes + 1) % PROBES_A_TURN == 0
+        return possible[min(may_skip, len(possible) - 1)] if possible else None
