@@ -161,6 +161,7 @@ def main(name: str, argv: Sequence[str]) -> int:
     options = engine_arguments(args) | {"max_running_requests": args.batch_size}
     options["show_progress"] = True
     plainly = {name: value for name, value in options.items() if not name.startswith(DRAFTING)}
+    plainly["speculative_algorithm"] = "NONE"
     sampling = {name: getattr(args, name) for name in SAMPLING}
     answers: list[Answer] = []
     with ExitStack() as stack:

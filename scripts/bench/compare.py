@@ -119,7 +119,7 @@ def options_of(case: str, given: Mapping[str, Any]) -> dict[str, Any]:
     left_out = DRAFTING if name else ADAPTIVE
     base = {key: value for key, value in given.items() if not key.startswith(left_out)}
     if name:
-        base["speculative_algorithm"] = None if name == PLAIN else name
+        base["speculative_algorithm"] = "NONE" if name == PLAIN else name
     if policy is not None:
         config = read_json(Path(given[CONFIG]), is_strict=True) if CONFIG in given else {}
         base |= {ADAPTIVE: True, CONFIG: config | {"policy": policy}}

@@ -276,7 +276,7 @@ def compare_with_plain(
         for name, value in engine_args.items()
         if not name.startswith(("speculative_", "draft", "simulate_"))
     }
-    plain_args |= {"speculative_algorithm": None, "share_weights_with": engine}
+    plain_args |= {"speculative_algorithm": "NONE", "share_weights_with": engine}
     with make_engine(**plain_args, compile_on_use=True) as plain:
         for _ in range(2):  # the second prompt is in the prefix cache, as in the timed runs
             plain.generate(**request)

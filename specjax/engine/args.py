@@ -99,7 +99,7 @@ class EngineArgs:
             ``dspark`` of ``model`` or the drafter embedded for it.
         speculative_algorithm: ``"EAGLE3"``, ``"EAGLE"``, ``"NGRAM"``, ``"STANDALONE"``,
             ``"MULTI_LAYER_EAGLE"``, ``"DFLASH"``, ``"DSPARK"``, the name of an algorithm from an
-            installed package, or ``None`` for plain decoding.
+            installed package, or ``None`` or ``"NONE"`` for plain decoding.
         speculative_num_steps: levels drafted per round, one token each in a chain. Default: 5; 11
             for ``"NGRAM"``; 1 for ``"MULTI_LAYER_EAGLE"``, which has one module per step. For
             ``"DFLASH"`` and ``"DSPARK"``: number of the block's drafts to verify; default: all.

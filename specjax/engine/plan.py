@@ -29,7 +29,6 @@ from specjax.runtime.runner_config import (
     prefill_buckets,
     smallest_bucket,
 )
-from specjax.speculative.registry import HINT
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,9 @@ class EnginePlan:
     def describe(self) -> list[str]:
         """Describe drafts, sizes and memory in lines for the log and the terminal."""
         config, largest, target = self.config, self.config.largest, self.target
-        speculation = f"plain decoding; {HINT}"
+        speculation = "plain decoding"
+        if self.args.speculative_algorithm is None:  # with "NONE", the user chose plain decoding
+            speculation += "; for drafts set draft to a head, or speculative_algorithm to 'NGRAM'"
         if largest.steps > 0:
             speculation = (
                 f"{config.algorithm.name}: {_describe_tiers(self.args, config)}, topk "

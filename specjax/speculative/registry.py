@@ -18,9 +18,6 @@ from specjax.speculative.algorithm import CommonAlgorithm, SpeculativeAlgorithm
 
 PLAIN = "NONE"
 DEFAULT = "EAGLE3"
-HINT = (
-    "for drafts set draft to an EAGLE-3 head, or speculative_algorithm to 'NGRAM', without a draft"
-)
 ALIASES = {"NEXTN": "EAGLE"}
 # group of entry points: each has an algorithm's name and the module that registers it
 GROUP = "specjax.algorithms"

@@ -46,6 +46,7 @@ class Sampler:
         engine = Engine(
             model,
             dtype=dtype,
+            speculative_algorithm="NONE",
             skip_tokenizer_init=True,
             context_length=length,
             max_running_requests=num_rows,

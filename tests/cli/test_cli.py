@@ -58,7 +58,7 @@ class FakeEngine:
 
     def __call__(self, **engine_args: Any) -> "FakeEngine":
         self.made.append(engine_args)
-        speculative = engine_args["speculative_algorithm"] is not None
+        speculative = engine_args["speculative_algorithm"] not in (None, "NONE")
         return _Running(self, speculative)  # type: ignore[return-value]
 
 
@@ -245,7 +245,7 @@ def test_compare_shares_weights_and_repeats_the_same_request(
     shared = plain.pop("share_weights_with")
     assert shared.speculative
     assert plain == {
-        "speculative_algorithm": None,
+        "speculative_algorithm": "NONE",
         "context_length": 64,
         "max_running_requests": 1,
         "show_progress": True,

@@ -213,3 +213,10 @@ def test_the_start_line_names_the_tiers(files, config, line):
         EngineArgs(**files.arguments(speculative_adaptive=True, speculative_adaptive_config=config))
     )
     assert any(line in described for described in plan.describe())
+
+
+@pytest.mark.parametrize(("name", "hints"), [(None, True), ("NONE", False), ("none", False)])
+def test_the_start_line_suggests_drafts_unless_plain_decoding_was_chosen(files, name, hints):
+    plan = plan_engine(EngineArgs(**files.arguments(speculative=False, speculative_algorithm=name)))
+    (line,) = (line for line in plan.describe() if "plain decoding" in line)
+    assert ("for drafts set draft" in line) == hints

@@ -88,7 +88,7 @@ def test_throughput_ratios() -> None:
 
 def test_options_of_a_case() -> None:
     given = {"speculative_algorithm": "A", "speculative_num_steps": 4, "draft": "d", "dtype": "x"}
-    assert compare.options_of("plain", given) == {"dtype": "x", "speculative_algorithm": None}
+    assert compare.options_of("plain", given) == {"dtype": "x", "speculative_algorithm": "NONE"}
     own = {"dtype": "x", "speculative_algorithm": "B", "speculative_eagle_topk": 2}
     assert compare.options_of("B topk=2", given) == own
     assert compare.options_of("steps=1 overlap=false", given) == given | {

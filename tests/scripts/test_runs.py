@@ -91,7 +91,10 @@ def test_acceptance(
 ) -> None:
     arguments = f"{model(files)} --prompts {prompts} --output {output} --max-new-tokens 10"
     assert run_bench("acceptance", f"{arguments} --batch-size 1 --temperature 0.7") == 0
-    assert "3 of 4 requests, accept length " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "3 of 4 requests, accept length " in error
+    assert "plain decoding" in error
+    assert "for drafts set" not in error
     results = json.loads(output.read_text())
     assert results["overall"]["identical"] == results["overall"]["requests"] == 4
     assert list(results["categories"]) == ["x", "y"]

@@ -22,6 +22,7 @@ def prompts():
 
 
 def test_greedy_equals_decoding_alone(tiny, sampler, prompts):
+    assert "plain decoding" in sampler.engine._plan.describe()  # without a hint to draft
     params = SamplingParams(temperature=0.0, max_new_tokens=14)
     jobs = [Job(prompt=tuple(prompt), params=params) for prompt in prompts]
     free = [dense_decode(tiny.weights, job, tiny.model).tokens for job in jobs]
