@@ -53,7 +53,7 @@ def test_long_contexts_can_change_the_tier() -> None:
     times = {(chain(0), 1): [1.0, 4.0], (chain(3), 1): [2.2, 4.4]}
     policy = BudgetPolicy(times, 0, {"candidate_steps": [0, 3]})
     policy.estimates.tried, policy.estimates.accepted = [9.0] * 3, [6.0, 4.5, 4.5]
-    policy._bucket = 8  # another batch size: the tier is chosen anew
+    policy._bucket = 8  # another batch size, so the tier is chosen again
     assert policy.tier_for_batch(1, 100) == chain(0)
     assert policy.tier_for_batch(1, 4096) == chain(3)
 

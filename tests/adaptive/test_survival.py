@@ -1,0 +1,102 @@
+"""The online estimate of which drafts survive, against known chances."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.adaptive.survival import KEPT_REQUESTS, SurvivalEstimator
+
+DEPTH = 5
+
+
+def draw(rng, chances, num_proposed):
+    """Numbers of accepted drafts i64 [N] for chances [N, D]."""
+    hits = (rng.random(chances.shape) < chances) & (np.arange(DEPTH) < num_proposed[:, None])
+    return np.cumprod(hits, axis=1).sum(axis=1)
+
+
+def learn(estimator, rng, chances, rounds, odds=None, proposed=DEPTH):
+    limits = np.full(len(chances), proposed)
+    for _ in range(rounds):
+        accepted = draw(rng, chances, limits)
+        estimator.observe(range(len(chances)), accepted, limits, odds)
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+def test_survival_of_equal_requests(chance):
+    estimator = SurvivalEstimator(DEPTH)
+    learn(estimator, np.random.default_rng(0), np.full((32, DEPTH), chance), 150)
+    expected = chance ** np.arange(1, DEPTH + 1)
+    assert estimator.survival(range(32)).mean(axis=0) == pytest.approx(expected, abs=0.08)
+    assert estimator.calibration_error < 0.08
+
+
+def test_requests_differ_and_new_ones_get_the_mean():
+    estimator = SurvivalEstimator(DEPTH)
+    chances = np.repeat([0.9, 0.3], 16)[:, None] * np.ones(DEPTH)
+    learn(estimator, np.random.default_rng(1), chances, 100)
+    first = estimator.survival(range(32))[:, 0]
+    assert first[:16].min() > first[16:].max()
+    assert first[:16].mean() > 0.8
+    assert first[16:].mean() < 0.45
+    assert first[16:].mean() < estimator.survival(["new"])[0, 0] < first[:16].mean()
+
+
+def test_the_drafters_probability_is_used():
+    """Odds that predict acceptance get a slope; a drafter that is too sure gets a smaller one."""
+    rng = np.random.default_rng(2)
+    estimator = SurvivalEstimator(DEPTH)
+    for _ in range(200):
+        true = rng.normal(0.5, 1.5, (16, DEPTH))
+        limits = np.full(16, DEPTH)
+        accepted = draw(rng, 1 / (1 + np.exp(-true)), limits)
+        estimator.observe(range(16), accepted, limits, 2.0 * true)
+    assert estimator.slope == pytest.approx(0.5, abs=0.12)
+    assert estimator.intercepts[:3] == pytest.approx(0.0, abs=0.4)
+
+
+def test_positions_that_were_not_proposed_teach_nothing():
+    estimator = SurvivalEstimator(DEPTH)
+    before = estimator.intercepts.copy()
+    learn(estimator, np.random.default_rng(3), np.zeros((8, DEPTH)), 50, proposed=2)
+    assert estimator.intercepts[0] < -1.0
+    assert (estimator.intercepts[1:] == before[1:]).all()
+
+
+def test_share_of_a_budget():
+    estimator = SurvivalEstimator(DEPTH)
+    estimator.intercepts[:] = 0.0  # survival 1/2, 1/4, ...
+    requests = range(2)
+    total = 2 * (0.5 + 0.25 + 0.125)
+    assert estimator.share(requests, 2, 3) == pytest.approx(1.0 / total)
+    assert estimator.share(requests, 3, 3) == pytest.approx(1.25 / total)
+    assert [estimator.share(requests, count, 3) for count in (0, 6, 9)] == [0.0, 1.0, 1.0]
+
+
+def test_records_of_old_requests_are_dropped():
+    estimator = SurvivalEstimator(1)
+    for first in range(0, 3 * KEPT_REQUESTS, 512):
+        estimator.observe(range(first, first + 512), [1] * 512, [1] * 512)
+    assert len(estimator._requests) == KEPT_REQUESTS
+    assert estimator.offsets([0])[0] == 0.0
+    assert estimator.offsets([3 * KEPT_REQUESTS - 1])[0] > 0.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_values_stay_finite_and_survival_falls(data):
+    estimator = SurvivalEstimator(DEPTH)
+    number = st.integers(0, 2 * DEPTH)
+    for _ in range(data.draw(st.integers(1, 12))):
+        size = data.draw(st.integers(1, 6))
+        counts = data.draw(st.lists(st.tuples(number, number), min_size=size, max_size=size))
+        odds = data.draw(st.sampled_from([None, -np.inf, 0.0, 1e9]))
+        table = None if odds is None else np.full((size, DEPTH), odds)
+        accepted, proposed = (list(column) for column in zip(*counts, strict=True))
+        estimator.observe(range(size), accepted, proposed, table)
+    survival = estimator.survival([*range(6), "new"])
+    assert np.isfinite(survival).all()
+    assert (np.diff(survival, axis=1) <= 0).all()
+    assert (survival >= 0).all()
+    assert 0.0 <= estimator.calibration_error <= 1.0
