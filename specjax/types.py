@@ -29,6 +29,8 @@ class DraftShape(NamedTuple):
     topk: int  # K, branches per level; 1 is a chain
     nodes: int  # T, rows per verify, including the root; a chain may draft more
     block: int = 0  # rows of the draft pass if one pass drafts all tokens, otherwise 0
+    # mean number of rows that are verified per request, below ``nodes``; 0 verifies all rows
+    packed: int = 0
 
     @classmethod
     def chain(cls, steps: int, nodes: int | None = None) -> "DraftShape":
@@ -36,9 +38,11 @@ class DraftShape(NamedTuple):
         return cls(steps, 1, steps + 1 if nodes is None else min(nodes, steps + 1))
 
     def __str__(self) -> str:
-        """Write ``steps`` for a chain that is verified in full, else ``steps-branches-rows``."""
-        tree = self[:3]
-        return str(self.steps) if tree == self.chain(self.steps)[:3] else "-".join(map(str, tree))
+        """Write ``steps`` for a chain of all rows, else ``steps-branches-rows``; then ``p4`` if 4
+        of the rows are verified on average."""
+        tree, packed = self[:3], f"p{self.packed}" * (self.packed > 0)
+        is_chain = tree == self.chain(self.steps)[:3]
+        return (str(self.steps) if is_chain else "-".join(map(str, tree))) + packed
 
     @property
     def depth(self) -> int:
@@ -49,6 +53,11 @@ class DraftShape(NamedTuple):
     def accept_width(self) -> int:
         """A, the maximum number of tokens per round, including the bonus token."""
         return self.depth + 1
+
+    @property
+    def verified(self) -> int:
+        """Mean number of rows that are verified per request."""
+        return self.packed or self.nodes
 
     @property
     def num_candidates(self) -> int:
@@ -99,6 +108,9 @@ class VerifyInput:
     draft_probs: jax.Array | None = None
     # i32 [B, T], where drafting stored each node's KV, relative to seq_lens; -1 if nowhere (trees)
     draft_rows: jax.Array | None = None
+    # f32 [B, T - 1] above 0, the drafter's probability of each draft, given the node's parent; if
+    # the sampling config reads confidences
+    confidences: jax.Array | None = None
 
     @property
     def is_child(self) -> jax.Array:
@@ -143,7 +155,7 @@ class VerifyOutput:
 
     accept_index: jax.Array  # i32 [B, A], tree rows on the accepted path, root first, then -1
     outputs: NodeOutputs  # [B, A, ...], for the accepted path
-    packed: jax.Array  # i32 [B, A + 3], as in RoundOutput
+    packed: jax.Array  # i32 [B, A + 3] or wider, as in RoundOutput
     bonus_tokens: jax.Array  # i32 [B], the last accepted token
 
     @property
@@ -177,7 +189,11 @@ class VerifyOutput:
 class RoundOutput:
     """The outputs of a round that the host reads."""
 
-    # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens
+    # i32 [B, A + 3]: accept_tokens, num_proposed_drafts, num_accepted_drafts, num_accepted_tokens.
+    # If confidences are read, A - 1 columns stand before the counts: the float32 bits of the
+    # confidence of the draft that was tried at each depth. The first num_accepted_drafts were
+    # accepted, the next one was rejected, and 0 means that no draft was tried. Proposed drafts are
+    # those that are verified: a request verifies num_proposed_drafts + 1 rows.
     packed: jax.Array
     logprobs: Logprobs | None  # [B, A]
     hidden_states: jax.Array | None  # [B, A, D], one per token

@@ -3,7 +3,7 @@
 Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
 from operator import mul
@@ -12,6 +12,7 @@ from typing import Any
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
 from specjax.adaptive.controller import check_counts
 from specjax.adaptive.cost import CostTable, Seconds
+from specjax.adaptive.survival import NOTHING_KNOWN, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 
 Rates = Mapping[DraftShape, float]
@@ -92,6 +93,9 @@ class BudgetPolicy:
         self.chosen = nearest(self.config.slots[0].tiers, first)
         self.probe: DraftShape | None = None  # a deeper tier that runs instead of the chosen one
         self.estimates = AcceptanceEstimates(max(tier.depth for tier in self.tiers))
+        # drafts of packed tiers are chosen by it
+        packed = any(tier.packed for tier in self.tiers)
+        self.survival = SurvivalEstimator(self.tiers[-1].depth) if packed else None
         self.debt = 0.0  # seconds lost by probes beyond the allowed share
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
         self._bucket: int | None = None  # batch bucket of the last decision
@@ -102,14 +106,16 @@ class BudgetPolicy:
         """The tier of the next round at the same batch size, which may be that of a probe."""
         return self.chosen if self.probe is None else self.probe
 
-    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+    def tier_for_batch(
+        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
+    ) -> DraftShape:
         candidates, bucket = self._candidates(batch_size), self.table.bucket_of(batch_size)
         if self.probe in candidates:
             return self.tier
         if self.chosen in candidates and self._bucket in (None, bucket):
             return self.chosen
         times = self._times(candidates, bucket, context)
-        return self._best(self._rates(times), times)
+        return self._best(self._rates(times, bucket, requests), times)
 
     def on_verify_complete(
         self,
@@ -117,23 +123,26 @@ class BudgetPolicy:
         *,
         tier: DraftShape,
         batch_size: int,
-        num_proposed_drafts: Sequence[int] | None = None,
-        context: float = 0.0,
+        record: RoundRecord = NOTHING_KNOWN,
     ) -> bool:
         if not num_accepted_drafts:
             return False
         check_counts(num_accepted_drafts, tier)
         if tier not in self.table.tiers:
             raise ValueError(f"{tier=} has no round time")
-        before = self.tier_for_batch(batch_size, context)
+        before = self.tier_for_batch(batch_size, record.context, record.requests)
         bucket = self.table.bucket_of(batch_size)
-        proposed = num_proposed_drafts or [tier.depth] * len(num_accepted_drafts)
+        proposed = record.num_proposed_drafts or [tier.depth] * len(num_accepted_drafts)
         limits = [min(count, tier.depth) for count in proposed]
         self.estimates.observe(num_accepted_drafts, limits)
+        if self.survival is not None and record.requests and tier.steps:
+            known = record.requests, num_accepted_drafts, limits, record.confidences
+            self.survival.observe(*known)
         candidates = self._candidates(batch_size)
-        times = self._times({*candidates, tier}, bucket, context)
+        times = self._times({*candidates, tier}, bucket, record.context)
         seconds = times[tier]
-        rates = self._rates({one: times[one] for one in candidates})
+        rated = {one: times[one] for one in candidates}
+        rates = self._rates(rated, bucket, record.requests)
         tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
         self._account(rates, times, tokens, tier)
         best = self._best(rates, times)
@@ -147,10 +156,17 @@ class BudgetPolicy:
             self.probe = None
             self._vain_probes += 1
         self._bucket = bucket
-        return self.tier_for_batch(batch_size, context) != before
+        return self.tier_for_batch(batch_size, record.context, record.requests) != before
+
+    def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, ...]:
+        """Slope, intercepts by depth and offsets by request, of the survival of drafts."""
+        assert self.survival is not None
+        return self.survival.slope, self.survival.intercepts, self.survival.offsets(requests)
 
     def describe(self) -> dict[str, Any]:
+        known = self.survival
         return {
+            **({} if known is None else {"calibration_error": known.calibration_error}),
             "policy": "budget",
             "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.chosen.depth)],
             "is_probing": self.probe is not None,
@@ -164,10 +180,18 @@ class BudgetPolicy:
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
 
-    def _rates(self, times: Times) -> Rates:
-        """Expected tokens per second and row of each tier."""
+    def _rates(self, times: Times, bucket: int, requests: Sequence[Hashable]) -> Rates:
+        """Expected tokens per second and request of each tier."""
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
-        return {tier: tokens[tier.depth] / seconds for tier, seconds in times.items()}
+        rates = {}
+        for tier, seconds in times.items():
+            expected = tokens[tier.depth]
+            if self.survival is not None and tier.packed:
+                known = requests or [None]
+                drafts = bucket * tier.packed - len(known) if requests else tier.packed - 1
+                expected = 1.0 + (expected - 1.0) * self.survival.share(known, drafts, tier.depth)
+            rates[tier] = expected / seconds
+        return rates
 
     def _account(self, rates: Rates, times: Times, tokens: float, tier: DraftShape) -> None:
         """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""

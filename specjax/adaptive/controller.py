@@ -1,12 +1,13 @@
 """Choose the tier of each round with a policy, and switch a worker to the tier's state."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from specjax.adaptive.config import ConfigSource
 from specjax.adaptive.ema import AdaptiveSpeculativeParams
+from specjax.adaptive.survival import NOTHING_KNOWN, RoundRecord
 from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
@@ -74,10 +75,13 @@ class AdaptiveSpecPolicy(Protocol):
     def tier(self) -> DraftShape:
         """The tier of the last decision, or the initial tier."""
 
-    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+    def tier_for_batch(
+        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
+    ) -> DraftShape:
         """The tier for the next round of ``batch_size`` rows; does not change any state.
 
-        ``context`` is the mean number of tokens per request, or 0 if it is unknown.
+        ``context`` is the mean number of tokens per request, or 0 if it is unknown. ``requests``
+        identify the requests of the batch, in any order.
         """
 
     def on_verify_complete(
@@ -86,13 +90,9 @@ class AdaptiveSpecPolicy(Protocol):
         *,
         tier: DraftShape,
         batch_size: int,
-        num_proposed_drafts: Sequence[int] | None = None,
-        context: float = 0.0,
+        record: RoundRecord = NOTHING_KNOWN,
     ) -> bool:
-        """Record a round in any tier; return whether the tier for this batch size changed.
-
-        By default, all drafts of the tier were proposed.
-        """
+        """Record a round in any tier; return whether the tier for this batch size changed."""
 
     def describe(self) -> dict[str, Any]:
         """The policy's metrics as JSON values, for server information."""
@@ -202,13 +202,12 @@ class AdaptiveController:
         *,
         tier: DraftShape | None = None,
         batch_size: int | None = None,
-        num_proposed_drafts: Sequence[int] | None = None,
-        context: float = 0.0,
+        record: RoundRecord = NOTHING_KNOWN,
     ) -> bool:
         """Record one verified round; return whether the tier for its batch size changed.
 
         ``num_accepted_drafts`` has the accepted drafts of each live row, without the bonus token; 0
-        in a plain round. ``num_proposed_drafts`` has the proposed ones, by default all of the tier.
+        in a plain round. ``record`` has what else is known about the round.
         ``tier`` and ``batch_size`` (rows, including padding) are those of the
         round. If they are left out, the round ran in the current tier with one row per count, and
         the state of the next tier is applied before the call returns.
@@ -231,8 +230,7 @@ class AdaptiveController:
             counts,
             tier=executed,
             batch_size=size,
-            num_proposed_drafts=num_proposed_drafts,
-            context=context,
+            record=record,
         )
         figures = self.tiers[executed]
         figures.rounds += 1
@@ -244,13 +242,15 @@ class AdaptiveController:
             self.activate_for_batch(size)
         return has_moved
 
-    def activate_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+    def activate_for_batch(
+        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
+    ) -> DraftShape:
         """Return the tier for the next round of ``batch_size`` rows, and apply its state.
 
-        ``batch_size`` includes padding; ``context`` is the mean number of tokens per request.
+        ``batch_size`` includes padding; ``context`` and ``requests`` are as for a policy.
         Raises ValueError if the worker has no state for the tier.
         """
-        tier = self.policy.tier_for_batch(batch_size, context)
+        tier = self.policy.tier_for_batch(batch_size, context, requests)
         if self.worker is not None and tier not in self._states:
             raise ValueError(f"{tier=} has no state; call init_states()")
         if tier != self.tier:

@@ -32,7 +32,9 @@ class CostTable:
                 max(
                     found[other, size][i]
                     for other, size in pairs
-                    if size <= bucket and other.steps <= tier.steps and other.nodes <= tier.nodes
+                    if size <= bucket
+                    and other.steps <= tier.steps
+                    and other.verified <= tier.verified
                 )
                 for i in (0, 1)
             )

@@ -4,11 +4,12 @@ The rule and its defaults follow SGLang's adaptive ``speculative_num_steps`` (ch
 0, which turns speculation off, follows SGLang's change #24055; the back-off between probes is new.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.adaptive.config import AdaptiveSlot, ConfigSource, load_adaptive_config, nearest
+from specjax.adaptive.survival import NOTHING_KNOWN, RoundRecord
 from specjax.types import DraftShape
 
 
@@ -108,7 +109,9 @@ class AdaptiveSpeculativeParams:
         """Average accepted drafts per row in that slot, without the bonus token."""
         return max(0.0, self.state.ema)  # negative if a slot started at step 0 without a probe yet
 
-    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+    def tier_for_batch(
+        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
+    ) -> DraftShape:
         return self._states[self.config.slot_index(batch_size)].tier
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:
@@ -129,8 +132,7 @@ class AdaptiveSpeculativeParams:
         *,
         tier: DraftShape,
         batch_size: int,
-        num_proposed_drafts: Sequence[int] | None = None,
-        context: float = 0.0,
+        record: RoundRecord = NOTHING_KNOWN,
     ) -> bool:
         """Do the same as :meth:`update`, but ignore rounds that ran in another tier."""
         if tier != self.tier_for_batch(batch_size):

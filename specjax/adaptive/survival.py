@@ -5,6 +5,7 @@ Axes: N requests of a round, D positions of a draft.
 """
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,19 @@ FIRST_SLOPE, FIRST_INTERCEPT = 0.5, 0.85  # the intercept stands for an acceptan
 RIDGE = 0.25  # weight of the first guess in the fit, like that of one draft
 KEPT_REQUESTS = 4096
 BINS = 10
+
+
+class RoundRecord(NamedTuple):
+    """What is known about a verified round of N live rows besides its accepted drafts."""
+
+    num_proposed_drafts: Sequence[int] = ()  # [N]; empty if all drafts of the tier were proposed
+    context: float = 0.0  # mean number of tokens per request; 0 if unknown
+    requests: Sequence[Hashable] = ()  # [N], identify the requests; empty if unknown
+    # f32 [N, D], the drafter's probability of the draft that was tried at each depth, or 0
+    confidences: Sequence[Sequence[float]] = ()
+
+
+NOTHING_KNOWN = RoundRecord()
 
 
 class SurvivalEstimator:
@@ -68,21 +82,20 @@ class SurvivalEstimator:
         requests: Sequence[Hashable],
         num_accepted: Sequence[int],
         num_proposed: Sequence[int],
-        odds: np.ndarray | None = None,
+        confidences: Sequence[Sequence[float]] = (),
     ) -> None:
         """Record N rounds of requests, of which at most D drafts are read.
 
-        ``odds`` f64 ``[N, D]`` is logit q of each draft, if the drafter knows it.
+        ``confidences`` f32 ``[N, D]`` is q of each draft, if the drafter knows it.
         """
         position = np.arange(len(self.intercepts))
         accepted = np.asarray(num_accepted)[:, None]
         is_tried = (position <= accepted) & (position < np.asarray(num_proposed)[:, None])
         is_hit = position < accepted
-        known = (
-            np.zeros(is_tried.shape)
-            if odds is None
-            else np.clip(np.nan_to_num(odds), -MOST_ODDS, MOST_ODDS)
-        )
+        known = np.zeros(is_tried.shape)
+        if len(confidences):
+            q = np.clip(np.nan_to_num(confidences, nan=0.5), 1e-6, 1.0 - 1e-6)[:, : len(position)]
+            known[:, : q.shape[1]] = np.clip(np.log(q / (1.0 - q)), -MOST_ODDS, MOST_ODDS)
         offsets = self.offsets(requests)
         chance = _sigmoid(self.slope * known + self.intercepts + offsets[:, None])
         error = np.where(is_tried, is_hit - chance, 0.0)

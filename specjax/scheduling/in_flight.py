@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from specjax.adaptive.controller import AdaptiveController
+from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
 from specjax.runtime.runner import Dispatched
 from specjax.scheduling.request import PromptPiece, Request, RunningRequest
@@ -143,26 +144,38 @@ class InFlight:
         batch_size: int,
     ) -> None:
         """Report the accepted drafts of each round to the controller, without ended requests."""
+        context = mean_context(rows)
         for batch in rounds:
             live = [
-                (proposed, accepted)
-                for row, (*_, proposed, accepted, count) in zip(rows, batch, strict=False)
-                if count > 0 and not row.is_released
+                (row.request, columns)
+                for row, columns in zip(rows, batch, strict=False)
+                if columns[-1] > 0 and not row.is_released
             ]
-            # rows without proposed drafts do not count; a round with only such rows is plain
-            drafting = [pair for pair in live if pair[0]]
-            counts = [accepted for _, accepted in drafting]
-            if tier.steps and not counts and NO_DRAFTS not in controller.tiers:
+            # Rows without proposed drafts do not count; a round with only such rows is plain. But a
+            # packed round proposes none for requests whose drafts are unlikely to survive.
+            drafting = [
+                (request, columns)
+                for request, columns in live
+                if columns[-3] or (tier.packed and request.params.speculative)
+            ]
+            if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
-            executed = tier if counts else NO_DRAFTS
-            counts = counts or [0] * len(live)
+            executed = tier if drafting else NO_DRAFTS
+            record = RoundRecord(
+                [columns[-3] for _, columns in drafting],
+                context,
+                [request.rid for request, _ in drafting],
+                # the float32 bits of confidences, if the round reports them
+                np.array([columns[tier.accept_width : -3] for _, columns in drafting], np.int32)
+                .view(np.float32)
+                .tolist(),
+            )
             try:
                 controller.on_verify_complete(
-                    counts,
+                    [columns[-2] for _, columns in drafting] or [0] * len(live),
                     tier=executed,
                     batch_size=batch_size,
-                    num_proposed_drafts=[proposed for proposed, _ in drafting],
-                    context=mean_context(rows),
+                    record=record,
                 )
             except ValueError as error:
                 # this affects only the adaptive metrics, not the tokens of requests

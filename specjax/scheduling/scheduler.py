@@ -413,7 +413,8 @@ class Scheduler:
         controller = self._controller
         tier = None
         if controller is not None:
-            tier = controller.activate_for_batch(batch_size, mean_context(rows))
+            requests = [row.request.rid for row in rows]
+            tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
         if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
             tier = NO_DRAFTS  # no request uses drafts
         result = self._runner.round([row.slot for row in rows], tier)

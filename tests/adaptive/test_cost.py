@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from specjax.adaptive import BudgetPolicy
 from specjax.adaptive.cost import CONTEXTS, CostTable
+from specjax.adaptive.survival import RoundRecord
 from specjax.types import DraftShape
 
 chain = DraftShape.chain
@@ -61,7 +62,7 @@ def test_long_contexts_can_change_the_tier() -> None:
 def test_drafts_that_were_not_proposed_do_not_count_as_rejected() -> None:
     policy = BudgetPolicy({(chain(3), 1): 1.0}, 3, {"candidate_steps": [3]})
     for _ in range(50):
-        policy.on_verify_complete([1], tier=chain(3), batch_size=1, num_proposed_drafts=[1])
+        policy.on_verify_complete([1], tier=chain(3), batch_size=1, record=RoundRecord([1]))
     first, second, _ = policy.estimates.acceptance(1)
     assert first > 0.98
     assert second == 0.0

@@ -16,11 +16,11 @@ def draw(rng, chances, num_proposed):
     return np.cumprod(hits, axis=1).sum(axis=1)
 
 
-def learn(estimator, rng, chances, rounds, odds=None, proposed=DEPTH):
+def learn(estimator, rng, chances, rounds, proposed=DEPTH):
     limits = np.full(len(chances), proposed)
     for _ in range(rounds):
         accepted = draw(rng, chances, limits)
-        estimator.observe(range(len(chances)), accepted, limits, odds)
+        estimator.observe(range(len(chances)), accepted, limits)
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
@@ -51,7 +51,7 @@ def test_the_drafters_probability_is_used():
         true = rng.normal(0.5, 1.5, (16, DEPTH))
         limits = np.full(16, DEPTH)
         accepted = draw(rng, 1 / (1 + np.exp(-true)), limits)
-        estimator.observe(range(16), accepted, limits, 2.0 * true)
+        estimator.observe(range(16), accepted, limits, 1 / (1 + np.exp(-2.0 * true)))
     assert estimator.slope == pytest.approx(0.5, abs=0.12)
     assert estimator.intercepts[:3] == pytest.approx(0.0, abs=0.4)
 
@@ -91,8 +91,8 @@ def test_values_stay_finite_and_survival_falls(data):
     for _ in range(data.draw(st.integers(1, 12))):
         size = data.draw(st.integers(1, 6))
         counts = data.draw(st.lists(st.tuples(number, number), min_size=size, max_size=size))
-        odds = data.draw(st.sampled_from([None, -np.inf, 0.0, 1e9]))
-        table = None if odds is None else np.full((size, DEPTH), odds)
+        q = data.draw(st.sampled_from([None, 0.0, 0.5, 1.0, np.nan]))
+        table = () if q is None else np.full((size, DEPTH), q)
         accepted, proposed = (list(column) for column in zip(*counts, strict=True))
         estimator.observe(range(size), accepted, proposed, table)
     survival = estimator.survival([*range(6), "new"])
