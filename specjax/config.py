@@ -181,11 +181,7 @@ class DraftConfig(TransformerConfig):
             raise ValueError(
                 f"checkpoint_format={self.checkpoint_format!r} must be 'eagle-3' or 'eagle-1'"
             )
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} must be between 1 and the target's "
-                f"vocab_size={self.vocab_size}"
-            )
+        check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if self.fuses_features and not self.feature_layers:
             raise ValueError("an EAGLE-3 head needs feature_layers")
         if self.norm_before_fc and self.has_fc_norm:

@@ -102,9 +102,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def copy(self) -> "Histogram":
-        return replace(self, counts=list(self.counts))
-
 
 @dataclass
 class Totals:
@@ -165,7 +162,7 @@ class Totals:
             changes["verifies_by_accepted"] = list(self.verifies_by_accepted)
             for name, value in vars(self).items():
                 if isinstance(value, Histogram):
-                    changes[name] = value.copy()
+                    changes[name] = replace(value, counts=list(value.counts))
             return replace(self, **changes)
 
     def queue_changed(self, num_running: int, num_waiting: int, num_used_tokens: int) -> None:

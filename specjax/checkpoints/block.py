@@ -29,7 +29,6 @@ from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.block import block_recipes
-from specjax.models.family import Recipes
 
 DFLASH, DFLASH_DEEPSPEC = "DFlash", "DFlash of DeepSpec"
 DSPARK_DEEPSPEC, DSPARK_SPECFORGE = "DSpark of DeepSpec", "DSpark of SpecForge"
@@ -59,6 +58,8 @@ _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_t
 class BlockCheckpoint(Checkpoint[BlockConfig]):
     """A block drafter on disk. The target decides the dtype and open settings of ``config``."""
 
+    _recipes = block_recipes
+
     def describe(self) -> str:
         config = self.config
         kinds = [
@@ -75,9 +76,6 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
             f"{', confidence head (not used)' if config.has_confidence_head else ''}, "
             f"dtype {config.dtype}"
         )
-
-    def recipes(self) -> Recipes:
-        return block_recipes(self.config)
 
     def canonical_name(self, name: str) -> str:
         return canonical_name(name)

@@ -22,7 +22,7 @@ from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, 
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
-from specjax.models.family import MTP_PREFIX, Recipes, draft_recipes
+from specjax.models.family import MTP_PREFIX, draft_recipes
 from specjax.models.registry import mtp_recipes
 
 C = TypeVar("C", DraftConfig, BlockConfig)
@@ -31,6 +31,8 @@ C = TypeVar("C", DraftConfig, BlockConfig)
 @dataclass(frozen=True)
 class DraftCheckpoint(Checkpoint[DraftConfig]):
     """A draft head on disk. The target decides the dtype and open settings of ``config``."""
+
+    _recipes = draft_recipes
 
     def describe(self) -> str:
         config, scaling = self.config, self.config.rope_scaling
@@ -49,9 +51,6 @@ class DraftCheckpoint(Checkpoint[DraftConfig]):
             f"vocabulary {config.draft_vocab_size} of {config.vocab_size}, "
             f"embedding {embedding}, output head {output}, dtype {config.dtype}"
         )
-
-    def recipes(self) -> Recipes:
-        return draft_recipes(self.config)
 
     def canonical_name(self, name: str) -> str:
         return canonical_name(name, is_eagle3=self.config.fuses_features)
@@ -241,15 +240,14 @@ _EXPERTS = re.compile(r"\.mlp\.(experts|shared_experts?|gate)\.")
 class MtpCheckpoint(Checkpoint[ModelConfig]):
     """The MTP modules that draft; all other tensors in their files are ignored."""
 
+    _recipes = mtp_recipes
+
     def describe(self) -> str:
         config = self.config
         return (
             f"{config.num_layers} multi-token prediction modules of {self.path}: "
             f"rope_theta={config.rope_theta:g}, dtype {config.dtype}"
         )
-
-    def recipes(self) -> Recipes:
-        return mtp_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
         """Whether the tensor belongs to the target or to a module that does not draft."""

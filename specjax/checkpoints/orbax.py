@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from specjax.checkpoints.digests import WEIGHTS, write_digests
 from specjax.checkpoints.tensors import TensorInfo, TensorSource
-from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling, TransformerConfig
-from specjax.json_file import Fields, Flag, Size, read_json
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, TransformerConfig
+from specjax.json_file import Fields, read_json
 from specjax.models.registry import FAMILIES
 from specjax.text.tokenizer import Tokenizer
 
@@ -62,20 +63,13 @@ def orbax_config(path: Path, kind: type[C]) -> C:
         kind = family.config  # type: ignore[assignment]
     if found != kind.__name__:
         raise ValueError(f"{file} contains a {found}; expected a {kind.__name__}")
-    return _build(kind, Fields(body, file))
-
-
-def _build(kind: type[Any], body: Fields) -> Any:
-    """Build a configuration after checking the types of its fields."""
-    known = {field.name: field.type for field in dataclasses.fields(kind)}
-    if unknown := sorted(set(body.values) - set(known)):
-        raise ValueError(f"{body.where} has unknown keys {unknown}; known: {sorted(known)}")
-    kinds: dict[Any, Any] = {int: Size, int | None: Size, bool: Flag}
-    kinds[RopeScaling | None] = dict[str, Any]
-    values = {n: body.get(n, kinds.get(hint, hint)) for n, hint in known.items() if n in body}
-    if "rope_scaling" in values:
-        values["rope_scaling"] = _build(RopeScaling, body.fields("rope_scaling"))
-    return body.build(kind, values)
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(body) - known):
+        raise ValueError(f"{file} has unknown keys {unknown}; known: {sorted(known)}")
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def orbax_source(path: Path) -> TensorSource:

@@ -15,7 +15,7 @@ from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_so
 from specjax.checkpoints.tensors import Checkpoint, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
-from specjax.models.family import MTP_PREFIX, Recipes
+from specjax.models.family import MTP_PREFIX
 from specjax.models.registry import target_recipes
 from specjax.text.tokenizer import Tokenizer
 
@@ -137,6 +137,8 @@ def download(repo_id: str, knob: str, revision: str | None, *, folder: str = "")
 class TargetCheckpoint(Checkpoint[ModelConfig]):
     """A target on disk. Only its configuration was read; ``name`` is what the user passed."""
 
+    _recipes = target_recipes
+
     name: str
     _open_tokenizer: Callable[[], Tokenizer]
 
@@ -166,9 +168,6 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
             f"{config.model_type} model {self.path}: {config.num_layers} layers of "
             f"{config.hidden_size}, vocabulary {config.vocab_size}, dtype {config.dtype}"
         )
-
-    def recipes(self) -> Recipes:
-        return target_recipes(self.config)
 
     def _is_ignored(self, name: str) -> bool:
         """Whether the tensor is a copy of tied embeddings or belongs to an MTP module."""

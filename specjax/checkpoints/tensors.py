@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -163,6 +163,7 @@ class Checkpoint(Generic[C]):
     config: C
     path: Path
     _open_source: Callable[[], TensorSource]
+    _recipes: ClassVar[Callable[[Any], Recipes]]
 
     def describe(self) -> str:
         """Summarize the resolved settings in one line."""
@@ -195,7 +196,7 @@ class Checkpoint(Generic[C]):
 
     def recipes(self) -> Recipes:
         """Return the recipe of each weight by name; in recipes, tensors have canonical names."""
-        raise NotImplementedError
+        return type(self)._recipes(self.config)
 
     def canonical_name(self, name: str) -> str:
         """Map the published name of a tensor to its name in :meth:`recipes`."""

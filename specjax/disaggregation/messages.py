@@ -11,7 +11,6 @@ contains bytes from more than one array.
 
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import ml_dtypes
@@ -197,7 +196,7 @@ class Assembler:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._decoder = _decoder(self._make_array)
+        self._decoder = msgspec.msgpack.Decoder(AnyMessage, dec_hook=self._make_array)
         self._message: AnyMessage | None = None
         self._arrays: list[np.ndarray] = []
         self._views: deque[memoryview] = deque()  # parts of arrays that have not arrived yet
@@ -256,13 +255,9 @@ def _views(array: np.ndarray) -> list[memoryview]:
     return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
 
 
-def _decoder(make_array: Callable[[type, Any], Any]) -> msgspec.msgpack.Decoder[AnyMessage]:
-    return msgspec.msgpack.Decoder(AnyMessage, dec_hook=make_array)
-
-
 def _check_array(kind: type, value: Any) -> np.ndarray:
     _check_spec(value)
     return np.empty(0)
 
 
-_checker = _decoder(_check_array)
+_checker = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_check_array)

@@ -70,7 +70,8 @@ class EnginePlan:
         kinds = [layer_kinds(model) for model in nets.models]
         models = nets.target_config, nets.draft_config, kinds
         own = self.config.algorithm.cache_facts()
-        return (*models, self.config, nets.placement.describe(), *own)
+        device = f"{nets.placement.device.device_kind} {nets.placement.device.id}"
+        return (*models, self.config, device, *own)
 
     def describe(self) -> list[str]:
         """Describe drafts, sizes and memory in lines for the log and the terminal."""

@@ -212,10 +212,6 @@ class Placement:
         )
         return make.lower().compile()
 
-    def describe(self) -> str:
-        """Identify the device in the keys of compiled functions."""
-        return f"{self.device.device_kind} {self.device.id}"
-
 
 @dataclass(frozen=True)
 class Networks:

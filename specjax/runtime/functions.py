@@ -1,9 +1,9 @@
 """The functions that a runner compiles: rounds for each tier and batch bucket, and prefill."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -136,9 +136,6 @@ class RoundFunctions:
         yield ("record_cached",), record, arguments, None
         yield from (job for rows, job in rounds if job is not first[rows])
 
-    def stage_jobs(self) -> Iterator[Job]:
-        return itertools.chain.from_iterable(map(self._stages, self._config.shapes))
-
     def _rounds(self, shape: DraftShape) -> Iterator[tuple[int, Job]]:
         """Jobs for the rounds of a tier, each with its number of verified rows."""
         on_gpu = self._config.on_gpu
@@ -151,8 +148,8 @@ class RoundFunctions:
             for name, function in zip(names, functions, strict=True):
                 yield rows, ((name, shape, batch), function, self._with(batch), options)
 
-    def _stages(self, shape: DraftShape) -> Iterator[Job]:
-        for batch in self._config.batch_buckets:
+    def stage_jobs(self) -> Iterator[Job]:
+        for shape, batch in product(self._config.shapes, self._config.batch_buckets):
             options = compiler_options(batch * shape.nodes) if self._config.on_gpu else None
             arguments = self._with(batch)
             for name, function in STAGES.items():

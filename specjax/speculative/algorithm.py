@@ -98,8 +98,7 @@ class CommonAlgorithm:
     def is_some(self) -> bool:
         return not self.is_none()
 
-    def is_speculative(self) -> bool:
-        return not self.is_none()
+    is_speculative = is_some
 
     def is_eagle(self) -> bool:
         return self.name in ("EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE")
@@ -194,6 +193,8 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     supports_overlap: ClassVar[bool] = True
     # whether chains have ``draft_probs``, the probabilities from which drafts were drawn
     supports_rejection_sampling: ClassVar[bool] = False
+    # network(config, implementation=...) makes the draft network; ``None`` if there is none
+    network: ClassVar[Any] = None
 
     name: str
 
@@ -291,7 +292,9 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
 
     def draft_model(self, config: Any, implementation: str | None) -> FlatModel[Any]:
         """The structure of the draft network with this configuration."""
-        return FlatModel.empty()
+        if self.network is None:
+            return FlatModel.empty()
+        return FlatModel.of(partial(type(self).network, config, implementation=implementation))
 
     def networks(
         self,
@@ -316,8 +319,11 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
         return ()
 
     def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        """Target layers whose outputs are the features; empty means the last hidden state."""
-        return ()
+        """Target layers whose outputs are the features; empty means the last hidden state.
+
+        By default, the draft's configuration names them.
+        """
+        return getattr(networks.draft_config, "feature_layers", ())
 
     @property
     def lookahead(self) -> int:

@@ -8,7 +8,6 @@ rows see each other. A tier sets how many of its drafts are verified.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -18,30 +17,22 @@ from specjax.checkpoints.block import BlockCheckpoint, open_block
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import MAX_STEPS, BlockConfig
 from specjax.models.block import BlockDraft
-from specjax.models.flat import FlatModel, Networks
 from specjax.sampling.draw import draft_probs, draft_tokens
-from specjax.speculative.algorithm import (
-    Batch,
-    PromptChunks,
-    Rows,
-    SpeculativeAlgorithm,
-    State,
-    StateSizes,
-    kv_pool,
-)
+from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
+from specjax.speculative.drafting import NetworkAlgorithm
 from specjax.speculative.tree import chain_input
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
 
 @dataclass(frozen=True)
-class Block(SpeculativeAlgorithm):
+class Block(NetworkAlgorithm):
     """Drafts a chain in one pass. Its KV pool is the only state, and rows are empty.
 
     Attributes:
         has_markov: whether a Markov head adjusts the logits of each draft to the previous draft.
     """
 
-    supports_rejection_sampling: ClassVar[bool] = True
+    network: ClassVar[Any] = BlockDraft
     has_markov: bool
 
     # host side
@@ -95,15 +86,6 @@ class Block(SpeculativeAlgorithm):
                 f"set speculative_algorithm={other!r}"
             )
         return (opened,)
-
-    def draft_model(self, config: BlockConfig, implementation: str | None) -> FlatModel[BlockDraft]:
-        return FlatModel.of(partial(BlockDraft, config, implementation=implementation))
-
-    def abstract_state(self, networks: Networks, sizes: StateSizes) -> Any:
-        return kv_pool(networks.draft_config, sizes.num_kv)
-
-    def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        return networks.draft_config.feature_layers
 
     # traced
 

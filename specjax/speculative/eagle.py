@@ -7,8 +7,7 @@ tokens with constant features, from that position on, draft all tokens after the
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 from specjax.checkpoints.draft import DraftCheckpoint, open_draft
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import DraftConfig
-from specjax.models.eagle import Eagle3Head, EagleHead, build_head
-from specjax.models.flat import FlatModel, Networks
+from specjax.models.eagle import Eagle3Head, build_head
+from specjax.models.flat import Networks
 from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
 from specjax.speculative.drafting import (
     DraftInput,
@@ -40,6 +39,7 @@ class Eagle(NetworkAlgorithm):
     algorithm opens, ``"eagle-1"`` or ``"eagle-3"``.
     """
 
+    network: ClassVar[Any] = build_head
     checkpoint_format: str
 
     # host side
@@ -65,11 +65,6 @@ class Eagle(NetworkAlgorithm):
         """Return the tiers; for a P-EAGLE head, with the number of rows in its drafting pass."""
         return masked_shapes(args.shapes, config)
 
-    def draft_model(
-        self, config: DraftConfig, implementation: str | None
-    ) -> FlatModel[Eagle3Head | EagleHead]:
-        return FlatModel.of(partial(build_head, config, implementation=implementation))
-
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> DraftInput:
         config, slots, topk = networks.draft_config, sizes.num_slots, sizes.shape.topk
         hidden: tuple[int, ...] = slots, config.hidden_size
@@ -82,10 +77,6 @@ class Eagle(NetworkAlgorithm):
             "hidden": jax.ShapeDtypeStruct(hidden, config.dtypes.activations),
         }
         return DraftInput(**fields)
-
-    def feature_layers(self, networks: Networks) -> tuple[int, ...]:
-        """Target layers that the head reads, named in its checkpoint; empty for EAGLE-1/2."""
-        return networks.draft_config.feature_layers
 
     @property
     def lookahead(self) -> int:

@@ -23,7 +23,6 @@ leaves these rows out.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -31,9 +30,8 @@ import jax.numpy as jnp
 
 from specjax.checkpoints.draft import MtpCheckpoint, open_mtp
 from specjax.checkpoints.target import TargetCheckpoint
-from specjax.config import ModelConfig
 from specjax.models.eagle import MtpHead
-from specjax.models.flat import FlatModel, Networks
+from specjax.models.flat import Networks
 from specjax.models.layers import pick_row
 from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
 from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, drafted_chain
@@ -62,6 +60,7 @@ class MultiLayerEagle(NetworkAlgorithm):
     that many modules are loaded and kept up to date.
     """
 
+    network: ClassVar[Any] = MtpHead
     num_modules: int = 1
     default_steps: ClassVar[int] = 1  # every MTP checkpoint has at least one module
 
@@ -92,9 +91,6 @@ class MultiLayerEagle(NetworkAlgorithm):
         """Open the modules in the checkpoint that ``draft`` names, or else in the target's."""
         theta = args.draft_rope_theta
         return (open_mtp(draft, target, num_modules=self.num_modules, rope_theta=theta),)
-
-    def draft_model(self, config: ModelConfig, implementation: str | None) -> FlatModel[MtpHead]:
-        return FlatModel.of(partial(MtpHead, config, implementation=implementation))
 
     def abstract_rows(self, networks: Networks, sizes: StateSizes) -> ModuleInput:
         config, slots = networks.draft_config, sizes.num_slots

@@ -8,17 +8,14 @@ which the next round's first pass reads. The KV of a tree's accepted drafts is m
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from specjax.checkpoints.draft import open_draft_model
 from specjax.checkpoints.target import TargetCheckpoint
-from specjax.config import ModelConfig
 from specjax.models.decoder import DraftLM
-from specjax.models.flat import FlatModel
 from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
 from specjax.speculative.drafting import NetworkAlgorithm, check_topk, draft_levels, first_level
 from specjax.speculative.tree import chain_input
@@ -31,6 +28,8 @@ class Standalone(NetworkAlgorithm):
 
     The draft's KV pool is the only state between rounds.
     """
+
+    network: ClassVar[Any] = DraftLM
 
     # host side
 
@@ -57,9 +56,6 @@ class Standalone(NetworkAlgorithm):
         )
         check_topk(args.speculative_eagle_topk, opened.config.vocab_size)
         return (opened,)
-
-    def draft_model(self, config: ModelConfig, implementation: str | None) -> FlatModel[DraftLM]:
-        return FlatModel.of(partial(DraftLM, config, implementation=implementation))
 
     @property
     def lookahead(self) -> int:
