@@ -2,10 +2,14 @@
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from specjax.adaptive import BudgetPolicy
+from specjax.adaptive.survival import RoundRecord
 from specjax.types import DraftShape
 
 Times = Mapping[int, tuple[float, ...]]
@@ -109,3 +113,59 @@ def simulate(
                 executed, reported = results.popleft()
                 policy.on_verify_complete(reported, tier=executed, batch_size=batch_size)
     return Outcome(tokens, seconds, tuple(tiers))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens per second of a batch, and the seconds until a round first ran in a good tier."""
+
+    rate: float
+    seconds_to_good: float
+
+
+def simulate_batch(
+    policy: BudgetPolicy | DraftShape,
+    stretches: Sequence[Sequence[float]],
+    times: Seconds,
+    *,
+    seconds: float = 3.0,
+    good: Callable[[DraftShape], bool] = bool,
+    delay: int = 2,
+    seed: int = 0,
+) -> list[Stretch]:
+    """Run stretches of time in which each request of a batch has its own acceptance rate.
+
+    A packed tier verifies the drafts that the policy expects to survive.
+    """
+    rng = random.Random(seed)
+    results: deque[tuple[DraftShape, list[int], list[int]]] = deque()
+    found = []
+    for chances in stretches:
+        size, tokens, passed, reached = len(chances), 0, 0.0, float("inf")
+        while passed < seconds:
+            tier = policy
+            if not isinstance(tier, DraftShape):
+                tier = policy.tier_for_batch(size, 0.0, range(size))
+            limits = [tier.depth] * size
+            if tier.packed:
+                survival = policy.survival.survival(range(size))[:, : tier.depth]
+                best = np.argsort(-survival.ravel(), kind="stable")[: size * (tier.packed - 1)]
+                limits = np.bincount(best // tier.depth, minlength=size).tolist()
+            counts = []
+            for chance, limit in zip(chances, limits, strict=True):
+                count = 0
+                while count < limit and rng.random() < chance:
+                    count += 1
+                counts.append(count)
+            if good(tier):
+                reached = min(reached, passed)
+            tokens += sum(counts) + size
+            passed += times[tier, size]
+            results.append((tier, counts, limits))
+            if len(results) > delay and not isinstance(policy, DraftShape):
+                executed, reported, proposed = results.popleft()
+                record = RoundRecord(proposed, 0.0, range(size))
+                options = {"tier": executed, "batch_size": size, "record": record}
+                policy.on_verify_complete(reported, **options)
+        found.append(Stretch(tokens / passed, reached))
+    return found

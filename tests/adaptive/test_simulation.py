@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from specjax.adaptive import AdaptiveSpeculativeParams, BudgetPolicy
+from specjax.types import DraftShape
 
 from .simulation import (
     LLAMA_8B,
@@ -16,6 +17,7 @@ from .simulation import (
     Times,
     round_seconds,
     simulate,
+    simulate_batch,
 )
 
 TIERS = (0, 1, 3, 7)
@@ -99,3 +101,54 @@ def test_late_results_are_tolerated(delay: int) -> None:
     middle = [i for i, steps in enumerate(outcome.tiers) if steps == 7]
     gaps = [b - a for a, b in pairwise(middle)]
     assert max(gaps) > 200
+
+
+# milliseconds per round of the 8B shape on an H200; between measured batch sizes, estimates
+WIDE: Times = {
+    1: (4.22, 4.45, 4.88, 5.85),
+    16: (4.9, 5.2, 6.1, 8.2),
+    32: (5.58, 5.97, 7.44, 10.98),
+    64: (6.9, 7.8, 10.9, 17.9),
+}
+PACKED = DraftShape(7, 1, 8, packed=4)
+
+
+@pytest.mark.parametrize("size", WIDE)
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.9])
+def test_every_load_is_near_its_best_tier(chance: float, size: int) -> None:
+    times = round_seconds(WIDE)
+    load = [[chance] * size]
+    fixed = [simulate_batch(DraftShape.chain(n), load, times, seconds=8)[0].rate for n in TIERS]
+    found = simulate_batch(BudgetPolicy(times, 3), load, times, seconds=8)[0].rate
+    assert found > 0.97 * max(fixed)
+    assert found > 0.97 * fixed[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_changing_load_is_followed_within_half_a_second(seed: int) -> None:
+    times = round_seconds(WIDE)
+    low, high = [0.05] * 16, [0.9] * 16
+    for load, best in ((low, DraftShape.chain(0)), (high, DraftShape.chain(7))):
+        other = low if load is high else high
+        stretches = [load, other, load, other, load]
+        good = best.__eq__
+        found = simulate_batch(BudgetPolicy(times, 3), stretches, times, good=good, seed=seed)
+        fixed = simulate_batch(best, [load], times, seed=seed)[0].rate
+        for stretch in found[2::2]:
+            assert stretch.seconds_to_good < 0.5
+            assert stretch.rate > 0.92 * fixed
+
+
+def test_packed_rows_pay_off_if_requests_differ() -> None:
+    times = dict(round_seconds(WIDE))
+    for size, row in WIDE.items():  # verifies as many rows as three drafts, and drafts four more
+        times[PACKED, size] = (row[2] + 4 * 0.14) * 1e-3
+    load = [[0.9, 0.3] * 16]
+    fixed = [simulate_batch(DraftShape.chain(n), load, times, seconds=10)[0].rate for n in TIERS]
+    policy = BudgetPolicy(times, 3)
+    assert simulate_batch(policy, load, times, seconds=10)[0].rate > 1.1 * max(fixed)
+    assert policy.chosen == PACKED
+    # if all requests are alike, nothing is gained by them
+    alike = [[0.9] * 32]
+    fixed = [simulate_batch(DraftShape.chain(n), alike, times)[0].rate for n in TIERS]
+    assert simulate_batch(BudgetPolicy(times, 3), alike, times)[0].rate > 0.97 * max(fixed)
