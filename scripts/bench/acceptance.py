@@ -27,6 +27,7 @@ from specjax.cli.generate import Difference, find_difference
 from specjax.cli.options import engine_arguments
 from specjax.engine.requests import tokenize_inputs
 from specjax.speculative.algorithm import DRAFTING
+from specjax.speculative.registry import PLAIN
 
 SAMPLING = ("max_new_tokens", "temperature", "sampling_seed")
 COLUMNS = (
@@ -161,7 +162,7 @@ def main(name: str, argv: Sequence[str]) -> int:
     options = engine_arguments(args) | {"max_running_requests": args.batch_size}
     options["show_progress"] = True
     plainly = {name: value for name, value in options.items() if not name.startswith(DRAFTING)}
-    plainly["speculative_algorithm"] = "NONE"
+    plainly["speculative_algorithm"] = PLAIN
     sampling = {name: getattr(args, name) for name in SAMPLING}
     answers: list[Answer] = []
     with ExitStack() as stack:

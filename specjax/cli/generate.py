@@ -24,6 +24,7 @@ from specjax.cli.options import (
 from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
 from specjax.engine.requests import tokenize_inputs
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.registry import PLAIN
 from specjax.text.tokenizer import IncrementalDecoder
 
 NUM_TIMED_RUNS = 3
@@ -276,7 +277,7 @@ def compare_with_plain(
         for name, value in engine_args.items()
         if not name.startswith(("speculative_", "draft", "simulate_"))
     }
-    plain_args |= {"speculative_algorithm": "NONE", "share_weights_with": engine}
+    plain_args |= {"speculative_algorithm": PLAIN, "share_weights_with": engine}
     with make_engine(**plain_args, compile_on_use=True) as plain:
         for _ in range(2):  # the second prompt is in the prefix cache, as in the timed runs
             plain.generate(**request)
