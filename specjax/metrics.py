@@ -192,20 +192,17 @@ class Totals:
             if seconds is not None:
                 self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
-    def drafts_verified(
-        self, num_proposed: int, accepted: Sequence[int], num_dropped: int = 0
-    ) -> None:
-        """Count verifies of one request; ``accepted`` has the accepted drafts of each verify.
+    def drafts_verified(self, num_proposed: int, accepted: Sequence[tuple[int, int]]) -> None:
+        """Count verifies of one request: accepted drafts of each, in the output and in all.
 
-        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts. This
-        includes the ``num_dropped`` drafts after the request's end, so that short ones do not warn.
+        If ``checks_acceptance`` is set, warns once if the first verifies accept few drafts in all.
         """
         with self.lock:
-            self.num_dropped_drafts += num_dropped
             self.num_verifies += len(accepted)
             self.num_proposed_drafts += num_proposed
-            for count in accepted:
+            for count, in_all in accepted:
                 self.num_accepted_drafts += count
+                self.num_dropped_drafts += in_all - count
                 while count >= len(self.verifies_by_accepted):
                     self.verifies_by_accepted.append(0)
                 self.verifies_by_accepted[count] += 1

@@ -102,8 +102,7 @@ class AdaptiveConfig:
                 f"the configuration sets policy={self.policy!r}, but the engine was given "
                 f"{policy=}; make them equal"
             )
-        default = DEFAULT_CANDIDATES[policy]
-        wanted = [slot.candidate_steps or default for slot in self.slots]
+        wanted = [slot.candidate_steps or DEFAULT_CANDIDATES[policy] for slot in self.slots]
         tiers = sorted(set(tiers) or {DraftShape.chain(n) for steps in wanted for n in steps})
         slots = []
         for slot, steps in zip(self.slots, wanted, strict=True):

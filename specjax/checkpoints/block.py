@@ -6,12 +6,15 @@ the last token, which rows predict which tokens, and how target layers are numbe
 """
 
 import dataclasses
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specjax.checkpoints.draft import canonical_source, check_vocabulary, restored
 from specjax.checkpoints.huggingface import (
@@ -29,6 +32,8 @@ from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig
 from specjax.json_file import Fields, Flag, PositiveSize, Size
 from specjax.models.block import block_recipes
+
+logger = logging.getLogger(__name__)
 
 DFLASH, DFLASH_DEEPSPEC = "DFlash", "DFlash of DeepSpec"
 DSPARK_DEEPSPEC, DSPARK_SPECFORGE = "DSpark of DeepSpec", "DSpark of SpecForge"
@@ -51,6 +56,8 @@ _ONE = (
 )
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+# of copies, every 32nd row is compared; rounding to bfloat16 makes a relative difference of 0.002
+STEP, MAX_DIFFERENCE = 32, 0.05
 _COPIES = ("t2d", "rotary_emb.", "verifier_norm.", "verifier_lm_head.", "embed_tokens.")
 
 
@@ -82,6 +89,18 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
 
     def check_values(self, source: TensorSource) -> None:
         check_vocabulary(source, self.config)
+
+    def compare_copies(self, target: Mapping[str, Any]) -> None:
+        """Warn if copies of the target's embeddings or output head differ from its weights."""
+        source, table = self._open_source(), target["embedding.table"][::STEP]
+        head = target["lm_head.kernel"][:, ::STEP].T if "lm_head.kernel" in target else table
+        for name, own in (("embed_tokens.weight", table), ("lm_head.weight", head)):
+            copy = np.asarray(
+                source.read(name)[::STEP] if name in source.infos else own, np.float32
+            )
+            if copy.shape == own.shape and abs(copy - own).sum() > MAX_DIFFERENCE * abs(copy).sum():
+                text = "%r in %s differs from the target's, which is used: drafts may be rejected"
+                logger.warning(text, name, source.infos[name].path)
 
     def _is_ignored(self, name: str) -> bool:
         """Whether the tensor is a vocabulary map or a copy of a target tensor."""
@@ -225,6 +244,7 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     num_layers = file.body.get("num_hidden_layers", PositiveSize)
     anchor_first, num_drafts = _layout(file, kind)
     windows, causal = _attention(file, num_layers)
+    reduced = next(iter(source.infos["d2t"].shape), 0) if file.has("d2t") else vocab_size
     has_bias = file.body.get("attention_bias", Flag, False)
     values = layer_sizes(file.body) | {
         "checkpoint_format": kind,
@@ -236,7 +256,7 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
         ),
         "dtype": model.dtype,
         "target_hidden_size": model.hidden_size,
-        "draft_vocab_size": _draft_vocab_size(file, model.vocab_size),
+        "draft_vocab_size": file.get("draft_vocab_size", Size, reduced),
         "feature_layers": _feature_layers(file, num_layers, target),
         "num_drafts": num_drafts,
         "anchor_first": anchor_first,
@@ -342,13 +362,6 @@ def _mask_token(file: _File, target: TargetCheckpoint) -> int:
             f"{token!r}; set mask_token_id in this file"
         )
     return int(found)
-
-
-def _draft_vocab_size(file: _File, vocab_size: int) -> int:
-    info = file.source.infos.get("d2t")
-    return int(
-        file.get("draft_vocab_size", Size, next(iter(info.shape), 0) if info else vocab_size)
-    )
 
 
 def _heads(file: _File, hidden_size: int) -> dict[str, Any]:

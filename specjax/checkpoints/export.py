@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,11 @@ from safetensors.numpy import save
 
 from specjax.checkpoints.block import block_config
 from specjax.checkpoints.huggingface import draft_config
-from specjax.checkpoints.target import TargetCheckpoint
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
 from specjax.checks import check_integer
-from specjax.config import BlockConfig, DraftConfig, ModelConfig, TransformerConfig
+from specjax.config import BlockConfig, DraftConfig, TransformerConfig
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes, draft_recipes
-from specjax.text.tokenizer import Tokenizer
 
 # published name of a setting -> our name
 _PUBLISHED = {
@@ -60,8 +58,7 @@ def export_draft(
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Raises:
-        ValueError: if the format cannot express the draft (EAGLE-1/2, or settings that would be
-            read back as others) or weights do not fit. Nothing is written then.
+        ValueError: if files would be read back as another draft, or weights do not fit.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
     if isinstance(config, BlockConfig):
@@ -87,23 +84,17 @@ def export_draft(
 
 def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Recipes) -> None:
     """Raise ValueError if ``config.json`` with this text would be read as another configuration."""
-    sizes = {one.name: getattr(config, one.name) for one in dataclasses.fields(TransformerConfig)}
-    sizes |= {"hidden_size": config.target_hidden_size, "max_position_embeddings": 1}
-    sizes |= {"num_layers": max(1, *(layer + 1 for layer in config.feature_layers))}
-    target = ModelConfig(model_type="llama", **sizes)
-    found: DraftConfig | BlockConfig
+    layers = {"num_layers": max(1, *(layer + 1 for layer in config.feature_layers))}
+    sizes = {"hidden_size": config.target_hidden_size, "max_position_embeddings": 1} | layers
+    target: Any = SimpleNamespace(**vars(config) | sizes)
+    pair: Any = SimpleNamespace(config=target)
     with TemporaryDirectory() as folder:
-        path = Path(folder)
+        path, is_block = Path(folder), isinstance(config, BlockConfig)
         (path / "config.json").write_text(text, encoding="utf-8")
         parts = [part for recipe in recipes.values() for part in recipe.parts]
         infos = {part.name: TensorInfo(part.shape, path, config.dtype) for part in parts}
         source = TensorSource(path, infos, lambda name: np.empty(infos[name].shape))
-        opener = partial(Tokenizer.from_pretrained, path)
-        pair = TargetCheckpoint(target, path, lambda: source, "", opener)
-        if isinstance(config, BlockConfig):
-            found = block_config(path, source, pair)
-        else:
-            found = draft_config(path, source, target)
+        found = block_config(path, source, pair) if is_block else draft_config(path, source, target)
     for name, value in vars(config).items():
         if name != "checkpoint_format" and (other := getattr(found, name)) != value:
             raise ValueError(f"cannot export {name}={value!r}: it would be read back as {other!r}")

@@ -241,8 +241,7 @@ class EngineArgs:
         elif self.disaggregation_address is not None:
             check_secret(self.disaggregation_address, self.disaggregation_secret)
         self._check_acceptance()
-        most = self.shapes[-1].steps
-        if most > MAX_STEPS:
+        if (most := self.shapes[-1].steps) > MAX_STEPS:
             raise ValueError(
                 "candidate_steps of speculative_adaptive_config must be at most "
                 f"{MAX_STEPS}; got {most}"
@@ -325,8 +324,7 @@ class EngineArgs:
         """All draft shapes (tiers) that a round may use, in ascending order."""
         if self.adaptive is None:
             return (self.shape,)
-        reason = self.algorithm.adaptive_unsupported_reason(self)
-        if reason is not None:
+        if (reason := self.algorithm.adaptive_unsupported_reason(self)) is not None:
             raise ValueError(f"speculative_adaptive=True: {reason}")
         shapes: list[DraftShape] = []
         for count in self.adaptive.resolve(str(self.adaptive.policy)).candidate_steps:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import open_target
+from specjax.checkpoints.block import BlockCheckpoint
 from specjax.checkpoints.tensors import Checkpoint, TensorInfo, TensorSource, cast, make_weight
 from specjax.engine.plan import EnginePlan
 from specjax.models.family import Recipe
@@ -46,6 +47,9 @@ def load_weights(
         if len(plan.drafts) == len(other.drafts) and all(map(is_same, plan.drafts, other.drafts)):
             return target, draft
     named = {name: w for one in plan.drafts for name, w in one.load_weights().items()}
+    for one in plan.drafts:
+        if isinstance(one, BlockCheckpoint):
+            one.compare_copies(dict(zip(nets.target.names, target, strict=True)))
     return target, place.put(nets.draft.order(named))
 
 

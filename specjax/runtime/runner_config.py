@@ -4,7 +4,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 from typing import NamedTuple
 
 import jax
@@ -212,14 +212,9 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
     Outputs of ``num_features`` target layers are kept. XLA uses 0.93 to 1.25 GB of the 1.18 to 1.31
     GB planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots); CPUs need more for attention.
     """
-    prefills = (
-        _prefill_bytes(model, config, width, num_features) for width in config.prefill_buckets
-    )
-    rounds = (
-        _round_bytes(model, config, shape, batch, num_features)
-        for shape in config.shapes
-        for batch in config.batch_buckets
-    )
+    prefills = (_prefill_bytes(model, config, n, num_features) for n in config.prefill_buckets)
+    pairs = product(config.shapes, config.batch_buckets)
+    rounds = (_round_bytes(model, config, *pair, num_features) for pair in pairs)
     return PARTIAL_SUMS + max((*prefills, *rounds))
 
 

@@ -58,11 +58,9 @@ class SpecCounts:
     num_accepted_drafts: int = 0
     num_proposed_drafts: int = 0
     num_verifies: int = 0
-    # since the last take_new: proposed drafts, accepted drafts of each verify pass, and drafts that
-    # were accepted after the end of the request
+    # since the last take_new: proposed drafts; accepted drafts of each verify, in output and in all
     _new_proposed: int = 0
-    _new_accepted: list[int] = field(default_factory=list)
-    _new_dropped: int = 0
+    _new_accepted: list[tuple[int, int]] = field(default_factory=list)
 
     def add(
         self, tier: DraftShape, num_proposed: int, num_accepted: int, num_kept: int, is_last: bool
@@ -83,13 +81,12 @@ class SpecCounts:
         self.num_verifies += 1
         self.histogram[accepted] += 1
         self._new_proposed += proposed
-        self._new_accepted.append(accepted)
-        self._new_dropped += num_accepted - accepted
+        self._new_accepted.append((accepted, num_accepted))
 
-    def take_new(self) -> tuple[int, list[int], int]:
-        """Return the arguments of :meth:`Totals.drafts_verified` since the last call."""
-        new = self._new_proposed, self._new_accepted, self._new_dropped
-        self._new_proposed, self._new_accepted, self._new_dropped = 0, [], 0
+    def take_new(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return proposed drafts, and accepted ones of each verify pass, since the last call."""
+        new = self._new_proposed, self._new_accepted
+        self._new_proposed, self._new_accepted = 0, []
         return new
 
     def meta_info(self, completion_tokens: int) -> dict[str, Any]:

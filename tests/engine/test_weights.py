@@ -18,14 +18,17 @@ from safetensors.numpy import load_file, save_file
 from specjax import Engine, SamplingParams
 from specjax.checkpoints import open_target
 from specjax.checkpoints.tensors import cast
-from specjax.engine.weights import weights_from_tensors
+from specjax.engine.args import EngineArgs
+from specjax.engine.plan import plan_engine
+from specjax.engine.weights import load_weights, weights_from_tensors
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel
 from specjax.scheduling.loop import EngineFault
-from specjax.testing import Files, letter_tokenizer, num_held
+from specjax.testing import Files, letter_tokenizer, num_held, write_block_draft
 
 from ..settings import counted_compilations
 
+SHARED = ("embed_tokens.weight", "lm_head.weight")
 TEXTS = ["hello", "The sky is blue", "a", "def f(x): return x"]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True, sampling_seed=5)
@@ -353,3 +356,22 @@ def test_an_update_that_fails_half_way_is_a_fault(engine, new_engine, monkeypatc
             engine.update_weights_from_tensor(zip(names, weights, strict=True))
     with pytest.raises(EngineFault, match="out of memory"):
         engine.generate("hello", GREEDY)
+
+
+@pytest.mark.parametrize("changed", [None, *SHARED])
+def test_other_copies_of_target_tensors_cause_a_warning(
+    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: str | None
+) -> None:
+    """A drafter reads the target's embeddings and output head, not the copies in its file."""
+    path = write_block_draft(tmp_path / "draft") / "model.safetensors"
+    stored, target = load_file(path), load_file(files.target / "model.safetensors")
+    names = {"embed_tokens.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    for name, owner in names.items():
+        copy = target[owner].astype(jnp.bfloat16)  # rounded copies are equal enough
+        stored[name] = copy[::-1].copy() if name == changed else copy
+    save_file(stored, path)
+    options = {"speculative_algorithm": "DSPARK", "draft": path.parent}
+    load_weights(plan_engine(EngineArgs(**files.arguments(speculative=False, **options))))
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warned) == (changed is not None)
+    assert all(f"{changed!r} in {path} differs from the target's" in w for w in warned)

@@ -109,8 +109,8 @@ def test_events_become_metrics():
     totals.tokens_generated(1, None)
     clock.now += 0.004
     totals.tokens_generated(4, 0.004)
-    totals.drafts_verified(3, [2])
-    totals.drafts_verified(5, [1, 0])
+    totals.drafts_verified(3, [(2, 2)])
+    totals.drafts_verified(5, [(1, 2), (0, 0)])
     assert totals.snapshot().accepted_by_position == [2, 1]
     totals.num_retracted += 1
     totals.request_admitted(15, 12, None)
@@ -156,7 +156,7 @@ def test_a_snapshot_is_of_one_moment():
 
     def write() -> None:
         while not is_over.is_set():
-            totals.drafts_verified(3, [3])
+            totals.drafts_verified(3, [(3, 3)])
             totals.tokens_generated(2, 0.001)
 
     writer = threading.Thread(target=write)
@@ -330,7 +330,7 @@ def test_rarely_accepted_drafts_cause_one_warning(accepted, checks, warns, caplo
     for _ in range(3 * FIRST_VERIFIES):
         if totals.num_verifies < FIRST_VERIFIES:
             assert not caplog.records
-        totals.drafts_verified(len(accepted), accepted)
+        totals.drafts_verified(len(accepted), [(n, n) for n in accepted])
     assert len(caplog.records) == warns
     if warns:
         message = caplog.records[0].getMessage()
