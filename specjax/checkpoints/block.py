@@ -95,10 +95,8 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
         source, table = self._open_source(), target["embedding.table"][::STEP]
         head = target["lm_head.kernel"][:, ::STEP].T if "lm_head.kernel" in target else table
         for name, own in (("embed_tokens.weight", table), ("lm_head.weight", head)):
-            copy = np.asarray(
-                source.read(name)[::STEP] if name in source.infos else own, np.float32
-            )
-            if copy.shape == own.shape and abs(copy - own).sum() > MAX_DIFFERENCE * abs(copy).sum():
+            one = np.asarray(source.read(name)[::STEP] if name in source.infos else own, np.float32)
+            if one.shape == own.shape and abs(one - own).sum() > MAX_DIFFERENCE * abs(one).sum():
                 text = "%r in %s differs from the target's, which is used: drafts may be rejected"
                 logger.warning(text, name, source.infos[name].path)
 
