@@ -43,19 +43,28 @@ def _threefry(
     return x, y
 
 
-def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Noise f32 of tokens i32, equal to :func:`position_noise` up to rounding in the logarithms."""
+def _random(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
     zero = jnp.uint32(0)
     key = _threefry(seed, zero, position.astype(jnp.uint32))
     high, low = _threefry(key, zero, tokens.astype(jnp.uint32))
     mantissa = ((high ^ low) >> 9) | jnp.uint32(0x3F800000)
-    uniform = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
+    return jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
+
+
+def _gumbel(seed: tuple[jax.Array, jax.Array], position: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Noise f32 of tokens i32, equal to :func:`position_noise` up to rounding in the logarithms."""
+    uniform = _random(seed, position, tokens)
     return -jnp.log(-jnp.log(jnp.maximum(uniform + FLOAT32_TINY, FLOAT32_TINY)))
 
 
 def token_noise(seeds: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
     """The columns f32 ``[N, M]`` of :func:`position_noise` for tokens i32 ``[M]``."""
     return _gumbel((seeds[:, :1], seeds[:, 1:]), positions[:, None], ids[None])
+
+
+def position_uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    """Exact uniform noise f32 in [0, 1) for seeds u32 ``[N, 2]`` and positions i32 ``[N, M]``."""
+    return _random((seeds[:, :1], seeds[:, 1:]), positions, jnp.zeros_like(positions))
 
 
 def _argmax(logits: jax.Array) -> jax.Array:

@@ -117,6 +117,7 @@ class Totals:
     adapts: bool = False  # the tier adapts to the acceptance
     # number of tokens to accept per round, right or wrong, to measure only speed
     simulate_accept_length: float | None = None
+    simulate_acceptance: float | None = None  # instead, the default probability per draft
     checks_acceptance: bool = False  # warn once if the first verifies accept few drafts
     num_dropped_drafts: int = 0  # accepted drafts after the end of their request
 
@@ -262,8 +263,9 @@ _EMA = (
     "Accepted drafts per verify pass, moving average. It excludes the bonus token, which "
     "spec_accept_length includes."
 )
-_FIXED = "simulate_accept_length"
+_FIXED, _DRAWN = "simulate_accept_length", "simulate_acceptance"
 _SIMULATED = "Tokens accepted per verify, correct or not (benchmark mode; output is meaningless)."
+_CHANCE = "Default probability that a draft is accepted, correct or not (benchmark mode)."
 _REALTIME = "realtime_tokens"
 _MODES = (
     "Tokens by mode: prefill_compute (computed), prefill_cache (found in the prefix cache), decode "
@@ -296,7 +298,7 @@ class Metric(NamedTuple):
     kind: str
     field: str  # field of Totals
     help: str
-    needs: str = ""  # omit the metric if this field of Totals is false
+    needs: str = ""  # omit the metric if this field of Totals is False or None
     label: tuple[str, str] | None = None  # distinguishes metrics of the same name
 
     def of(self, totals: Totals) -> Any:
@@ -327,6 +329,7 @@ METRICS = (
     Metric("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
     Metric("spec_num_switches", "counter", "num_switches", _SWITCHES, "adapts"),
     Metric("spec_simulate_accept_length", "gauge", _FIXED, _SIMULATED, _FIXED),
+    Metric("spec_simulate_acceptance", "gauge", _DRAWN, _CHANCE, _DRAWN),
     Metric("spec_wasted_drafts", "counter", "wasted_drafts", _WASTED, "adapts"),
     Metric(_REALTIME, "counter", "prefilled_tokens", _MODES, label=("mode", "prefill_compute")),
     Metric(_REALTIME, "counter", "reused_tokens", _MODES, label=("mode", "prefill_cache")),
@@ -363,7 +366,7 @@ def families(
     """Convert metrics to Prometheus families; each sample has the label ``model_name``."""
     found: dict[str, Any] = {}
     for metric in metrics:
-        if metric.needs and not getattr(totals, metric.needs):
+        if metric.needs and any(getattr(totals, metric.needs) is no for no in (False, None)):
             continue
         labels = {"model_name": model_name} | dict([metric.label] if metric.label else ())
         name, values = prefix + metric.name, tuple(labels.values())

@@ -226,6 +226,7 @@ class SamplingTable:
     min_new_tokens: I32  # [R], minimum number of tokens before an end token
     prompt_lens: I32  # [R], number of prompt tokens
     speculates: I32  # [R], 0 if drafts are not proposed
+    acceptances: F32  # [R], probability that a draft is accepted, if acceptance is simulated
     bias_ids: Annotated[jax.Array, np.int32, MAX_LOGIT_BIAS]  # [R, M], padded with -1
     bias_values: Annotated[jax.Array, np.float32, MAX_LOGIT_BIAS]  # [R, M]
 

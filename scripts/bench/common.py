@@ -39,6 +39,7 @@ SIZES = (
     "chunked_prefill_size",
     "batch_buckets",
     "simulate_accept_length",
+    "simulate_acceptance",
     "speculative_algorithm",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",

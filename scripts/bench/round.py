@@ -92,6 +92,7 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds-per-dispatch", type=int, default=1, help="rounds per call (default: 1)")
     add("--page-size", type=int, default=16, help="tokens per KV page (default: 16)")
     add("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
+    add("--simulate-acceptance", type=float, help="probability that a draft is accepted")
     add("--profile", action="store_true", help="also list the kernels of a round")
     add("--output", type=Path, help="file to append one JSON line per row to")
     return parser.parse_args(argv)
@@ -129,11 +130,12 @@ def dispatch(engine: Engine, slots: list[int], count: int) -> None:
 
 def prefill(engine: Engine, prompts: list[list[int]]) -> list[int]:
     """Prefill the prompts without the scheduler; return their request slots."""
+    params = SamplingParams(temperature=0.0, simulate_acceptance=engine.args.simulate_acceptance)
     runner, width = engine.runner, engine.runner.config.prefill_buckets[-1]
     pages_each = runner.config.pages_per_request
     slots = list(range(1, len(prompts) + 1))
     for slot, prompt in zip(slots, prompts, strict=True):
-        runner.set_slot(slot, SamplingParams(temperature=0.0), seed=0)
+        runner.set_slot(slot, params, seed=slot)
         runner.set_pages(slot, range(1 + (slot - 1) * pages_each, 1 + slot * pages_each))
         for at in range(0, len(prompt), width):
             runner.prefill([Chunk.of(slot, prompt, at, at + width)])
@@ -261,6 +263,7 @@ def build(args: argparse.Namespace, steps: int, folder: Path) -> Engine:
         options["speculative_eagle_topk"] = args.topk
         options["speculative_num_draft_tokens"] = args.num_draft_tokens
         options["draft"] = draft
+        options["simulate_acceptance"] = args.simulate_acceptance
     # compile for these batch sizes; the engine may pad a batch of one
     smallest = plan_engine(EngineArgs(**options, show_progress=False)).config.batch_buckets[0]
     return Engine(**options, batch_buckets=sorted({max(smallest, batch) for batch in args.batch}))
@@ -287,6 +290,7 @@ def measure(
             "over_greedy": greedy and through / greedy,
             "floor_bytes": floor_bytes(engine, steps, sum(lengths)),
             "accept_length": accept,
+            "simulate_acceptance": engine.args.simulate_acceptance,
             "peak_gb": common.peak_gb(),
             "planned_gb": common.settings_of(engine.get_server_info())["planned_gb"],
             "batch_buckets": list(engine.runner.config.batch_buckets),

@@ -280,7 +280,7 @@ def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
             process.terminate()
 
 
-def clients_of(load: str) -> Clients:
+def clients_of(load: str, chances: Sequence[float] = ()) -> Clients:
     """Parse a load and make its clients. If a value is invalid, the ``ValueError`` names it."""
     kind, given = common.pairs_of("--load", load)
     if kind not in LOADS:
@@ -288,17 +288,19 @@ def clients_of(load: str) -> Clients:
     known = LOADS[kind]
     values = known | {name: value for name, value in given.items() if name in known}
     sampling = {name: value for name, value in given.items() if name not in known}
-    SamplingParams.of(sampling)
     for name, value in values.items():
         where = f"--load {load!r}: {name}"
         if isinstance(known[name], float):
             check_number(where, value, above=0)
         elif name != "prompt" or value != "text" or kind not in ("burst", "steady"):
             check_integer(where, value, 0 if kind == "prompts" and name == "requests" else 1)
-    rng = np.random.default_rng(0)
+    rng, mixed = np.random.default_rng(0), np.random.default_rng(1)
+    order = chain.from_iterable(mixed.permutation(chances).tolist() for _ in repeat(None))
 
     def request(prompt: Any, output: int, arrival: float = 0.0, **own: Any) -> Request:
-        params = {"temperature": 0.0, "ignore_eos": True} | own | sampling
+        chance = {"simulate_acceptance": next(order)} if chances else {}
+        params = {"temperature": 0.0, "ignore_eos": True} | chance | own | sampling
+        SamplingParams.of(params)
         if not isinstance(prompt, str):
             prompt = rng.integers(*IDS, size=prompt).tolist()
         return Request(prompt, params | {"max_new_tokens": output}, arrival)
@@ -397,6 +399,8 @@ def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add("--ways", type=common.list_of(str, WAYS), default=["stream"], help=", ".join(WAYS))
     add("--url", help="address of a running server; engine options are then ignored")
     add("--split", action="store_true", help="compute prompts in a prefill server on another GPU")
+    text = "values for requests, equally often in random order (the engine starts with the first)"
+    add("--simulate-acceptance", dest="chances", type=common.list_of(float), default=[], help=text)
     add("--turns", type=int, default=4, help="measured turns, after one warm-up (default: 4)")
     add("--output", type=Path, metavar="FILE", help="file to append rows to, as JSON lines")
     args = parser.parse_args(argv)
@@ -412,7 +416,8 @@ def start(
 ) -> tuple[dict[str, Callable[[Clients], Traces]], dict[str, Any]]:
     """Start the engine and servers that the ways need; return a function per way, and settings."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    options = {} if args.url else with_preset(engine_arguments(args), args.preset, folder)
+    own = {"simulate_acceptance": args.chances[0]} if args.chances else {}
+    options = {} if args.url else with_preset(engine_arguments(args) | own, args.preset, folder)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if args.split else [None]
     http, settings, ways = [way for way in args.ways if way != "engine"], {}, {}
     is_shared = len(http) < len(args.ways) > 1 or (args.split and len(gpus) == 1)
@@ -442,7 +447,7 @@ def start(
 
 def main(name: str, argv: Sequence[str]) -> int:
     args = parse_arguments(name, argv)
-    loads = {load: clients_of(load) for load in args.load}
+    loads = {load: clients_of(load, args.chances) for load in args.load}
     turns: list[dict[tuple[str, str], dict[str, Any]]] = []
     with ExitStack() as stack:
         ways, settings = start(args, stack)

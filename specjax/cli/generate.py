@@ -33,7 +33,7 @@ Decode = Callable[[list[int]], str]
 SAMPLING_ARGUMENTS = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.name not in ("n", "logit_bias", "stop_token_ids")
+    if field.name not in ("n", "logit_bias", "stop_token_ids", "simulate_acceptance")
 )
 
 

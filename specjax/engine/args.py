@@ -174,6 +174,8 @@ class EngineArgs:
         simulate_accept_length: for benchmarks: accept this many tokens per round on average,
             whether they are correct or not; the text is meaningless. From 1 to
             ``speculative_num_steps + 1``. Trees follow the deepest path, which may be shorter.
+        simulate_acceptance: instead accept each draft with this probability if its parent was
+            accepted, from 0 to 1. Requests may override it.
     """
 
     model: str | PathLike[str] = "smollm2-135m"
@@ -221,6 +223,7 @@ class EngineArgs:
     disaggregation_address: str | None = None
     disaggregation_secret: str = field(default="", repr=False)
     simulate_accept_length: float | None = None
+    simulate_acceptance: Share | None = None
 
     def __post_init__(self) -> None:
         for name, hint in _annotations().items():
@@ -251,6 +254,9 @@ class EngineArgs:
     def check_simulation(self, shapes: Sequence[DraftShape]) -> None:
         """Raise ValueError if no tier can accept ``simulate_accept_length`` tokens."""
         accepted = self.simulate_accept_length
+        if None not in (accepted, self.simulate_acceptance):
+            both = f"simulate_accept_length={accepted!r} and simulate_acceptance="
+            raise ValueError(f"{both}{self.simulate_acceptance!r} exclude each other; set only one")
         longest = max(shape.accept_width for shape in shapes)
         if accepted is not None and not 1 <= accepted <= longest:
             raise ValueError(

@@ -117,6 +117,7 @@ class Engine:
             drafts=largest.steps > 0,
             adapts=controller is not None,
             simulate_accept_length=args.simulate_accept_length,
+            simulate_acceptance=args.simulate_acceptance,
             checks_acceptance=plan.has_trained_draft,
             tier=largest if controller is None else controller.tier,
         )

@@ -60,8 +60,8 @@ class EnginePlan:
     @property
     def has_trained_draft(self) -> bool:
         """Whether acceptance depends on the loaded weights of a draft."""
-        is_dummy = self.args.load_format == "dummy"
-        return bool(self.drafts) and not is_dummy and self.args.simulate_accept_length is None
+        simulated = self.args.simulate_accept_length, self.args.simulate_acceptance
+        return bool(self.drafts) and (self.args.load_format, *simulated) == ("auto", None, None)
 
     @property
     def cache_facts(self) -> tuple[Any, ...]:
@@ -152,6 +152,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         processed_logprobs=args.logprobs_mode == "processed",
         rounds_per_dispatch=args.rounds_per_dispatch,
         simulate_accept_length=args.simulate_accept_length,
+        simulates_acceptance=args.simulate_acceptance is not None,
         acceptance=args.acceptance,
     )
     memory = device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE

@@ -196,6 +196,13 @@ class RequestFactory:
         config, params = self._plan.target.config, arguments.sampling_params
         if arguments.timeout is None:
             arguments = replace(arguments, timeout=self._plan.args.request_timeout)
+        given, default = params.simulate_acceptance, self._plan.args.simulate_acceptance
+        if given is None and default is not None:
+            params = replace(params, simulate_acceptance=default)
+            arguments = replace(arguments, sampling_params=params)
+        elif given is not None and default is None:
+            demand = "needs the engine option simulate_acceptance, which is None"
+            raise refused("simulate_acceptance", given, demand)
         if params.stop_strings:
             _need_tokenizer(self._tokenizer, "stop")
         ends = set(params.stop_token_ids or ())

@@ -94,6 +94,7 @@ class RoundFunctions:
             num_rounds=self._config.rounds_per_dispatch,
             sampling=sampling,
             simulate_accept_length=self._config.simulate_accept_length,
+            simulates_acceptance=self._config.simulates_acceptance,
         )
 
         def flat(

@@ -38,6 +38,7 @@ class RunnerConfig:
     prefill_buckets: tuple[int, ...]
     rounds_per_dispatch: int = 1
     simulate_accept_length: float | None = None
+    simulates_acceptance: bool = False  # by the requests' probabilities
     acceptance: Acceptance = COUPLED  # rule that accepts drafts above temperature 0
     max_top_logprobs: int = 20
     processed_logprobs: bool = False  # report log-probabilities after penalties and filters

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.draw_tokens import draw_tokens, token_noise
+from specjax.kernels.draw_tokens import draw_tokens, position_uniform
 from specjax.kernels.filter_logits import FLOAT32_TINY, kept_logits
 from specjax.types import SamplingTable, VerifyInput
 
@@ -145,10 +145,7 @@ def threshold_tokens(
 
 def draw_coins(seeds: jax.Array, tree: VerifyInput) -> jax.Array:
     """Draw a random number f32 ``[B, T]`` in [0, 1) for the position after each row."""
-    keys, places = _flat_keys(seeds, tree)
-    noise = token_noise(keys, places + COIN_STREAM, jnp.zeros(1, jnp.int32))
-    # invert the transformation from uniform numbers to Gumbel noise
-    return jnp.exp(-jnp.exp(-noise)).reshape(tree.positions.shape)
+    return position_uniform(seeds, tree.positions + 1 + COIN_STREAM)
 
 
 def _draw_residual(
@@ -161,14 +158,11 @@ def _draw_residual(
     """Draw i32 ``[B, T]`` by weights f32 ``[B, T, V]``, or by ``probs`` if all weights are 0."""
     weights = jnp.where(jnp.any(weights > 0, axis=2, keepdims=True), weights, probs)
     logits = jnp.log(weights).reshape(-1, weights.shape[2])
-    keys, places = _flat_keys(seeds, tree)
+    # seeds of all rows, and positions of the tokens after them
+    keys = jnp.repeat(seeds, tree.positions.shape[1], axis=0)
+    places = (tree.positions + 1).reshape(-1)
     ones = jnp.ones(places.shape, jnp.float32)
     tokens = draw_tokens(
         logits, ones, -jnp.inf * ones, keys, places + RESIDUAL_STREAM, implementation=implementation
     )
     return tokens.reshape(tree.positions.shape)
-
-
-def _flat_keys(seeds: jax.Array, tree: VerifyInput) -> tuple[jax.Array, jax.Array]:
-    """Seeds u32 ``[B * T, 2]`` of all rows, and positions i32 ``[B * T]`` of the tokens after."""
-    return jnp.repeat(seeds, tree.positions.shape[1], axis=0), (tree.positions + 1).reshape(-1)

@@ -70,6 +70,7 @@ class SamplingParams:
         ignore_eos: do not stop at the model's own end tokens.
         sampling_seed: random seed of this request; with it, the output depends only on the request.
         speculative: use drafts if the engine has them; with lossless settings, texts stay the same.
+        simulate_acceptance: from 0 to 1, replaces the engine option of this name, if that is set.
 
     Arguments are copied. Raises ValueError for a value outside its range.
     """
@@ -92,6 +93,7 @@ class SamplingParams:
     ignore_eos: bool = False
     sampling_seed: int | None = None
     speculative: bool = True
+    simulate_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -102,6 +104,8 @@ class SamplingParams:
         check_number("temperature", self.temperature, at_most=FLOAT32_MAX)
         if not is_integer(self.top_k) or (self.top_k < 1 and self.top_k != -1):
             raise refused("top_k", self.top_k, "must be -1 (off) or an integer of at least 1")
+        if self.simulate_acceptance is not None:
+            check_number("simulate_acceptance", self.simulate_acceptance, at_least=0, at_most=1)
         if self.sampling_seed is not None:
             check_integer("sampling_seed", self.sampling_seed, 0, 2**64 - 1)
         self._copy_stops()

@@ -145,6 +145,7 @@ class HostTables:
         row["top_logprobs"] = top_logprobs or 0
         row["prompt_lens"] = prompt_len
         row["speculates"] = params.speculative
+        row["acceptances"] = params.simulate_acceptance or 0.0
         for processor in (used := used_by(params)):
             processor.fill(row, params)
         row["is_adjusted"] = bool(used)

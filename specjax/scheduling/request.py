@@ -49,7 +49,8 @@ class SpecCounts:
     """
 
     histogram: list[int]  # number of verify passes by number of accepted drafts
-    simulated: float | None = None  # mean tokens per round that are accepted right or wrong
+    simulate_accept_length: float | None = None  # mean accepted tokens per round, right or wrong
+    simulate_acceptance: float | None = None  # acceptance probability of a draft, right or wrong
     num_plain_tokens: int = 0  # tokens from rounds without drafts, which are not verify passes
     num_switches: int = 0
     tier: DraftShape | None = None  # tier of the last round
@@ -104,10 +105,9 @@ class SpecCounts:
             "spec_num_switches": self.num_switches,
             "spec_rounds_by_steps": {str(k): n for k, n in sorted(self.rounds_by_steps.items())},
         }
-        if self.ema_accept_len is not None:
-            meta["spec_ema_accept_len"] = self.ema_accept_len
-        if self.simulated is not None:
-            meta["spec_simulate_accept_length"] = self.simulated
+        for name in ("ema_accept_len", "simulate_accept_length", "simulate_acceptance"):
+            if (value := getattr(self, name)) is not None:
+                meta[f"spec_{name}"] = value
         return meta
 
 
@@ -155,7 +155,7 @@ class Request:
     end_token_ids: frozenset[int]  # with ``ignore_eos``, without those of the model
     decoder: InitVar[IncrementalDecoder | None]  # ``None`` without a tokenizer
     spec_width: InitVar[int]  # maximum accepted drafts per round; 0 for plain decoding
-    spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulated
+    spec_simulated: InitVar[float | None] = None  # as SpecCounts.simulate_accept_length
     clock: Callable[[], float] = time.perf_counter  # the scheduler's clock, in seconds
 
     output_ids: list[int] = field(default_factory=list, init=False)
@@ -186,7 +186,8 @@ class Request:
         start = arguments.logprob_start_len
         self.logprob_start_len = None if start < 0 else start
         is_speculative = spec_width > 0 and self.params.speculative
-        self.spec = SpecCounts([0] * (spec_width + 1), spec_simulated) if is_speculative else None
+        simulated = spec_simulated, self.params.simulate_acceptance
+        self.spec = SpecCounts([0] * (spec_width + 1), *simulated) if is_speculative else None
         keeps_stop = self.params.no_stop_trim
         self._text = CompletionText(decoder, self.params.stop_strings, keeps_stop=keeps_stop)
         self.arrive()

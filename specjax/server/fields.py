@@ -49,7 +49,7 @@ NAMES = {
         name: name
         for name in "temperature top_p top_k min_p frequency_penalty presence_penalty "
         "repetition_penalty logit_bias n stop stop_token_ids ignore_eos speculative no_stop_trim "
-        "skip_special_tokens".split()
+        "skip_special_tokens simulate_acceptance".split()
     },
     "include_stop_str_in_output": "no_stop_trim",
 }

@@ -16,7 +16,7 @@ from specjax.sampling.logit_processor import LogitInputs, NewTokens
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
-from specjax.speculative.tree import accept, truncate
+from specjax.speculative.tree import accept, drawn_count, spread_count, truncate
 from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
 
@@ -31,6 +31,7 @@ class RoundConfig:
     num_rounds: int = 1  # rounds per call
     # mean number of accepted tokens per round, for speed measurements
     simulate_accept_length: float | None = None
+    simulates_acceptance: bool = False  # instead, accept drafts by SamplingTable.acceptances
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ def verify(
     # a greedy batch needs only its tokens
     states = None if batch.draw.greedy else hidden
     outputs = NodeOutputs(tokens, features, logprobs, states, tree.draft_rows)
+    count = None
+    if config.simulate_accept_length is not None:
+        count = spread_count(batch.seq_lens, config.shape.depth, config.simulate_accept_length)
+    elif config.simulates_acceptance:
+        count = drawn_count(batch.seq_lens, config.shape.depth, batch.sampling)
     verified, future = accept(
         tree,
         outputs,
@@ -94,7 +100,7 @@ def verify(
         batch.sampling.end_token_ids,
         config.shape,
         implementation=batch.draw.implementation,
-        simulate_accept_length=config.simulate_accept_length,
+        simulated=count,
     )
     if not batch.draw.greedy:  # a greedy batch has no active logit processors
         new = NewTokens(

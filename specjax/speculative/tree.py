@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.accept_tree import SlotRows, accept_tree, compact_tree
+from specjax.kernels.draw_tokens import position_uniform
 from specjax.speculative.future_map import FutureMap
-from specjax.types import DraftShape, NodeOutputs, VerifyInput, VerifyOutput
+from specjax.types import DraftShape, NodeOutputs, SamplingTable, VerifyInput, VerifyOutput
 
 
 def chain_input(
@@ -117,25 +118,38 @@ def select_tree(
     return tree, chosen
 
 
-def simulated_path(
-    tree: VerifyInput, valid: jax.Array, num_steps: int, accept_length: float
-) -> jax.Array:
-    """Path i32 ``[B, S + 1]`` to the first of the deepest rows, ``accept_length`` long on average.
+def spread_count(seq_lens: jax.Array, num_steps: int, accept_length: float) -> jax.Array:
+    """Number i32 ``[B]`` of drafts to accept, ``accept_length - 1`` on average, S at most.
 
-    It is only for speed measurements without a trained head: the text is meaningless. Lengths are
-    the two integers around ``accept_length``, spread evenly over sequence lengths.
+    It is one of the two integers around the average, spread evenly over sequence lengths.
     """
     drafts = min(max(accept_length - 1.0, 0.0), float(num_steps))
     share = drafts - int(drafts)
     # multiples of the golden ratio, modulo 1, are spread evenly on [0, 1)
-    phase = jnp.mod(tree.positions[:, 0].astype(jnp.float32) * 0.6180339887, 1.0)
-    count = int(drafts) + (phase < share).astype(jnp.int32)
+    phase = jnp.mod(seq_lens.astype(jnp.float32) * 0.6180339887, 1.0)
+    return int(drafts) + (phase < share).astype(jnp.int32)
+
+
+def drawn_count(seq_lens: jax.Array, num_steps: int, sampling: SamplingTable) -> jax.Array:
+    """Number i32 ``[B]`` of drafts to accept, of S after ``seq_lens``: those before the first miss.
+
+    A draft is a hit with probability ``sampling.acceptances``. This depends only on the request's
+    seed and the draft's absolute position: not on the tier, the batch or the round.
+    """
+    depth = jnp.arange(num_steps, dtype=jnp.int32)
+    noise = position_uniform(sampling.seeds, seq_lens[:, None] + 1 + depth)
+    count = jnp.where(noise < sampling.acceptances[:, None], num_steps, depth)
+    return jnp.min(count, axis=1, initial=num_steps)
+
+
+def simulated_path(tree: VerifyInput, num_steps: int, count: jax.Array) -> jax.Array:
+    """Path i32 ``[B, S + 1]`` to the deepest row, of ``count`` i32 ``[B]`` drafts; -1: no root."""
     index = jnp.arange(tree.parents.shape[1], dtype=jnp.int32)
     is_real = index <= tree.num_proposed[:, None]
     depths = jnp.where(is_real, tree.positions - tree.positions[:, :1], -1)
     goal = jnp.argmax(depths, axis=1)[:, None, None]
     on_path = jnp.take_along_axis(tree.tree_mask, goal, axis=1)
-    count = jnp.where(valid, jnp.minimum(count, jnp.max(depths, axis=1)), -1)
+    count = jnp.minimum(count, jnp.max(depths, axis=1))
     # the row of the path at each depth
     depth = jnp.arange(num_steps + 1, dtype=jnp.int32)
     is_row = on_path & (depths[:, None, :] == depth[:, None])
@@ -168,14 +182,14 @@ def accept(
     shape: DraftShape,
     *,
     implementation: str | None = None,
-    simulate_accept_length: float | None = None,
+    simulated: jax.Array | None = None,
 ) -> tuple[VerifyOutput, FutureMap]:
     """Accept the path that agrees with ``outputs.tokens``, record it, and compact the outputs.
 
-    ``simulate_accept_length`` instead accepts this many tokens on average, right or wrong.
+    ``simulated`` i32 ``[B]`` instead accepts this many drafts, right or wrong.
     """
-    if simulate_accept_length is not None:
-        path = simulated_path(tree, slots > 0, shape.depth, simulate_accept_length)
+    if simulated is not None:
+        path = simulated_path(tree, shape.depth, jnp.where(slots > 0, simulated, -1))
         outputs = replace(outputs, tokens=simulated_tokens(tree, path, end_token_ids))
     accepted, rows = accept_tree(
         tree.draft_tokens,

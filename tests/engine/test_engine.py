@@ -1,6 +1,7 @@
 """The engine on a tiny checkpoint: inputs, results, streams, threads, refusals."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from safetensors.numpy import load_file, save_file
+from specjax.kernels.draw_tokens import position_uniform
 
 from specjax import Engine, SamplingParams
 from specjax.checks import ParameterError
@@ -306,6 +308,69 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         )
     with pytest.raises(ValueError, match=r"model\.safetensors|no weights|\.safetensors"):
         files.small(target=target)
+
+
+def accepted_histogram(seed: int, chance: float, num_prompt: int, count: int, steps: int) -> list:
+    """Number of rounds by accepted drafts, computed round by round from the noise at positions."""
+    words = jnp.array([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
+    noise = position_uniform(words, jnp.arange(num_prompt + count + steps, dtype=jnp.int32)[None])
+    hits = (np.asarray(noise[0]) < np.float32(chance)).tolist()
+    histogram, root, end = [0] * (steps + 1), num_prompt, num_prompt + count
+    while root + 1 < end:  # the last token is at position ``root``
+        run = [*hits[root + 1 : root + 1 + steps], False].index(False)
+        histogram[min(run, end - root - 1)] += 1
+        root += run + 1
+    return histogram
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"speculative_num_steps": 3, "rounds_per_dispatch": 2},
+        {"speculative_num_steps": 7},
+        {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 11},
+    ],
+    ids=["chain of 3", "chain of 7", "tree"],
+)
+def test_every_request_simulates_its_own_acceptance(files, shape) -> None:
+    """Accepted drafts follow from seed and position, whatever the tier and the neighbours are."""
+    own = [{"simulate_acceptance": 0.9}, {"simulate_acceptance": 0.3, "temperature": 0.8}, {}]
+    own += [{"simulate_acceptance": 0.0}, {"speculative": False}, {"simulate_acceptance": 1}]
+    params = [
+        {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True, "sampling_seed": 2**40 + i}
+        | each
+        for i, each in enumerate(own)
+    ]
+    with files.engine(simulate_acceptance=0.6, **shape) as made:
+        with counted_compilations() as events:
+            prompts = [[3] * (i + 4) for i in range(len(params))]
+            results = made.generate(input_ids=prompts, sampling_params=params)
+            alone = made.generate(input_ids=prompts[0], sampling_params=params[0])
+        assert events == []
+        scraped = generate_latest(made.metrics.registry).decode()
+        assert re.search(r"specjax:spec_simulate_acceptance\{.*\} 0\.6\n", scraped)
+        assert "spec_simulate_accept_length" not in scraped
+        with pytest.raises(ValueError, match=r"simulate_acceptance=2 must be .* at most 1"):
+            made.generate("a", {"simulate_acceptance": 2})
+    metas = [result["meta_info"] for result in results]
+    assert "spec_verify_ct" not in metas.pop(4)
+    del own[4], params[4], prompts[4]
+    for meta, each, given, prompt in zip(metas, own, params, prompts, strict=True):
+        chance = each.get("simulate_acceptance", 0.6)
+        assert meta["spec_simulate_acceptance"] == chance
+        steps = shape.get("speculative_num_steps", STEPS)
+        expected = accepted_histogram(given["sampling_seed"], chance, len(prompt), 60, steps)
+        assert meta["spec_correct_drafts_histogram"] == expected
+    histogram = metas[0]["spec_correct_drafts_histogram"]
+    assert alone["meta_info"]["spec_correct_drafts_histogram"] == histogram
+
+
+def test_acceptance_is_simulated_only_by_engines_started_for_it(engine, plain) -> None:
+    for made in (engine, plain):
+        with pytest.raises(ParameterError, match=r"simulate_acceptance=0.5 needs .* is None"):
+            made.generate("hello", {"simulate_acceptance": 0.5})
+        assert "spec_simulate_acceptance" not in made.generate("a", GREEDY)["meta_info"]
 
 
 @pytest.mark.slow

@@ -362,6 +362,7 @@ def test_short_requests_do_not_look_like_bad_drafts(end, limit, most, warns, cap
         ({}, True),
         ({"load_format": "dummy"}, False),
         ({"simulate_accept_length": 2.0}, False),
+        ({"simulate_acceptance": 0.0}, False),
         ({"speculative_algorithm": "NGRAM", "draft": None}, False),
         ({"speculative": False}, False),
     ],

@@ -33,6 +33,7 @@ def test_defaults_are_those_of_sglang() -> None:
         "ignore_eos": False,
         "sampling_seed": None,
         "speculative": True,  # not a parameter of SGLang
+        "simulate_acceptance": None,  # nor this one
     }
 
 
@@ -96,6 +97,7 @@ WRONG: dict[str, list[Any]] = {
     "stop_token_ids": [["a"], [1.0], 3, "3"],
     "ignore_eos": [1],
     "sampling_seed": [-1, 2**64, 1.0, True],
+    "simulate_acceptance": [-0.1, 1.1, NAN, True, "0.5"],
 }
 
 

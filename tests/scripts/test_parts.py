@@ -141,6 +141,20 @@ def test_clients_of_a_mix() -> None:
     assert [2 * one.arrival for one in again] == pytest.approx([one.arrival for one in clients])
 
 
+def test_probabilities_of_acceptance_are_mixed() -> None:
+    loads = [serving.clients_of("burst clients=8", chances) for chances in ([], [0.9, 0.3])]
+    plain, mixed = ([one for (one,) in load] for load in loads)
+    assert [one.prompt for one in plain] == [one.prompt for one in mixed]
+    assert not any("simulate_acceptance" in one.sampling for one in plain)
+    values = [one.sampling["simulate_acceptance"] for one in mixed]
+    assert sorted(values) == [0.3] * 4 + [0.9] * 4
+    assert values not in ([0.9, 0.3] * 4, [0.3, 0.9] * 4)
+    own = serving.clients_of("burst clients=2 simulate_acceptance=0.5", [0.9])
+    assert {one.sampling["simulate_acceptance"] for (one,) in own} == {0.5}
+    with pytest.raises(ValueError, match=r"simulate_acceptance=1.5 must be .* at most 1"):
+        serving.clients_of("burst", [0.9, 1.5])
+
+
 def test_every_steady_client_sends_every_prompt() -> None:
     clients = serving.clients_of("steady clients=3 requests=4 prompt=5")
     prompts = [[request.prompt for request in client] for client in clients]

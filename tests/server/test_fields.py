@@ -38,6 +38,17 @@ def test_unknown_fields_are_counted_and_logged_once(client, route, caplog) -> No
     ]
 
 
+def test_simulated_acceptance_reaches_the_engine(client) -> None:
+    """This engine was not started with the option, so it refuses the value."""
+    own = {"simulate_acceptance": 0.5}
+    for route, body in ROUTES.items():
+        asked = body | ({"sampling_params": own} if route == GENERATE else own)
+        answer = client.post(route, asked)
+        assert answer.status == 400
+        assert answer.error["param"] == (None if route == GENERATE else "simulate_acceptance")
+        assert "simulate_acceptance=0.5 needs the engine option" in answer.error["message"]
+
+
 def test_few_names_are_logged(caplog) -> None:
     ignored = fields.IgnoredFields()
     with caplog.at_level(logging.WARNING, "specjax"):

@@ -5,10 +5,21 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from specjax.sampling.params import SamplingParams
 from specjax.speculative.future_map import FutureMap
-from specjax.speculative.tree import accept, chain_input, simulated_path, simulated_tokens, truncate
+from specjax.speculative.tree import (
+    accept,
+    chain_input,
+    drawn_count,
+    simulated_path,
+    simulated_tokens,
+    spread_count,
+    truncate,
+)
 from specjax.types import DraftShape, NodeOutputs, VerifyInput
+from tests.speculative.tables import equal_rows, sampling_rows
 
 # rows visible to each row of a tree with two paths
 SEES = [
@@ -88,11 +99,12 @@ def test_simulated_acceptance_follows_the_deepest_path():
         positions=lens[:, None] + jnp.array([0, 1, 1, 2, 2, 3], jnp.int32),
         tree_mask=jnp.broadcast_to(jnp.array(SEES, bool), (200, 6, 6)),
     )
-    path = simulated_path(tree, lens > 0, 4, 2.5)
+    count = spread_count(lens, 4, 2.5)
+    path = simulated_path(tree, 4, jnp.where(lens > 0, count, -1))
     assert path[0].tolist() == [-1] * 5
     assert {tuple(row) for row in path[1:].tolist()} == {(0, 2, -1, -1, -1), (0, 2, 4, -1, -1)}
     assert abs(float((path[1:] > 0).sum(1).mean()) - 1.5) < 0.02
-    path = simulated_path(tree, lens >= 0, 4, 5.0)
+    path = simulated_path(tree, 4, spread_count(lens, 4, 5.0))
     assert path[0].tolist() == [0, 2, 4, 5, -1]
     assert set((path > 0).sum(1).tolist()) == {3}
     ends = jnp.full((200, 2), 6, jnp.int32)
@@ -102,6 +114,39 @@ def test_simulated_acceptance_follows_the_deepest_path():
     walked = accepted(tree, outputs, lens >= 0, DraftShape(4, 2, 6))
     assert walked.accept_index.tolist() == path.tolist()
     few = replace(tree, num_proposed=jnp.full(200, 3, jnp.int32))
-    path = simulated_path(few, lens >= 0, 4, 5.0)
+    path = simulated_path(few, 4, spread_count(lens, 4, 5.0))
     assert path[0].tolist() == [0, 1, 3, -1, -1]
     assert set((path > 0).sum(1).tolist()) == {2}
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
+def test_accepted_runs_have_the_length_of_the_formula(chance):
+    """1 + a + ... + a^S tokens on average, in any tier; a shorter tier cuts the same runs."""
+    many = 20_000
+    table = equal_rows(many, SamplingParams(simulate_acceptance=chance), 61)
+    lens = jnp.arange(many, dtype=jnp.int32) % 1000
+    runs = np.asarray(drawn_count(lens, 7, table))
+    for steps in (0, 1, 3, 7):
+        counts = np.asarray(drawn_count(lens, steps, table))
+        np.testing.assert_array_equal(counts, np.minimum(runs, steps))
+        expected = sum(chance**depth for depth in range(1, steps + 1))
+        error = 5 * counts.std() / many**0.5
+        assert counts.mean() == pytest.approx(expected, abs=error + 1e-6)
+
+
+def test_a_draw_depends_only_on_seed_position_and_probability():
+    """Neighbours do not matter, and a round from a later position continues the same draws."""
+    chances = [0.9, 0.3, 0.0, 0.6, 1.0, 0.8]
+    table = sampling_rows([SamplingParams(simulate_acceptance=a) for a in chances], 61)
+    lens = jnp.array([5, 9, 40, 5, 900, 31], jnp.int32)
+    counts = np.asarray(drawn_count(lens, 7, table))
+    assert counts[[2, 4]].tolist() == [0, 7]
+    for i in range(len(chances)):
+        alone = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], table)
+        assert drawn_count(lens[i : i + 1], 7, alone).tolist() == counts[i : i + 1].tolist()
+    hits = np.array([np.asarray(drawn_count(lens + at, 1, table)) for at in range(7)])
+    runs = np.cumprod(hits, axis=0).sum(0)
+    np.testing.assert_array_equal(counts, runs)
+    # a larger probability accepts the same drafts and more
+    likelier = replace(table, acceptances=jnp.minimum(1.0, table.acceptances + 0.1))
+    assert (np.asarray(drawn_count(lens, 7, likelier)) >= counts).all()
