@@ -31,6 +31,7 @@ sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 # Read or write only the elements of ``ref.at[index]`` whose ``mask`` is true. In a store, a masked
 # lane must not have the index of an active lane, because the interpreter writes old values back.
 load, store = triton.load, triton.store
+power_of_two = pl.next_power_of_2
 
 
 def resolve(
@@ -54,11 +55,6 @@ def resolve(
 def takes_head_dim(head_dim: int) -> bool:
     """Whether the Pallas kernels support a head dim: a power of two from 16 to 256."""
     return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least ``size`` (1 for 0)."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def triton_call(

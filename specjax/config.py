@@ -151,18 +151,37 @@ class ModelConfig(TransformerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(TransformerConfig):
-    """A draft head in the format of EAGLE-3 (``"eagle-3"``) or EAGLE-1/2 (``"eagle-1"``).
+class FeatureConfig(TransformerConfig):
+    """A draft that reads features of the target.
 
-    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the head's output.
-    ``feature_layers`` are the target layers whose *outputs* are fused (EAGLE-3 only). An EAGLE-3
-    head with ``mask_token_id`` is a P-EAGLE head: one pass over mask tokens drafts a whole chain.
+    ``vocab_size`` is the target's; ``draft_vocab_size`` is the width of the draft's output. The
+    features are the *outputs* of the target layers ``feature_layers``; -1 is the embedding. If
+    there are none, the feature is the last hidden state.
     """
 
     checkpoint_format: str
     target_hidden_size: int
     draft_vocab_size: int
     feature_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of all features together."""
+        return max(1, len(self.feature_layers)) * self.target_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(FeatureConfig):
+    """A draft head in the format of EAGLE-3 (``"eagle-3"``) or EAGLE-1/2 (``"eagle-1"``).
+
+    An EAGLE-3 head with ``mask_token_id`` is a P-EAGLE head: one pass over mask tokens drafts a
+    whole chain.
+    """
+
     fc_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -181,9 +200,8 @@ class DraftConfig(TransformerConfig):
             raise ValueError(
                 f"checkpoint_format={self.checkpoint_format!r} must be 'eagle-3' or 'eagle-1'"
             )
-        check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        if self.fuses_features and not self.feature_layers:
-            raise ValueError("an EAGLE-3 head needs feature_layers")
+        if self.fuses_features != bool(self.feature_layers):
+            raise ValueError("an EAGLE-3 head needs feature_layers; an EAGLE-1/2 head has none")
         if self.norm_before_fc and self.has_fc_norm:
             raise ValueError(
                 "norm_before_fc=True (one norm over all features) and has_fc_norm=True (one for "
@@ -206,28 +224,16 @@ class DraftConfig(TransformerConfig):
         """Whether the head reads ``feature_layers`` instead of the last hidden state."""
         return self.checkpoint_format == "eagle-3"
 
-    @property
-    def feature_size(self) -> int:
-        """Width of the target feature that the head reads."""
-        if not self.fuses_features:
-            return self.target_hidden_size
-        return len(self.feature_layers) * self.target_hidden_size
-
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(TransformerConfig):
+class BlockConfig(FeatureConfig):
     """A block drafter (DFlash or DSpark): one pass over a block drafts all of its tokens.
 
     The block is the last token and then mask tokens. With ``anchor_first``, every row predicts the
-    token after it. Otherwise, a mask row predicts the token at its own position. ``vocab_size`` is
-    the target's; ``draft_vocab_size`` is the width of the output. The context is projected from the
-    *outputs* of the target layers ``feature_layers``; -1 is the embedding.
+    token after it. Otherwise, a mask row predicts the token at its own position. The context is
+    projected from the features. ``checkpoint_format`` is the name of the published format.
     """
 
-    checkpoint_format: str  # name of the published format
-    target_hidden_size: int
-    draft_vocab_size: int
-    feature_layers: tuple[int, ...]
     num_drafts: int  # number of tokens that a block drafts
     anchor_first: bool
     mask_token_id: int
@@ -258,7 +264,6 @@ class BlockConfig(TransformerConfig):
             raise ValueError("a block drafter needs feature_layers")
         check_integer("num_drafts", self.num_drafts, 1, MAX_STEPS)
         check_integer("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
-        check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if self.draft_vocab_size < self.vocab_size and not self.has_own_lm_head:
             raise ValueError(
                 f"a reduced draft vocabulary (draft_vocab_size={self.draft_vocab_size} of "
@@ -291,11 +296,6 @@ class BlockConfig(TransformerConfig):
             f"{'anchor-first' if self.anchor_first else 'fill-in'}, {self.num_drafts} drafts per "
             f"round from {self.block} rows, mask token {self.mask_token_id}"
         )
-
-    @property
-    def feature_size(self) -> int:
-        """Width of the target features from which the context is projected."""
-        return len(self.feature_layers) * self.target_hidden_size
 
 
 # maximum number of rows per verify in one attention tile, without the root

@@ -35,7 +35,7 @@ def test_model_sizes(changes, message) -> None:
     ("head", "changes", "message"),
     [
         (EAGLE3, {"checkpoint_format": "EAGLE3"}, "checkpoint_format='EAGLE3'"),
-        (EAGLE3, {"draft_vocab_size": 62}, "draft_vocab_size=62 .* vocab_size=61"),
+        (EAGLE3, {"draft_vocab_size": 62}, "draft_vocab_size=62 must .* 61"),
         (EAGLE3, {"draft_vocab_size": 0}, "draft_vocab_size=0"),
         (EAGLE3, {"feature_layers": ()}, "needs feature_layers"),
         (EAGLE3, {"num_layers": 2}, "num_layers=2: an EAGLE-3 head has exactly 1"),

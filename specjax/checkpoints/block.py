@@ -23,8 +23,7 @@ from specjax.checkpoints.huggingface import (
     MASK_KEYS,
     check_fc,
     check_feature_layers,
-    check_pair,
-    layer_sizes,
+    draft_sizes,
 )
 from specjax.checkpoints.orbax import is_orbax_directory, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
@@ -230,10 +229,9 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
                 raise file.refused(f"{key}={place.values[key]!r}")
     if (directory / "mask_embedding.pt").exists():
         raise file.refused("a mask embedding in mask_embedding.pt")
-    vocab_size = file.body.get("vocab_size", Size, model.vocab_size)
     hidden_size = file.body.get("hidden_size", Size)
     stated = file.get("target_hidden_size", Size, model.hidden_size)
-    check_pair(file.path, vocab_size, stated, model)
+    sizes = draft_sizes(file.body, stated, model)
     if hidden_size != model.hidden_size:
         raise ValueError(
             f"{file.path}: hidden_size={hidden_size} differs from the target's "
@@ -242,18 +240,11 @@ def block_config(directory: Path, source: TensorSource, target: TargetCheckpoint
     num_layers = file.body.get("num_hidden_layers", PositiveSize)
     anchor_first, num_drafts = _layout(file, kind)
     windows, causal = _attention(file, num_layers)
-    reduced = next(iter(source.infos["d2t"].shape), 0) if file.has("d2t") else vocab_size
+    reduced = next(iter(source.infos["d2t"].shape), 0) if file.has("d2t") else model.vocab_size
     has_bias = file.body.get("attention_bias", Flag, False)
-    values = layer_sizes(file.body) | {
+    values = sizes | {
         "checkpoint_format": kind,
-        "vocab_size": vocab_size,
         "num_layers": num_layers,
-        # published drafters state their training length, which is not a limit
-        "max_position_embeddings": max(
-            file.body.get("max_position_embeddings", Size, 1), model.max_position_embeddings
-        ),
-        "dtype": model.dtype,
-        "target_hidden_size": model.hidden_size,
         "draft_vocab_size": file.get("draft_vocab_size", Size, reduced),
         "feature_layers": _feature_layers(file, num_layers, target),
         "num_drafts": num_drafts,

@@ -150,7 +150,13 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
     """Read a head's configuration for a target; tensors have canonical names (``midlayer.*``)."""
     head = _Head(directory, source, target)
     is_eagle3 = head.has("midlayer.hidden_norm.weight")
-    values = _common_values(head, "midlayer" if is_eagle3 else "layers.0")
+    attention = f"{'midlayer' if is_eagle3 else 'layers.0'}.self_attn"
+    stated = head.body.get("target_hidden_size", Size, target.hidden_size)
+    values = draft_sizes(head.layer, stated, target) | {
+        "num_layers": head.layer.get("num_hidden_layers", Size, head.num_layers),
+        "qkv_bias": head.has(f"{attention}.q_proj.bias"),
+        "qk_norm": head.has(f"{attention}.q_norm.weight"),
+    }
     values |= _eagle3_values(head) if is_eagle3 else _eagle_values(head)
     return head.body.build(DraftConfig, values)
 
@@ -158,7 +164,7 @@ def draft_config(directory: Path, source: TensorSource, target: ModelConfig) -> 
 ANOTHER_HEAD = "set draft to a head of this target, or speculative_algorithm to 'NGRAM'"
 
 
-def check_pair(path: Path, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
+def check_pair(path: object, vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
     """Raise ValueError if the vocabulary or hidden size of a head differs from the target's."""
     for name, found, wanted in (
         ("vocab_size", vocab_size, target.vocab_size),
@@ -225,22 +231,17 @@ class _Head:
         return ValueError(f"{self.source.path} has no tensor {tensor!r}{why}")
 
 
-def _common_values(head: _Head, layer: str) -> dict[str, Any]:
-    """Read sizes and rotary settings; the context is at least as long as the target's."""
-    target = head.target
-    vocab_size = head.layer.get("vocab_size", Size, target.vocab_size)
-    stated = head.body.get("target_hidden_size", Size, target.hidden_size)
-    check_pair(head.path, vocab_size, stated, target)
-    # published heads often state 2048: their training length, not a limit
-    context = head.layer.get("max_position_embeddings", Size, 1)
-    return layer_sizes(head.layer) | {
+def draft_sizes(layer: Fields, stated: int, target: ModelConfig) -> dict[str, Any]:
+    """Read sizes and rotary settings of a draft whose target has the ``stated`` hidden size."""
+    vocab_size = layer.get("vocab_size", Size, target.vocab_size)
+    check_pair(layer.where, vocab_size, stated, target)
+    # published drafts often state 2048: their training length, not a limit
+    context = layer.get("max_position_embeddings", Size, 1)
+    return layer_sizes(layer) | {
         "vocab_size": vocab_size,
-        "num_layers": head.layer.get("num_hidden_layers", Size, head.num_layers),
         "max_position_embeddings": max(context, target.max_position_embeddings),
         "dtype": target.dtype,
         "target_hidden_size": target.hidden_size,
-        "qkv_bias": head.has(f"{layer}.self_attn.q_proj.bias"),
-        "qk_norm": head.has(f"{layer}.self_attn.q_norm.weight"),
     }
 
 

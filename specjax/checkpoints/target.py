@@ -140,11 +140,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
     _recipes = target_recipes
 
     name: str
-    _open_tokenizer: Callable[[], Tokenizer]
-
-    def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer; raise ValueError if it is missing or not supported."""
-        return self._open_tokenizer()
+    load_tokenizer: Callable[[], Tokenizer]  # raises ValueError if it is missing or not supported
 
     def with_tokenizer(
         self, tokenizer: str | os.PathLike[str] | None, template: str | os.PathLike[str] | None
@@ -160,7 +156,7 @@ class TargetCheckpoint(Checkpoint[ModelConfig]):
                 found.chat_template = read_text(Path(template).expanduser())
             return found
 
-        return dataclasses.replace(self, _open_tokenizer=load)
+        return dataclasses.replace(self, load_tokenizer=load)
 
     def describe(self) -> str:
         config = self.config

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
-from specjax.disaggregation.messages import Arrival, Cancel, Job, Message, Piece, Prefilled
+from specjax.disaggregation.messages import Arrival, Cancel, Job, Message, Piece, Prefilled, Weights
 from specjax.disaggregation.prefill import DecodeClient, PrefillJobs
 from specjax.disaggregation.rows import MOST_TOKENS, KVTransfer
 from specjax.runtime.runner import ModelRunner
@@ -57,6 +57,8 @@ class PrefillPeer(ABC):
     error in that thread, for example out of memory, the prefill side is disconnected.
     """
 
+    weights: str  # fingerprint of the peer's weights
+
     def __init__(self, side: "tuple[EngineLoop, RemotePrompts]") -> None:
         self._loop, self._prompts = side
         self._messages: SimpleQueue[Arrival | None] = SimpleQueue()
@@ -66,18 +68,13 @@ class PrefillPeer(ABC):
         self._is_closed = False
         self._thread = start_device_thread(self._run, "specjax-transfer", self.close)
 
-    @property
-    @abstractmethod
-    def weights(self) -> str:
-        """Fingerprint of the peer's weights."""
-
     @abstractmethod
     def send(self, message: Message) -> None:
         """Send without blocking; raise ``ConnectionError`` if the peer is disconnected."""
 
-    @abstractmethod
     def hang_up(self) -> None:
         """End the connection, which then calls :meth:`close`."""
+        self.close()
 
     def put(self, message: Arrival) -> None:
         """Queue a message without blocking; messages are forwarded in order."""
@@ -346,6 +343,7 @@ class LocalPeer(PrefillPeer):
     ) -> None:
         """Connect both sides; raise ValueError if they do not fit."""
         decode[1].transfer.expect(prefill[1].transfer.facts)
+        self.weights = prefill[1].weights
         self._client = DecodeClient(*prefill, self._deliver)
         super().__init__(decode)
         try:
@@ -354,22 +352,17 @@ class LocalPeer(PrefillPeer):
             self.close()
             raise
 
-    @property
-    def weights(self) -> str:
-        return self._client.weights
-
     def send(self, message: Message) -> None:
         self._client.take(message)
-
-    def hang_up(self) -> None:
-        self.close()
 
     def close(self) -> None:
         super().close()
         self._client.lost()
 
     def _deliver(self, message: Message) -> None:
-        if isinstance(message, Arrival):  # a Weights message is not needed
+        if isinstance(message, Weights):
+            self.weights = message.weights
+        elif isinstance(message, Arrival):
             self.put(message)
 
 

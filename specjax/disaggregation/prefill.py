@@ -112,11 +112,6 @@ class DecodeClient:
         self.reply = reply
         loop.post(partial(jobs.join, self))
 
-    @property
-    def weights(self) -> str:
-        """Fingerprint of the weights that compute the jobs."""
-        return self._jobs.weights
-
     def take(self, message: Message) -> None:
         """Start or cancel a job."""
         if isinstance(message, Cancel):

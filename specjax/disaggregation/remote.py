@@ -177,8 +177,6 @@ class RemotePeer(Dialer):
 class _Link(PrefillPeer):
     """A prefill side, for as long as one channel to it is open."""
 
-    weights = ""
-
     def __init__(self, channel: Channel, side: tuple[EngineLoop, RemotePrompts]) -> None:
         self._channel = channel
         self.weights = channel.hello.facts["weights"]

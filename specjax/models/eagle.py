@@ -32,7 +32,6 @@ from specjax.models.layers import (
     LayerKind,
     Linear,
     RMSNorm,
-    RopeTables,
     pick_row,
     rope_tables,
 )
@@ -91,62 +90,7 @@ class DraftHead(nnx.Module):
         return target.logits(hidden)
 
 
-class EagleBlock(nnx.Module):
-    """Attention and feed-forward that follow the head's input projection."""
-
-    def __init__(self, config: DraftConfig, in_size: int, implementation: str | None) -> None:
-        kind = LayerKind.of(config)
-        self.attention = Attention(config, kind, in_size=in_size, implementation=implementation)
-        self.post_attention_norm = RMSNorm(
-            config, config.hidden_size, implementation=implementation
-        )
-        self.mlp = MLP(config, kind, implementation)
-
-    def block(
-        self,
-        x: jax.Array,
-        normed: jax.Array,
-        rope: RopeTables,
-        kv: Any,
-        layer: int,
-        attend: Attend,
-        row: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return the new residual ``x [B, T, D]``, the feed-forward's output, and updated ``kv``.
-
-        The block reads ``normed`` and layer ``layer`` of ``kv``. The next norm adds the output.
-        """
-        mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
-        x, normed = self.post_attention_norm.add(pick_row(x, row), mixed)
-        return x, self.mlp(normed), kv
-
-
-class EagleLayer(EagleBlock):
-    """Decoder layer; the first layer of an EAGLE-1/2 head has no input norm."""
-
-    def __init__(
-        self, config: DraftConfig, *, has_input_norm: bool, implementation: str | None
-    ) -> None:
-        super().__init__(config, config.hidden_size, implementation)
-        norm = partial(RMSNorm, config, config.hidden_size, implementation=implementation)
-        self.input_norm = norm() if has_input_norm else None
-
-    def __call__(
-        self,
-        x: jax.Array,
-        delta: jax.Array | None,
-        rope: RopeTables,
-        kv: Any,
-        layer: int,
-        attend: Attend,
-        row: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run the block on ``x + delta`` after the input norm, or on ``x`` without one."""
-        x, normed = (x, x) if self.input_norm is None else self.input_norm.add(x, delta)
-        return self.block(x, normed, rope, kv, layer, attend, row)
-
-
-class Eagle3Head(DraftHead, EagleBlock):
+class Eagle3Head(DraftHead):
     """EAGLE-3: a layer over ``[norm(embed(token)), norm(hidden)]`` that reads three target layers.
 
     A P-EAGLE head may have more ``layers``. Its ``mask_hidden [1, 1, F]`` is the feature of a mask
@@ -158,17 +102,18 @@ class Eagle3Head(DraftHead, EagleBlock):
     """
 
     def __init__(self, config: DraftConfig, implementation: str | None = None) -> None:
-        DraftHead.__init__(self, config)
-        size, norm = config.hidden_size, partial(RMSNorm, config)
-        EagleBlock.__init__(self, config, 2 * size, implementation)
+        super().__init__(config)
+        size, norm, kind = config.hidden_size, partial(RMSNorm, config), LayerKind.of(config)
+        self.attention = Attention(config, kind, in_size=2 * size, implementation=implementation)
+        self.post_attention_norm = norm(size, implementation=implementation)
+        self.mlp = MLP(config, kind, implementation)
         self.fc = Linear(config.feature_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.feature_norm = norm(config.feature_size) if config.norm_before_fc else None
         fc_norms = (norm(config.target_hidden_size) for _ in config.feature_layers)
         self.fc_norms = nnx.List(fc_norms) if config.has_fc_norm else None
         self.input_norm, self.hidden_norm, self.norm = norm(size), norm(size), norm(size)
         self.layers = nnx.List(
-            EagleLayer(config, has_input_norm=True, implementation=implementation)
-            for _ in range(config.num_layers - 1)
+            DecoderLayer(config, kind, implementation) for _ in range(config.num_layers - 1)
         )
         mask = jnp.zeros((1, 1, config.feature_size), config.dtypes.activations)
         self.mask_hidden = None if config.mask_token_id is None else nnx.Param(mask, stddev=1.0)
@@ -199,9 +144,11 @@ class Eagle3Head(DraftHead, EagleBlock):
         x = jnp.concatenate([self.input_norm(embeds), normed], axis=-1)
         rope = rope_tables(self.config.rope, positions)
         rows = [None] * len(self.layers) + [row]  # only the last layer selects rows
-        x, delta, kv = self.block(residual, x, rope, kv, 0, attend, rows[0])
+        mixed, kv = self.attention(x, rope, kv, 0, attend, rows[0])
+        x, normed = self.post_attention_norm.add(pick_row(residual, rows[0]), mixed)
+        delta = self.mlp(normed)
         for i, layer in enumerate(self.layers, start=1):
-            x, delta, kv = layer(x, delta, rope, kv, i, attend, rows[i])
+            _, x, delta, kv = layer(x, delta, rope, kv, i, attend, rows[i])
         x = x + whole(delta, x.ndim, x.dtype)
         return (self.norm(x) if self.config.norm_output else x), kv
 
@@ -221,7 +168,7 @@ class EagleHead(DraftHead):
         in_size = size + config.target_hidden_size
         self.fc = Linear(in_size, size, bias=config.fc_bias, dtypes=config.dtypes)
         self.layers = nnx.List(
-            EagleLayer(config, has_input_norm=i > 0, implementation=implementation)
+            DecoderLayer(config, LayerKind.of(config), implementation, has_input_norm=i > 0)
             for i in range(config.num_layers)
         )
 
@@ -244,7 +191,7 @@ class EagleHead(DraftHead):
         delta: jax.Array | None = None
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1
-            x, delta, kv = layer(x, delta, rope, kv, i, attend, row if is_last else None)
+            _, x, delta, kv = layer(x, delta, rope, kv, i, attend, row if is_last else None)
         assert delta is not None  # a head has layers
         return x + whole(delta, x.ndim, x.dtype), kv
 

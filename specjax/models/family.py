@@ -50,12 +50,10 @@ def draft_recipes(config: DraftConfig) -> Recipes:
     recipes |= vocabulary_recipes(config)
     if config.fuses_features:
         norms = {"input_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
-        recipes |= vectors(size, norms | {"norm": "norm"})
-        recipes |= _eagle_layer(config, kind, "", "midlayer.", 2 * size)
+        norms |= {"norm": "norm", "post_attention_norm": "midlayer.post_attention_layernorm"}
+        recipes |= vectors(size, norms) | _projections(config, kind, "", "midlayer.", 2 * size)
         for i in range(1, config.num_layers):
-            flat, prefix = f"layers.{i - 1}.", f"layers.{i}."
-            recipes |= _eagle_layer(config, kind, flat, prefix, size)
-            recipes |= vectors(size, {f"{flat}input_norm": f"{prefix}input_layernorm"})
+            recipes |= decoder_layer(config, kind, f"layers.{i - 1}.", f"layers.{i}.")
         if config.mask_token_id is not None:
             part = Part("mask_hidden", (1, 1, config.feature_size))
             recipes["mask_hidden"] = Recipe((part,))
@@ -66,10 +64,8 @@ def draft_recipes(config: DraftConfig) -> Recipes:
             recipes |= vectors(config.target_hidden_size, each)
         return recipes
     for i in range(config.num_layers):
-        prefix = f"layers.{i}."
-        recipes |= _eagle_layer(config, kind, prefix, prefix, size)
-        if i:  # the first layer has no input norm
-            recipes |= vectors(size, {f"{prefix}input_norm": f"{prefix}input_layernorm"})
+        recipes |= decoder_layer(config, kind, f"layers.{i}.", f"layers.{i}.")
+    del recipes["layers.0.input_norm.scale"]  # the first layer has no input norm
     return recipes
 
 
@@ -128,14 +124,6 @@ def decoder_layer(
         part = Part(f"{prefix}self_attn.sinks", (config.num_heads,))
         recipes[f"{flat}attention.sinks"] = Recipe((part,))
     return recipes
-
-
-def _eagle_layer(
-    config: DraftConfig, kind: LayerKind, flat: str, prefix: str, in_size: int
-) -> dict[str, Recipe]:
-    norm = {f"{flat}post_attention_norm": f"{prefix}post_attention_layernorm"}
-    projections = _projections(config, kind, flat, prefix, in_size)
-    return projections | vectors(config.hidden_size, norm)
 
 
 def _projections(

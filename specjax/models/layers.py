@@ -293,14 +293,19 @@ class DecoderLayer(nnx.Module):
     """Attention and feed-forward with residual connections, and norms before or after each."""
 
     def __init__(
-        self, config: TransformerConfig, kind: LayerKind, implementation: str | None = None
+        self,
+        config: TransformerConfig,
+        kind: LayerKind,
+        implementation: str | None = None,
+        *,
+        has_input_norm: bool = True,
     ) -> None:
         size = config.hidden_size
         norm = partial(
             RMSNorm, config, size, offset=kind.norm_offset, implementation=implementation
         )
         self.kind = kind
-        self.input_norm = norm() if kind.pre_norm else None
+        self.input_norm = norm() if kind.pre_norm and has_input_norm else None
         self.attention = Attention(config, kind, in_size=size, implementation=implementation)
         self.attention_output_norm = norm() if kind.post_norm else None
         self.post_attention_norm = norm() if kind.pre_norm else None
@@ -315,15 +320,17 @@ class DecoderLayer(nnx.Module):
         kv: Any,
         layer: int,
         attend: Attend,
+        row: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """Return ``x + delta``, the layer's output as two summands, and the updated kv.
 
-        The next norm adds the summands, so that addition and norm run as one kernel.
+        The next norm adds the summands, so that addition and norm run as one kernel. With ``row``
+        i32 ``[B]``, the output has only this row: ``[B, 1, D]``.
         """
         x, normed = _add_norm(self.input_norm, x, delta)
-        mixed, kv = self.attention(normed, rope, kv, layer, attend)
+        mixed, kv = self.attention(normed, rope, kv, layer, attend, row)
         mixed = _output_norm(self.attention_output_norm, x, mixed)
-        middle, normed = _add_norm(self.post_attention_norm, x, mixed)
+        middle, normed = _add_norm(self.post_attention_norm, pick_row(x, row), mixed)
         return x, middle, _output_norm(self.mlp_output_norm, x, self.mlp(normed)), kv
 
 

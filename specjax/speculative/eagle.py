@@ -203,12 +203,9 @@ def masked_shapes(shapes: tuple[DraftShape, ...], config: DraftConfig) -> tuple[
     return tuple(s._replace(block=s.accept_width + s.depth - 1) if s.steps else s for s in shapes)
 
 
-def mask_of(draft: Eagle3Head) -> tuple[int, jax.Array]:
+def mask_of(draft: Any) -> tuple[int, jax.Array]:
     """The id and the features ``[1, 1, F]`` of the mask token."""
-    token, features = draft.config.mask_token_id, draft.mask_hidden
-    assert token is not None
-    assert features is not None
-    return token, features[...]
+    return draft.config.mask_token_id, draft.mask_hidden[...]
 
 
 def with_masks(

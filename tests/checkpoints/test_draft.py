@@ -558,7 +558,11 @@ HEAD = DraftConfig(
     feature_layers=(0, 1, 2),
 )
 EAGLE1_HEAD = dataclasses.replace(
-    HEAD, checkpoint_format="eagle-1", draft_vocab_size=VOCAB, has_own_lm_head=False
+    HEAD,
+    checkpoint_format="eagle-1",
+    feature_layers=(),
+    draft_vocab_size=VOCAB,
+    has_own_lm_head=False,
 )
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
 
