@@ -102,7 +102,7 @@ class Forced:
         self.tier = self.tiers[0]
         self.reported: list[tuple[list[int], int, int]] = []  # counts, steps, batch
 
-    def tier_for_batch(self, batch_size: int, context: float = 0.0) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, *known: Any) -> DraftShape:
         assert batch_size == 4  # the padded batch
         self.tier = next(self._next)
         return self.tier
