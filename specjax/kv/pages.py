@@ -66,13 +66,28 @@ class PageView:
         destination = self.kv_indices(seq_lens[:, None] + offsets)
         return move_kv(kv, source, destination, implementation=self.implementation)
 
-    def attend_packed(self, segments: "Segments") -> "PagedAttend":
-        """Make an ``Attend`` for one row ``[1, W]`` that holds a segment of each request."""
+    def attend_packed(
+        self, segments: "Segments", *, tree_mask: jax.Array | None = None
+    ) -> "PagedAttend":
+        """Make an ``Attend`` for one row ``[1, W]`` that holds a segment of each request.
+
+        ``tree_mask`` is bool ``[B, T, T]`` over the first T tokens of each segment, which has no
+        more of them, or ``None`` for causal attention.
+        """
         index = segments.positions // self.page_size
         pages = self.page_table.at[segments.index, index].get(mode="fill", fill_value=0)
         kv_indices = pages * self.page_size + segments.positions % self.page_size
         kv_indices = jnp.where(segments.is_real, kv_indices, 0)[None]
         starts, counts = segments.starts, segments.counts
+        if tree_mask is not None:
+            # attention is a small part of a verify pass, so attend with all T rows of each request
+            by_tree = self._over_pages(tree_attention, seq_lens=starts, tree_mask=tree_mask)
+
+            def tree_rows(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
+                spread = segments.spread(q, tree_mask.shape[1])
+                return segments.gather(by_tree(spread, kv, layer, **options))
+
+            return PagedAttend(kv_indices, tree_rows, self.implementation)
         attend = self._over_pages(prefill_attention, starts=starts, counts=counts)
 
         def attention(q: jax.Array, kv: jax.Array, layer: int, **options: Any) -> jax.Array:
@@ -149,6 +164,17 @@ class Segments:
         index = jnp.where(is_real, index, 0)
         positions = jnp.where(is_real, (starts + counts - ends)[index] + offset, 0)
         return cls(starts, counts, jnp.maximum(ends - 1, 0), index, positions, is_real)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Pack ``x [G, T, ...]``, which holds T tokens per segment, to ``[1, W, ...]``."""
+        row = jnp.where(self.is_real, self.positions - self.starts[self.index], 0)
+        return x[self.index, row][None]
+
+    def spread(self, x: jax.Array, width: int) -> jax.Array:
+        """Undo :meth:`gather` for T = ``width``; tokens after a segment's are arbitrary."""
+        first = self.last - self.counts + 1
+        token = first[:, None] + jnp.arange(width, dtype=jnp.int32)
+        return x[0, jnp.minimum(token, x.shape[1] - 1)]
 
 
 class PageAllocator:

@@ -105,9 +105,21 @@ class BlockDraft(DraftHead):
         )
         self.norm = RMSNorm(config, size, implementation=implementation)
         self.markov = MarkovHead(config) if config.markov_head else None
-        # the confidence head is loaded, but rounds do not read it
         inputs, is_there = config.confidence_size, config.has_confidence_head
         self.confidence_head = Linear(inputs, 1, bias=True, dtypes=dtypes) if is_there else None
+
+    def confidences(self, hidden: jax.Array, before: jax.Array) -> jax.Array | None:
+        """Probability f32 ``[B, N]`` that a draft is accepted if all drafts before it are.
+
+        ``hidden [B, N, D]`` are the states that predict the drafts, and ``before`` i32 ``[B, N]``
+        the tokens before the drafts. Without a confidence head, the result is ``None``.
+        """
+        if self.confidence_head is None:
+            return None
+        if self.config.confidence_with_markov:
+            assert self.markov is not None
+            hidden = jnp.concatenate([hidden, self.markov.embedding(before)], axis=-1)
+        return jax.nn.sigmoid(self.confidence_head(hidden, jnp.float32)[..., 0])
 
     def store(self, features: jax.Array, positions: jax.Array, kv: Any, store: Store) -> Any:
         """Write the keys and values of text tokens in all layers, and return the updated ``kv``.

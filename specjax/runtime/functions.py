@@ -67,7 +67,8 @@ class RoundFunctions:
     _networks: Networks
     _config: RunnerConfig
     _max_top_logprobs: int
-    # leading arguments of all functions: abstract weights, state, pages and packed sampling
+    # leading arguments of all functions: abstract weights, state, pages, packed sampling and
+    # calibration
     _common: tuple[Any, ...]
 
     def bind(
@@ -86,6 +87,7 @@ class RoundFunctions:
             processed=self._config.processed_logprobs,
             implementation=self._config.implementation,
             acceptance=COUPLED if greedy else self._config.acceptance,
+            reads_confidence=self._config.reads_confidence,
         )
         config = RoundConfig(
             algorithm=algorithm,
@@ -103,12 +105,12 @@ class RoundFunctions:
             state: DeviceState,
             pages: PageView,
             packed: jax.Array,
+            calibration: jax.Array,
             *rest: Any,
         ) -> Any:
             models = nets.target.rebuild(target), nets.draft.rebuild(draft)
-            return function(
-                Resident(*models, pages, packed), state, *rest, config=config, **options
-            )
+            resident = Resident(*models, pages, packed, calibration)
+            return function(resident, state, *rest, config=config, **options)
 
         flat.__name__ = f"specjax_{function.__name__}"
         return jax.jit(flat, donate_argnums=2)
@@ -144,14 +146,14 @@ class RoundFunctions:
         functions = [self.bind(spec_rounds, shape, greedy=each) for each in greedy]
         names = [f"{'greedy_' * each}round" for each in greedy]
         for batch in self._config.batch_buckets:
-            rows = batch * shape.nodes
+            rows = batch * shape.verified
             options = compiler_options(rows) if on_gpu else None
             for name, function in zip(names, functions, strict=True):
                 yield rows, ((name, shape, batch), function, self._with(batch), options)
 
     def stage_jobs(self) -> Iterator[Job]:
         for shape, batch in product(self._config.shapes, self._config.batch_buckets):
-            options = compiler_options(batch * shape.nodes) if self._config.on_gpu else None
+            options = compiler_options(batch * shape.verified) if self._config.on_gpu else None
             arguments = self._with(batch)
             for name, function in STAGES.items():
                 stage = self.bind(function, shape)

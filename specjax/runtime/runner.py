@@ -52,6 +52,7 @@ class ModelRunner:
     """
 
     weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
+    _calibration: Any  # on the host until the next dispatch uploads it
     on_device: DeviceState
 
     def __init__(
@@ -65,6 +66,7 @@ class ModelRunner:
         self.tables = HostTables(config.num_slots, config.pages_per_request, vocab_size)
         self._view: PageView | None = None
         self._sampling: jax.Array | None = None
+        self.set_calibration()
         self._slots_on_device: dict[tuple[int, ...], jax.Array] = {}
         self._empty_state: Any = None
         self._watch: Watch | None = None
@@ -117,7 +119,8 @@ class ModelRunner:
         sampling = jax.eval_shape(lambda: self._sampling_of(self.tables))
         place = nets.placement
         weights = place.abstract((nets.target.abstract, nets.draft.abstract))
-        common = (*weights, self.abstract_state, *place.abstract((view, sampling)))
+        small = place.abstract((view, sampling, self._calibration))
+        common = (*weights, self.abstract_state, *small)
         return RoundFunctions(nets, self.config, self.max_top_logprobs, common)
 
     def load(self, target: Weights, draft: Weights) -> None:
@@ -216,7 +219,29 @@ class ModelRunner:
         if self._sampling is None or tables.sampling_dirty[own].any():
             self._sampling = self._sampling_of(tables)
             tables.sampling_dirty[:] = False
-        return (*self.weights, self.on_device, self._view, self._sampling)
+        if isinstance(self._calibration, np.ndarray):
+            self._calibration = self.networks.placement.put(self._calibration)
+        small = self._view, self._sampling, self._calibration
+        return (*self.weights, self.on_device, *small)
+
+    def set_calibration(
+        self,
+        slope: float = 1.0,
+        intercepts: Sequence[float] | np.ndarray = (),
+        offsets: Sequence[float] | np.ndarray = (),
+    ) -> None:
+        """Set how packed tiers turn confidences into probabilities, from the next dispatch on.
+
+        ``intercepts`` are by depth, from 1, and ``offsets`` by request slot; missing ones are 0.
+        See :func:`~specjax.speculative.packing.survival`. Compiles nothing.
+        """
+        num_slots = self.config.num_slots
+        depth = max(shape.depth for shape in self.config.shapes)
+        values = np.zeros(1 + depth + num_slots, np.float32)
+        values[0] = slope
+        values[1 : 1 + len(intercepts)] = intercepts
+        values[1 + depth : 1 + depth + len(offsets)] = offsets
+        self._calibration = values
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
         """Dispatch prompt chunks in one call. Raises ValueError if no bucket holds them.

@@ -44,11 +44,23 @@ class RunnerConfig:
     processed_logprobs: bool = False  # report log-probabilities after penalties and filters
     mixed_prefill_tokens: int = 512  # maximum prompt tokens in a step that also runs a round
     implementation: str | None = None  # implementation of all kernels, as in backend.resolve
+    reads_confidence: bool = False  # report confidences of drafts; needed by packed tiers
 
     def __post_init__(self) -> None:
         shapes = self.shapes
         if list(shapes) != sorted(set(shapes)) or not shapes or shapes[0].steps < 0:
             raise ValueError(f"{shapes=} must ascend, not be empty and have no negative steps")
+        for shape in shapes:
+            if not shape.packed:
+                continue
+            if not 1 <= shape.packed < shape.nodes or not self.reads_confidence:
+                raise ValueError(
+                    f"packed={shape.packed} must be from 1 to {shape.nodes - 1}, below nodes="
+                    f"{shape.nodes}, and needs reads_confidence=True"
+                )
+            # to verify a draft only if the drafter is sure of it would bias the residual draws
+            if not self.acceptance.is_coupled:
+                raise ValueError(f"packed={shape.packed} needs acceptance=COUPLED")
 
     @property
     def on_gpu(self) -> bool:
@@ -233,7 +245,8 @@ def _round_bytes(
     drafted = batch * (width if in_one_pass else shape.topk)
     copies = ROUND_LOGITS if config.on_gpu else ROUND_LOGITS_CPU
     copies += 0 if config.acceptance.is_coupled else ACCEPT_LOGITS
-    logits = max(copies * rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
+    rows = copies * rows + batch * shape.packed
+    logits = max(rows, DRAFT_LOGITS * drafted) * model.vocab_size * 4
     history = HISTORY_BYTES * batch * config.context
     drafting = config.algorithm.draft_bytes(batch, config.context, shape)
     activations = _activations(model, batch * max(shape.nodes, shape.block), num_features)

@@ -48,6 +48,12 @@ class SamplingConfig:
     processed: bool = False
     implementation: str | None = None
     acceptance: Acceptance = COUPLED
+    # whether drafters compute VerifyInput.confidences, for which chains need a softmax
+    reads_confidence: bool = False
+
+
+# confidence of a draft that the drafter gives no probability
+LEAST_CONFIDENCE = 1e-30
 
 
 def zero_logprobs(shape: tuple[int, ...], num_top: int) -> Logprobs:
@@ -139,7 +145,8 @@ def draft_tokens(
 
     Returns:
         Scores f32 ``[B, N, K]`` from 0 to 1, and columns i32 ``[B, N, K]``, best first. A score is
-        the softmax of the logits, plus noise if any, at the column. For K = 1 it is 1.
+        the softmax of the logits, plus noise if any, at the column. For K = 1 it is 1, or with
+        ``reads_confidence`` the softmax of the raw logits at the column, above 0.
     """
     shape, implementation = logits.shape[:2], resolve(config.implementation)
     if config.acceptance.has_thresholds:
@@ -148,7 +155,7 @@ def draft_tokens(
         positions = positions + DRAFT_STREAM
     if config.greedy and topk == 1:
         best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
-        return jnp.ones(best.shape, jnp.float32), best
+        return _chain_scores(logits, best, config), best
 
     per_row = partial(jnp.repeat, repeats=shape[1], axis=0)
     flat, temperatures = logits.reshape(-1, logits.shape[-1]), per_row(sampling.temperatures)
@@ -161,7 +168,7 @@ def draft_tokens(
             flat, temperatures, thresholds, seeds, places, ids, implementation=implementation
         )
         best = best.reshape(*shape, 1)
-        return jnp.ones(best.shape, jnp.float32), best
+        return _chain_scores(logits, best, config), best
     kept = kept_logits(flat, temperatures[:, None], thresholds[:, None])
 
     def perturb() -> jax.Array:
@@ -180,6 +187,16 @@ def draft_tokens(
     # rounding must not rank a child before its parent, or NaN before any number
     scores = jnp.where(scores > 0, jnp.minimum(scores, 1.0), 0.0)
     return scores.reshape(*shape, topk), best.reshape(*shape, topk)
+
+
+def _chain_scores(logits: jax.Array, best: jax.Array, config: SamplingConfig) -> jax.Array:
+    """Scores f32 ``[B, N, 1]`` of columns i32 ``[B, N, 1]`` in a chain."""
+    if not config.reads_confidence:
+        return jnp.ones(best.shape, jnp.float32)
+    chosen = jnp.take_along_axis(logits, best, axis=-1)
+    probs = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    # at least a little, because a score of 0 means that nothing was drafted
+    return jnp.where(probs > LEAST_CONFIDENCE, jnp.minimum(probs, 1.0), LEAST_CONFIDENCE)
 
 
 def draft_probs(

@@ -17,7 +17,7 @@ from specjax.checkpoints.block import BlockCheckpoint, open_block
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import MAX_STEPS, BlockConfig
 from specjax.models.block import BlockDraft
-from specjax.sampling.draw import draft_probs, draft_tokens
+from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
 from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
 from specjax.speculative.drafting import NetworkAlgorithm
 from specjax.speculative.tree import chain_input
@@ -114,8 +114,14 @@ class Block(NetworkAlgorithm):
             batch.target,
         )
         first = 0 if config.anchor_first else 1
-        drafts, logits = _draw(batch, hidden[:, first : first + shape.steps])
+        hidden = hidden[:, first : first + shape.steps]
+        drafts, scores, logits = _draw(batch, hidden)
         tree = chain_input(jnp.concatenate([roots, drafts], axis=1), lens)
+        if batch.draw.reads_confidence:
+            found = draft.confidences(hidden, tree.draft_tokens[:, :-1])
+            if found is not None:
+                scores = jnp.maximum(found, LEAST_CONFIDENCE)
+            tree = replace(tree, confidences=scores)
         if batch.draw.acceptance.uses_rejection:
             width = batch.target.config.vocab_size
             probs = draft_probs(logits, draft.vocabulary, batch.sampling, batch.draw, width)
@@ -135,28 +141,30 @@ class Block(NetworkAlgorithm):
         return batch.draft.store(verified.features, positions, state, store), rows
 
 
-def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draw drafts i32 ``[B, N]`` for states ``[B, N, D]``; also return logits f32 ``[B, N, V]``.
+def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draw drafts i32 ``[B, N]`` for states ``[B, N, D]``.
 
-    With a Markov head, the logits of a draft depend on the previous draft.
+    Also return their scores f32 ``[B, N]`` and the logits f32 ``[B, N, V]``. With a Markov head,
+    the logits of a draft depend on the previous draft.
     """
     draft, markov, count = batch.draft, batch.draft.markov, hidden.shape[1]
     logits = draft.logits(hidden, batch.target)
     places = batch.seq_lens[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
 
-    def best(logits: jax.Array, places: jax.Array) -> jax.Array:
-        _, columns = draft_tokens(logits, draft.vocabulary, places, batch.sampling, batch.draw, 1)
-        return draft.target_ids(columns[..., 0])
+    def best(logits: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+        drawn = draft_tokens(logits, draft.vocabulary, places, batch.sampling, batch.draw, 1)
+        return draft.target_ids(drawn[1][..., 0]), drawn[0][..., 0]
 
     if markov is None:
-        return best(logits, places), logits
+        return *best(logits, places), logits
     tokens, memory, drafts, adjusted = batch.bonus_tokens, markov.start(len(hidden)), [], []
     for i in range(count):
         bias, memory = markov(tokens, hidden[:, i], memory)
         adjusted.append(logits[:, i] + bias)
-        tokens = best(adjusted[-1][:, None], places[:, i : i + 1])[:, 0]
-        drafts.append(tokens)
-    return jnp.stack(drafts, axis=1), jnp.stack(adjusted, axis=1)
+        drafts.append(best(adjusted[-1][:, None], places[:, i : i + 1]))
+        tokens = drafts[-1][0][:, 0]
+    ids, scores = (jnp.concatenate(parts, axis=1) for parts in zip(*drafts, strict=True))
+    return ids, scores, jnp.stack(adjusted, axis=1)
 
 
 DFLASH = Block("DFLASH", False)

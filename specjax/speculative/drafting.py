@@ -16,7 +16,7 @@ from specjax.config import MAX_NODES
 from specjax.kernels.tree_attention import MAX_MASKED
 from specjax.models.flat import Networks
 from specjax.models.layers import Attend
-from specjax.sampling.draw import draft_probs, draft_tokens
+from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm, State, StateSizes, kv_pool
 from specjax.speculative.tree import chain_input, select_tree
 from specjax.types import DraftShape, VerifyInput
@@ -35,8 +35,8 @@ class DraftInput:
     If one pass drafts all levels, K counts levels instead of the candidates of the first level.
     """
 
-    # f32 [B, K], scores; always 1 in a chain, which needs no softmax. 0 means that the round left
-    # nothing to draft from, so the tokens are not proposed.
+    # f32 [B, K], scores; always 1 in a chain, which needs no softmax unless confidences are read. 0
+    # means that the round left nothing to draft from, so the tokens are not proposed.
     topk_probs: jax.Array
     topk_ids: jax.Array  # i32 [B, K], target token ids
     hidden: jax.Array  # [B, D], the recurrent state that predicted topk_ids; or [B, K, D]
@@ -139,7 +139,7 @@ def draft_levels(
     num_proposed = jnp.where(first.topk_probs[:, 0] > 0, jnp.int32(shape.nodes - 1), 0)
     if shape.topk > 1:
         return draft_tree(batch, state, first, num_proposed, shape, step, start)
-    tokens = [batch.bonus_tokens]
+    tokens, scores = [batch.bonus_tokens], [first.topk_probs[:, 0]]
     hidden, ids = first.hidden[:, None], first.topk_ids[:, 0]
     states = [hidden]
     for level in range(shape.steps):
@@ -149,9 +149,10 @@ def draft_levels(
         lens = batch.seq_lens + (start + level)
         attend = batch.pages.attend(lens, 1)
         hidden, state = step(level, ids[:, None], hidden, lens[:, None], state, attend)
-        ids = best_tokens(batch, hidden, lens[:, None] + (2 - start), 1)[1][:, 0, 0]
+        score, ids = chain_token(batch, hidden, lens[:, None] + (2 - start))
         states.append(hidden)
-    return drafted_chain(batch, tokens, num_proposed, states, shape), state
+        scores.append(score)
+    return drafted_chain(batch, tokens, scores, num_proposed, states, shape), state
 
 
 def draft_tree(
@@ -172,13 +173,14 @@ def draft_tree(
     above = jnp.broadcast_to(jnp.arange(-1, topk, dtype=jnp.int32), (own.shape[0], topk + 1))
     # rows of a larger tier have more branches
     best, ids, mask = first.topk_probs[:, :topk], first.topk_ids[:, :topk], own
-    scores, tokens, parents = [best], [ids], [above]
+    scores, tokens, parents, factors = [best], [ids], [above], [best]
     hidden = jnp.repeat(first.hidden[:, None], topk, axis=1)
     for level in range(shape.steps - 1):
         positions = jnp.broadcast_to(begin[:, None] + level, ids.shape)
         attend = batch.pages.attend(begin, topk, tree_mask=mask, first=level * topk)
         hidden, state = step(level, ids, hidden, positions, state, attend)
         probs, found = best_tokens(batch, hidden, positions + (2 - start), topk)
+        factors.append(probs.reshape(own.shape[0], -1))
         scores.append((best[:, :, None] * probs).reshape(own.shape[0], -1))
         tokens.append(found.reshape(own.shape[0], -1))
         if level == shape.steps - 2:
@@ -196,6 +198,9 @@ def draft_tree(
     places = jnp.arange(start, start + shape.draft_rows, dtype=jnp.int32)
     rows = jnp.max(jnp.where(passed, places, -1), axis=2, initial=-1)
     rows = jnp.pad(rows, ((0, 0), (1, 0)), constant_values=start - 1)
+    if batch.draw.reads_confidence:
+        factor = jnp.take_along_axis(jnp.concatenate(factors, axis=1), candidates, axis=1)
+        tree = replace(tree, confidences=jnp.maximum(factor, LEAST_CONFIDENCE))
     return replace(tree, draft_rows=rows), state
 
 
@@ -213,19 +218,31 @@ def best_tokens(
     return probs, draft.target_ids(best)
 
 
+def chain_token(
+    batch: Batch, hidden: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Score f32 ``[B]`` and token i32 ``[B]`` of :func:`best_tokens` for K = 1 and N = 1."""
+    scores, ids = best_tokens(batch, hidden, positions, 1)
+    return scores[:, 0, 0], ids[:, 0, 0]
+
+
 def drafted_chain(
     batch: Batch,
     tokens: list[jax.Array],
+    scores: list[jax.Array],
     num_proposed: jax.Array,
     states: list[jax.Array],
     shape: DraftShape,
 ) -> VerifyInput:
     """Build a chain of tokens i32 ``[B]``, root first; states ``[B, 1, D]`` predicted the drafts.
 
+    ``scores`` f32 ``[B]`` are those of the drafts, which are kept if confidences are read.
     For rejection sampling, the draft logits of all levels are computed again in one product.
     Otherwise, the logits of the first level would have to be kept from the previous round.
     """
     chain = chain_input(jnp.stack(tokens, axis=1), batch.seq_lens, num_proposed)
+    if batch.draw.reads_confidence and shape.steps:
+        chain = replace(chain, confidences=jnp.stack(scores[: shape.steps], axis=1))
     if not (batch.draw.acceptance.uses_rejection and shape.steps):
         return chain
     draft, size = batch.draft, batch.target.config.vocab_size

@@ -144,8 +144,9 @@ class Eagle(NetworkAlgorithm):
             is_drafted = rows.topk_probs[:, :depth] > 0
             tokens = [batch.bonus_tokens, *jnp.unstack(rows.topk_ids[:, :depth], axis=1)]
             states = [rows.hidden[:, i : i + 1] for i in range(depth)]
+            scores = list(jnp.unstack(rows.topk_probs[:, :depth], axis=1))
             num_proposed = jnp.sum(is_drafted, axis=1, dtype=jnp.int32)
-            return drafted_chain(batch, tokens, num_proposed, states, shape), state
+            return drafted_chain(batch, tokens, scores, num_proposed, states, shape), state
         return draft_levels(
             batch,
             state,

@@ -34,7 +34,7 @@ from specjax.models.eagle import MtpHead
 from specjax.models.flat import Networks
 from specjax.models.layers import pick_row
 from specjax.speculative.algorithm import Batch, PromptChunks, State, StateSizes
-from specjax.speculative.drafting import NetworkAlgorithm, best_tokens, drafted_chain
+from specjax.speculative.drafting import NetworkAlgorithm, chain_token, drafted_chain
 from specjax.speculative.future_map import FutureMap
 from specjax.types import DraftShape, VerifyInput, VerifyOutput
 
@@ -45,7 +45,7 @@ class ModuleInput:
     """Inputs of a request's next draft, in addition to its bonus token and length."""
 
     first_ids: jax.Array  # i32 [B], the first drafted token
-    is_drafted: jax.Array  # i32 [B], 0 if the round left nothing to draft from
+    first_probs: jax.Array  # f32 [B], its score; 0 if the round left nothing to draft from
     hidden: jax.Array  # [B, M, D], the state of each module at the last accepted row
 
 
@@ -97,7 +97,8 @@ class MultiLayerEagle(NetworkAlgorithm):
         states = (slots, config.num_layers, config.hidden_size)
         ints: Any = jax.ShapeDtypeStruct((slots,), jnp.dtype(jnp.int32))
         hidden: Any = jax.ShapeDtypeStruct(states, config.dtypes.activations)
-        return ModuleInput(ints, ints, hidden)
+        floats: Any = jax.ShapeDtypeStruct((slots,), jnp.dtype(jnp.float32))
+        return ModuleInput(ints, floats, hidden)
 
     @property
     def lookahead(self) -> int:
@@ -156,18 +157,21 @@ class MultiLayerEagle(NetworkAlgorithm):
         self, batch: Batch, state: State, rows: ModuleInput, shape: DraftShape
     ) -> tuple[VerifyInput, State]:
         """Begin with the draft in ``rows``; each further draft takes a pass of one module."""
-        num_proposed = jnp.where(rows.is_drafted > 0, jnp.int32(shape.steps), 0)
+        num_proposed = jnp.where(rows.first_probs > 0, jnp.int32(shape.steps), 0)
+        scores = [rows.first_probs]
         drafts = [rows.first_ids] if shape.steps else []
         hidden, states = rows.hidden[:, :1], [rows.hidden[:, :1]]
         for module in range(1, shape.steps):
             embeds = batch.draft.embed(jnp.stack(drafts, axis=1), batch.target)
             given, state = run_module(batch, state, module, embeds, hidden)
             lens = batch.seq_lens[:, None] + module + 1
-            drafts.append(best_tokens(batch, given[:, -1:], lens, 1)[1][:, 0, 0])
+            score, ids = chain_token(batch, given[:, -1:], lens)
+            scores.append(score)
+            drafts.append(ids)
             hidden = jnp.concatenate([rows.hidden[:, module, None], given], axis=1)
             states.append(given[:, -1:])
         tokens = [batch.bonus_tokens, *drafts]
-        return drafted_chain(batch, tokens, num_proposed, states, shape), state
+        return drafted_chain(batch, tokens, scores, num_proposed, states, shape), state
 
     def extend(
         self,
@@ -188,7 +192,7 @@ class MultiLayerEagle(NetworkAlgorithm):
             newest.append(pick_row(hidden, verified.num_accepted_drafts)[:, 0])
         following = next_input(batch, jnp.stack(newest, axis=1), batch.seq_lens + counts)
         if shape.steps == 0:
-            following = replace(following, is_drafted=jnp.zeros_like(rows.is_drafted))
+            following = replace(following, first_probs=jnp.zeros_like(rows.first_probs))
         return state, following
 
 
@@ -222,8 +226,8 @@ def next_input(batch: Batch, hidden: jax.Array, seq_lens: jax.Array) -> ModuleIn
 
     ``seq_lens`` i32 ``[B]`` are the lengths in the next round.
     """
-    _, ids = best_tokens(batch, hidden[:, :1], seq_lens[:, None] + 1, 1)
-    return ModuleInput(ids[:, 0, 0], jnp.ones_like(seq_lens), hidden)
+    score, ids = chain_token(batch, hidden[:, :1], seq_lens[:, None] + 1)
+    return ModuleInput(ids, score, hidden)
 
 
 MULTI_LAYER_EAGLE = MultiLayerEagle("MULTI_LAYER_EAGLE")

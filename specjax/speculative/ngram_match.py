@@ -202,10 +202,15 @@ def ngram_tree(
     is_node = is_real & (leader == index[:, None])
     # each accepted token makes the match longer
     matched = some.matched[:, :, None] + jnp.arange(steps, dtype=jnp.int32)
-    score = jnp.cumprod(confidence(matched), axis=2)
+    factor = confidence(matched)
+    score = jnp.cumprod(factor, axis=2)
     if by_frequency:
         total = jnp.sum(some.matched > 0, axis=1, dtype=jnp.float32)[:, None, None]
-        score = score * jnp.sum(same, axis=2, dtype=jnp.float32) / jnp.maximum(total, 1.0)
+        begin, total = jnp.sum(same, axis=2, dtype=jnp.float32), jnp.maximum(total, 1.0)
+        score = score * begin / total
+        above = jnp.broadcast_to(total, (batch, most, 1))
+        above = jnp.concatenate([above, begin[:, :, :-1]], axis=2)
+        factor *= begin / jnp.maximum(above, 1.0)
     # Put candidates in row order: by level, and within a level with the preferred one last. That is
     # the most recent one, or with ``by_frequency`` the earliest one.
     turn = slice(None) if by_frequency else slice(None, None, -1)
@@ -254,4 +259,5 @@ def ngram_tree(
         parents=parents,
         positions=seq_lens[:, None] + depths,
         tree_mask=mask,
+        confidences=jnp.where(is_filled, jnp.maximum(of_rows(flat(factor)), 1e-30), 0.0),
     )

@@ -5,6 +5,7 @@ the new state first. A request that may not produce more tokens is treated as pa
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from specjax.sampling.logit_processor import LogitInputs, NewTokens
 from specjax.sampling.table import unpack_sampling
 from specjax.speculative.algorithm import Batch, SpeculativeAlgorithm
 from specjax.speculative.future_map import DeviceState, FutureMap, advance, resolve, stash
+from specjax.speculative.packing import keep_best, tried, verified_rows
 from specjax.speculative.tree import accept, drawn_count, spread_count, truncate
 from specjax.types import DraftShape, NodeOutputs, RoundOutput, VerifyInput, VerifyOutput
 
@@ -33,6 +35,11 @@ class RoundConfig:
     simulate_accept_length: float | None = None
     simulates_acceptance: bool = False  # instead, accept drafts by SamplingTable.acceptances
 
+    @property
+    def reports_confidence(self) -> bool:
+        """Whether outputs include the confidences of the drafts that were tried."""
+        return self.sampling.reads_confidence and self.shape.depth > 0
+
 
 @dataclass(frozen=True)
 class Resident:
@@ -42,6 +49,7 @@ class Resident:
     draft: object
     pages: PageView
     sampling: jax.Array  # packed, i32 [R, K]
+    calibration: jax.Array | None = None  # f32 [1 + S + R], as in packing.survival
 
 
 def make_batch(
@@ -76,14 +84,24 @@ def verify(
     A chain needs no attention mask, because its mask is causal. The KV of a tree's accepted path is
     moved to where a chain would have stored it.
     """
-    target, layers, is_chain = batch.target, config.feature_layers, config.shape.topk == 1
+    target, shape, is_chain = batch.target, config.shape, config.shape.topk == 1
     mask = None if is_chain else tree.tree_mask
-    attend = batch.pages.attend(batch.seq_lens, config.shape.nodes, tree_mask=mask)
-    hidden, features, kv = target(tree.draft_tokens, tree.positions, kv, attend, layers)
+    drafts, positions, spread = tree.draft_tokens, tree.positions, lambda x: x
+    if shape.packed:
+        rows = verified_rows(tree, shape, batch.slots)
+        attend = batch.pages.attend_packed(rows, tree_mask=mask)
+        drafts, positions = rows.gather(drafts), rows.gather(positions)
+        spread = partial(rows.spread, width=shape.nodes)
+    else:
+        attend = batch.pages.attend(batch.seq_lens, shape.nodes, tree_mask=mask)
+    hidden, features, kv = target(drafts, positions, kv, attend, config.feature_layers)
+    # a greedy batch needs only its tokens, so its logits need not be spread
+    before, after = (lambda x: x, spread) if batch.draw.greedy else (spread, lambda x: x)
     inputs = LogitInputs(batch.sampling, batch.tokens, batch.slots)
     tokens, logprobs = target_tokens(
-        target.logits(hidden), tree, inputs, batch.draw, future.logit_states
+        before(target.logits(hidden)), tree, inputs, batch.draw, future.logit_states
     )
+    tokens, hidden, features = after(tokens), spread(hidden), spread(features)
     # a greedy batch needs only its tokens
     states = None if batch.draw.greedy else hidden
     outputs = NodeOutputs(tokens, features, logprobs, states, tree.draft_rows)
@@ -107,6 +125,11 @@ def verify(
             verified.accept_tokens, verified.num_accepted_tokens, batch.seq_lens + 1, batch.sampling
         )
         future = advance(future, batch.slots, new)
+    if config.reports_confidence:
+        found = tried(tree, verified.accept_index, future.remaining[batch.slots] > 0)
+        bits = jax.lax.bitcast_convert_type(found, jnp.int32)
+        parts = verified.packed[:, :-3], bits, verified.packed[:, -3:]
+        verified = replace(verified, packed=jnp.concatenate(parts, axis=1))
     if not is_chain:
         kv = batch.pages.move(kv, batch.seq_lens, verified.accept_index)
     return verified, kv, future
@@ -130,6 +153,14 @@ def draft_stage(
     # a request that does not use speculation proposes no drafts
     num_proposed = jnp.where(batch.sampling.speculates > 0, tree.num_proposed, 0)
     tree = truncate(replace(tree, num_proposed=num_proposed), config.shape.nodes)
+    if not config.reports_confidence:
+        tree = replace(tree, confidences=None)
+    elif tree.confidences is None:  # the algorithm has none
+        tree = replace(tree, confidences=jnp.full(tree.draft_tokens[:, 1:].shape, 0.5))
+    if config.shape.packed:
+        num_slots = resident.pages.page_table.shape[0]
+        assert resident.calibration is not None
+        tree = keep_best(tree, config.shape, batch.slots, resident.calibration, num_slots)
     return replace(state, pools=replace(pools, draft=draft)), tree
 
 
@@ -202,7 +233,8 @@ def spec_rounds(
 
     sampling, width = config.sampling, config.shape.accept_width
     rounds = (config.num_rounds, slots.shape[0])
-    outs = RoundOutput(jnp.zeros((*rounds, width + 3), jnp.int32), None, None)
+    columns = width + 3 + (width - 1) * config.reports_confidence
+    outs = RoundOutput(jnp.zeros((*rounds, columns), jnp.int32), None, None)
     if not sampling.greedy:
         model = resident.target.config
         outs = replace(

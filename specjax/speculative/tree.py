@@ -39,7 +39,7 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
     """Keep the first ``nodes`` rows of a drafted tree, in which parents come before children."""
     if nodes >= tree.draft_tokens.shape[1]:
         return tree
-    probs, rows = tree.draft_probs, tree.draft_rows
+    probs, rows, confidences = tree.draft_probs, tree.draft_rows, tree.confidences
     return VerifyInput(
         draft_tokens=tree.draft_tokens[:, :nodes],
         num_proposed=jnp.minimum(tree.num_proposed, nodes - 1),
@@ -48,6 +48,7 @@ def truncate(tree: VerifyInput, nodes: int) -> VerifyInput:
         tree_mask=tree.tree_mask[:, :nodes, :nodes],
         draft_probs=None if probs is None else probs[:, : nodes - 1],
         draft_rows=None if rows is None else rows[:, :nodes],
+        confidences=None if confidences is None else confidences[:, : nodes - 1],
     )
 
 

@@ -28,6 +28,8 @@ CASES = [
     Case(48, (48,), (100,), 9, 3, 64, 16),
     # no padding, several tiles per segment
     Case(150, (90, 60), (33, 0), 6, 2, 16, 16),
+    # as in a packed verify pass: a few rows of each request, then padding
+    Case(12, (1, 5, 0, 1, 3), (9, 40, 0, 0, 21), 8, 2, 32, 4),
     # only padding
     Case(8, (0, 0), (3, 0), 4, 4, 16, 4),
 ]
@@ -121,6 +123,7 @@ def compare(call, case, dtype, arguments):
         (CASES[2], "bfloat16"),
         (CASES[3], "bfloat16"),
         (CASES[4], "float32"),
+        (CASES[5], "float32"),
     ],
     ids=str,
 )
