@@ -234,8 +234,8 @@ def test_plain_batches_have_a_separate_function_on_gpus():
     for _ in range(2):
         assert np.array_equal(runner.round([1, 2]).read(), made.round([1, 2]).read())
     runner.set_slot(2, GREEDY, seed=0, top_logprobs=3)
-    assert runner.round([1]).read_logprobs() is None
-    assert runner.round([1, 2]).read_logprobs() is not None
+    assert runner.round([1]).logprobs is None
+    assert runner.round([1, 2]).logprobs is not None
     assert called == ["greedy_round"] * 3 + ["round"]
     made.clear_slot(1)
     made.clear_slot(2)
