@@ -46,6 +46,7 @@ def test_round(files: Files, output: Path, capsys: pytest.CaptureFixture[str]) -
     arguments = (
         f"--model {files.target} --draft {files.head} --dtype float32 --batch 1,2 --steps 0,1"
         f" --context 10 --page-size 4 --rounds 2 --profile --sampling greedy,logprobs"
+        f" --simulate-acceptance 1"
     )
     assert run_bench("round", f"{arguments} --output {output}") == 0
     rows = rows_of(output)
@@ -56,7 +57,8 @@ def test_round(files: Files, output: Path, capsys: pytest.CaptureFixture[str]) -
         assert row["engine_ms"] > 0
         assert row["device_ms"] is None if row["sampling"] == "logprobs" else row["device_ms"] > 0
         assert row["ratio"] == pytest.approx(row["engine_ms"] / row["floor_ms"])
-        assert (row["accept_length"] > 1) == (row["steps"] > 0)
+        assert row["accept_length"] == pytest.approx(1 + row["steps"], abs=0.3)
+        assert row["simulate_acceptance"] == (1.0 if row["steps"] else None)
     assert [row["over_greedy"] for row in rows[::2]] == [1.0] * 4
     floors = [row["floor_bytes"] for row in rows[::2]]
     assert floors[0] < floors[1] < floors[3]
@@ -180,7 +182,7 @@ def test_serving(
         each = [part for load in loads for part in ("--load", load)]
         assert run_bench("serving", options, *each) == 0
         rows = rows_of(output)
-        cells = [(load, way) for load in loads for way in ways.split(",")]
+        cells = [(load, way) for load in loads for way in ways.split()[0].split(",")]
         assert [(row["load"], row["way"]) for row in rows] == cells
         for row in rows:
             assert (row["failed"], row["errors"]) == (0, {})
@@ -188,6 +190,10 @@ def test_serving(
             assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
         return rows
 
+    mixed = run("engine,stream --simulate-acceptance 1,0", "burst clients=4 prompt=5 output=10")
+    for row in mixed:  # after prefill: rounds of 3, 3 and 3 tokens, or 9 rounds of one
+        assert row["correct_drafts_histogram"] == [2 * 9, 0, 2 * 3]
+        assert row["simulate_acceptance"] == 1.0
     direct, whole, stream, *steady = run("engine,whole,stream", *LOADS[:2])
     assert [row["output_tokens"] for row in (direct, whole, stream)] == [18] * 3
     assert [row["output_tokens"] for row in steady] == [20] * 3
@@ -202,7 +208,7 @@ def test_serving(
     assert (mix["done"], long["done"], long["output_tokens"]) == (20, 3, 3)
     assert mix["seconds"] > 0.02
     assert long["chunk_ms"]["max"] > 0
-    assert capsys.readouterr().out.count("ready_s") == 2
+    assert capsys.readouterr().out.count("ready_s") == 3
 
 
 @pytest.mark.parametrize(
