@@ -234,7 +234,7 @@ class AdaptiveController:
         )
         figures = self.tiers[executed]
         figures.rounds += 1
-        figures.proposed_drafts += (executed.nodes - 1) * rows
+        figures.proposed_drafts += (executed.verified - 1) * rows
         figures.accepted_drafts += accepted
         if executed.steps > 0:
             self._ema += EMA_ALPHA * (accepted / rows - self._ema)

@@ -29,6 +29,7 @@ from specjax.runtime.runner_config import (
     prefill_buckets,
     smallest_bucket,
 )
+from specjax.types import DraftShape
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ MEMORY_GRANULE = 2**28
 # Prompt tokens per step if nothing decodes or a burst starts: 42,500 tokens/s (Llama-3.1-8B shape)
 # instead of 39,400 in chunks of 2,048.
 IDLE_CHUNK = 8192
+# rows of the smallest tier that the budget policy also runs packed
+LEAST_PACKED_NODES = 6
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,19 @@ class EnginePlan:
 
 
 def _describe_tiers(args: EngineArgs, config: RunnerConfig) -> str:
-    *others, deepest = (str(shape.steps) for shape in config.shapes)
+    *others, deepest = (str(shape.steps) for shape in config.shapes if not shape.packed)
     steps = f"{', '.join(others)} or {deepest}" if others else deepest
     how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
     what = "drafted tokens" if config.largest.topk == 1 else "steps"
     return f"{steps} {what} per round{how}"
+
+
+def packed_tiers(args: EngineArgs, deepest: DraftShape) -> tuple[DraftShape, ...]:
+    """The packed tier of the budget policy: the deepest tier with half of its verified rows."""
+    is_budget = args.adaptive is not None and args.adaptive.policy == "budget"
+    if not is_budget or deepest.nodes < LEAST_PACKED_NODES or not args.acceptance.is_coupled:
+        return ()
+    return (deepest._replace(packed=deepest.nodes // 2),)
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
@@ -118,6 +129,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
     drafts = args.algorithm.open_draft(args, target, args.draft)
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
+    shapes += packed_tiers(args, shapes[-1])
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
     networks = args.algorithm.networks(
@@ -154,6 +166,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         simulate_accept_length=args.simulate_accept_length,
         simulates_acceptance=args.simulate_acceptance is not None,
         acceptance=args.acceptance,
+        reads_confidence=any(shape.packed for shape in shapes),
     )
     memory = device_memory(placement.device) // MEMORY_GRANULE * MEMORY_GRANULE
     transit_tokens = TRANSIT_TOKENS if args.disaggregation_mode == "decode" else 0

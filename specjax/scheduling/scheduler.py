@@ -9,6 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
+
+import numpy as np
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
@@ -417,10 +420,21 @@ class Scheduler:
             tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
         if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
             tier = NO_DRAFTS  # no request uses drafts
+        if tier is not None and tier.packed:
+            self._calibrate(controller, rows)
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
         self._in_flight.add(rows, result, batch_size=batch_size)
+
+    def _calibrate(self, controller: AdaptiveController | None, rows: list[RunningRequest]) -> None:
+        """Tell the device which drafts are likely to survive."""
+        assert controller is not None
+        policy: Any = controller.policy  # one with packed tiers
+        slope, intercepts, known = policy.calibration([row.request.rid for row in rows])
+        offsets = np.zeros(self._runner.config.num_slots, np.float32)
+        offsets[[row.slot for row in rows]] = known
+        self._runner.set_calibration(slope, intercepts, offsets)
 
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until at most ``num_unread`` are left."""

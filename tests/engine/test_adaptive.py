@@ -7,6 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
@@ -16,6 +17,7 @@ from specjax.compiling.cache import FOLDER
 from specjax.engine import build
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
+from specjax.types import DraftShape
 
 from ..runners import chains
 
@@ -220,3 +222,32 @@ def test_the_start_line_suggests_drafts_unless_plain_decoding_was_chosen(files, 
     plan = plan_engine(EngineArgs(**files.arguments(speculative=False, speculative_algorithm=name)))
     (line,) = (line for line in plan.describe() if "plain decoding" in line)
     assert ("for drafts set draft" in line) == hints
+
+
+def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch, caplog):
+    """The budget policy also runs half of the deepest tier's rows, shared out by survival."""
+    tiers = (*chains(0, 7), DraftShape(7, 1, 8, packed=4))
+    seconds = dict(zip(product(tiers, [2]), (1.0, 3.0, 1.1), strict=True))
+    monkeypatch.setattr(build, "round_seconds", lambda runner: seconds)
+    config = {"policy": "budget", "candidate_steps": [0, 7]}
+    options = {"speculative_num_steps": 7, "max_running_requests": 2, "batch_buckets": [2]}
+    with adaptive(files, config, **options) as engine:
+        assert engine.runner.config.shapes == tiers
+        engine._controller.policy.chosen, sent = tiers[-1], []
+        set_calibration = engine.runner.set_calibration
+        monkeypatch.setattr(
+            engine.runner, "set_calibration", lambda *a: sent.append(a) or set_calibration(*a)
+        )
+        for is_seeded, params in ((False, GREEDY), (True, SEEDED)):
+            outputs = engine.generate(PROMPTS_TINY, params)
+            assert [out["output_ids"] for out in outputs] == plain_ids[is_seeded]
+        figures = engine.get_server_info()["internal_states"][0]["adaptive"]
+    assert figures["tiers"]["7p4"]["rounds"] > 3
+    assert "the adaptive policy failed" not in caplog.text
+    # what the policy learned about the requests' drafts was sent
+    slope, intercepts, offsets = sent[-1]
+    assert intercepts[0] != 0.85
+    assert offsets.shape == (3,)
+    assert np.isfinite(offsets).all()
+    assert 0.0 < figures["calibration_error"] < 1.0
+    assert slope >= 0.0
