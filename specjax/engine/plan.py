@@ -41,7 +41,7 @@ MEMORY_GRANULE = 2**28
 # instead of 39,400 in chunks of 2,048.
 IDLE_CHUNK = 8192
 # rows of the smallest tier that the budget policy also runs packed
-LEAST_PACKED_NODES = 6
+LEAST_PACKED_NODES = 5
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from specjax.testing.files import BLOCK, CONFIG, EOS_ID, LETTERS
 from ..disaggregation.process import ApartEngine
 
 CONTEXT = CONFIG.max_position_embeddings
-CANDIDATES = ([0, 1, 3], [0, 2], [1, 4], [2, 3])
+CANDIDATES = ([0, 1, 3], [0, 4], [1, 4], [2, 3])
 MODULES = 4
 SPLIT = 0.4  # share of engines whose prompts are computed by another engine
 APART = 0.2  # share of those with the other engine in another process, which takes seconds to start
