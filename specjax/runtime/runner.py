@@ -239,8 +239,8 @@ class ModelRunner:
         depth = max(shape.depth for shape in self.config.shapes)
         values = np.zeros(1 + depth + num_slots, np.float32)
         values[0] = slope
-        values[1 : 1 + len(intercepts)] = intercepts
-        values[1 + depth : 1 + depth + len(offsets)] = offsets
+        values[1 : 1 + depth][: len(intercepts)] = intercepts
+        values[1 + depth :][: len(offsets)] = offsets
         self._calibration = values
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:

@@ -217,6 +217,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     ) -> tuple[VerifyInput, State]:
         """Draft a tree of ``shape.nodes`` rows whose root is the bonus token.
 
+        If ``batch.draw.reads_confidence`` is set, the tree may have ``confidences``.
         If the tree has more rows, only the first ``shape.nodes`` are verified. If
         ``batch.draw.acceptance.uses_rejection`` is set, the tree must be a chain with
         ``draft_probs``, and the noise that draws its drafts must differ from the target's.

@@ -1,7 +1,9 @@
 """Packed verification: rows go to the drafts that survive most often, and no text changes."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import jax
@@ -11,27 +13,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.adaptive import AdaptiveController
+from specjax.config import DraftConfig
 from specjax.kv.pages import Segments
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import Acceptance
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.algorithm import SpeculativeAlgorithm
 from specjax.speculative.block import DFLASH, DSPARK
-from specjax.speculative.ngram import NgramShape
+from specjax.speculative.eagle import masked_shapes
+from specjax.speculative.ngram import Ngram, NgramShape
 from specjax.speculative.packing import admit, keep_best, reorder, survival, tried
 from specjax.speculative.tree import chain_input
-from specjax.testing import TARGET, Job, dense_decode, random_weights
+from specjax.testing import EAGLE3, TARGET, Job, dense_decode, random_weights
 from specjax.types import DraftShape, VerifyInput
 
+from ..kernels.lowering import TRITON_CALL, lower_for_cuda
 from ..runners import (
+    algorithm_of,
     copied_runner,
     copied_weights,
     make_request,
     make_runner,
     plain_outputs,
+    runner_config,
     target_model,
 )
-from ..scheduling.serving import Serving, forced
+from ..scheduling.serving import Forced, Serving
 from ..settings import counted_compilations
 from .driver import serve, start
 from .mtp import mtp_runner
@@ -198,15 +205,18 @@ def test_gather_and_spread() -> None:
 
 
 CHAIN, TREE = DraftShape.chain(5), DraftShape(3, 3, 8)
+P_EAGLE = replace(EAGLE3, mask_token_id=7, num_layers=2)
 OPT_OUT = [
     replace(job, params=replace(job.params, speculative=i % 4 > 0)) for i, job in enumerate(JOBS)
 ]
 
 
-def packed_runner(shape: DraftShape, packed: int, rounds: int = 1) -> ModelRunner:
+def packed_runner(
+    shape: DraftShape, packed: int, rounds: int = 1, draft: DraftConfig = EAGLE3
+) -> ModelRunner:
     """A runner whose drafts are often right, with a tier of all rows and a packed one."""
     shapes = (shape, shape._replace(packed=packed))
-    return copied_runner(shape.steps, rounds, shapes=shapes, reads_confidence=True)
+    return copied_runner(shape.steps, rounds, draft, shapes=shapes, reads_confidence=True)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +281,16 @@ def block_runner(name: str) -> ModelRunner:
     return made
 
 
-def ngram_runner(**options: Any) -> ModelRunner:
-    algorithm = replace(SpeculativeAlgorithm.from_string("NGRAM"), **options)
+class Silent(Ngram):
+    """An algorithm that has no confidences."""
+
+    def propose(self, *args: Any) -> tuple[VerifyInput, Any]:
+        tree, state = super().propose(*args)
+        return replace(tree, confidences=None), state
+
+
+def ngram_runner(kind: type[Ngram] = Ngram, **options: Any) -> ModelRunner:
+    algorithm = kind("NGRAM", **options)
     shape = NgramShape(5, 10, 6, packed=3)
     runner = make_runner(None, algorithm=algorithm, shapes=(shape,), reads_confidence=True)
     runner.load(copied_weights()[0], ())
@@ -295,23 +313,60 @@ def test_block_drafters_change_no_token(name) -> None:
     [
         ngram_runner,
         lambda: ngram_runner(by_frequency=True),
+        lambda: ngram_runner(Silent),
         lambda: mtp_runner((3,), shapes=(DraftShape(3, 1, 4, packed=2),), reads_confidence=True),
+        lambda: packed_runner(*masked_shapes((DraftShape.chain(5),), P_EAGLE), 3, draft=P_EAGLE),
     ],
-    ids=["ngram", "frequency", "mtp"],
+    ids=["ngram", "frequency", "no confidences", "mtp", "peagle"],
 )
 def test_other_drafters_change_no_token(make: Callable[[], ModelRunner]) -> None:
     check(make(), JOBS, expected(True))
 
 
+@pytest.mark.slow
+def test_another_model_as_the_draft_changes_no_token() -> None:
+    shapes = (TREE._replace(packed=3), CHAIN._replace(packed=3))
+    runner = make_runner(TARGET, 5, shapes=shapes, reads_confidence=True)
+    for tier in shapes:
+        check(runner, JOBS, expected(False), tier=tier)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_packed_rounds_lower_for_gpus(shape: DraftShape) -> None:
+    """Without a conditional, which would make the host read a value inside a round."""
+    config = runner_config(
+        algorithm=algorithm_of(EAGLE3),
+        shapes=(shape._replace(packed=3),),
+        reads_confidence=True,
+        implementation="pallas",
+    )
+    models = (replace(one, head_dim=16) for one in (TARGET, EAGLE3))
+    networks = config.algorithm.networks(*models, implementation="pallas")
+    for key, function, arguments, _ in ModelRunner(networks, config)._functions().jobs():
+        if str(key[0]).endswith("round"):
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+            text = lower_for_cuda(function, *shapes)
+            assert TRITON_CALL in text
+            assert not re.search(r"stablehlo\.(case|if|while)\b", text)
+
+
+class Calibrated(Forced):
+    """Prefers requests with odd ids."""
+
+    def calibration(self, requests: Sequence[str]) -> tuple[float, list[float], list[float]]:
+        return 0.5, [1.0, 0.5], [float(int(rid[1:]) % 2) for rid in requests]
+
+
 def test_a_scheduler_that_switches_tiers_changes_nothing() -> None:
     """Preemptions, cached prefixes and opt-outs, while rounds are packed and not."""
     runner = packed_runner(CHAIN, 3)
+    tiers = [runner.config.shapes[i] for i in (0, 1, 1, 0, 1)]
     serving = Serving(
         runner=runner,
         run_ahead=1,
         num_pages=26,
         is_cached=True,
-        controller=forced(runner, [runner.config.shapes[i] for i in (0, 1, 1, 0, 1)]),
+        controller=AdaptiveController(None, Calibrated(runner, cycle(tiers))),
     )
     greedy = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
     seeded = replace(greedy, temperature=0.9)
