@@ -262,6 +262,15 @@ class AdaptiveController:
             self.tier = tier
         return tier
 
+    def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, ...] | None:
+        """What the policy's method ``calibration`` returns, if it has one; packed rounds use it.
+
+        This is the slope, the intercepts by depth and the offset of each request with which
+        :func:`specjax.speculative.packing.survival` rates drafts.
+        """
+        estimate = getattr(self.policy, "calibration", None)
+        return None if estimate is None else estimate(requests)
+
     @property
     def ema_accept_len(self) -> float:
         """Moving average of accepted drafts per row and verify pass, without the bonus token."""

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
@@ -420,18 +419,19 @@ class Scheduler:
             tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
         if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
             tier = NO_DRAFTS  # no request uses drafts
-        if tier is not None and tier.packed:
+        if controller is not None and tier is not None and tier.packed:
             self._calibrate(controller, rows)
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
         self._in_flight.add(rows, result, batch_size=batch_size)
 
-    def _calibrate(self, controller: AdaptiveController | None, rows: list[RunningRequest]) -> None:
-        """Tell the device which drafts are likely to survive."""
-        assert controller is not None
-        policy: Any = controller.policy  # one with packed tiers
-        slope, intercepts, known = policy.calibration([row.request.rid for row in rows])
+    def _calibrate(self, controller: AdaptiveController, rows: list[RunningRequest]) -> None:
+        """Tell the device which drafts are likely to survive, if the policy learns it."""
+        estimate = controller.calibration([row.request.rid for row in rows])
+        if estimate is None:
+            return
+        slope, intercepts, known = estimate
         offsets = np.zeros(self._runner.config.num_slots, np.float32)
         offsets[[row.slot for row in rows]] = known
         self._runner.set_calibration(slope, intercepts, offsets)
