@@ -263,9 +263,9 @@ class AdaptiveController:
         return tier
 
     def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, ...] | None:
-        """What the policy's method ``calibration`` returns, if it has one; packed rounds use it.
+        """The result of the policy's method ``calibration``, if it has one; packed rounds use it.
 
-        This is the slope, the intercepts by depth and the offset of each request with which
+        It has the slope, the intercepts by depth and the offset of each request with which
         :func:`specjax.speculative.packing.survival` rates drafts.
         """
         estimate = getattr(self.policy, "calibration", None)

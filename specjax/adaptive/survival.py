@@ -86,7 +86,8 @@ class SurvivalEstimator:
     ) -> None:
         """Record N rounds of requests, of which at most D drafts are read.
 
-        ``confidences`` f32 ``[N, D]`` is q of each draft, if the drafter knows it.
+        ``confidences`` f32 ``[N, D]`` is q of each draft, if the drafter knows it; 0 marks a draft
+        that was not tried, because the request ended before it.
         """
         position = np.arange(len(self.intercepts))
         accepted = np.asarray(num_accepted)[:, None]
@@ -95,6 +96,7 @@ class SurvivalEstimator:
         known = np.zeros(is_tried.shape)
         if len(confidences):
             q = np.clip(np.nan_to_num(confidences, nan=0.5), 1e-6, 1.0 - 1e-6)[:, : len(position)]
+            is_tried[:, : q.shape[1]] &= q > 1e-6
             known[:, : q.shape[1]] = np.clip(np.log(q / (1.0 - q)), -MOST_ODDS, MOST_ODDS)
         offsets = self.offsets(requests)
         chance = _sigmoid(self.slope * known + self.intercepts + offsets[:, None])

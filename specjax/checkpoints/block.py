@@ -79,7 +79,7 @@ class BlockCheckpoint(Checkpoint[BlockConfig]):
             f"of layers {list(config.feature_layers)}, rope_theta={config.rope_theta:g}, "
             f"vocabulary {config.draft_vocab_size} of {config.vocab_size}"
             f"{extra if config.markov_head else ''}"
-            f"{', confidence head (not used)' if config.has_confidence_head else ''}, "
+            f"{', confidence head' if config.has_confidence_head else ''}, "
             f"dtype {config.dtype}"
         )
 

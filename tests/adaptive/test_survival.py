@@ -64,6 +64,15 @@ def test_positions_that_were_not_proposed_teach_nothing():
     assert (estimator.intercepts[1:] == before[1:]).all()
 
 
+def test_a_draft_after_the_end_of_a_request_is_not_a_rejected_one():
+    estimator = SurvivalEstimator(DEPTH)
+    before = estimator.intercepts.copy()
+    confidences = np.where(np.arange(DEPTH) < 1, 0.5, 0.0) * np.ones((8, 1))
+    estimator.observe(range(8), [1] * 8, [DEPTH] * 8, confidences)
+    assert estimator.intercepts[0] > before[0]
+    assert (estimator.intercepts[1:] == before[1:]).all()
+
+
 def test_share_of_a_budget():
     estimator = SurvivalEstimator(DEPTH)
     estimator.intercepts[:] = 0.0  # survival 1/2, 1/4, ...
