@@ -3,10 +3,11 @@
 Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
-from operator import mul
+from operator import mul, sub
 from typing import Any
 
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
@@ -44,14 +45,22 @@ class AcceptanceEstimates:
     def observe(self, num_accepted: Sequence[int], num_proposed: Sequence[int]) -> None:
         """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
         num_tried = [min(k + 1, limit) for k, limit in zip(num_accepted, num_proposed, strict=True)]
-        for i in range(min(len(self.tried), max(num_tried))):
-            tried, accepted = (sum(k > i for k in counts) for counts in (num_tried, num_accepted))
+        # by position, the number of rows that tried or accepted it
+        more = zip(*map(self._rows_beyond, (num_tried, num_accepted)), strict=True)
+        for i, (tried, accepted) in enumerate(more):
+            if not tried:
+                break
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
             spread = sqrt(tried * share * (1.0 - share) + 1.0)
             has_jumped = abs(accepted - tried * share) > JUMP * spread
             keep = AFTER_JUMP if has_jumped else 1.0 - 1.0 / WINDOW
             self.tried[i] = keep * self.tried[i] + tried
             self.accepted[i] = keep * self.accepted[i] + accepted
+
+    def _rows_beyond(self, counts: Sequence[int]) -> list[int]:
+        ends = Counter(counts)
+        rows = accumulate((ends[i] for i in range(len(self.tried))), sub, initial=len(counts))
+        return list(rows)[1:]
 
     def acceptance(self, num_positions: int) -> list[float]:
         """Acceptance by position; if unseen, the previous one's, or 0 from ``num_positions`` on."""
@@ -132,8 +141,9 @@ class BudgetPolicy:
             raise ValueError(f"{tier=} has no round time")
         before = self.tier_for_batch(batch_size, record.context, record.requests)
         bucket = self.table.bucket_of(batch_size)
-        proposed = record.num_proposed_drafts or [tier.depth] * len(num_accepted_drafts)
-        limits = [min(count, tier.depth) for count in proposed]
+        depth = tier.depth
+        proposed = record.num_proposed_drafts or [depth] * len(num_accepted_drafts)
+        limits = [min(count, depth) for count in proposed]
         self.estimates.observe(num_accepted_drafts, limits)
         if self.survival is not None and record.requests and tier.steps:
             known = record.requests, num_accepted_drafts, limits, record.confidences
@@ -193,11 +203,16 @@ class BudgetPolicy:
             rates[tier] = expected / seconds
         return rates
 
+    def _is_deeper(self, tier: DraftShape) -> bool:
+        # packed rounds may leave late drafts untried, so all rows may show more than some of them
+        return (tier.depth, tier.verified) > (self.chosen.depth, self.chosen.verified)
+
     def _account(self, rates: Rates, times: Times, tokens: float, tier: DraftShape) -> None:
         """Update ``debt`` with the time a probe lost, ``deficit`` with what speculation lost."""
         seconds = times[tier]
-        budget = LOSS_BUDGET if self.chosen.steps else PLAIN_LOSS_BUDGET
-        is_probe = tier.depth > self.chosen.depth and self.chosen in rates
+        is_rare = not self.chosen.steps or self.chosen.packed
+        budget = PLAIN_LOSS_BUDGET if is_rare else LOSS_BUDGET
+        is_probe = self._is_deeper(tier) and self.chosen in rates
         lost = seconds - tokens / rates[self.chosen] if is_probe else -budget * seconds
         self.debt = max(0.0, self.debt + lost)
         if NO_DRAFTS in rates:
@@ -220,7 +235,7 @@ class BudgetPolicy:
         if self.debt > 0.0 or (not self.chosen.steps and self.deficit > limit):
             return None
         wanted = (1.0 + HYSTERESIS) * rates[self.chosen]
-        deeper = (tier for tier in rates if tier.depth > self.chosen.depth)
+        deeper = filter(self._is_deeper, rates)
         possible = [t for t in deeper if t.accept_width / times[t] > wanted]
         may_skip = (self._vain_probes + 1) % PROBES_A_TURN == 0
         return possible[min(may_skip, len(possible) - 1)] if possible else None

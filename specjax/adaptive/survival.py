@@ -5,6 +5,7 @@ Axes: N requests of a round, D positions of a draft.
 """
 
 from collections.abc import Hashable, Sequence
+from math import exp, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 WINDOW = 16.0  # number of observations over which the weight of old ones falls to 1/e
 PRIOR = 1.0  # precision of an offset's prior around 0; a draft at 50 % adds 0.25
 MOST_ODDS = 6.0  # limit of log-odds; at 6, one draft in 400 is rejected
+LEAST_Q = 1.0 / (1.0 + exp(MOST_ODDS))
 FIRST_SLOPE, FIRST_INTERCEPT = 0.5, 0.85  # the intercept stands for an acceptance of 0.7
 RIDGE = 0.25  # weight of the first guess in the fit, like that of one draft
 KEPT_REQUESTS = 4096
@@ -24,8 +26,8 @@ class RoundRecord(NamedTuple):
     num_proposed_drafts: Sequence[int] = ()  # [N]; empty if all drafts of the tier were proposed
     context: float = 0.0  # mean number of tokens per request; 0 if unknown
     requests: Sequence[Hashable] = ()  # [N], identify the requests; empty if unknown
-    # f32 [N, D], the drafter's probability of the draft that was tried at each depth, or 0
-    confidences: Sequence[Sequence[float]] = ()
+    # f32 [N, D], the drafter's probability of the draft that was tried at each depth, 0 if none was
+    confidences: Sequence[Sequence[float]] | np.ndarray = ()
 
 
 NOTHING_KNOWN = RoundRecord()
@@ -44,7 +46,7 @@ class SurvivalEstimator:
         self.intercepts = np.full(num_positions, FIRST_INTERCEPT)
         self._hessian = RIDGE * np.eye(1 + num_positions)
         # by request: its offset, and the information in its record
-        self._requests: dict[Hashable, tuple[float, float]] = {}
+        self._requests: dict[Hashable, Sequence[float]] = {}
         # sums of predicted acceptance, of acceptance and of drafts, by predicted acceptance
         self._checks = np.zeros((3, BINS))
 
@@ -82,7 +84,7 @@ class SurvivalEstimator:
         requests: Sequence[Hashable],
         num_accepted: Sequence[int],
         num_proposed: Sequence[int],
-        confidences: Sequence[Sequence[float]] = (),
+        confidences: Sequence[Sequence[float]] | np.ndarray = (),
     ) -> None:
         """Record N rounds of requests, of which at most D drafts are read.
 
@@ -95,17 +97,23 @@ class SurvivalEstimator:
         is_hit = position < accepted
         known = np.zeros(is_tried.shape)
         if len(confidences):
-            q = np.clip(np.nan_to_num(confidences, nan=0.5), 1e-6, 1.0 - 1e-6)[:, : len(position)]
-            is_tried[:, : q.shape[1]] &= q > 1e-6
-            known[:, : q.shape[1]] = np.clip(np.log(q / (1.0 - q)), -MOST_ODDS, MOST_ODDS)
-        offsets = self.offsets(requests)
+            q = np.asarray(confidences, float)[:, : len(position)]
+            width = q.shape[1]
+            is_tried[:, :width] &= q != 0.0
+            q = np.minimum(np.maximum(np.where(np.isnan(q), 0.5, q), LEAST_Q), 1.0 - LEAST_Q)
+            known[:, :width] = np.log(q / (1.0 - q))
+        records = [self._requests.get(one, (0.0, 0.0)) for one in requests]
+        offsets, old = np.array(records).reshape(-1, 2).T
         chance = _sigmoid(self.slope * known + self.intercepts + offsets[:, None])
         error = np.where(is_tried, is_hit - chance, 0.0)
         information = np.where(is_tried, chance * (1.0 - chance), 0.0)
         self._fit(known, error, information)
-        sums = (array.sum(axis=1).tolist() for array in (error, information))
-        for one, offset, wrong, new in zip(requests, offsets.tolist(), *sums, strict=True):
-            self._move(one, offset, wrong, new)
+        total = (1.0 - 1.0 / WINDOW) * old + information.sum(axis=1)
+        offsets = offsets + (error.sum(axis=1) - PRIOR * offsets / WINDOW) / (total + PRIOR)
+        moved = _limited(offsets, MOST_ODDS).tolist()
+        for one, *record in zip(requests, moved, total.tolist(), strict=True):
+            self._requests.pop(one, None)  # put it last
+            self._requests[one] = record
         while len(self._requests) > KEPT_REQUESTS:  # those not seen for the longest time
             del self._requests[next(iter(self._requests))]
         guesses, hits = chance[is_tried], is_hit[is_tried]
@@ -116,26 +124,25 @@ class SurvivalEstimator:
 
     def _fit(self, known: np.ndarray, error: np.ndarray, information: np.ndarray) -> None:
         # positions that were not tried are not forgotten
-        keep = np.where(information.any(axis=0), 1.0 - 1.0 / WINDOW, 1.0)
-        keep = np.sqrt(np.r_[keep.min(initial=1.0), keep])
+        is_new = np.append(information.any(), information.any(axis=0))
+        keep = np.where(is_new, sqrt(1.0 - 1.0 / WINDOW), 1.0)
         self._hessian *= keep[:, None] * keep
         cross = (information * known).sum(axis=0)
         self._hessian[0, 0] += (information * known**2).sum()
         self._hessian[0, 1:] += cross
         self._hessian[1:, 0] += cross
-        diagonal = np.arange(1, len(self._hessian))
-        self._hessian[diagonal, diagonal] += information.sum(axis=0)
-        gradient = np.r_[(error * known).sum(), error.sum(axis=0)]
+        self._hessian += np.diag(np.append(0.0, information.sum(axis=0)))
+        gradient = np.append((error * known).sum(), error.sum(axis=0))
         damped = self._hessian + RIDGE * np.eye(len(gradient))
-        step = np.clip(np.linalg.solve(damped, gradient), -1.0, 1.0)
-        self.slope = float(np.clip(self.slope + step[0], 0.0, MOST_ODDS))
-        self.intercepts = np.clip(self.intercepts + step[1:], -MOST_ODDS, MOST_ODDS)
+        step = _limited(np.linalg.solve(damped, gradient), 1.0)
+        self.slope = min(max(self.slope + float(step[0]), 0.0), MOST_ODDS)
+        self.intercepts = _limited(self.intercepts + step[1:], MOST_ODDS)
 
-    def _move(self, request: Hashable, offset: float, error: float, information: float) -> None:
-        _, old = self._requests.pop(request, (0.0, 0.0))
-        total = (1.0 - 1.0 / WINDOW) * old + information
-        offset += (error - PRIOR * offset / WINDOW) / (total + PRIOR)
-        self._requests[request] = min(max(offset, -MOST_ODDS), MOST_ODDS), total
+
+def _limited(x: np.ndarray, most: float) -> np.ndarray:
+    # np.clip takes four times as long
+    result: np.ndarray = np.minimum(np.maximum(x, -most), most)
+    return result
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -55,7 +55,8 @@ class InFlight:
         if all(row.is_released for row in rows):
             return
         # wait for every chunk, not only for a prompt's last one, so that the host is not far ahead
-        values: list[Any] = result.read().tolist()
+        packed = result.read()
+        values: list[Any] = packed.tolist()
         reported = result.logprobs, result.prompt_logprobs, result.hidden_states
         logprobs, prompt, states = jax.tree.map(np.asarray, reported)
         if states is not None:
@@ -64,7 +65,7 @@ class InFlight:
         at = 0
         now = self._clock()
         if batch_size and self._controller is not None:
-            self._report_accepted(self._controller, rows, values, result.tier, batch_size)
+            self._report_accepted(self._controller, rows, packed, result.tier)
         for i, row in enumerate(rows):
             own = slice(at, at := at + pieces[i].num_tokens) if pieces else None
             if row.is_released:
@@ -139,40 +140,37 @@ class InFlight:
         self,
         controller: AdaptiveController,
         rows: Sequence[RunningRequest],
-        rounds: list[list[list[int]]],
+        rounds: np.ndarray,
         tier: DraftShape,
-        batch_size: int,
     ) -> None:
         """Report the accepted drafts of each round to the controller, without ended requests."""
-        context = mean_context(rows)
+        context, batch_size = mean_context(rows), rounds.shape[1]
         for batch in rounds:
+            counts = batch[:, -3:].tolist()
             live = [
-                (row.request, columns)
-                for row, columns in zip(rows, batch, strict=False)
-                if columns[-1] > 0 and not row.is_released
+                (i, row.request, *counts[i])
+                for i, row in enumerate(rows)
+                if counts[i][-1] > 0 and not row.is_released
             ]
             # Rows without proposed drafts do not count; a round with only such rows is plain. But a
             # packed round proposes none for requests whose drafts are unlikely to survive.
             drafting = [
-                (request, columns)
-                for request, columns in live
-                if columns[-3] or (tier.packed and request.params.speculative)
+                one for one in live if one[2] or (tier.packed and one[1].params.speculative)
             ]
             if tier.steps and not drafting and NO_DRAFTS not in controller.tiers:
                 continue
+            index, requests, proposed, accepted, _ = (
+                zip(*drafting, strict=True) if drafting else [()] * 5
+            )
+            # the float32 bits of confidences, if the round reports them
+            bits = batch[list(index), tier.accept_width : -3]
             executed = tier if drafting else NO_DRAFTS
             record = RoundRecord(
-                [columns[-3] for _, columns in drafting],
-                context,
-                [request.rid for request, _ in drafting],
-                # the float32 bits of confidences, if the round reports them
-                np.array([columns[tier.accept_width : -3] for _, columns in drafting], np.int32)
-                .view(np.float32)
-                .tolist(),
+                proposed, context, [request.rid for request in requests], bits.view(np.float32)
             )
             try:
                 controller.on_verify_complete(
-                    [columns[-2] for _, columns in drafting] or [0] * len(live),
+                    accepted or [0] * len(live),
                     tier=executed,
                     batch_size=batch_size,
                     record=record,

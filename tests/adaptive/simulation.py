@@ -125,7 +125,7 @@ class Stretch:
 
 def simulate_batch(
     policy: BudgetPolicy | DraftShape,
-    stretches: Sequence[Sequence[float]],
+    stretches: Sequence[Sequence[float | tuple[float, ...]]],
     times: Seconds,
     *,
     seconds: float = 3.0,
@@ -135,7 +135,8 @@ def simulate_batch(
 ) -> list[Stretch]:
     """Run stretches of time in which each request of a batch has its own acceptance rate.
 
-    A packed tier verifies the drafts that the policy expects to survive.
+    A tuple holds the rates by position. A packed tier verifies the drafts that the policy
+    expects to survive.
     """
     rng = random.Random(seed)
     results: deque[tuple[DraftShape, list[int], list[int]]] = deque()
@@ -153,8 +154,8 @@ def simulate_batch(
                 limits = np.bincount(best // tier.depth, minlength=size).tolist()
             counts = []
             for chance, limit in zip(chances, limits, strict=True):
-                count = 0
-                while count < limit and rng.random() < chance:
+                count, by_position = 0, chance if isinstance(chance, tuple) else (chance,) * limit
+                while count < limit and rng.random() < by_position[count]:
                     count += 1
                 counts.append(count)
             if good(tier):

@@ -152,3 +152,14 @@ def test_packed_rows_pay_off_if_requests_differ() -> None:
     alike = [[0.9] * 32]
     fixed = [simulate_batch(DraftShape.chain(n), alike, times)[0].rate for n in TIERS]
     assert simulate_batch(BudgetPolicy(times, 3), alike, times)[0].rate > 0.97 * max(fixed)
+
+
+def test_packed_rounds_do_not_hide_that_late_drafts_survive() -> None:
+    """While the fourth draft is always rejected, packed rounds leave it untried."""
+    tiers = [DraftShape.chain(0), DraftShape.chain(7), PACKED]
+    times = {(tier, 32): 5e-3 + 2e-5 * 32 * tier.verified for tier in tiers}
+    three, every = [[rates] * 32 for rates in ((0.97,) * 3 + (0.02,) * 4, (0.98,) * 7)]
+    best = simulate_batch(DraftShape.chain(7), [every], times)[0].rate
+    policy = BudgetPolicy(times, 7, {"candidate_steps": [0, 7]})
+    found = simulate_batch(policy, [three, every] * 2, times)
+    assert min(stretch.rate for stretch in found[1::2]) > 0.9 * best
