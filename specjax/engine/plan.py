@@ -206,7 +206,7 @@ def server_info(
     tier = {
         "speculative_num_steps": totals.tier.steps,
         "speculative_eagle_topk": totals.tier.topk,
-        "speculative_num_draft_tokens": totals.tier.nodes,
+        "speculative_num_draft_tokens": totals.tier.verified,
     }
     return {
         **{f.name: _plain(getattr(args, f.name)) for f in fields(args) if f.repr},

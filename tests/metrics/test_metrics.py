@@ -180,8 +180,9 @@ def test_tier_metrics_exist_if_rounds_draft():
     assert samples["spec_num_steps"] == 2
     assert samples["spec_num_draft_tokens"] == 7
     assert "spec_ema_accept_len" not in samples
-    totals.tier = DraftShape.chain(0)
-    assert exposed(registry)["spec_num_draft_tokens"] == 1
+    for tier, rows in ((DraftShape(2, 4, 7, packed=3), 3), (DraftShape.chain(0), 1)):
+        totals.tier = tier
+        assert exposed(registry)["spec_num_draft_tokens"] == rows
     plain = exposed(EngineMetrics("m", Totals()).registry)
     assert not {"spec_num_steps", "spec_num_draft_tokens", "spec_num_switches_total"} & set(plain)
 
