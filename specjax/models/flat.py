@@ -191,7 +191,8 @@ class Placement:
         return SingleDeviceSharding(self.device)
 
     def put(self, values: Any) -> Any:
-        return jax.device_put(values, self.sharding)
+        # with a device, this takes 30 us on the host; with its sharding, 110
+        return jax.device_put(values, self.device)
 
     def abstract(self, values: Any) -> Any:
         """Shapes and dtypes of a pytree of arrays that will be on this device."""
