@@ -220,7 +220,12 @@ def packed_runner(
 
 
 @pytest.mark.parametrize(
-    ("shape", "packed", "rounds"), [(CHAIN, 3, 1), (TREE, 4, 1), (CHAIN, 2, 4)]
+    ("shape", "packed", "rounds"),
+    [
+        (CHAIN, 3, 1),
+        pytest.param(TREE, 4, 1, marks=pytest.mark.slow),
+        pytest.param(CHAIN, 2, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_texts_equal_dense_decoding(shape, packed, rounds) -> None:
     """Greedy and seeded, with penalties, log-probabilities, opt-outs and padding."""
