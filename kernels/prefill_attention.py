@@ -19,9 +19,15 @@ from specjax.kernels.backend import resolve, takes_head_dim, triton_call
 from specjax.kernels.tree_attention import LOG2E, NEGATIVE, check_heads, row_dot, tree_attention
 
 
+def running_sums(counts: jax.Array) -> jax.Array:
+    """Sums i32 ``[G]`` of the first 1 to G counts, without the loop of ``cumsum`` in jax 0.12."""
+    index = jnp.arange(counts.shape[0])
+    return jnp.where(index <= index[:, None], counts, 0).sum(axis=1, dtype=jnp.int32)
+
+
 def _bounds(counts: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """First rows and ends of the segments, i32 ``[G]`` each; at most ``rows``."""
-    ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), rows)
+    ends = jnp.minimum(running_sums(counts), rows)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
@@ -83,7 +89,7 @@ def _tile_map(starts: jax.Array, counts: jax.Array, rows: int, tile_tokens: int)
     # padding is one more segment
     firsts = jnp.concatenate([firsts, ends[-1:]])
     ends = jnp.concatenate([ends, jnp.full((1,), rows, jnp.int32)])
-    tile_ends = jnp.cumsum((ends - firsts + tile_tokens - 1) // tile_tokens, dtype=jnp.int32)
+    tile_ends = running_sums((ends - firsts + tile_tokens - 1) // tile_tokens)
     tile_firsts = jnp.concatenate([jnp.zeros((1,), jnp.int32), tile_ends[:-1]])
     # each segment, and the padding, has at most one partial tile
     tiles = min(rows, rows // tile_tokens + segments + 1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.kv_rows import move_kv
-from specjax.kernels.prefill_attention import prefill_attention
+from specjax.kernels.prefill_attention import prefill_attention, running_sums
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import RopeTables, Store
@@ -157,7 +157,7 @@ class Segments:
     @classmethod
     def of(cls, starts: jax.Array, counts: jax.Array, width: int) -> "Segments":
         """Lay out segments of ``counts`` tokens from positions ``starts`` on, both i32 ``[G]``."""
-        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        ends = running_sums(counts)
         offset = jnp.arange(width, dtype=jnp.int32)
         index = jnp.sum(ends <= offset[:, None], axis=1, dtype=jnp.int32)
         is_real = index < counts.shape[0]
