@@ -230,7 +230,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
     for pair in pairs:  # the first dispatches of a function load it and capture its CUDA graphs
-        _run(runner, *pair, CONTEXTS[0], 1)
+        _run(runner, *pair, CONTEXTS[0], 0.0)
     share = SECONDS / (len(pairs) * len(CONTEXTS) * STRETCHES)
     points = list(product(pairs, CONTEXTS))
     stretches = [
@@ -245,20 +245,13 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     return {pair: [medians[pair, context] for context in CONTEXTS] for pair in pairs}
 
 
-def _room(runner: ModelRunner, bucket: int, context: int) -> tuple[int, int, int]:
-    """Pages per request, tokens that fill them up to ``context``, and dispatches that fit then."""
-    config = runner.config
-    pages = min(config.pages_per_request, (config.num_pages - 1) // bucket)
-    room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
-    filled = max(1, min(context, room - 3 * advance))
-    return pages, filled, max(1, (room - filled) // advance - 2)
-
-
 def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, seconds: float) -> float:
     """Return seconds per round over dispatches that take about ``seconds``, after one more."""
     config = runner.config
     slots = range(1, min(bucket, config.num_slots - 1) + 1)
-    pages, filled, most = _room(runner, len(slots), context)
+    pages = min(config.pages_per_request, (config.num_pages - 1) // len(slots))
+    room, advance = pages * config.page_size, config.kv_writes.after(config.rounds_per_dispatch)
+    filled = max(1, min(context, room - 3 * advance))
     lens, remaining = np.zeros((2, config.num_slots), np.int32)
     for slot in slots:
         lens[slot], remaining[slot] = filled, UNLIMITED
@@ -267,7 +260,8 @@ def _run(runner: ModelRunner, tier: DraftShape, bucket: int, context: int, secon
     started = time.perf_counter()
     runner.round(slots, tier).read()
     wanted = seconds / (time.perf_counter() - started)
-    count = max(1, min(round(wanted), MOST_DISPATCHES, most))
+    # the pages must also hold the tokens of the first dispatch
+    count = max(1, min(round(wanted), MOST_DISPATCHES, (room - filled) // advance - 2))
     started = time.perf_counter()
     for _ in range(count):
         last = runner.round(slots, tier)
