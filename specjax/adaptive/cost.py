@@ -1,7 +1,7 @@
 """The cost table: seconds per round, by tier, batch bucket and context length."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 
 from specjax.checks import check_number
@@ -13,19 +13,18 @@ Seconds = Mapping[tuple[DraftShape, int], float | list[float]]
 
 
 class CostTable:
-    """Seconds per round, from measurements by (tier, batch bucket) at one or two ``contexts``.
+    """Seconds per round, from measurements by (tier, batch bucket), at both contexts or for all.
 
     A round with more steps, rows or requests is never cheaper than one with fewer: noise in the
     measurements is smoothed upwards. Raises ValueError for times that are not above 0, or missing.
     """
 
-    def __init__(self, seconds: Seconds, contexts: Sequence[int] = CONTEXTS) -> None:
+    def __init__(self, seconds: Seconds) -> None:
         self.tiers = tuple(sorted({tier for tier, _ in seconds}))
         self.buckets = sorted({bucket for _, bucket in seconds}) or [1]
         pairs = list(product(self.tiers, self.buckets))
         if missing := [pair for pair in pairs if pair not in seconds]:
             raise ValueError(f"round times are missing for (tier, batch)={missing}")
-        self._contexts = contexts
         found = {pair: self._checked(*pair, seconds[pair]) for pair in pairs}
         self._seconds = {
             (tier, bucket): tuple(
@@ -59,7 +58,7 @@ class CostTable:
     def seconds(self, tier: DraftShape, bucket: int, context: float = 0.0) -> float:
         """Seconds per round of a batch whose requests have ``context`` tokens on average."""
         short, long = self._seconds[tier, bucket]
-        begin, end = self._contexts[0], self._contexts[-1]
+        begin, end = CONTEXTS
         if context <= begin or long <= short:
             return short
         return short + (long - short) * (context - begin) / (end - begin)

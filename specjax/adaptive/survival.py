@@ -71,7 +71,7 @@ class SurvivalEstimator:
     def share(self, requests: Sequence[Hashable], num_drafts: int, depth: int) -> float:
         """Share of the accepted drafts that remains if only the best ``num_drafts`` are verified.
 
-        Without requests, all are alike. Each has ``depth`` drafts.
+        Each request has ``depth`` drafts.
         """
         survival = self.survival(requests)[:, :depth].ravel()
         if num_drafts >= len(survival):

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -412,23 +413,21 @@ class Scheduler:
     def _dispatch_round(self, rows: list[RunningRequest]) -> None:
         config = self._runner.config
         batch_size = pick_bucket(len(rows), config.batch_buckets)
-        controller = self._controller
-        tier = None
+        controller, tier = self._controller, None
+        requests = [row.request.rid for row in rows]
         if controller is not None:
-            requests = [row.request.rid for row in rows]
             tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
         if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
             tier = NO_DRAFTS  # no request uses drafts
         if controller is not None and tier is not None and tier.packed:
-            self._calibrate(controller, rows)
+            self._calibrate(rows, controller.calibration(requests))
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
         self._in_flight.add(rows, result, batch_size=batch_size)
 
-    def _calibrate(self, controller: AdaptiveController, rows: list[RunningRequest]) -> None:
+    def _calibrate(self, rows: list[RunningRequest], estimate: tuple[Any, ...] | None) -> None:
         """Tell the device which drafts are likely to survive, if the policy learns it."""
-        estimate = controller.calibration([row.request.rid for row in rows])
         if estimate is None:
             return
         slope, intercepts, known = estimate

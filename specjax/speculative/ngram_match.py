@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from specjax.sampling.draw import LEAST_CONFIDENCE
 from specjax.types import VerifyInput
 
 NO_TOKEN = -1
@@ -259,5 +260,5 @@ def ngram_tree(
         parents=parents,
         positions=seq_lens[:, None] + depths,
         tree_mask=mask,
-        confidences=jnp.where(is_filled, jnp.maximum(of_rows(flat(factor)), 1e-30), 0.0),
+        confidences=jnp.where(is_filled, jnp.maximum(of_rows(flat(factor)), LEAST_CONFIDENCE), 0.0),
     )
