@@ -3,17 +3,18 @@
 Its constants come from simulations with the round times of an 8B and a 135M model on an H200.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
-from operator import mul, sub
+from operator import mul
 from typing import Any
+
+import numpy as np
 
 from specjax.adaptive.config import ConfigSource, load_adaptive_config, nearest
 from specjax.adaptive.controller import check_counts
 from specjax.adaptive.cost import CostTable, Seconds
-from specjax.adaptive.survival import NOTHING_KNOWN, RoundRecord, SurvivalEstimator
+from specjax.adaptive.survival import NOTHING_KNOWN, Counts, RoundRecord, SurvivalEstimator
 from specjax.types import NO_DRAFTS, DraftShape
 
 Rates = Mapping[DraftShape, float]
@@ -42,12 +43,12 @@ class AcceptanceEstimates:
         self.tried = [1.0, *(0.0,) * num_positions][:num_positions]
         self.accepted = [FIRST_GUESS, *(0.0,) * num_positions][:num_positions]
 
-    def observe(self, num_accepted: Sequence[int], num_proposed: Sequence[int]) -> None:
+    def observe(self, num_accepted: Counts, num_proposed: Counts) -> None:
         """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
-        num_tried = [min(k + 1, limit) for k, limit in zip(num_accepted, num_proposed, strict=True)]
-        # by position, the number of rows that tried or accepted it
-        more = zip(*map(self._rows_beyond, (num_tried, num_accepted)), strict=True)
-        for i, (tried, accepted) in enumerate(more):
+        num_accepted, position = np.array(num_accepted)[:, None], np.arange(len(self.tried))
+        is_tried = (position <= num_accepted) & (position < np.array(num_proposed)[:, None])
+        both = is_tried.sum(axis=0).tolist(), (position < num_accepted).sum(axis=0).tolist()
+        for i, (tried, accepted) in enumerate(zip(*both, strict=True)):
             if not tried:
                 break
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
@@ -56,11 +57,6 @@ class AcceptanceEstimates:
             keep = AFTER_JUMP if has_jumped else 1.0 - 1.0 / WINDOW
             self.tried[i] = keep * self.tried[i] + tried
             self.accepted[i] = keep * self.accepted[i] + accepted
-
-    def _rows_beyond(self, counts: Sequence[int]) -> list[int]:
-        ends = Counter(counts)
-        rows = accumulate((ends[i] for i in range(len(self.tried))), sub, initial=len(counts))
-        return list(rows)[1:]
 
     def acceptance(self, num_positions: int) -> list[float]:
         """Acceptance by position; if unseen, the previous one's, or 0 from ``num_positions`` on."""
@@ -141,13 +137,12 @@ class BudgetPolicy:
             raise ValueError(f"{tier=} has no round time")
         before = self.tier_for_batch(batch_size, record.context, record.requests)
         bucket = self.table.bucket_of(batch_size)
-        depth = tier.depth
-        proposed = record.num_proposed_drafts or [depth] * len(num_accepted_drafts)
-        limits = [min(count, depth) for count in proposed]
-        self.estimates.observe(num_accepted_drafts, limits)
+        accepted = np.array(num_accepted_drafts)
+        proposed = record.num_proposed_drafts or [tier.depth] * len(accepted)
+        limits = np.minimum(proposed, tier.depth)
+        self.estimates.observe(accepted, limits)
         if self.survival is not None and record.requests and tier.steps:
-            known = record.requests, num_accepted_drafts, limits, record.confidences
-            self.survival.observe(*known)
+            self.survival.observe(record.requests, accepted, limits, record.confidences)
         candidates = self._candidates(batch_size)
         times = self._times({*candidates, tier}, bucket, record.context)
         seconds = times[tier]

@@ -5,8 +5,9 @@ Axes: N requests of a round, D positions of a draft.
 """
 
 from collections.abc import Hashable, Sequence
-from math import exp, sqrt
-from typing import NamedTuple
+from itertools import accumulate
+from math import exp
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,10 @@ LEAST_Q = 1.0 / (1.0 + exp(MOST_ODDS))
 FIRST_SLOPE, FIRST_INTERCEPT = 0.5, 0.85  # the intercept stands for an acceptance of 0.7
 RIDGE = 0.25  # weight of the first guess in the fit, like that of one draft
 KEPT_REQUESTS = 4096
+# the host takes 0.1 ms per fit at 64 rows, and a round 1 to 5 ms
+ROUNDS_PER_FIT = 4
 BINS = 10
+Counts = Sequence[int] | np.ndarray
 
 
 class RoundRecord(NamedTuple):
@@ -36,17 +40,21 @@ NOTHING_KNOWN = RoundRecord()
 class SurvivalEstimator:
     """Fits ``logit p = slope * logit q + intercept[position] + offset[request]``.
 
-    q is the drafter's probability of the draft, where it is known. Each observation takes one
-    damped Newton step; old ones weigh less. A request's offset starts at 0 and follows its own
-    record, so that requests of one batch can differ.
+    q is the drafter's probability of the draft, where it is known. Every few rounds, one damped
+    Newton step takes in their observations; old ones weigh less. A request's offset starts at 0 and
+    follows its own record, so that requests of one batch can differ.
     """
 
     def __init__(self, num_positions: int) -> None:
         self.slope = FIRST_SLOPE
         self.intercepts = np.full(num_positions, FIRST_INTERCEPT)
         self._hessian = RIDGE * np.eye(1 + num_positions)
-        # by request: its offset, and the information in its record
-        self._requests: dict[Hashable, Sequence[float]] = {}
+        # by request: an index of the offsets, and of the information in the records
+        self._requests: dict[Hashable, int] = {}
+        self._offsets, self._information = np.zeros((2, KEPT_REQUESTS + 1))  # the last one stays 0
+        self._batch: tuple[Sequence[Hashable], np.ndarray] = (), np.empty(0)  # and their indices
+        self._rounds: list[tuple[Any, ...]] = []  # not fitted yet
+        self._shares: dict[tuple[Hashable, ...], np.ndarray] = {}  # of the last batch
         # sums of predicted acceptance, of acceptance and of drafts, by predicted acceptance
         self._checks = np.zeros((3, BINS))
 
@@ -58,7 +66,7 @@ class SurvivalEstimator:
 
     def offsets(self, requests: Sequence[Hashable]) -> np.ndarray:
         """The offsets f64 ``[N]`` of requests; 0 for a request without a record."""
-        return np.array([self._requests.get(one, (0.0, 0.0))[0] for one in requests])
+        return self._offsets[[self._requests.get(one, KEPT_REQUESTS) for one in requests]]
 
     def survival(self, requests: Sequence[Hashable]) -> np.ndarray:
         """Probability f64 ``[N, D]`` that all drafts up to each position are accepted.
@@ -73,17 +81,18 @@ class SurvivalEstimator:
 
         Each request has ``depth`` drafts.
         """
-        survival = self.survival(requests)[:, :depth].ravel()
-        if num_drafts >= len(survival):
-            return 1.0
-        best = np.partition(survival, -num_drafts)[-num_drafts:] if num_drafts else survival[:0]
-        return float(best.sum() / survival.sum())
+        key = (depth, *requests)
+        if key not in self._shares:
+            best = np.sort(self.survival(requests)[:, :depth], axis=None)[::-1].cumsum()
+            self._shares = {key: np.append(0.0, best / best[-1])}
+        shares = self._shares[key]
+        return float(shares[min(num_drafts, len(shares) - 1)])
 
     def observe(
         self,
         requests: Sequence[Hashable],
-        num_accepted: Sequence[int],
-        num_proposed: Sequence[int],
+        num_accepted: Counts,
+        num_proposed: Counts,
         confidences: Sequence[Sequence[float]] | np.ndarray = (),
     ) -> None:
         """Record N rounds of requests, of which at most D drafts are read.
@@ -91,57 +100,76 @@ class SurvivalEstimator:
         ``confidences`` f32 ``[N, D]`` is q of each draft, if the drafter knows it; 0 marks a draft
         that was not tried, because the request ended before it.
         """
-        position = np.arange(len(self.intercepts))
-        accepted = np.asarray(num_accepted)[:, None]
-        is_tried = (position <= accepted) & (position < np.asarray(num_proposed)[:, None])
-        is_hit = position < accepted
-        known = np.zeros(is_tried.shape)
-        if len(confidences):
-            q = np.asarray(confidences, float)[:, : len(position)]
-            width = q.shape[1]
-            is_tried[:, :width] &= q != 0.0
-            q = np.minimum(np.maximum(np.where(np.isnan(q), 0.5, q), LEAST_Q), 1.0 - LEAST_Q)
-            known[:, :width] = np.log(q / (1.0 - q))
-        records = [self._requests.get(one, (0.0, 0.0)) for one in requests]
-        offsets, old = np.array(records).reshape(-1, 2).T
-        chance = _sigmoid(self.slope * known + self.intercepts + offsets[:, None])
-        error = np.where(is_tried, is_hit - chance, 0.0)
-        information = np.where(is_tried, chance * (1.0 - chance), 0.0)
-        self._fit(known, error, information)
-        total = (1.0 - 1.0 / WINDOW) * old + information.sum(axis=1)
-        offsets = offsets + (error.sum(axis=1) - PRIOR * offsets / WINDOW) / (total + PRIOR)
-        moved = _limited(offsets, MOST_ODDS).tolist()
-        for one, *record in zip(requests, moved, total.tolist(), strict=True):
-            self._requests.pop(one, None)  # put it last
-            self._requests[one] = record
-        while len(self._requests) > KEPT_REQUESTS:  # those not seen for the longest time
-            del self._requests[next(iter(self._requests))]
-        guesses, hits = chance[is_tried], is_hit[is_tried]
-        bins = np.minimum((BINS * guesses).astype(int), BINS - 1)
-        self._checks *= 1.0 - 0.1 / WINDOW
-        for sums_by_bin, weights in zip(self._checks, (guesses, hits, None), strict=True):
+        if len(requests):
+            if requests != self._batch[0]:  # most batches have the requests of the one before
+                self._batch = requests, np.array([self._index(one) for one in requests])
+            self._rounds.append((self._batch[1], num_accepted, num_proposed, confidences))
+        if len(self._rounds) >= ROUNDS_PER_FIT:
+            self.fit()
+
+    def fit(self) -> None:
+        """Learn from the recorded rounds, at least one; :meth:`observe` calls this."""
+        rounds, self._rounds, self._shares = self._rounds, [], {}
+        *columns, _ = zip(*rounds, strict=True)
+        requests, hits, proposed = map(np.concatenate, columns)
+        ends = list(accumulate(len(one[0]) for one in rounds))
+        depth = len(self.intercepts)
+        q = np.full((ends[-1], depth), 0.5)
+        for end, (own, *_, confidences) in zip(ends, rounds, strict=True):
+            if len(confidences):
+                found = np.asarray(confidences)[:, :depth]
+                q[end - len(own) : end, : found.shape[1]] = found
+        num_tried = np.minimum(hits + 1, proposed)
+        is_tried = (np.arange(depth) < num_tried[:, None]) & (q != 0.0)
+        # from here on, arrays are by tried draft
+        row, position = is_tried.nonzero()
+        q = q[row, position]
+        q = _limited(np.where(np.isnan(q), 0.5, q), LEAST_Q, 1.0 - LEAST_Q)
+        known = np.log(q / (1.0 - q))
+        request, is_hit = requests[row], position < hits[row]
+        logits = self.slope * known + self.intercepts[position] + self._offsets[request]
+        chance = _sigmoid(logits)
+        error, information = is_hit - chance, chance * (1.0 - chance)
+        inputs = np.eye(1 + depth).take(1 + position, axis=0)
+        inputs[:, 0] = known
+        # positions that were not tried are not forgotten
+        num_rounds = np.logical_or.reduceat(is_tried, [0, *ends[:-1]]).sum(axis=0)
+        keep = (1.0 - 1.0 / WINDOW) ** (0.5 * np.append(num_rounds.max(), num_rounds))
+        self._hessian *= keep[:, None] * keep
+        self._hessian += (inputs.T * information) @ inputs
+        damped = self._hessian + RIDGE * np.eye(1 + depth)
+        step = _limited(np.linalg.solve(damped, error @ inputs), -1.0, 1.0)
+        self.slope = min(max(self.slope + float(step[0]), 0.0), MOST_ODDS)
+        self.intercepts = _limited(self.intercepts + step[1:], -MOST_ODDS, MOST_ODDS)
+        counts = np.bincount(requests, minlength=KEPT_REQUESTS)
+        seen = counts.nonzero()[0]
+        count, offsets = counts[seen], self._offsets[seen]
+        gained = np.bincount(request, information, KEPT_REQUESTS)[seen]
+        total = (1.0 - 1.0 / WINDOW) ** count * self._information[seen] + gained
+        errors = np.bincount(request, error, KEPT_REQUESTS)[seen]
+        offsets += (errors - PRIOR * count / WINDOW * offsets) / (total + PRIOR)
+        self._offsets[seen] = _limited(offsets, -MOST_ODDS, MOST_ODDS)
+        self._information[seen] = total
+        bins = np.minimum((BINS * chance).astype(int), BINS - 1)
+        self._checks *= (1.0 - 0.1 / WINDOW) ** len(rounds)
+        for sums_by_bin, weights in zip(self._checks, (chance, is_hit, None), strict=True):
             sums_by_bin += np.bincount(bins, weights, BINS)
 
-    def _fit(self, known: np.ndarray, error: np.ndarray, information: np.ndarray) -> None:
-        # positions that were not tried are not forgotten
-        is_new = np.append(information.any(), information.any(axis=0))
-        keep = np.where(is_new, sqrt(1.0 - 1.0 / WINDOW), 1.0)
-        self._hessian *= keep[:, None] * keep
-        cross = (information * known).sum(axis=0)
-        self._hessian[0, 0] += (information * known**2).sum()
-        self._hessian[0, 1:] += cross
-        self._hessian[1:, 0] += cross
-        self._hessian += np.diag(np.append(0.0, information.sum(axis=0)))
-        gradient = np.append((error * known).sum(), error.sum(axis=0))
-        damped = self._hessian + RIDGE * np.eye(len(gradient))
-        step = _limited(np.linalg.solve(damped, gradient), 1.0)
-        self.slope = min(max(self.slope + float(step[0]), 0.0), MOST_ODDS)
-        self.intercepts = _limited(self.intercepts + step[1:], MOST_ODDS)
+    def _index(self, request: Hashable) -> int:
+        """Index of a request's record; a new one replaces the oldest if all are in use."""
+        index = self._requests.get(request)
+        if index is None:
+            index = len(self._requests)
+            if index == KEPT_REQUESTS:
+                index = self._requests.pop(next(iter(self._requests)))
+                self._offsets[index] = self._information[index] = 0.0
+            self._requests[request] = index
+        return index
 
 
-def _limited(x: np.ndarray, most: float) -> np.ndarray:
+def _limited(x: np.ndarray, least: float, most: float) -> np.ndarray:
     # np.clip takes four times as long
-    result: np.ndarray = np.minimum(np.maximum(x, -most), most)
+    result: np.ndarray = np.minimum(np.maximum(x, least), most)
     return result
 
 

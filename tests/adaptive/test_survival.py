@@ -69,6 +69,7 @@ def test_a_draft_after_the_end_of_a_request_is_not_a_rejected_one():
     before = estimator.intercepts.copy()
     confidences = np.where(np.arange(DEPTH) < 1, 0.5, 0.0) * np.ones((8, 1))
     estimator.observe(range(8), [1] * 8, [DEPTH] * 8, confidences)
+    estimator.fit()
     assert estimator.intercepts[0] > before[0]
     assert (estimator.intercepts[1:] == before[1:]).all()
 
