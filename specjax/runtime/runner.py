@@ -53,6 +53,7 @@ class ModelRunner:
 
     weights: tuple[Weights, Weights]  # flat, of target and draft, on the device
     _calibration: Any  # on the host until the next dispatch uploads it
+    _calibrated: bytes = b""  # its values
     on_device: DeviceState
 
     def __init__(
@@ -229,19 +230,20 @@ class ModelRunner:
         slope: float = 1.0,
         intercepts: Sequence[float] | np.ndarray = (),
         offsets: Sequence[float] | np.ndarray = (),
+        slots: Sequence[int] = (),
     ) -> None:
         """Set how packed tiers turn confidences into probabilities, from the next dispatch on.
 
-        ``intercepts`` are by depth, from 1, and ``offsets`` by request slot; missing ones are 0.
+        ``intercepts`` are by depth, from 1, and ``offsets`` those of ``slots``; missing ones are 0.
         See :func:`~specjax.speculative.packing.survival`. Compiles nothing.
         """
-        num_slots = self.config.num_slots
         depth = max(shape.depth for shape in self.config.shapes)
-        values = np.zeros(1 + depth + num_slots, np.float32)
+        values = np.zeros(1 + depth + self.config.num_slots, np.float32)
         values[0] = slope
-        values[1 : 1 + depth][: len(intercepts)] = intercepts
-        values[1 + depth :][: len(offsets)] = offsets
-        self._calibration = values
+        values[1 : 1 + len(intercepts)] = intercepts
+        values[[1 + depth + slot for slot in slots]] = offsets
+        if (found := values.tobytes()) != self._calibrated:  # an upload takes longer
+            self._calibration, self._calibrated = values, found
 
     def prefill(self, chunks: Sequence[Chunk], *, with_logprobs: bool = False) -> Dispatched:
         """Dispatch prompt chunks in one call. Raises ValueError if no bucket holds them.

@@ -9,9 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any
-
-import numpy as np
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
@@ -414,26 +411,19 @@ class Scheduler:
         config = self._runner.config
         batch_size = pick_bucket(len(rows), config.batch_buckets)
         controller, tier = self._controller, None
-        requests = [row.request.rid for row in rows]
+        drafting = [row for row in rows if row.request.params.speculative]
+        requests = [row.request.rid for row in drafting]
         if controller is not None:
             tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
-        if NO_DRAFTS in config.shapes and not any(row.request.params.speculative for row in rows):
-            tier = NO_DRAFTS  # no request uses drafts
+        if NO_DRAFTS in config.shapes and not drafting:
+            tier = NO_DRAFTS
         if controller is not None and tier is not None and tier.packed:
-            self._calibrate(rows, controller.calibration(requests))
+            if (estimate := controller.calibration(requests)) is not None:
+                self._runner.set_calibration(*estimate, [row.slot for row in drafting])
         result = self._runner.round([row.slot for row in rows], tier)
         for row in rows:
             row.unread_rounds += config.rounds_per_dispatch
         self._in_flight.add(rows, result, batch_size=batch_size)
-
-    def _calibrate(self, rows: list[RunningRequest], estimate: tuple[Any, ...] | None) -> None:
-        """Tell the device which drafts are likely to survive, if the policy learns it."""
-        if estimate is None:
-            return
-        slope, intercepts, known = estimate
-        offsets = np.zeros(self._runner.config.num_slots, np.float32)
-        offsets[[row.slot for row in rows]] = known
-        self._runner.set_calibration(slope, intercepts, offsets)
 
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until at most ``num_unread`` are left."""

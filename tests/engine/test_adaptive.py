@@ -245,9 +245,9 @@ def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch,
     assert figures["tiers"]["7p4"]["rounds"] > 3
     assert "the adaptive policy failed" not in caplog.text
     # what the policy learned about the requests' drafts was sent
-    slope, intercepts, offsets = sent[-1]
+    slope, intercepts, offsets, slots = sent[-1]
     assert intercepts[0] != 0.85
-    assert offsets.shape == (3,)
+    assert offsets.shape == (len(slots),)
     assert np.isfinite(offsets).all()
     assert 0.0 < figures["calibration_error"] < 1.0
     assert slope >= 0.0

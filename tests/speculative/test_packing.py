@@ -244,10 +244,12 @@ def test_requests_share_the_rows() -> None:
     tier = runner.config.shapes[1]
     with counted_compilations() as compiled, jax.transfer_guard("disallow"):
         for likelier in ([0, 2], [1, 3], [0, 1], [2, 3]):
-            offsets = np.full(5, -30.0)
-            offsets[[slot + 1 for slot in likelier]] = 30.0
-            runner.set_calibration(1.0, (), offsets)
+            offsets = [30.0 if slot in likelier else -30.0 for slot in range(4)]
+            runner.set_calibration(1.0, (), offsets, [1, 2, 3, 4])
             rounds.append(runner.round([1, 2, 3, 4], tier))
+            uploaded = runner._calibration
+            runner.set_calibration(1.0, (), offsets[::-1], [4, 3, 2, 1])
+            assert runner._calibration is uploaded  # the same values are not uploaded again
     assert not compiled
     runner.set_calibration()
     for likelier, result in zip(([0, 2], [1, 3], [0, 1], [2, 3]), rounds, strict=True):
@@ -356,7 +358,11 @@ def test_packed_rounds_lower_for_gpus(shape: DraftShape) -> None:
 
 
 class Calibrated(Forced):
-    """Prefers requests with odd ids."""
+    """Prefers requests with odd ids; every third one does not use drafts."""
+
+    def tier_for_batch(self, batch_size: int, *known: Any) -> DraftShape:
+        assert all(int(rid[1:]) % 3 < 2 for rid in known[1])
+        return super().tier_for_batch(batch_size, *known)
 
     def calibration(self, requests: Sequence[str]) -> tuple[float, list[float], list[float]]:
         return 0.5, [1.0, 0.5], [float(int(rid[1:]) % 2) for rid in requests]
