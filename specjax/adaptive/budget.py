@@ -163,7 +163,7 @@ class BudgetPolicy:
         self._bucket = bucket
         return self.tier_for_batch(batch_size, record.context, record.requests) != before
 
-    def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, ...]:
+    def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, Any, Any]:
         """Slope, intercepts by depth and offsets by request, of the survival of drafts."""
         assert self.survival is not None
         return self.survival.slope, self.survival.intercepts, self.survival.offsets(requests)

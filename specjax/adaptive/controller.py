@@ -262,7 +262,7 @@ class AdaptiveController:
             self.tier = tier
         return tier
 
-    def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, ...] | None:
+    def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, Any, Any] | None:
         """The result of the policy's method ``calibration``, if it has one; packed rounds use it.
 
         It has the slope, the intercepts by depth and the offset of each request with which
