@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specjax.checkpoints.block import BlockCheckpoint, open_block
 from specjax.checkpoints.target import TargetCheckpoint
 from specjax.config import MAX_STEPS, BlockConfig
+from specjax.kernels.markov_draft import markov_draft
 from specjax.models.block import BlockDraft
 from specjax.sampling.draw import LEAST_CONFIDENCE, draft_probs, draft_tokens
 from specjax.speculative.algorithm import Batch, PromptChunks, Rows, State
@@ -157,6 +158,13 @@ def _draw(batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
 
     if markov is None:
         return *best(logits, places), logits
+    config = batch.draw
+    needs_logits = config.reads_confidence or config.acceptance.uses_rejection
+    if config.greedy and markov.kind == "vanilla" and not needs_logits:
+        weights = markov.embedding.table[...], markov.output.kernel[...]
+        inputs = logits, batch.bonus_tokens, *weights, draft.vocabulary
+        ids = markov_draft(*inputs, implementation=config.implementation)
+        return ids, jnp.ones(ids.shape, jnp.float32), logits
     tokens, memory, drafts, adjusted = batch.bonus_tokens, markov.start(len(hidden)), [], []
     for i in range(count):
         bias, memory = markov(tokens, hidden[:, i], memory)

@@ -12,6 +12,7 @@ from specjax.kernels.add_norm import add_norm
 from specjax.kernels.draw_tokens import draw_tokens
 from specjax.kernels.filter_logits import logit_thresholds
 from specjax.kernels.kv_rows import gather_rows, move_kv, scatter_rows
+from specjax.kernels.markov_draft import markov_draft
 from specjax.kernels.prefill_attention import prefill_attention
 from specjax.kernels.rope_store import rope_store
 from specjax.kernels.token_logprobs import token_logprobs
@@ -31,6 +32,12 @@ PATHS: Spec = ((5, 6), I32)
 add = partial(add_norm, eps=1e-5)
 best = partial(token_logprobs, limit=20)
 SCALE: Spec = ((128,), BF16)
+
+
+def markov(batch: int, rank: int, dtype: str) -> tuple[Spec, ...]:
+    """Logits, tokens, embeddings and output of ``markov_draft``, for one draft."""
+    weights: list[Spec] = [((151936, rank), dtype), ((rank, 151936), dtype)]
+    return ((batch, 1, 151936), F32), ((batch,), I32), *weights
 
 
 def rows_to_store(batch: int, rows: int, heads: int, kv_heads: int, dim: int) -> tuple[Spec, ...]:
@@ -72,6 +79,9 @@ def shapes(specs: tuple[Spec, ...]) -> list[jax.ShapeDtypeStruct]:
         (compact_tree, (((5, 13, 12288), "float8_e4m3fn"), PATHS), False),
         (draw_tokens, DRAW, False),
         (draw_tokens, (*DRAW, ((128256,), I32)), False),
+        (markov_draft, markov(2, 32, BF16), False),
+        (markov_draft, markov(40, 256, BF16), False),
+        (markov_draft, (*markov(2, 48, F32), ((151936,), I32)), False),
         (logit_thresholds, (((4, 32000), F32), ROWS, INTS, ROWS, ROWS), False),
         (logit_thresholds, (((4, 49152), F32), ROWS, INTS, ROWS, ROWS), False),
         (logit_thresholds, (LOGITS, ROWS, INTS, ROWS, ROWS), False),
