@@ -133,10 +133,10 @@ class BudgetPolicy:
         if not num_accepted_drafts:
             return False
         check_counts(num_accepted_drafts, tier)
-        if tier not in self.table.tiers:
-            raise ValueError(f"{tier=} has no round time")
-        before = self.tier_for_batch(batch_size, record.context, record.requests)
         bucket = self.table.bucket_of(batch_size)
+        if (tier, bucket) not in self.table.pairs:
+            raise ValueError(f"{tier=} has no round time at {batch_size=}")
+        before = self.tier_for_batch(batch_size, record.context, record.requests)
         accepted = np.array(num_accepted_drafts)
         proposed = record.num_proposed_drafts or [tier.depth] * len(accepted)
         limits = np.minimum(proposed, tier.depth)
@@ -180,7 +180,9 @@ class BudgetPolicy:
         }
 
     def _candidates(self, batch_size: int) -> tuple[DraftShape, ...]:
-        return self.config.slots[self.config.slot_index(batch_size)].tiers
+        tiers = self.config.slots[self.config.slot_index(batch_size)].tiers
+        bucket = self.table.bucket_of(batch_size)
+        return tuple(tier for tier in tiers if (tier, bucket) in self.table.pairs)
 
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}

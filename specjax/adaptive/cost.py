@@ -17,27 +17,29 @@ class CostTable:
 
     A round with more steps, rows or requests is never cheaper than one with fewer: noise in the
     measurements is smoothed upwards. Raises ValueError for times that are not above 0, or missing.
+    Packed tiers may be missing at some buckets.
     """
 
     def __init__(self, seconds: Seconds) -> None:
         self.tiers = tuple(sorted({tier for tier, _ in seconds}))
         self.buckets = sorted({bucket for _, bucket in seconds}) or [1]
-        pairs = list(product(self.tiers, self.buckets))
-        if missing := [pair for pair in pairs if pair not in seconds]:
+        expected = product((tier for tier in self.tiers if not tier.packed), self.buckets)
+        if missing := [pair for pair in expected if pair not in seconds]:
             raise ValueError(f"round times are missing for (tier, batch)={missing}")
-        found = {pair: self._checked(*pair, seconds[pair]) for pair in pairs}
+        self.pairs = set(seconds)
+        found = {pair: self._checked(*pair, seconds[pair]) for pair in self.pairs}
         self._seconds = {
             (tier, bucket): tuple(
                 max(
                     found[other, size][i]
-                    for other, size in pairs
+                    for other, size in self.pairs
                     if size <= bucket
                     and other.steps <= tier.steps
                     and other.verified <= tier.verified
                 )
                 for i in (0, 1)
             )
-            for tier, bucket in pairs
+            for tier, bucket in self.pairs
         }
 
     def _checked(

@@ -197,8 +197,7 @@ def round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], list[floa
     They are measured if they are not cached.
     """
     cache, config = runner.compiled.cache, runner.config
-    pairs = product(config.shapes, config.batch_buckets)
-    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in pairs}
+    keys = {(tier, batch): f"tier {tier}, batch {batch}" for tier, batch in config.rounds}
     kept = None if cache is None else cache.load_json(ROUND_SECONDS)
     if kept is not None:
         try:
@@ -226,7 +225,7 @@ def measure_round_seconds(runner: ModelRunner) -> dict[tuple[DraftShape, int], l
     affects all of them. The runner must have no requests; only the contents of its pages change.
     """
     config = runner.config
-    pairs = list(product(config.shapes, config.batch_buckets))
+    pairs = config.rounds
     for slot in range(1, config.num_slots):
         runner.set_slot(slot, GREEDY, seed=0)
     for pair in pairs:  # the first dispatches of a function load it and capture its CUDA graphs

@@ -108,10 +108,11 @@ def _describe_tiers(args: EngineArgs, config: RunnerConfig) -> str:
     return f"{steps} {what} per round{how}"
 
 
-def packed_tiers(args: EngineArgs, deepest: DraftShape) -> tuple[DraftShape, ...]:
+def packed_tiers(args: EngineArgs, deepest: DraftShape, batch: int) -> tuple[DraftShape, ...]:
     """The packed tier of the budget policy: the deepest tier with half of its verified rows."""
     is_budget = args.adaptive is not None and args.adaptive.policy == "budget"
-    if not is_budget or deepest.nodes < LEAST_PACKED_NODES or not args.acceptance.is_coupled:
+    is_possible = deepest.nodes >= LEAST_PACKED_NODES and batch > 1 and args.acceptance.is_coupled
+    if not is_budget or not is_possible:
         return ()
     return (deepest._replace(packed=deepest.nodes // 2),)
 
@@ -129,7 +130,6 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         target = target.with_tokenizer(args.tokenizer, args.chat_template)
     drafts = args.algorithm.open_draft(args, target, args.draft)
     shapes = args.algorithm.fit_shapes(args, drafts[0].config if drafts else None)
-    shapes += packed_tiers(args, shapes[-1])
     args.check_simulation(shapes)
     context_length = target.config.context_length(args.context_length)
     networks = args.algorithm.networks(
@@ -149,6 +149,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         on_gpu=not on_cpu, drafts=shapes[-1].steps > 0, weight_bytes=networks.weight_bytes
     )
     buckets = batch_buckets(args.batch_buckets, slots, smallest)
+    shapes += packed_tiers(args, shapes[-1], buckets[-1])
     longest = context_length + KVWrites.of(shapes, args.rounds_per_dispatch).tail
     config = RunnerConfig(
         algorithm=args.algorithm,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import jax
@@ -145,14 +144,14 @@ class RoundFunctions:
         greedy = [True, False] if on_gpu else [False]
         functions = [self.bind(spec_rounds, shape, greedy=each) for each in greedy]
         names = [f"{'greedy_' * each}round" for each in greedy]
-        for batch in self._config.batch_buckets:
+        for batch in [batch for tier, batch in self._config.rounds if tier == shape]:
             rows = batch * shape.verified
             options = compiler_options(rows) if on_gpu else None
             for name, function in zip(names, functions, strict=True):
                 yield rows, ((name, shape, batch), function, self._with(batch), options)
 
     def stage_jobs(self) -> Iterator[Job]:
-        for shape, batch in product(self._config.shapes, self._config.batch_buckets):
+        for shape, batch in self._config.rounds:
             options = compiler_options(batch * shape.verified) if self._config.on_gpu else None
             arguments = self._with(batch)
             for name, function in STAGES.items():

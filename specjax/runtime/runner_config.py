@@ -74,6 +74,12 @@ class RunnerConfig:
     def kv_writes(self) -> KVWrites:
         return KVWrites.of(self.shapes, self.rounds_per_dispatch)
 
+    @property
+    def rounds(self) -> list[tuple[DraftShape, int]]:
+        """Tiers with their batch buckets; a packed tier needs several requests to share rows."""
+        pairs = product(self.shapes, self.batch_buckets)
+        return [(tier, batch) for tier, batch in pairs if batch > 1 or not tier.packed]
+
     def max_chunks(self, width: int) -> int:
         """Maximum number of chunks (one per request) in a prefill of ``width`` tokens."""
         return max(1, min(self.num_slots - 1, width // MIN_CHUNK))
@@ -226,8 +232,7 @@ def temporary_bytes(model: TransformerConfig, config: RunnerConfig, num_features
     GB planned (Llama-3.1-8B shape, three drafts, 8 to 256 slots); CPUs need more for attention.
     """
     prefills = (_prefill_bytes(model, config, n, num_features) for n in config.prefill_buckets)
-    pairs = product(config.shapes, config.batch_buckets)
-    rounds = (_round_bytes(model, config, *pair, num_features) for pair in pairs)
+    rounds = (_round_bytes(model, config, *pair, num_features) for pair in config.rounds)
     return PARTIAL_SUMS + max((*prefills, *rounds))
 
 

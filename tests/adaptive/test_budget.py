@@ -195,6 +195,17 @@ def test_the_batch_decides_by_its_own_times() -> None:
             policy.tier_for_batch(wrong)  # type: ignore[arg-type]
 
 
+def test_packed_tiers_run_only_at_buckets_with_a_time() -> None:
+    packed = chain(7)._replace(packed=4)
+    times = {(chain(0), 1): 1.0, (chain(7), 1): 9.0}
+    times |= {(chain(0), 8): 1.0, (chain(7), 8): 9.0, (packed, 8): 1.1}
+    policy = BudgetPolicy(times, 7, {"candidate_steps": [0, 7]})
+    policy.chosen = packed
+    assert [policy.tier_for_batch(size) for size in (8, 1)] == [packed, chain(0)]
+    with pytest.raises(ValueError, match=r"packed=4.* has no round time at batch_size=1"):
+        policy.on_verify_complete([3], tier=packed, batch_size=1)
+
+
 def test_slots_limit_the_candidates() -> None:
     config = {"1": {}, "4": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [0]}}
     policy = BudgetPolicy(round_seconds(LLAMA_8B), 7, config)

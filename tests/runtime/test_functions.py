@@ -16,7 +16,8 @@ def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
     """Functions compiled at the same time would each autotune the same products."""
     monkeypatch.setattr(RunnerConfig, "on_gpu", True)
     made = make_runner(EAGLE3, 4)
-    config = replace(made.config, shapes=chains(0, 1, 3), batch_buckets=(1, 2, 4))
+    tiers = (*chains(0, 1, 3), DraftShape.chain(3)._replace(packed=3))
+    config = replace(made.config, shapes=tiers, batch_buckets=(1, 2, 4), reads_confidence=True)
     runner, keys = ModelRunner(made.networks, config), []
     monkeypatch.setattr(runner.compiled, "add", lambda key, *_: keys.append(key))
     monkeypatch.setattr(runner.compiled, "compile", lambda **_: None)
@@ -25,10 +26,12 @@ def test_rounds_of_each_number_of_rows_are_compiled_first(monkeypatch) -> None:
     names = [key[0] for key in keys]
     first = keys[: names.index("prefill")]
     assert [name for name, *_ in first] == ["greedy_round"] * len(first)
-    rows = [tier.nodes * batch for _, tier, batch in first]
-    assert sorted(rows) == [1, 2, 4, 8, 16]
+    rows = [tier.verified * batch for _, tier, batch in first]
+    assert sorted(rows) == [1, 2, 4, 6, 8, 12, 16]
     assert ("greedy_round", DraftShape.chain(3), 1) in first  # the deepest tier with four rows
     rounds = list(itertools.product(("greedy_round", "round"), config.shapes, (1, 2, 4)))
+    # a packed round of one request could only verify fewer of its drafts
+    rounds = [(name, tier, batch) for name, tier, batch in rounds if batch > 1 or not tier.packed]
     assert sorted(key for key in keys if key[0].endswith("round")) == sorted(rounds)
     assert len(keys) == len(set(keys)) == len(rounds) + 3
 
