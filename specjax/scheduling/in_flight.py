@@ -1,9 +1,10 @@
-"""Hold dispatched results that the host has not read yet, and deliver them to requests."""
+"""Dispatch prompts and rounds, hold their results, and deliver these to requests."""
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,19 +12,54 @@ import numpy as np
 from specjax.adaptive.controller import AdaptiveController
 from specjax.adaptive.survival import RoundRecord
 from specjax.metrics import Totals
-from specjax.runtime.runner import Dispatched
-from specjax.scheduling.request import PromptPiece, Request, RunningRequest
+from specjax.runtime.runner import Dispatched, ModelRunner
+from specjax.runtime.runner_config import pick_bucket
+from specjax.scheduling.request import Request, RunningRequest
+from specjax.speculative.prefill import Chunk
 from specjax.types import NO_DRAFTS, DraftShape
 
 logger = logging.getLogger(__name__)
+
+
+class PromptPiece(NamedTuple):
+    """A range of a running request's ``prefill_ids`` to compute in one call."""
+
+    row: RunningRequest
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the piece is the last, so that a token is sampled after it."""
+        return self.end == len(self.row.prefill_ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the request still needs log-probabilities from this piece."""
+        missing = self.row.request.missing_logprobs
+        return missing is not None and missing < self.end
+
+    def chunk(self) -> Chunk:
+        row = self.row
+        span, left = (self.start, self.end), row.request.num_left
+        return Chunk.of(row.slot, row.prefill_ids, *span, left, row.num_cached)
 
 
 class InFlight:
     """A queue of results; reading one adds its tokens to requests and informs the controller."""
 
     def __init__(
-        self, metrics: Totals, controller: AdaptiveController | None, clock: Callable[[], float]
+        self,
+        runner: ModelRunner,
+        metrics: Totals,
+        controller: AdaptiveController | None,
+        clock: Callable[[], float],
     ) -> None:
+        self._runner = runner
         self._metrics = metrics
         self._controller = controller
         self._clock = clock
@@ -35,19 +71,53 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(
-        self,
-        rows: Sequence[RunningRequest],
-        result: Dispatched,
-        *,
-        batch_size: int = 0,
-        pieces: Sequence[PromptPiece] = (),
-    ) -> None:
-        """Append the result of rounds with their padded batch size, or of prefill with pieces."""
-        self._queue.append((rows, result, batch_size, pieces))
-
     def clear(self) -> None:
         self._queue.clear()
+
+    def dispatch_prompts(self, pieces: list[PromptPiece]) -> None:
+        """Dispatch pieces of prompts in as many calls as they need."""
+        while pieces:
+            pieces = self._dispatch_chunks(pieces)
+
+    def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
+        """Dispatch one or more of the first pieces in one call; return the rest."""
+        config = self._runner.config
+        with_logprobs = pieces[0].wants_logprobs
+        alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
+        num_tokens = sum(piece.num_tokens for piece in alike)
+        width = config.prefill_width(num_tokens, with_logprobs=with_logprobs)
+        taken: list[PromptPiece] = []
+        rest, room = deque(pieces), width
+        while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
+            piece = rest.popleft()
+            if piece.num_tokens > room:
+                rest.appendleft(piece._replace(start=piece.start + room))
+                piece = piece._replace(end=piece.start + room)
+            taken.append(piece)
+            room -= piece.num_tokens
+        chunks = [piece.chunk() for piece in taken]
+        result = self._runner.prefill(chunks, with_logprobs=with_logprobs)
+        self._queue.append(([piece.row for piece in taken], result, 0, taken))
+        return list(rest)
+
+    def dispatch_round(self, rows: list[RunningRequest]) -> None:
+        """Dispatch the rounds of one call in the tier that the controller chooses."""
+        config = self._runner.config
+        batch_size = pick_bucket(len(rows), config.batch_buckets)
+        controller, tier = self._controller, None
+        drafting = [row for row in rows if row.request.params.speculative]
+        requests = [row.request.rid for row in drafting]
+        if controller is not None:
+            tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
+        if NO_DRAFTS in config.shapes and not drafting:
+            tier = NO_DRAFTS
+        if controller is not None and tier is not None and tier.packed:
+            if (estimate := controller.calibration(requests)) is not None:
+                self._runner.set_calibration(*estimate, [row.slot for row in drafting])
+        result = self._runner.round([row.slot for row in rows], tier)
+        for row in rows:
+            row.unread_rounds += config.rounds_per_dispatch
+        self._queue.append((rows, result, batch_size, ()))
 
     def read(self) -> Iterator[tuple[RunningRequest, Exception | None]]:
         """Wait for the oldest result; yield the rows that ended, each with its error, if any."""

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specjax.checks import check_integer, check_number, refused
 from specjax.kv.budget import PageHolding
 from specjax.sampling.params import SamplingParams
-from specjax.speculative.prefill import Chunk
 from specjax.text.completion import CompletionText
 from specjax.text.tokenizer import IncrementalDecoder
 from specjax.types import NO_DRAFTS, DraftShape, Logprobs
@@ -408,34 +407,6 @@ class RunningRequest(PageHolding):
         """
         unread = self.unread_rounds + self.awaits_first
         return self.is_prefilled and self.request.num_left > unread
-
-
-class PromptPiece(NamedTuple):
-    """A range of a running request's ``prefill_ids`` to compute in one call."""
-
-    row: RunningRequest
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the piece is the last, so that a token is sampled after it."""
-        return self.end == len(self.row.prefill_ids)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the request still needs log-probabilities from this piece."""
-        missing = self.row.request.missing_logprobs
-        return missing is not None and missing < self.end
-
-    def chunk(self) -> Chunk:
-        row = self.row
-        span, left = (self.start, self.end), row.request.num_left
-        return Chunk.of(row.slot, row.prefill_ids, *span, left, row.num_cached)
 
 
 def _triples(values: list[float], ids: Sequence[int]) -> list[TokenLogprob]:

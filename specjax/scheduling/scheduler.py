@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import takewhile
 
 from specjax.adaptive.controller import AdaptiveController
 from specjax.checks import ParameterError
@@ -16,11 +15,9 @@ from specjax.kv.budget import Capacity, PageBudget
 from specjax.kv.pages import PageAllocator
 from specjax.metrics import Totals
 from specjax.runtime.runner import ModelRunner
-from specjax.runtime.runner_config import pick_bucket
-from specjax.scheduling.in_flight import InFlight, mean_context
+from specjax.scheduling.in_flight import InFlight, PromptPiece
 from specjax.scheduling.prompt_source import FirstToken, PromptSource
-from specjax.scheduling.request import Deadlines, PromptPiece, Request, RunningRequest
-from specjax.types import NO_DRAFTS
+from specjax.scheduling.request import Deadlines, Request, RunningRequest
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +88,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[RunningRequest] = []
         self._free_slots = list(range(config.num_slots - 1, 0, -1))
-        self._in_flight = InFlight(self._metrics, controller, clock)
+        self._in_flight = InFlight(runner, self._metrics, controller, clock)
         self._deadlines = Deadlines()
         # steps until a blocked admission is retried; reset to 0 if a running request frees pages
         self._blocked_steps = 0
@@ -198,7 +195,7 @@ class Scheduler:
         has_dispatched = num_starting > 0 and self._prefill(prefills_first)
         rows = [] if has_dispatched and prefills_first else self._rows_with_pages()
         if rows:
-            self._dispatch_round(rows)
+            self._in_flight.dispatch_round(rows)
         # if nothing was dispatched, the device becomes idle, so read everything
         self._read_until(self._run_ahead if has_dispatched or rows else 0)
         here = [row for row in self._running if not row.is_remote]
@@ -308,33 +305,11 @@ class Scheduler:
         if is_first:
             self._stalled_tokens += sum(piece.num_tokens for piece in pieces)
         rows = [piece.row for piece in pieces]
-        while pieces:
-            pieces = self._dispatch_chunks(pieces)
+        self._in_flight.dispatch_prompts(pieces)
         for row in duplicates:
             self._budget.share(row, is_dispatched=True)
         self.prompt_source.dispatched(rows)
         return bool(rows)
-
-    def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
-        """Dispatch one or more of the first pieces in one call; return the rest."""
-        config = self._runner.config
-        with_logprobs = pieces[0].wants_logprobs
-        alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
-        num_tokens = sum(piece.num_tokens for piece in alike)
-        width = config.prefill_width(num_tokens, with_logprobs=with_logprobs)
-        taken: list[PromptPiece] = []
-        rest, room = deque(pieces), width
-        while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
-            piece = rest.popleft()
-            if piece.num_tokens > room:
-                rest.appendleft(piece._replace(start=piece.start + room))
-                piece = piece._replace(end=piece.start + room)
-            taken.append(piece)
-            room -= piece.num_tokens
-        chunks = [piece.chunk() for piece in taken]
-        result = self._runner.prefill(chunks, with_logprobs=with_logprobs)
-        self._in_flight.add([piece.row for piece in taken], result, pieces=taken)
-        return list(rest)
 
     def _row_to_prefill(self, capacity: Capacity) -> RunningRequest | None:
         """The running request that is prefilling, or else a newly admitted one."""
@@ -406,24 +381,6 @@ class Scheduler:
                 )
             rows = [row for row in self._running if row.can_advance()]
         return rows
-
-    def _dispatch_round(self, rows: list[RunningRequest]) -> None:
-        config = self._runner.config
-        batch_size = pick_bucket(len(rows), config.batch_buckets)
-        controller, tier = self._controller, None
-        drafting = [row for row in rows if row.request.params.speculative]
-        requests = [row.request.rid for row in drafting]
-        if controller is not None:
-            tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
-        if NO_DRAFTS in config.shapes and not drafting:
-            tier = NO_DRAFTS
-        if controller is not None and tier is not None and tier.packed:
-            if (estimate := controller.calibration(requests)) is not None:
-                self._runner.set_calibration(*estimate, [row.slot for row in drafting])
-        result = self._runner.round([row.slot for row in rows], tier)
-        for row in rows:
-            row.unread_rounds += config.rounds_per_dispatch
-        self._in_flight.add(rows, result, batch_size=batch_size)
 
     def _read_until(self, num_unread: int) -> None:
         """Read results, oldest first, until at most ``num_unread`` are left."""
