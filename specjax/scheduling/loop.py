@@ -28,7 +28,6 @@ EXIT_SECONDS = 60.0
 # results with at least this many tokens are built outside the event loop's thread
 MANY_TOKENS = 4096
 
-
 Outputs = list[dict[str, Any]]
 Item = Outputs | BaseException | None
 
@@ -79,8 +78,7 @@ class Call:
         """
         has_reader = True
         if self.is_stream and (self._has_ended() or not self.is_pending):
-            outputs = self._new_outputs(fail)
-            if outputs:
+            if outputs := self._new_outputs(fail):
                 self.is_pending = True
                 has_reader = self.deliver(outputs) is not False
         if self._has_ended():
@@ -217,9 +215,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: list[Call] = []
         self._by_rid: dict[str, list[Request]] = {}  # requests by id and by group
-        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopDelivery] = (
-            WeakKeyDictionary()
-        )
+        self._deliveries = WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopDelivery]()
         self._fault: BaseException | None = None
         self._is_stopping = False
         self._has_ended = False
@@ -328,12 +324,7 @@ class EngineLoop:
 
     def post(self, function: Callable[[], None]) -> None:
         """Call ``function`` in the loop's thread later, unless the loop has ended or failed."""
-
-        def command() -> None:
-            if self._refusal() is None:
-                function()
-
-        self._put(command)
+        self._put(lambda: function() if self._refusal() is None else None)
 
     def debug_state(self) -> dict[str, int]:
         """Return the numbers of requests, pages and calls once all earlier commands have run."""
@@ -356,12 +347,9 @@ class EngineLoop:
             self._drain()
 
     def _drain(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return
-            command()
+        with suppress(Empty):
+            while True:
+                self._commands.get_nowait()()
 
     # Only the loop's thread calls these methods. After its end, commands are refused.
 
@@ -387,10 +375,8 @@ class EngineLoop:
         return self._fault is None and self._scheduler.has_work
 
     def _add(self, call: Call) -> None:
-        if (refusal := self._refusal()) is not None:
-            call.end(refusal)
-            return
         try:
+            self.check_health()
             for _, name in call.named:
                 if not all(other.is_finished for other in self._by_rid.get(name, ())):
                     raise refused("rid", name, "is in use by a running request")
@@ -407,11 +393,8 @@ class EngineLoop:
             self._end(call.requests)
 
     def _abort_rid(self, rid: str | None) -> None:
-        if rid is not None:
-            self._end(self._by_rid.get(rid, ()))
-            return
-        for call in self._calls:
-            self._end(call.requests)
+        every = (request for call in self._calls for request in call.requests)
+        self._end(every if rid is None else self._by_rid.get(rid, ()))
 
     def _stop(self) -> None:
         self._is_stopping = True
