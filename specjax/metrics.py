@@ -5,7 +5,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from specjax.config import MAX_NODES
 from specjax.types import NO_DRAFTS, DraftShape
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,11 @@ class Totals:
     clock: Callable[[], float] = time.perf_counter
     max_total_tokens: int = 1
     drafts: bool = False  # rounds may draft, so there is a tier
+    depth: int = 0  # maximum number of drafts that a round can accept
+    chains: bool = False  # all drafts are chains, so the n-th draft of a request has position n
     adapts: bool = False  # the tier adapts to the acceptance
+    # current values of fields that depend on the controller of the tiers
+    adaptive: Callable[[], Mapping[str, Any]] = dict
     # number of tokens to accept per round, right or wrong, to measure only speed
     simulate_accept_length: float | None = None
     simulate_acceptance: float | None = None  # instead, the default probability per draft
@@ -125,6 +130,11 @@ class Totals:
     ema_accept_len: float = 0.0
     num_switches: int = 0
     wasted_drafts: int = 0
+    num_rounds: int = 0
+    num_plain_rounds: int = 0
+    expected_tokens: float | None = None  # ``None``, like the next two, if no policy reports it
+    realised_tokens: float | None = None
+    calibration_error: float | None = None
 
     num_running: int = 0
     num_waiting: int = 0
@@ -143,6 +153,8 @@ class Totals:
     num_proposed_drafts: int = 0
     num_accepted_drafts: int = 0
     verifies_by_accepted: list[int] = field(default_factory=list)  # by number of accepted drafts
+    # requests of rounds, by the number of their verified drafts, which is 0 in plain rounds
+    rows_by_proposed: list[int] = field(default_factory=lambda: [0] * MAX_NODES)
     queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
@@ -161,6 +173,7 @@ class Totals:
             speed = 0.0 if self.throughput.is_idle(now) else rate
             changes: dict[str, Any] = {"gen_throughput": speed, "last_gen_throughput": rate}
             changes["verifies_by_accepted"] = list(self.verifies_by_accepted)
+            changes |= {"rows_by_proposed": list(self.rows_by_proposed), **self.adaptive()}
             for name, value in vars(self).items():
                 if isinstance(value, Histogram):
                     changes[name] = replace(value, counts=list(value.counts))
@@ -251,7 +264,17 @@ class Totals:
     @property
     def accepted_by_position(self) -> list[int]:
         """Number of verifies that accepted the first draft, the second draft, and so on."""
-        return list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
+        found = list(accumulate(self.verifies_by_accepted[:0:-1]))[::-1]
+        return found + [0] * (self.depth - len(found))
+
+    @property
+    def verified_by_position(self) -> list[int]:
+        """Number of requests of rounds whose first draft was verified, whose second, and so on."""
+        return [sum(self.rows_by_proposed[i + 1 :]) for i in range(self.depth)]
+
+    @property
+    def verified_rows(self) -> int:
+        return sum(count * rows for rows, count in enumerate(self.rows_by_proposed, 1))
 
     @property
     def accept_rate(self) -> float:
@@ -266,6 +289,7 @@ _EMA = (
 _FIXED, _DRAWN = "simulate_accept_length", "simulate_acceptance"
 _SIMULATED = "Tokens accepted per verify, correct or not (benchmark mode; output is meaningless)."
 _CHANCE = "Default probability that a draft is accepted, correct or not (benchmark mode)."
+_WANTED, _DISTANCE = "expected_tokens", "calibration_error"
 _REALTIME = "realtime_tokens"
 _MODES = (
     "Tokens by mode: prefill_compute (computed), prefill_cache (found in the prefix cache), decode "
@@ -281,6 +305,12 @@ _ACCEPTED = "Draft tokens that were accepted."
 _SWITCHES = "How often adaptive decoding changed the draft size."
 _STEPS = "Depth of the draft, in tokens, in the current setting."
 _WASTED = "Draft tokens computed but not accepted (adaptive decoding only)."
+_ROWS = "Rows that the target computed in rounds: roots and verified drafts, without padding."
+_POSITIONS = "Verified drafts by position, from 0 (chains only)."
+_ROUNDS = "Rounds; a round of a batch counts once (adaptive decoding only)."
+_EXPECTED = "Tokens that the budget policy expected from rounds with drafts, bonus tokens included."
+_REALISED = "Tokens that the rounds of spec_expected_tokens gave."
+_CALIBRATION = "Mean distance of predicted and observed acceptance of drafts in packed rounds."
 _FIRST = "Seconds from arrival to the first token."
 _BETWEEN = "Seconds between tokens."
 _LATENCY = "Seconds from arrival to the end of the request, without aborted ones."
@@ -324,6 +354,8 @@ METRICS = (
     Metric("spec_verify_calls", "counter", "num_verifies", _VERIFIES),
     Metric("spec_proposed_drafts", "counter", "num_proposed_drafts", _PROPOSED),
     Metric("spec_accepted_drafts", "counter", "num_accepted_drafts", _ACCEPTED),
+    Metric("spec_verified_rows", "counter", "verified_rows", _ROWS, "drafts"),
+    Metric("spec_verified_drafts", "counter", "verified_by_position", _POSITIONS, "chains"),
     Metric("spec_num_steps", "gauge", "tier.steps", _STEPS, "drafts"),
     Metric(
         "spec_num_draft_tokens",
@@ -337,6 +369,11 @@ METRICS = (
     Metric("spec_simulate_accept_length", "gauge", _FIXED, _SIMULATED, _FIXED),
     Metric("spec_simulate_acceptance", "gauge", _DRAWN, _CHANCE, _DRAWN),
     Metric("spec_wasted_drafts", "counter", "wasted_drafts", _WASTED, "adapts"),
+    Metric("spec_rounds", "counter", "num_rounds", _ROUNDS, "adapts"),
+    Metric("spec_plain_rounds", "counter", "num_plain_rounds", "Rounds without drafts.", "adapts"),
+    Metric("spec_expected_tokens", "counter", _WANTED, _EXPECTED, _WANTED),
+    Metric("spec_realised_tokens", "counter", "realised_tokens", _REALISED, _WANTED),
+    Metric("spec_calibration_error", "gauge", _DISTANCE, _CALIBRATION, _DISTANCE),
     Metric(_REALTIME, "counter", "prefilled_tokens", _MODES, label=("mode", "prefill_compute")),
     Metric(_REALTIME, "counter", "reused_tokens", _MODES, label=("mode", "prefill_cache")),
     Metric(_REALTIME, "counter", "generated_tokens", _MODES, label=("mode", "decode")),
@@ -376,10 +413,14 @@ def families(
             continue
         labels = {"model_name": model_name} | dict([metric.label] if metric.label else ())
         name, values = prefix + metric.name, tuple(labels.values())
-        if name not in found:
-            found[name] = _KINDS[metric.kind](name, metric.help, labels=tuple(labels))
         value = metric.of(totals)
-        if isinstance(value, Histogram):
+        if name not in found:
+            names = (*labels, "position") if isinstance(value, list) else tuple(labels)
+            found[name] = _KINDS[metric.kind](name, metric.help, labels=names)
+        if isinstance(value, list):
+            for position, count in enumerate(value):
+                found[name].add_metric((*values, str(position)), count)
+        elif isinstance(value, Histogram):
             bounds = [*map(floatToGoString, value.bounds), "+Inf"]
             buckets = list(zip(bounds, accumulate(value.counts), strict=True))
             found[name].add_metric(values, buckets, value.total)

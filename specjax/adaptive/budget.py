@@ -103,6 +103,9 @@ class BudgetPolicy:
         self.survival = SurvivalEstimator(self.tiers[-1].depth) if packed else None
         self.debt = 0.0  # seconds lost by probes beyond the allowed share
         self.deficit = 0.0  # seconds lost to plain decoding; negative is a credit
+        # tokens of requests in rounds with drafts, as expected before each round, and as accepted
+        self.expected_tokens = self.realised_tokens = 0.0
+        self._expected: dict[DraftShape, float] = {}  # per request, at the last decision
         self._bucket: int | None = None  # batch bucket of the last decision
         self._vain_probes = 0  # failed probes since the tier last changed
 
@@ -137,6 +140,10 @@ class BudgetPolicy:
         if (tier, bucket) not in self.table.pairs:
             raise ValueError(f"{tier=} has no round time at {batch_size=}")
         before = self.tier_for_batch(batch_size, record.context, record.requests)
+        if tier.steps and (expected := self._expected.get(tier)) is not None:
+            rows = len(num_accepted_drafts)
+            self.expected_tokens += rows * expected
+            self.realised_tokens += rows + sum(num_accepted_drafts)
         accepted = np.array(num_accepted_drafts)
         proposed = record.num_proposed_drafts or [tier.depth] * len(accepted)
         limits = np.minimum(proposed, tier.depth)
@@ -173,6 +180,8 @@ class BudgetPolicy:
         return {
             **({} if known is None else {"calibration_error": known.calibration_error}),
             "policy": "budget",
+            "expected_tokens": self.expected_tokens,
+            "realised_tokens": self.realised_tokens,
             "acceptance": [round(p, 4) for p in self.estimates.acceptance(self.chosen.depth)],
             "is_probing": self.probe is not None,
             "probe_debt_seconds": self.debt,
@@ -190,14 +199,14 @@ class BudgetPolicy:
     def _rates(self, times: Times, bucket: int, requests: Sequence[Hashable]) -> Rates:
         """Expected tokens per second and request of each tier."""
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
-        rates = {}
+        rates, self._expected = {}, {}
         for tier, seconds in times.items():
             expected = tokens[tier.depth]
             if self.survival is not None and tier.packed:
                 known = requests or [None]
                 drafts = bucket * tier.packed - len(known) if requests else tier.packed - 1
                 expected = 1.0 + (expected - 1.0) * self.survival.share(known, drafts, tier.depth)
-            rates[tier] = expected / seconds
+            rates[tier], self._expected[tier] = expected / seconds, expected
         return rates
 
     def _is_deeper(self, tier: DraftShape) -> bool:

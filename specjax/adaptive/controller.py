@@ -280,13 +280,29 @@ class AdaptiveController:
     def wasted_drafts(self) -> int:
         return sum(tier.proposed_drafts - tier.accepted_drafts for tier in self.tiers.values())
 
+    @property
+    def num_rounds(self) -> int:
+        return sum(counts.rounds for counts in self.tiers.values())
+
+    @property
+    def num_plain_rounds(self) -> int:
+        return sum(counts.rounds for tier, counts in self.tiers.items() if not tier.steps)
+
+    def totals(self) -> dict[str, Any]:
+        """Current values by their names in :class:`specjax.metrics.Totals`; any thread may call."""
+        own = "tier", "ema_accept_len", "wasted_drafts", "num_rounds", "num_plain_rounds"
+        found, known = {name: getattr(self, name) for name in own}, self.policy.describe()
+        names = {"expected_tokens", "realised_tokens", "calibration_error"} & known.keys()
+        return found | {"num_switches": self.switches} | {name: known[name] for name in names}
+
     def describe(self) -> dict[str, Any]:
         return {
             "speculative_num_steps": self.tier.steps,
             "candidate_steps": sorted({tier.steps for tier in self.tiers}),
             "switches": self.switches,
             "ema_accept_len": self.ema_accept_len,
-            "num_verify_rounds": sum(t.rounds for tier, t in self.tiers.items() if tier.steps),
+            "num_verify_rounds": self.num_rounds - self.num_plain_rounds,
+            "num_plain_rounds": self.num_plain_rounds,
             "wasted_drafts": self.wasted_drafts,
             "tiers": {str(tier): asdict(t) for tier, t in self.tiers.items() if t.rounds},
             **self.policy.describe(),

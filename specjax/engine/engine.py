@@ -115,11 +115,15 @@ class Engine:
         totals = Totals(
             max_total_tokens=plan.config.max_total_tokens,
             drafts=largest.steps > 0,
+            depth=largest.depth,
+            chains=largest.steps > 0 and largest.topk == 1,
+            rows_by_proposed=[0] * max(shape.nodes for shape in runner.config.shapes),
             adapts=controller is not None,
+            adaptive=dict if controller is None else controller.totals,
             simulate_accept_length=args.simulate_accept_length,
             simulate_acceptance=args.simulate_acceptance,
             checks_acceptance=plan.has_trained_draft,
-            tier=largest if controller is None else controller.tier,
+            tier=largest,
         )
         self.metrics = EngineMetrics(plan.target.name, totals)
         source, peer = SIDES.get(args.disaggregation_mode or "", (None, None))

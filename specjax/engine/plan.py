@@ -233,7 +233,7 @@ def _state(
         for metric in METRICS
         if metric.kind != "histogram"
         and not metric.label
-        and metric.needs in ("", "drafts")
+        and metric.needs in ("", "drafts", "chains" * totals.chains)
         and (totals.drafts or not metric.name.startswith("spec_"))
     }
     memory = {  # GB of 1e9 bytes

@@ -192,6 +192,7 @@ class InFlight:
             *tokens, proposed, accepted, count = batch[index]
             if count == 0 or request.is_finished:
                 break
+            self._metrics.rows_by_proposed[proposed] += 1
             own = (
                 jax.tree.map(lambda leaf, at=(number, index): leaf[at], reports) if reports else ()
             )

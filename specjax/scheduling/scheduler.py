@@ -402,13 +402,8 @@ class Scheduler:
         self._release(row)
 
     def _report_queue(self) -> None:
-        totals, controller = self._metrics, self._controller
-        if controller is not None:
-            totals.tier = controller.tier
-            totals.ema_accept_len = controller.ema_accept_len
-            totals.num_switches = controller.switches
-            totals.wasted_drafts = controller.wasted_drafts
-        totals.queue_changed(len(self._running), len(self._waiting), self._budget.num_used_tokens)
+        used = self._budget.num_used_tokens
+        self._metrics.queue_changed(len(self._running), len(self._waiting), used)
 
     def _report_end(self, request: Request) -> None:
         if self._controller is not None and request.spec is not None:

@@ -58,8 +58,13 @@ ALIASES = (
     Metric("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
     Metric("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
     Metric("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
+    Metric(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "accepted_by_position",
+        "Accepted drafts by position.",
+    ),
 )
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 Json = dict[str, Any]
 
@@ -198,13 +203,6 @@ class ServerMetrics:
         totals, config = engine.metrics.snapshot(), engine.runner.config
         yield from families(totals, METRICS, PREFIX, name)
         yield from families(totals, ALIASES, "vllm:", name)
-        accepted = totals.accepted_by_position
-        labels = ["model_name", "position"]
-        metric = CounterMetricFamily(PER_POSITION, "Accepted drafts by position.", labels=labels)
-        for position in range(config.kv_writes.accept_width - 1):
-            count = accepted[position] if position < len(accepted) else 0
-            metric.add_metric([name, str(position)], count)
-        yield metric
         sizes = {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages - 1)}
         sizes["model_name"] = name
         info = GaugeMetricFamily("vllm:cache_config_info", "KV cache sizes.", labels=list(sizes))

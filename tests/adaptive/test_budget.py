@@ -1,6 +1,6 @@
 import random
 import re
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ from specjax.adaptive.budget import (
     MAX_DEFICIT,
     PLAIN_LOSS_BUDGET,
     AcceptanceEstimates,
+    expected_tokens,
 )
+from specjax.adaptive.survival import RoundRecord
 from specjax.types import DraftShape
 
 from .simulation import LLAMA_8B, SMOLLM2, chain_seconds, round_seconds
@@ -204,6 +206,27 @@ def test_packed_tiers_run_only_at_buckets_with_a_time() -> None:
     assert [policy.tier_for_batch(size) for size in (8, 1)] == [packed, chain(0)]
     with pytest.raises(ValueError, match=r"packed=4.* has no round time at batch_size=1"):
         policy.on_verify_complete([3], tier=packed, batch_size=1)
+
+
+def test_expected_tokens_are_those_before_the_round() -> None:
+    tiers = chain(3), chain(3)._replace(packed=2), chain(0), chain(1)
+    policy = BudgetPolicy(dict(zip(product(tiers, [2]), (1.2, 1.1, 1.0, 1.1), strict=True)), 3)
+    assert policy.survival is not None
+    expected = realised = 0.0
+    for i, counts in enumerate([[1, 2], [2, 0], [0, 0], [0, 1], [1, 1], [0, 2]]):
+        tier, before = tiers[i % 4], policy.estimates.acceptance(policy.chosen.depth)
+        known, share = ("a", "b"), 1.0
+        if tier.packed:
+            share = policy.survival.share(known, 2, 3)
+        if tier.steps and i:  # before the first result, nothing was decided
+            expected += 2 * (1 + share * (expected_tokens(before)[tier.depth] - 1))
+            realised += 2 + sum(counts)
+        policy.on_verify_complete(counts, tier=tier, batch_size=2, record=RoundRecord((), 0, known))
+        figures = policy.describe()
+        assert figures["expected_tokens"] == pytest.approx(expected)
+        assert figures["realised_tokens"] == realised
+    policy.on_verify_complete([], tier=chain(2), batch_size=2)
+    assert policy.describe() == figures
 
 
 def test_slots_limit_the_candidates() -> None:

@@ -120,6 +120,14 @@ def test_texts_are_plain_and_metrics_agree(files, plain_ids, monkeypatch):
     assert metrics["spec_ema_accept_len"] == figures["ema_accept_len"]
     assert metrics["spec_num_switches_total"] == figures["switches"]
     assert metrics["spec_wasted_drafts_total"] == figures["wasted_drafts"]
+    assert metrics["spec_plain_rounds_total"] == figures["num_plain_rounds"] == rounds["0"]
+    assert metrics["spec_rounds_total"] == sum(rounds.values())
+    drafts = sum(steps * rounds.get(str(steps), 0) for steps in (1, 3))
+    assert sum(state["spec_verified_drafts"]) == drafts  # in full, also if cut at the end
+    assert state["spec_verified_rows"] == drafts + sum(rounds.values())
+    assert metrics["spec_realised_tokens_total"] == figures["realised_tokens"] > 0
+    assert metrics["spec_expected_tokens_total"] == figures["expected_tokens"] > 0
+    assert "spec_calibration_error" not in metrics  # no packed tier
 
 
 def test_fixed_engines_report_no_adaptation(files):
@@ -241,8 +249,16 @@ def test_packed_rounds_give_plain_texts_and_learn(files, plain_ids, monkeypatch,
         for is_seeded, params in ((False, GREEDY), (True, SEEDED)):
             outputs = engine.generate(PROMPTS_TINY, params)
             assert [out["output_ids"] for out in outputs] == plain_ids[is_seeded]
-        figures = engine.get_server_info()["internal_states"][0]["adaptive"]
-    assert figures["tiers"]["7p4"]["rounds"] > 3
+        (state,), gauges = engine.get_server_info()["internal_states"], samples(engine)
+    figures, by_position = state["adaptive"], state["spec_verified_drafts"]
+    rounds = {tier: counts["rounds"] for tier, counts in figures["tiers"].items()}
+    assert rounds["7p4"] > 3
+    # a batch of two shares 8 rows, so that seldom all drafts are verified, but any may be
+    assert by_position == sorted(by_position, reverse=True)
+    assert by_position[0] > by_position[-1]
+    rows = {"0": 2, "7": 16, "7p4": 8}
+    assert state["spec_verified_rows"] <= sum(rows[tier] * n for tier, n in rounds.items())
+    assert gauges["spec_calibration_error"] == figures["calibration_error"]
     assert "the adaptive policy failed" not in caplog.text
     # what the policy learned about the requests' drafts was sent
     slope, intercepts, offsets, slots = sent[-1]

@@ -199,9 +199,41 @@ def test_adaptive_metrics_exclude_the_bonus_token():
     assert "excludes the bonus token, which spec_accept_length includes" in line
 
 
+def test_rows_and_positions_follow_from_the_verified_drafts():
+    totals = Totals(drafts=True, depth=3, chains=True, rows_by_proposed=[5, 4, 0, 2])
+    registry = EngineMetrics("m", totals).registry
+    samples = exposed(registry)
+    assert samples["spec_verified_rows_total"] == 5 + 2 * 4 + 4 * 2
+    by_position = [samples[f"spec_verified_drafts_total{{position={i}}}"] for i in range(3)]
+    assert by_position == [6, 2, 2]
+    past = totals.snapshot()
+    totals.rows_by_proposed[3] += 1
+    assert past.verified_by_position == [6, 2, 2]
+    totals.chains = False  # nodes of a tree are not in the order of positions
+    samples = exposed(registry)
+    assert samples["spec_verified_rows_total"] == 25
+    assert not [name for name in samples if name.startswith("spec_verified_drafts")]
+
+
+def test_what_no_policy_reports_is_left_out():
+    state: dict[str, Any] = {"num_rounds": 5, "num_plain_rounds": 2}
+    registry = EngineMetrics("m", Totals(drafts=True, adapts=True, adaptive=lambda: state)).registry
+    samples = exposed(registry)
+    assert (samples["spec_rounds_total"], samples["spec_plain_rounds_total"]) == (5, 2)
+    names = "spec_expected_tokens_total", "spec_realised_tokens_total", "spec_calibration_error"
+    assert not samples.keys() & set(names)
+    state |= {"expected_tokens": 3.5, "realised_tokens": 3.0}
+    samples = exposed(registry)
+    assert (samples[names[0]], samples[names[1]]) == (3.5, 3.0)
+    assert names[2] not in samples
+    state["calibration_error"] = 0.0
+    assert exposed(registry)[names[2]] == 0.0
+
+
 def test_names_and_types_stay():
     """Dashboards query them."""
-    totals = Totals(drafts=True, adapts=True)
+    adaptive = {"expected_tokens": 1.0, "realised_tokens": 1.0, "calibration_error": 0.1}
+    totals = Totals(drafts=True, chains=True, adapts=True, adaptive=lambda: adaptive)
     text = generate_latest(EngineMetrics("m", totals).registry).decode()
     assert '\nspecjax:num_running_reqs{model_name="m"} 0.0\n' in text
     families = re.findall(r"^# TYPE specjax:(\S+) (\S+)$", text, re.MULTILINE)
@@ -209,12 +241,13 @@ def test_names_and_types_stay():
     gauges = (
         "num_running_reqs num_queue_reqs num_used_tokens max_total_num_tokens token_usage "
         "gen_throughput cache_hit_rate spec_accept_length spec_accept_rate spec_num_steps "
-        "spec_num_draft_tokens spec_ema_accept_len"
+        "spec_num_draft_tokens spec_ema_accept_len spec_calibration_error"
     )
     counters = (
         "prompt_tokens cached_tokens generation_tokens realtime_tokens num_requests "
         "num_aborted_requests num_retracted_requests spec_verify_calls spec_proposed_drafts "
-        "spec_accepted_drafts spec_num_switches spec_wasted_drafts"
+        "spec_accepted_drafts spec_verified_rows spec_verified_drafts spec_num_switches "
+        "spec_wasted_drafts spec_rounds spec_plain_rounds spec_expected_tokens spec_realised_tokens"
     )
     histograms = "queue_time time_to_first_token inter_token_latency e2e_request_latency"
     assert by_kind == {
@@ -263,6 +296,10 @@ def test_counters_are_the_sums_of_the_results(run):
     assert samples["spec_verify_calls_total"] == total(results, "spec_verify_ct") > 0
     assert samples["spec_accepted_drafts_total"] == total(results, "spec_num_correct_drafts") > 0
     assert samples["spec_proposed_drafts_total"] == total(results, "spec_num_proposed_drafts")
+    verifies = total(results, "spec_verify_ct")  # each of the root and all drafts
+    assert samples["spec_verified_rows_total"] == (1 + STEPS) * verifies
+    for position in range(STEPS):
+        assert samples[f"spec_verified_drafts_total{{position={position}}}"] == verifies
     assert samples["num_retracted_requests_total"] == total(results, "num_retractions") > 0
     assert samples["num_requests_total"] == len(results)
     assert samples["num_aborted_requests_total"] == 1
@@ -308,6 +345,8 @@ def test_server_info(run, files):
     accepted = total(results, "spec_num_correct_drafts")
     assert state["avg_spec_accept_length"] == 1 + accepted / verifies
     assert state["spec_verify_ct"] == verifies
+    assert state["spec_verified_rows"] == (1 + STEPS) * verifies
+    assert state["spec_verified_drafts"] == [verifies] * STEPS
     assert state["speculative_num_steps"] == STEPS
     assert state["num_retracted_requests"] == total(results, "num_retractions")
     assert state["cached_tokens"] == total(results, "cached_tokens")

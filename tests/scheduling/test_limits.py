@@ -150,6 +150,27 @@ def test_prefill_is_counted_by_chunks() -> None:
     assert totals.prefilled_tokens == 3 * widest + 3
 
 
+def test_rows_are_counted_until_the_end_of_a_request() -> None:
+    """A request without drafts verifies its root only, and an aborted one nothing more."""
+    totals = Totals()
+    serving = Serving(metrics=totals, run_ahead=1)
+    plain, aborted = (
+        *serving.add([PROMPTS[0]], replace(GREEDY, max_new_tokens=8, speculative=False)),
+        *serving.add([PROMPTS[1]], GREEDY),
+    )
+    while not aborted.output_ids[1:]:
+        serving.step()
+    assert aborted.spec is not None
+    assert len(serving.scheduler._in_flight) == 1
+    serving.scheduler.abort(aborted)
+    serving.finish()
+    assert len(plain.output_ids) == 8
+    rows = totals.rows_by_proposed
+    num_verifies = aborted.spec.num_verifies
+    assert (rows[0], rows[STEPS], sum(rows)) == (7, num_verifies, 7 + num_verifies)
+    assert 0 < num_verifies < 4
+
+
 def test_requests_that_ended_are_not_kept_until_their_deadline() -> None:
     deadlines, alive = Deadlines(), []
     for i in range(2000):

@@ -171,6 +171,37 @@ def test_markdown_keeps_the_marks_of_drafts(driver, address, text, tags) -> None
     assert all(character in kept for character in drafts)
 
 
+POLICY = """
+const names = ["rounds", "plain_rounds", "expected_tokens", "realised_tokens"];
+polls.push(...arguments[0].map((values) => values && Object.fromEntries(
+  names.map((name, i) => [`spec_${name}_total`, values[i]]))));
+showPolicy();
+const shown = $("policy").hidden ? "" : $("policy").textContent;
+polls.length = 0;
+return shown;
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("polls", "shown"),
+    [
+        ([[10, 0, 8.0, 8.0], None, [100, 50, 10.0, 8.0], [300, 60, 110.0, 98.0]], "5 %, 90 %"),
+        ([[100, 50, 10.0, 8.0], [110, 60, 10.0, 8.0]], "100 %"),
+        ([[100, 50, 10.0, 8.0]], ""),
+        ([[100, 50, 10.0, 8.0], [110, 60, 10.0, 8.0], None], ""),
+        ([[1, 1], [2, 2]], ""),  # another policy
+    ],
+)
+def test_the_page_compares_expected_with_realised_tokens(driver, address, polls, shown) -> None:
+    if driver.current_url != f"{address}/":
+        driver.get(address)
+    text = driver.execute_script(POLICY, polls)
+    assert ", ".join(re.findall(r"\d+ %", text)) == shown
+    assert text.startswith("budget policy: ") == bool(shown)
+
+
 @pytest.mark.slow
 @pytest.mark.browser
 def test_a_browser_shows_streamed_text_and_moving_figures(driver, address, tmp_path) -> None:
