@@ -1,13 +1,17 @@
-"""Shared code of the benchmarks: options, prompts, request metrics, tables and machine data."""
+"""Shared code of the benchmarks: options, prompts, metrics, tables, machine data and a server."""
 
 import argparse
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -215,3 +219,27 @@ def copy_bandwidth() -> float:
         y.block_until_ready()
         seconds.append((time.perf_counter() - started) / COPIES)
     return float(2 * x.nbytes / statistics.median(seconds))
+
+
+@contextmanager
+def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
+    """Run ``specjax serve`` with these engine arguments; yield its address when it is ready."""
+    own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    command = [sys.executable, "-m", "specjax", "serve", "--port", "0"]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command += [f"--{flag}"] if value else ["--no-overlap"] if name == "overlap" else []
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            command += [f"--{flag}", "none" if value is None else text]
+    pipes: Any = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | own, **pipes) as process:
+        try:
+            found = re.search(r"http://\S+", process.stdout.readline())
+            if found is None:
+                status = process.wait()
+                raise ValueError(f"specjax serve exited with status {status}; see its output above")
+            yield found[0]
+        finally:
+            process.terminate()

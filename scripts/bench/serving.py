@@ -28,7 +28,6 @@ import multiprocessing
 import os
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -68,7 +67,6 @@ SETTLING = 1.0  # seconds until all of them decode
 IDS = (3, 60)  # range of token ids of random prompts; every vocabulary has them
 WAYS = ("engine", "whole", "stream")
 MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-SERVE = "import sys; from specjax.cli import main; sys.exit(main())"
 PROCESSES, LEAD = 8, 0.5  # LEAD: seconds until the clients of all processes start
 ENGINE_OPTIONS = ("load_format", "skip_tokenizer_init", "simulate_accept_length", "overlap")
 ENGINE_OPTIONS += ("disable_radix_cache",)
@@ -256,30 +254,6 @@ def encode(request: Request, *, is_stream: bool) -> Request:
     return request._replace(prompt=(path, data, is_stream), sampling={})
 
 
-@contextmanager
-def serve(options: Mapping[str, Any], gpu: str | None) -> Iterator[str]:
-    """Run ``specjax serve`` with these engine arguments; yield its address when it is ready."""
-    own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-    command = [sys.executable, "-c", SERVE, "serve", "--port", "0"]
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            command += [f"--{flag}"] if value else ["--no-overlap"] if name == "overlap" else []
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            command += [f"--{flag}", "none" if value is None else text]
-    pipes: Any = {"stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | own, **pipes) as process:
-        try:
-            found = re.search(r"http://\S+", process.stdout.readline())
-            if found is None:
-                status = process.wait()
-                raise ValueError(f"specjax serve exited with status {status}; see its output above")
-            yield found[0]
-        finally:
-            process.terminate()
-
-
 def clients_of(load: str, chances: Sequence[float] = ()) -> Clients:
     """Parse a load and make its clients. If a value is invalid, the ``ValueError`` names it."""
     kind, given = common.pairs_of("--load", load)
@@ -426,7 +400,7 @@ def start(
     if args.split:
         with socket.create_server(("127.0.0.1", 0)) as free:
             options["disaggregation_address"] = f"127.0.0.1:{free.getsockname()[1]}"
-        stack.enter_context(serve(options | {"disaggregation_mode": "prefill"}, gpus[-1]))
+        stack.enter_context(common.serve(options | {"disaggregation_mode": "prefill"}, gpus[-1]))
         options["disaggregation_mode"] = "decode"
     if "engine" in args.ways:
         engine = stack.enter_context(Engine(**options))
@@ -436,7 +410,7 @@ def start(
         ways["engine"] = partial(run_engine, engine)
     if http:
         started = time.monotonic()
-        url = args.url or stack.enter_context(serve(options, gpus[0]))
+        url = args.url or stack.enter_context(common.serve(options, gpus[0]))
         settings |= {} if args.url else {"ready_s": time.monotonic() - started}
         context = multiprocessing.get_context("spawn")
         run, info = connect(url, stack.enter_context(ProcessPoolExecutor(PROCESSES, context)))
@@ -462,8 +436,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         rows.append(own | found[(args.turns - 1) // 2] | settings)
         first = next(row for row in rows if row["load"] == load)
         if first["way"] == "engine" and first["done"]:
-            over = rows[-1]["tokens_per_second"] / first["tokens_per_second"]
-            rows[-1]["over_engine"] = over
+            rows[-1]["over_engine"] = rows[-1]["tokens_per_second"] / first["tokens_per_second"]
         common.append_json(args.output, rows[-1])
         for error, count in sum((turn[load, way]["errors"] for turn in turns), Counter()).items():
             print(f"{load}, {way}: {count} failed: {error}", file=sys.stderr)
