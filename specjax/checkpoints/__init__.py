@@ -1,8 +1,7 @@
-"""Load and save checkpoints of targets and drafts: Hugging Face, GGUF and orbax."""
+"""Load and save checkpoints of targets and drafts: Hugging Face and GGUF."""
 
 from specjax.checkpoints.draft import DraftCheckpoint as DraftCheckpoint
 from specjax.checkpoints.draft import open_draft as open_draft
 from specjax.checkpoints.export import export_draft as export_draft
-from specjax.checkpoints.orbax import save_orbax as save_orbax
 from specjax.checkpoints.target import TargetCheckpoint as TargetCheckpoint
 from specjax.checkpoints.target import open_target as open_target

@@ -8,15 +8,14 @@ the last token, which rows predict which tokens, and how target layers are numbe
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specjax.checkpoints.draft import canonical_source, check_vocabulary, restored
+from specjax.checkpoints.draft import canonical_source, check_vocabulary
 from specjax.checkpoints.huggingface import (
     ANOTHER_HEAD,
     DEFAULTS,
@@ -25,7 +24,6 @@ from specjax.checkpoints.huggingface import (
     check_feature_layers,
     draft_sizes,
 )
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, default_block_draft, locate
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig
@@ -122,24 +120,20 @@ def open_block(
     """Find a block drafter and read its configuration.
 
     Args:
-        draft: a directory (one of six published formats, or written by :func:`save_orbax`), a
-            repository id, or None for the folder ``dspark`` of the target's checkpoint, or the
-            drafter that ships with an embedded target.
+        draft: a directory (one of six published formats), a repository id, or None for the folder
+            ``dspark`` of the target's checkpoint, or the drafter that ships with an embedded
+            target.
         rope_theta: replaces the drafter's rotary base.
 
     Raises:
         ValueError: if the drafter is not found, not supported, ambiguous or for another target.
     """
     path = default_block_draft(target) if draft is None else locate(draft, "draft")
-    source: Callable[[], TensorSource]
-    if is_orbax_directory(path):
-        source, config = partial(orbax_source, path), restored(path, BlockConfig, target.config)
-    else:
-        stored = canonical_source(open_directory(path), canonical_name)
-        source, config = lambda: stored, block_config(path, stored, target)
+    source = canonical_source(open_directory(path), canonical_name)
+    config = block_config(path, source, target)
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
-    return BlockCheckpoint(config, path, source)
+    return BlockCheckpoint(config, path, lambda: source)
 
 
 class _File:

@@ -6,26 +6,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
-from specjax.checkpoints.huggingface import (
-    check_feature_layers,
-    check_pair,
-    draft_config,
-    huggingface_config,
-)
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
+from specjax.checkpoints.huggingface import check_pair, draft_config, huggingface_config
 from specjax.checkpoints.target import TargetCheckpoint, embedded_head, locate, open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields, Size
 from specjax.models.family import MTP_PREFIX, draft_recipes
 from specjax.models.registry import mtp_recipes
-
-C = TypeVar("C", DraftConfig, BlockConfig)
 
 
 @dataclass(frozen=True)
@@ -135,8 +125,8 @@ def open_draft(
     """Find a draft head and read its configuration.
 
     Args:
-        draft: a directory (published format, or written by :func:`save_orbax`), a Hugging Face
-            repository id, or None for the head that ships with an embedded target.
+        draft: a directory or Hugging Face repository id, or None for the head that ships with an
+            embedded target.
         checkpoint_format: ``"eagle-3"``, ``"eagle-1"`` (versions 1 and 2), or None for any.
         rope_theta: replaces the head's rotary base. With some published heads, another base than
             the configured one has a higher acceptance rate.
@@ -145,17 +135,13 @@ def open_draft(
         ValueError: if the head is not found or does not fit the target.
     """
     path = embedded_head(target.name) if draft is None else locate(draft, "draft")
-    source: Callable[[], TensorSource]
-    if is_orbax_directory(path):
-        source, config = partial(orbax_source, path), restored(path, DraftConfig, target.config)
-    else:
-        stored = canonical_source(open_directory(path))
-        if "hidden_norm.weight" in stored.infos:
-            raise ValueError(
-                f"{path} is a block drafter; set speculative_algorithm='DSPARK' if it has a Markov "
-                "head, else 'DFLASH'"
-            )
-        source, config = lambda: stored, draft_config(path, stored, target.config)
+    source = canonical_source(open_directory(path))
+    if "hidden_norm.weight" in source.infos:
+        raise ValueError(
+            f"{path} is a block drafter; set speculative_algorithm='DSPARK' if it has a Markov "
+            "head, else 'DFLASH'"
+        )
+    config = draft_config(path, source, target.config)
     if checkpoint_format not in (None, found := config.checkpoint_format):
         raise ValueError(
             f"{path} is an {found} head, but speculative_algorithm drafts with {checkpoint_format} "
@@ -163,17 +149,7 @@ def open_draft(
         )
     if rope_theta is not None:
         config = dataclasses.replace(config, rope_theta=rope_theta)
-    return DraftCheckpoint(config, path, source)
-
-
-def restored(path: Path, kind: type[C], target: ModelConfig) -> C:
-    """Read a saved configuration; dtype and minimum context come from the target."""
-    config = orbax_config(path, kind)
-    check_pair(path, config.vocab_size, config.target_hidden_size, target)
-    layers, first = config.feature_layers, -1 if kind is BlockConfig else 0
-    check_feature_layers(path, layers, f"feature_layers={layers}", target, first=first)
-    context = max(config.max_position_embeddings, target.max_position_embeddings)
-    return dataclasses.replace(config, dtype=target.dtype, max_position_embeddings=context)
+    return DraftCheckpoint(config, path, lambda: source)
 
 
 def open_draft_model(
@@ -271,7 +247,7 @@ def open_mtp(
         ValueError: if modules are missing, do not fit the target or are mixtures of experts.
     """
     path = target.path if draft is None else locate(draft, "draft")
-    if not (path / "config.json").is_file() or is_orbax_directory(path):
+    if not (path / "config.json").is_file():
         raise ValueError(
             f"draft={draft!r}: multi-token prediction modules can be read only from a Hugging Face "
             f"directory, and {path} is not one; pass draft=DIRECTORY"

@@ -1,7 +1,8 @@
-"""Write drafts in published formats."""
+"""Write drafts, and configurations of targets, in published formats."""
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from specjax.checkpoints.block import block_config
 from specjax.checkpoints.huggingface import draft_config
 from specjax.checkpoints.tensors import SAFETENSORS_INDEX, TensorInfo, TensorSource
 from specjax.checks import check_integer
-from specjax.config import BlockConfig, DraftConfig, TransformerConfig
+from specjax.config import BlockConfig, DraftConfig, ModelConfig, TransformerConfig
 from specjax.models.block import block_recipes
 from specjax.models.family import Recipes, draft_recipes
 
@@ -61,25 +62,48 @@ def export_draft(
         ValueError: if files would be read back as another draft, or weights do not fit.
     """
     check_integer("max_shard_bytes", max_shard_bytes, 1)
+    recipes, text = _published_draft(config)
     if isinstance(config, BlockConfig):
-        recipes, body = block_recipes(config), _published_block(config)
-        recipes = {name: recipes[name] for name in recipes if not name.startswith("context.")}
         weights = {name: weights[name] for name in weights if not name.startswith("context.")}
-    elif config.fuses_features:
-        recipes, body = draft_recipes(config), _published_config(config)
-    else:
-        raise ValueError(
-            f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
-        )
-    text = json.dumps(body, indent=2) + "\n"
-    _check_read_back(config, text, recipes)
-    tensors = _published_tensors(config, recipes, weights)
+    tensors = published_tensors(config, recipes, weights)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / SAFETENSORS_INDEX):
         stale.unlink(missing_ok=True)
     (directory / "config.json").write_text(text, encoding="utf-8")
     _write_shards(directory, tensors, max_shard_bytes)
+
+
+def write_zeros(directory: Path, config: DraftConfig | BlockConfig) -> None:
+    """Write a draft whose weights are all zero, in a sparse file that takes no space on disk."""
+    recipes, text = _published_draft(config)
+    header, end = {}, 0
+    for part in (part for recipe in recipes.values() for part in recipe.parts):
+        start, end = end, end + 2 * math.prod(part.shape)
+        kind = "I16" if part.name == "d2t" else "BF16"
+        header[part.name] = {"dtype": kind, "shape": part.shape, "data_offsets": (start, end)}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        file.truncate(file.tell() + end)
+
+
+def _published_draft(config: DraftConfig | BlockConfig) -> tuple[Recipes, str]:
+    """Return the recipes of the tensors to write, and the text of ``config.json``."""
+    if isinstance(config, BlockConfig):
+        recipes, body = block_recipes(config), _published_block(config)
+        recipes = {name: recipes[name] for name in recipes if not name.startswith("context.")}
+    elif config.fuses_features:
+        recipes, body = draft_recipes(config), _published_head(config)
+    else:
+        raise ValueError(
+            f"checkpoint_format={config.checkpoint_format!r} must be 'eagle-3' to be exported"
+        )
+    text = json.dumps(body, indent=2) + "\n"
+    _check_read_back(config, text, recipes)
+    return recipes, text
 
 
 def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Recipes) -> None:
@@ -100,7 +124,18 @@ def _check_read_back(config: DraftConfig | BlockConfig, text: str, recipes: Reci
             raise ValueError(f"cannot export {name}={value!r}: it would be read back as {other!r}")
 
 
-def _published_config(config: DraftConfig) -> dict[str, Any]:
+def published_target(config: ModelConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of a target whose family has no settings of its own."""
+    values = dataclasses.asdict(config)
+    return {
+        **{name: values[ours] for name, ours in _PUBLISHED.items() if ours in values},
+        "model_type": config.model_type,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+    }
+
+
+def _published_head(config: DraftConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -157,10 +192,10 @@ def _published_block(config: BlockConfig) -> dict[str, Any]:
     }
 
 
-def _published_tensors(
-    config: DraftConfig | BlockConfig, recipes: Recipes, weights: Mapping[str, Any]
+def published_tensors(
+    config: TransformerConfig, recipes: Recipes, weights: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Convert weights to tensors by published name, and add both vocabulary maps."""
+    """Convert weights to tensors by published name, and add both vocabulary maps of a draft."""
     missing, unknown = sorted(set(recipes) - set(weights)), sorted(set(weights) - set(recipes))
     if missing or unknown:
         raise ValueError(f"weights do not fit the head: missing {missing}, unknown {unknown}")
@@ -177,9 +212,9 @@ def _published_tensors(
             # safetensors writes the buffer in its memory order
             tensors[part.name] = np.ascontiguousarray(stripe)
     if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].astype(np.int64)
+        offsets = tensors["d2t"] = tensors["d2t"].astype(np.int64)
         chosen = np.zeros(config.vocab_size, bool)
-        chosen[tensors["d2t"] + np.arange(config.draft_vocab_size)] = True
+        chosen[offsets + np.arange(len(offsets))] = True
         tensors["t2d"] = chosen
     return tensors
 

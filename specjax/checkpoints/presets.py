@@ -1,10 +1,12 @@
 """Shapes of published targets and drafts, to measure speed with ``load_format="dummy"``."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.orbax import write_config
+from specjax.checkpoints.block import DFLASH_SPECULATORS, DSPARK_SPECULATORS
+from specjax.checkpoints.export import published_target, write_zeros
 from specjax.config import BlockConfig, DraftConfig, ModelConfig, RopeScaling
 
 _LLAMA31_8B: dict[str, Any] = {
@@ -33,7 +35,7 @@ _QWEN3_8B: dict[str, Any] = _LLAMA31_8B | {
 }
 QWEN3_8B = ModelConfig(model_type="qwen3", num_layers=36, qk_norm=True, **_QWEN3_8B)
 QWEN3_8B_DFLASH = BlockConfig(
-    checkpoint_format="DFlash",
+    checkpoint_format=DFLASH_SPECULATORS,
     target_hidden_size=QWEN3_8B.hidden_size,
     draft_vocab_size=QWEN3_8B.vocab_size,
     num_layers=5,
@@ -45,7 +47,7 @@ QWEN3_8B_DFLASH = BlockConfig(
 )
 QWEN3_8B_DSPARK = dataclasses.replace(
     QWEN3_8B_DFLASH,
-    checkpoint_format="DSpark of DeepSpec",
+    checkpoint_format=DSPARK_SPECULATORS,
     num_drafts=7,
     anchor_first=True,
     markov_head="vanilla",
@@ -83,11 +85,12 @@ def preset_algorithm(name: str | None) -> str | None:
 
 
 def write_preset(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write the configurations of a preset; return the folders of target and draft."""
+    """Write a preset's configurations and a draft of zeros; return their two folders."""
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is not one of {sorted(PRESETS)}")
-    paths = folder / name / "target", folder / name / "draft"
-    for path, config in zip(paths, PRESETS[name], strict=True):
+    (config, head), paths = PRESETS[name], (folder / name / "target", folder / name / "draft")
+    for path in paths:
         path.mkdir(parents=True, exist_ok=True)
-        write_config(path, config)
+    (paths[0] / "config.json").write_text(json.dumps(published_target(config)))
+    write_zeros(paths[1], head)
     return paths

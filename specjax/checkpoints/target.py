@@ -1,4 +1,4 @@
-"""Open target models: embedded, GGUF, Hugging Face directories and repositories, orbax."""
+"""Open target models: embedded, GGUF, Hugging Face directories and repositories."""
 
 import dataclasses
 import importlib.metadata
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from specjax.checkpoints.gguf import GGUFFile, gguf_config, gguf_source, tokenizer_from_gguf
 from specjax.checkpoints.huggingface import huggingface_config
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_config, orbax_source
 from specjax.checkpoints.tensors import Checkpoint, open_directory
 from specjax.config import DTYPES, ModelConfig
 from specjax.json_file import read_text
@@ -181,8 +180,7 @@ def open_target(
     """Find a target model and read its configuration.
 
     Args:
-        model: ``"smollm2-135m"``, a ``.gguf`` file, a directory (Hugging Face, or written by
-            :func:`save_orbax`), or a Hugging Face repository id.
+        model: ``"smollm2-135m"``, a ``.gguf`` file, a Hugging Face directory or repository id.
         dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's own (float16 and
             quantised weights become bfloat16).
         knob: name of the argument in error messages.
@@ -199,9 +197,5 @@ def open_target(
         config = gguf_config(file, dtype)
         source = partial(gguf_source, file, config)
         return TargetCheckpoint(config, path, source, name, partial(tokenizer_from_gguf, file))
-    is_orbax = is_orbax_directory(path)
-    config = orbax_config(path, ModelConfig) if is_orbax else huggingface_config(path, dtype)
-    if dtype != "auto":
-        config = dataclasses.replace(config, dtype=dtype)
-    source = partial(orbax_source if is_orbax else open_directory, path)
+    config, source = huggingface_config(path, dtype), partial(open_directory, path)
     return TargetCheckpoint(config, path, source, name, partial(Tokenizer.from_pretrained, path))

@@ -14,10 +14,9 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.digests import check_saved_weights
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
 from specjax.json_file import Fields
-from specjax.models.family import Part, Recipe, Recipes
+from specjax.models.family import Recipe, Recipes
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PYTORCH_INDEX = "pytorch_model.bin.index.json"
@@ -35,14 +34,12 @@ class TensorInfo(NamedTuple):
 class TensorSource:
     """Named tensors of a checkpoint, with Hugging Face names and layout (``[out, in]``).
 
-    ``infos`` is available without reading tensors. ``read`` returns a tensor with the dtype of its
-    info. If ``is_flat`` is set, the tensors are already weights and have the model's names.
+    ``infos`` is available without reading tensors. ``read`` returns a tensor in its info's dtype.
     """
 
     path: Path
     infos: Mapping[str, TensorInfo]
     read: Callable[[str], np.ndarray]
-    is_flat: bool = False
 
 
 def _shards(directory: Path, index: str) -> list[Path]:
@@ -153,7 +150,6 @@ _BLOCK = 128
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 C = TypeVar("C", ModelConfig, DraftConfig, BlockConfig)
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -173,26 +169,19 @@ class Checkpoint(Generic[C]):
         """Raise ValueError if names, shapes or dtypes on disk do not fit the configuration."""
         self._checked_recipes(self._open_source())
 
-    def load_weights(self, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    def load_weights(self) -> dict[str, np.ndarray]:
         """Load all weights by the model's names, in ``config.dtype`` (``d2t`` in int32).
 
-        ``progress(done, total)`` is called from this thread after each weight. Raises ValueError
-        if a tensor cannot be read, or as :meth:`check_weights` does.
+        Raises ValueError if a tensor cannot be read, or as :meth:`check_weights` does.
         """
-        check_saved_weights(self.path)
         source = self._open_source()
         recipes, dtype = self._checked_recipes(source), self.config.dtypes.activations
 
         def make(recipe: Recipe) -> np.ndarray:
             return make_weight(recipe, source, np.dtype(recipe.dtype or dtype))
 
-        weights: dict[str, np.ndarray] = {}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            for name, array in zip(recipes, pool.map(make, recipes.values()), strict=True):
-                weights[name] = array
-                if progress is not None:
-                    progress(len(weights), len(recipes))
-        return weights
+            return dict(zip(recipes, pool.map(make, recipes.values()), strict=True))
 
     def recipes(self) -> Recipes:
         """Return the recipe of each weight by name; in recipes, tensors have canonical names."""
@@ -211,11 +200,6 @@ class Checkpoint(Generic[C]):
     def _checked_recipes(self, source: TensorSource) -> Recipes:
         """Return the recipe of each weight after checking the tensors of ``source``."""
         infos, recipes = source.infos, self.recipes()
-        if source.is_flat:
-            recipes = {
-                name: Recipe((Part(name, recipe.shape),), dtype=recipe.dtype)
-                for name, recipe in recipes.items()
-            }
         parts = {p.name: (p, r) for r in recipes.values() for p in r.parts}
         if missing := [part for part, _ in parts.values() if part.name not in infos]:
             shown = [f"{part.name!r} {part.shape}" for part in missing]
@@ -242,8 +226,7 @@ class Checkpoint(Generic[C]):
                 f"{source.path} has {len(unknown)} tensors that the model does not use: "
                 f"{_listed(shown)}; it may be of another architecture"
             )
-        if not source.is_flat:
-            self.check_values(source)
+        self.check_values(source)
         return recipes
 
 
@@ -281,8 +264,7 @@ def make_weight(recipe: Recipe, source: TensorSource, dtype: np.dtype) -> np.nda
         arrays = [cast(source.read(part.name), dtype) for part in recipe.parts]
         array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         # return an owned, writable array: a view would keep the memory map of its file alive
-        is_own = array.flags.owndata or source.is_flat
-        return array if is_own and array.flags.c_contiguous else array.copy()
+        return array if array.flags.owndata and array.flags.c_contiguous else array.copy()
     out = np.empty(recipe.shape, dtype)
     start = 0
     for part in recipe.parts:

@@ -7,7 +7,6 @@ from typing import Any
 
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.draft import open_draft, open_draft_model, open_mtp
-from specjax.checkpoints.orbax import is_orbax_directory, orbax_source
 from specjax.checkpoints.target import TargetCheckpoint, locate, open_target
 from specjax.checkpoints.tensors import Checkpoint, TensorSource, open_directory
 from specjax.config import BlockConfig, DraftConfig, ModelConfig
@@ -97,10 +96,8 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
     """Open a draft; its tensor names decide its algorithm and its format."""
     if path.suffix == ".gguf":
         return _language_model(path, target)
-    fields, is_flat = Fields.read(path / "config.json"), is_orbax_directory(path)
-    source = orbax_source(path) if is_flat else open_directory(path)
+    fields, source = Fields.read(path / "config.json"), open_directory(path)
     names = {name.removeprefix("model.") for name in source.infos}
-    flat_kind = str(fields.values.get("specjax_config"))
     if modules := {name.split(".")[1] for name in names if name.startswith("mtp_layers.")}:
         pair = target or open_target(path, knob="draft")
         opened = open_mtp(path, pair, num_modules=len(modules))
@@ -108,11 +105,11 @@ def _open(path: Path, target: TargetCheckpoint | None) -> Opened:
     is_block = bool(names & {"hidden_norm.weight", "encoder.output_norm_enc.weight"})
     # open_block refuses a model with pard_token and names it
     is_block = is_block or ("pard_token" in fields and "fc.weight" not in names)
-    if flat_kind == "BlockConfig" or (is_block and "mask_hidden" not in names and not is_flat):
+    if is_block and "mask_hidden" not in names:
         block = open_block(path, target or _stated_target(source, fields))
         algorithm = (DSPARK if block.config.markov_head else DFLASH).name
         return block, algorithm, block.config.checkpoint_format
-    if flat_kind == "DraftConfig" or (names & {"fc.weight", "mask_hidden"} and not is_flat):
+    if names & {"fc.weight", "mask_hidden"}:
         head = open_draft(path, target or _stated_target(source, fields))
         if not head.config.fuses_features:
             return head, EAGLE.name, "EAGLE-1/2"

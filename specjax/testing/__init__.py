@@ -13,7 +13,7 @@ from specjax.testing.dense import (
     kept_by_sorting,
 )
 from specjax.testing.engines import STEPS, Files, check_tokens, is_idle, num_held, write_files
-from specjax.testing.files import BLOCK, letter_tokenizer, write_block_draft
+from specjax.testing.files import BLOCK, letter_tokenizer, write_block_draft, write_model
 from specjax.testing.models import EAGLE3, TARGET, chaining_block, random_weights
 from specjax.testing.server import Answer, Client, running, serve
 
@@ -41,4 +41,5 @@ __all__ = [
     "serve",
     "write_block_draft",
     "write_files",
+    "write_model",
 ]

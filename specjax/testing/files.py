@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import string
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,19 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.checkpoints import export_draft
-from specjax.config import BlockConfig
-from specjax.testing.models import EAGLE3, TARGET, chaining_block, copying_head, copying_target
+from specjax.checkpoints.export import published_target, published_tensors
+from specjax.config import BlockConfig, ModelConfig
+from specjax.models.decoder import CausalLM
+from specjax.models.flat import FlatModel
+from specjax.models.registry import target_recipes
+from specjax.testing.models import (
+    EAGLE3,
+    TARGET,
+    chaining_block,
+    copying_head,
+    copying_target,
+    random_weights,
+)
 from specjax.text.tokenizer import Tokenizer
 
 LETTERS = string.ascii_letters + string.digits + string.punctuation
@@ -64,6 +76,33 @@ def letter_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([EOS])
     return Tokenizer(backend, special_tokens={"eos_token": EOS}, chat_template=TEMPLATE)
+
+
+def write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer into a Hugging Face directory."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer.special_tokens))
+    if tokenizer.chat_template is not None:
+        (path / "chat_template.jinja").write_text(tokenizer.chat_template)
+
+
+def write_model(
+    path: Path,
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    **settings: Any,
+) -> Path:
+    """Write a target with random weights; ``settings`` are added to its ``config.json``."""
+    flat = FlatModel.of(partial(CausalLM, config))
+    weights = dict(zip(flat.names, random_weights(flat, seed), strict=True))
+    tensors = published_tensors(config, target_recipes(config), weights)
+    _save(path, published_target(config) | settings, tensors)
+    if tokenizer is not None:
+        write_tokenizer(path, tokenizer)
+    return path
 
 
 def write_target(path: Path) -> Path:
@@ -172,9 +211,13 @@ def _read(target: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _write(path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
-    path.mkdir(parents=True)
+    write_tokenizer(_save(path, config, tensors), letter_tokenizer())
+    return path
+
+
+def _save(path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     save_file(contiguous, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
-    letter_tokenizer().save(path)
     return path

@@ -1,6 +1,5 @@
 """Tokenizer of a checkpoint: encoding, decoding, chat templates and incremental decoding."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -83,15 +82,6 @@ class Tokenizer:
             return cls(backend, special_tokens=special, chat_template=template)
         except ValueError as error:
             raise ValueError(f"{config.where}: {error}") from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        directory = Path(path)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(directory / "tokenizer.json"))
-        config = json.dumps(self.special_tokens, ensure_ascii=False, indent=2)
-        (directory / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
-        if self.chat_template is not None:
-            (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
     @property
     def vocab_size(self) -> int:

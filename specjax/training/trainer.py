@@ -1,10 +1,13 @@
 """Train a draft: initialisation, compiled step, statistics and checkpoints."""
 
+import json
 import logging
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from hashlib import file_digest
 from pathlib import Path
 from tempfile import mkdtemp
 from types import MappingProxyType
@@ -17,8 +20,8 @@ import optax
 import optax.contrib
 import orbax.checkpoint as ocp
 
-from specjax.checkpoints.digests import check_digests, write_digests
 from specjax.config import DraftConfig, ModelConfig, TransformerConfig
+from specjax.json_file import read_json
 from specjax.models.decoder import CausalLM
 from specjax.models.eagle import Eagle3Head
 from specjax.models.flat import FlatModel, Weights
@@ -215,6 +218,7 @@ class Trainer:
 
 
 logger = logging.getLogger(__name__)
+_DIGESTS = "sha256.json"
 
 
 def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
@@ -226,7 +230,21 @@ def save_state(manager: Any, state: TrainState, vocabulary: np.ndarray) -> None:
     )
     manager.save(step, args=items)
     manager.wait_until_finished()
-    write_digests(Path(manager.directory, str(step)))
+    folder = Path(manager.directory, str(step))
+    (folder / _DIGESTS).write_text(json.dumps(_digests(folder)), encoding="utf-8")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in ``folder`` by its name in ``folder``."""
+
+    def digest(file: Path) -> str:
+        with file.open("rb") as stream:
+            return file_digest(stream, "sha256").hexdigest()
+
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    names = [str(file.relative_to(folder)) for file in files]
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(digest, files), strict=True))
 
 
 def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> TrainState | None:
@@ -238,7 +256,7 @@ def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> Tra
     failures: dict[int, str] = {}
     for step in sorted(manager.all_steps(), reverse=True):
         try:
-            check_digests(Path(manager.directory, str(step)))
+            _check_digests(Path(manager.directory, str(step)))
             state = _restored(manager, step, like, vocabulary)
         except Exception as error:  # orbax raises many unrelated types
             failures[step] = f"{error!s:.300}"
@@ -257,6 +275,14 @@ def restore_state(manager: Any, like: TrainState, vocabulary: np.ndarray) -> Tra
             "another --checkpoint-dir to start over"
         )
     return None
+
+
+def _check_digests(folder: Path) -> None:
+    """Raise ValueError if a file has changed since it was saved, before orbax reads it."""
+    found = _digests(folder)
+    for name, digest in read_json(folder / _DIGESTS).items():
+        if found.get(name) != digest:
+            raise ValueError(f"{folder / name} has changed since it was saved")
 
 
 def _restored(manager: Any, step: int, like: TrainState, vocabulary: np.ndarray) -> TrainState:

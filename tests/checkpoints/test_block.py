@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import TargetCheckpoint, export_draft, open_draft, open_target, save_orbax
+from specjax.checkpoints import TargetCheckpoint, export_draft, open_draft, open_target
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.presets import PRESETS, preset_algorithm, write_preset
 from specjax.config import BlockConfig, ModelConfig, RopeScaling
@@ -192,13 +192,20 @@ def test_other_files_of_a_drafter_are_refused(tmp_path: Path) -> None:
         open_block(path, target_at(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b-dflash-b16", "qwen3-8b-dspark-b7"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets(tmp_path: Path, name: str) -> None:
+    """The written files are read as the preset's configurations, and take no space."""
     folder, draft = write_preset(name, tmp_path)
-    opened = open_block(draft, open_target(folder))
-    assert opened.config == dataclasses.replace(PRESETS[name][1], max_position_embeddings=40960)
-    assert preset_algorithm(name) == ("DSPARK" if opened.config.markov_head else "DFLASH")
-    assert f"b{opened.config.block}" == name.rpartition("-")[2]
+    target, algorithm = open_target(folder), preset_algorithm(name)
+    opened = (open_block if algorithm else open_draft)(draft, target)
+    assert (target.config, opened.config) == PRESETS[name]
+    opened.check_weights()
+    weights = draft / "model.safetensors"
+    assert weights.stat().st_size > 2**29
+    assert weights.stat().st_blocks * 512 < 2**20
+    if algorithm:
+        assert algorithm == ("DSPARK" if opened.config.markov_head else "DFLASH")
+        assert f"b{opened.config.block}" == name.rpartition("-")[2]
     assert preset_algorithm("qwen3-8b") is preset_algorithm(None) is None
 
 
@@ -297,7 +304,6 @@ DFLASH = BlockConfig(
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_drafters_open_again(tmp_path: Path, name: str) -> None:
-    """Also those saved with orbax; formats are those of speculators."""
     config = dataclasses.replace(DFLASH, **EXPORTED[name])
     flat = FlatModel.of(partial(BlockDraft, config))
     weights = dict(zip(flat.names, map(np.asarray, random_weights(flat, 2)), strict=True))
@@ -306,14 +312,12 @@ def test_exported_drafters_open_again(tmp_path: Path, name: str) -> None:
     _, keys, values = zip(*(np.split(x, ends, axis=1) for x in kernels), strict=True)
     weights["context.kernel"] = np.concatenate((*keys, *values), axis=1)
     export_draft(tmp_path / "published", config, weights)
-    save_orbax(tmp_path / "orbax", config, weights)
-    for kind in ("published", "orbax"):
-        opened = open_block(tmp_path / kind, target_at(tmp_path))
-        assert opened.config == config
-        loaded = opened.load_weights()
-        assert loaded.keys() == weights.keys()
-        for key, value in weights.items():
-            np.testing.assert_array_equal(loaded[key], value, err_msg=key)
+    opened = open_block(tmp_path / "published", target_at(tmp_path))
+    assert opened.config == config
+    loaded = opened.load_weights()
+    assert loaded.keys() == weights.keys()
+    for key, value in weights.items():
+        np.testing.assert_array_equal(loaded[key], value, err_msg=key)
 
 
 @pytest.mark.parametrize(

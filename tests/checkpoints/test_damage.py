@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import open_draft, open_target, save_orbax
+from specjax.checkpoints import open_draft, open_target
 
-from ..damage import Saved
 from .files import (
     CONFIG,
     HEAD_CONFIG,
@@ -185,38 +183,6 @@ def test_gguf_array_longer_than_the_file(tmp_path: Path, kind: int) -> None:
 def test_damaged_safetensors(tmp_path: Path) -> None:
     act = partial(open_target, write_directory(tmp_path, CONFIG, target_tensors()))
     fuzz(tmp_path, ["model.safetensors"], damage_bytes, lambda _: act().check_weights(), 100)
-
-
-@pytest.mark.parametrize(
-    "count", [None, pytest.param(126, marks=(pytest.mark.slow, pytest.mark.long))]
-)
-def test_a_flipped_bit_of_saved_weights_loads_no_other_values(
-    tmp_path: Path, count: int | None
-) -> None:
-    """Flip one bit in each file of an orbax directory, or ``count`` evenly over all bytes."""
-    weights = save_target(tmp_path)
-    # users may edit config.json
-    for _ in Saved(tmp_path / "saved" / "weights").flips(count):
-        with pytest.raises(ValueError, match=f"{tmp_path / 'saved' / 'weights'}"):
-            open_target(tmp_path / "saved").load_weights()
-    found = open_target(tmp_path / "saved").load_weights()
-    assert all(np.array_equal(found[name], weights[name]) for name in weights)
-
-
-def test_saved_weights_without_a_digest_load(tmp_path: Path) -> None:
-    """Older versions saved no digests."""
-    weights = save_target(tmp_path)
-    ocp.save(tmp_path / "saved" / "weights", weights, overwrite=True)
-    found = open_target(tmp_path / "saved").load_weights()
-    assert all(np.array_equal(found[name], weights[name]) for name in weights)
-
-
-def save_target(path: Path) -> dict[str, np.ndarray]:
-    """Save a target under ``saved`` and return its weights."""
-    original = open_target(write_directory(path / "hf", CONFIG, target_tensors()))
-    weights = original.load_weights()
-    save_orbax(path / "saved", original.config, weights)
-    return weights
 
 
 @pytest.mark.parametrize("layers", [2**31, 2**31 - 1, 1000])

@@ -1,4 +1,4 @@
-"""Draft heads: resolved configurations, tensor layout, errors, export, orbax."""
+"""Draft heads: resolved configurations, tensor layout, errors, export."""
 
 import dataclasses
 import json
@@ -20,7 +20,6 @@ from specjax.checkpoints import (
     export_draft,
     open_draft,
     open_target,
-    save_orbax,
 )
 from specjax.config import DraftConfig, RopeScaling
 from specjax.models.eagle import build_head
@@ -642,7 +641,6 @@ def test_export_respects_the_umask(tmp_path: Path, max_shard_bytes: int) -> None
     weights, before = random_weights(HEAD, 1), os.umask(0o027)
     try:
         export_draft(tmp_path / "head", HEAD, weights, max_shard_bytes=max_shard_bytes)
-        save_orbax(tmp_path / "saved", HEAD, weights)
     finally:
         os.umask(before)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
@@ -667,38 +665,3 @@ def test_export_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             export_draft(tmp_path, config, arrays, max_shard_bytes=size)
     assert not list(tmp_path.iterdir())
-
-
-def test_orbax_round_trip(tmp_path: Path) -> None:
-    config = dataclasses.replace(HEAD, rope_scaling=LLAMA3)
-    weights = random_weights(config, 3)
-    save_orbax(tmp_path / "saved", config, weights)
-    head = open_draft(tmp_path / "saved", target(tmp_path), checkpoint_format="eagle-3")
-    assert head.config == config
-    restored = head.load_weights()
-    for name, value in weights.items():
-        np.testing.assert_array_equal(restored[name], value, err_msg=name)
-    half = target(tmp_path, torch_dtype="bfloat16", max_position_embeddings=256)
-    head = open_draft(tmp_path / "saved", half, rope_theta=7.0)
-    expected = dataclasses.replace(
-        config, dtype="bfloat16", max_position_embeddings=256, rope_theta=7.0
-    )
-    assert head.config == expected
-    restored = head.load_weights()
-    assert restored["d2t"].dtype == np.int32
-    assert restored["fc.kernel"].dtype == half.config.dtypes.activations
-
-
-def test_orbax_pairs(tmp_path: Path) -> None:
-    save_orbax(tmp_path / "saved", HEAD, random_weights(HEAD, 3))
-    for changes, message in (
-        ({"vocab_size": 62}, "the head has vocab_size=61, but the target has 62"),
-        ({"hidden_size": 64}, "the head has target_hidden_size=32, but the target has 64"),
-        ({"num_hidden_layers": 2}, r"feature_layers=\(0, 1, 2\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            open_draft(tmp_path / "saved", target(tmp_path, **changes))
-    with pytest.raises(ValueError, match="but speculative_algorithm drafts with eagle-1"):
-        open_draft(tmp_path / "saved", target(tmp_path), checkpoint_format="eagle-1")
-    with pytest.raises(ValueError, match="contains a DraftConfig; expected a ModelConfig"):
-        open_target(tmp_path / "saved")

@@ -1,6 +1,5 @@
-"""Weights of targets: layout, shards, dtypes, damage, orbax, lookup of models."""
+"""Weights of targets: layout, shards, dtypes, damage, lookup of models."""
 
-import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
-from specjax.checkpoints import TargetCheckpoint, open_target, save_orbax
+from specjax.checkpoints import TargetCheckpoint, open_target
 from specjax.checkpoints.tensors import TensorSource, make_weight
 from specjax.models.decoder import CausalLM
 from specjax.models.family import Part, Recipe
@@ -104,13 +102,6 @@ def test_casts(tmp_path: Path, stored: str, dtype: str) -> None:
     check_layout(open_target(path, dtype=dtype), tensors)
 
 
-def test_progress_counts_every_weight(tmp_path: Path) -> None:
-    checkpoint = open_target(write_directory(tmp_path, CONFIG, target_tensors()))
-    calls: list[tuple[int, int]] = []
-    weights = checkpoint.load_weights(lambda done, total: calls.append((done, total)))
-    assert calls == [(i, len(weights)) for i in range(1, len(weights) + 1)]
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -169,45 +160,6 @@ def test_pytorch_file_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ValueError, match=r"torch is not installed.*safetensors\.torch\.save_file"):
         open_target(tmp_path).load_weights()
-
-
-def test_orbax_round_trip(tmp_path: Path) -> None:
-    changes = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "eos_token_id": [3, 5]}
-    tensors = target_tensors()
-    original = open_target(write_directory(tmp_path / "hf", CONFIG | changes, tensors))
-    save_orbax(tmp_path / "saved", original.config, original.load_weights())
-    restored = open_target(tmp_path / "saved")
-    assert restored.config == original.config
-    check_layout(restored, tensors)
-    assert all(isinstance(x, np.ndarray) for x in restored.load_weights().values())
-    check_layout(open_target(tmp_path / "saved", dtype="bfloat16"), tensors)
-    # saving again replaces the weights
-    half = dataclasses.replace(original.config, dtype="bfloat16")
-    weights = {k: v.astype(half.dtypes.activations) for k, v in original.load_weights().items()}
-    save_orbax(tmp_path / "saved", half, weights)
-    assert open_target(tmp_path / "saved").config.dtype == "bfloat16"
-    check_layout(open_target(tmp_path / "saved"), tensors)
-
-
-def test_orbax_shape_mismatch(tmp_path: Path) -> None:
-    checkpoint = open_target(write_directory(tmp_path / "hf", CONFIG, target_tensors()))
-    config, weights = checkpoint.config, checkpoint.load_weights()
-    wider = dataclasses.replace(config, intermediate_size=INNER + 16)
-    save_orbax(tmp_path / "wide", wider, weights)
-    message = r"'layers\.0\.mlp\.gate_up\.kernel'.*\(32, 96\).*requires \(32, 128\)"
-    with pytest.raises(ValueError, match=message):
-        open_target(tmp_path / "wide").load_weights()
-    fewer = {name: value for name, value in weights.items() if name != "norm.scale"}
-    save_orbax(tmp_path / "fewer", config, fewer)
-    with pytest.raises(ValueError, match=r"lacks 1 .*'norm\.scale' \(32,\)"):
-        open_target(tmp_path / "fewer").load_weights()
-    for name, tree in {"empty": None, "nested": {"norm": {"scale": np.zeros(3)}}}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_bytes((tmp_path / "fewer/config.json").read_bytes())
-        if tree is not None:
-            ocp.save((tmp_path / name / "weights").absolute(), tree)
-        with pytest.raises(ValueError, match="not a complete orbax checkpoint"):
-            open_target(tmp_path / name).load_weights()
 
 
 def test_unknown_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specjax.checkpoints import export_draft, open_draft, open_target, save_orbax
+from specjax.checkpoints import export_draft
 from specjax.cli.main import main
 from specjax.testing.files import (
     CONFIG,
@@ -79,16 +79,13 @@ def test_default_layers_need_the_target(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_other_drafts(is_checked: bool, target: Path, tmp_path: Path, capsys: Any) -> None:
-    orbax = tmp_path / "orbax"
-    opened = open_draft(str(write_head(tmp_path / "eagle3")), open_target(str(target)))
-    save_orbax(orbax, opened.config, opened.load_weights())
+    write_head(tmp_path / "eagle3")
     config = dataclasses.replace(HEAD, mask_token_id=5)
     tensors = copying_head(config, copying_target(CONFIG, HEAD))
     export_draft(tmp_path / "p-eagle", config, tensors)
     options = ["--model", target] if is_checked else []
     for path, algorithm, layers in (
         (tmp_path / "eagle3", "EAGLE3", "0, 0, 1"),
-        (orbax, "EAGLE3", "0, 0, 1"),
         (tmp_path / "p-eagle", "EAGLE3", "0, 0, 1"),
         (write_eagle_head(tmp_path / "eagle", target), "EAGLE", "the last, after the final norm"),
         (write_draft_model(tmp_path / "model", target), "STANDALONE", None),

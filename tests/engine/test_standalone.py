@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import pytest
 import tokenizers
 
 from specjax import Engine
-from specjax.checkpoints import open_target, save_orbax
+from specjax.checkpoints import open_target
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
-from specjax.models.decoder import CausalLM
-from specjax.models.flat import FlatModel
-from specjax.testing import letter_tokenizer, random_weights
+from specjax.testing import letter_tokenizer, write_model
 from specjax.testing.files import CONFIG
 from specjax.text.tokenizer import Tokenizer
 
@@ -48,17 +45,17 @@ JUMPY = {
 }
 
 
-def write_model(path: Path, seed: int = 5, tokenizer: Any = None, **changes: Any) -> Path:
+def write_draft(
+    path: Path, seed: int = 5, tokenizer: Any = None, settings: Any = None, **changes: Any
+) -> Path:
     config = replace(SMALL, **changes)
-    flat = FlatModel.of(partial(CausalLM, config))
-    weights = dict(zip(flat.names, map(np.asarray, random_weights(flat, seed)), strict=True))
-    save_orbax(path, config, weights, tokenizer=tokenizer or letter_tokenizer())
-    return path
+    tokenizer = tokenizer or letter_tokenizer()
+    return write_model(path, config, seed=seed, tokenizer=tokenizer, **(settings or {}))
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("draft") / "model")
+    return write_draft(tmp_path_factory.mktemp("draft") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +91,14 @@ def test_other_weights_of_the_draft(standalone, plain, draft, tmp_path) -> None:
         return np.asarray(standalone.runner.weights[1][names.index("embedding.table")])
 
     before = table()
-    standalone.update_weights_from_disk(draft_path=write_model(tmp_path / "other", seed=6))
+    standalone.update_weights_from_disk(draft_path=write_draft(tmp_path / "other", seed=6))
     assert np.abs(table() - before).max() > 0.1
     assert answers(standalone) == expected
     standalone.update_weights_from_tensor({"model.embed_tokens.weight": before}, draft=True)
     np.testing.assert_array_equal(table(), before)
     with pytest.raises(ValueError, match=r"hidden_size=32 instead of 16"):
         standalone.update_weights_from_disk(
-            draft_path=write_model(tmp_path / "wide", hidden_size=32)
+            draft_path=write_draft(tmp_path / "wide", hidden_size=32)
         )
     standalone.update_weights_from_disk(draft_path=draft)
     assert answers(standalone) == expected
@@ -135,19 +132,20 @@ def other_letters() -> Tokenizer:
 
 def test_models_that_cannot_draft_are_refused(files, draft, tmp_path) -> None:
     size = CONFIG.vocab_size
-    wide = write_model(tmp_path / "wide", vocab_size=size + 1)
+    wide = write_draft(tmp_path / "wide", vocab_size=size + 1)
     with pytest.raises(
         ValueError, match=rf"vocab_size={size + 1}, but model=.* has vocab_size={size}"
     ):
         plan(files, wide)
-    short = write_model(tmp_path / "short", max_position_embeddings=64)
+    short = write_draft(tmp_path / "short", max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"reads at most 64 tokens, .* set context_length=64"):
         plan(files, short)
     assert plan(files, short, context_length=64).context_length == 64
-    window = write_model(tmp_path / "window", sliding_window=32)
+    slides = {"use_sliding_window": True, "sliding_window": 32}
+    window = write_draft(tmp_path / "window", settings=slides)
     with pytest.raises(ValueError, match=r"reads at most 32 tokens, but the context has 128"):
         plan(files, window)
-    other = write_model(tmp_path / "other", tokenizer=other_letters())
+    other = write_draft(tmp_path / "other", tokenizer=other_letters())
     with pytest.raises(ValueError, match=r"tokenizers of draft=.* differ in 2 ids: id 0 is 'b'"):
         plan(files, other)
     plan(files, other, skip_tokenizer_init=True)

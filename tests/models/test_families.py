@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import SamplingParams
-from specjax.checkpoints import open_target, save_orbax
+from specjax.checkpoints import open_target
 from specjax.config import ModelConfig, Rope
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
@@ -175,14 +175,6 @@ def check_close(ours: np.ndarray, theirs: np.ndarray) -> None:
 def test_norm_order_and_activation(tmp_path: Path, implementation: str) -> None:
     path = write_directory(tmp_path, SETTINGS, TENSORS)
     check_close(logits_of(path, implementation=implementation), reference(TENSORS, TOKENS))
-
-
-def test_a_custom_configuration_survives_saving(tmp_path: Path) -> None:
-    checkpoint = open_target(write_directory(tmp_path / "post", SETTINGS, TENSORS))
-    save_orbax(tmp_path / "saved", checkpoint.config, checkpoint.load_weights())
-    assert open_target(tmp_path / "saved").config == checkpoint.config
-    assert checkpoint.config.score_scale == 0.5
-    assert isinstance(checkpoint.config, PostConfig)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from specjax.checkpoints import save_orbax
 from specjax.config import DraftConfig, ModelConfig
 from specjax.models.decoder import CausalLM
 from specjax.models.flat import FlatModel, Weights
-from specjax.testing import random_weights
+from specjax.testing import random_weights, write_model
 from specjax.training.data import Corpus
 from specjax.training.generate import Sampler
 from specjax.training.trainer import TrainConfig, Trainer, default_draft_config
@@ -32,14 +29,6 @@ class Tiny:
         if vocabulary is None:
             vocabulary = np.sort(np.random.default_rng(3).permutation(61)[:40])
         return Trainer(config, self.draft, self.flat, self.weights, vocabulary)
-
-
-def save_random(path: Path, model: ModelConfig, **options: Any) -> Path:
-    """Save a target with random weights."""
-    flat = FlatModel.of(partial(CausalLM, model))
-    weights = dict(zip(flat.names, random_weights(flat, 0), strict=True))
-    save_orbax(path, model, weights, **options)
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +53,7 @@ def tiny() -> Tiny:
 @pytest.fixture(scope="session")
 def sampler(tiny, tmp_path_factory) -> Iterator[Sampler]:
     """A sampler of the tiny target that generates three texts in parallel."""
-    path = save_random(tmp_path_factory.mktemp("target"), tiny.model)
+    path = write_model(tmp_path_factory.mktemp("target"), tiny.model)
     sizes = {"num_rows": 3, "prefill_rows": 2, "max_prompt_len": 8, "max_new_tokens": 24}
     sampler = Sampler.open(str(path), "float32", stop_ids=(), **sizes)
     with sampler.engine:

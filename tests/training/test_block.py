@@ -8,6 +8,7 @@ import pytest
 from specjax import Engine
 from specjax.checkpoints.export import export_draft
 from specjax.models.layers import dense_attention, rope_tables, rotated
+from specjax.testing import write_model
 from specjax.training import block as training
 from specjax.training.block import (
     BlockTrainer,
@@ -19,8 +20,6 @@ from specjax.training.block import (
 from specjax.training.data import Corpus, batches, pack
 from specjax.training.trainer import TrainConfig
 from specjax.training.ttt import PackedBatch, packed_attend
-
-from .conftest import save_random
 
 NUM_DRAFTS = 3
 
@@ -173,7 +172,7 @@ def test_serving_accepts_as_training_predicts(tiny, sampler, tmp_path):
     predicted = trainer.evaluate(state.params, rows).accept_length()
     assert predicted > 1.8
     export_draft(tmp_path / "draft", config, trainer.named_weights(state.params))
-    target = save_random(tmp_path / "target", tiny.model)
+    target = write_model(tmp_path / "target", tiny.model)
     with Engine(
         str(target),
         draft=str(tmp_path / "draft"),

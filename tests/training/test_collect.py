@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.config import ModelConfig
+from specjax.testing import write_model
 from specjax.text.tokenizer import Tokenizer
 from specjax.training import collect as collecting
 from specjax.training.collect import (
@@ -24,8 +25,6 @@ from specjax.training.collect import (
     sample_prompts,
 )
 from specjax.training.generate import Sampler
-
-from .conftest import save_random
 
 TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}bot:"
 
@@ -53,7 +52,7 @@ def sampler(tokenizer, tmp_path_factory) -> Iterator[Sampler]:
         num_kv_heads=1,
         head_dim=8,
     )
-    save_random(path, model)
+    write_model(path, model)
     sizes = {"num_rows": 8, "prefill_rows": 8, "max_prompt_len": 256, "max_new_tokens": 8}
     sampler = Sampler.open(str(path), "float32", stop_ids=tokenizer.eos_token_ids, **sizes)
     with sampler.engine:

@@ -14,13 +14,12 @@ import pytest
 from specjax.checkpoints import open_target
 from specjax.checkpoints.block import open_block
 from specjax.checkpoints.draft import open_draft
-from specjax.testing import letter_tokenizer
+from specjax.testing import letter_tokenizer, write_model
 from specjax.testing.files import CONFIG, write_block_draft
 from specjax.training import run
 from specjax.training.data import Corpus
 
 from ..loading import load_script
-from .conftest import save_random
 
 SIZES = "--generator-rows 8 --prefill-rows 4 --max-prompt-len 160 --max-answer-tokens 12"
 TRAIN = "--steps 6 --ttt-steps 2 --batch-rows 2 --row-length 64 --draft-vocab-size 64"
@@ -41,7 +40,7 @@ def main():
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
     config = dataclasses.replace(CONFIG, num_layers=4, max_position_embeddings=512)
-    return save_random(tmp_path_factory.mktemp("model"), config, tokenizer=letter_tokenizer())
+    return write_model(tmp_path_factory.mktemp("model"), config, tokenizer=letter_tokenizer())
 
 
 @pytest.mark.slow
@@ -148,9 +147,9 @@ def test_target_and_options_are_checked_before_generation(
         "sliding": write_block_draft(tmp_path / "sliding", windows=(4, 0), causal=(True, False)),
     }
     for change, arguments, message in (
-        ({"num_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
+        ({"num_hidden_layers": 3}, "", "--model has 3 layers; EAGLE-3 needs 4 or more"),
         (
-            {"num_layers": 2},
+            {"num_hidden_layers": 2},
             "--algorithm DSPARK",
             "--model has 2 layers; block drafters need 3 or more",
         ),
