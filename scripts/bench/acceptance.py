@@ -100,7 +100,7 @@ def evaluate(
                 ids, plain_ids = output["output_ids"], reference["output_ids"]
                 difference = None
                 if ids != plain_ids:
-                    difference = find_difference(ids, plain_ids, prompt_ids, plain.logit_gap)
+                    difference = find_difference(ids, plain_ids, prompt_ids, plain)
                 names = str(prompts[i]["question_id"]), str(prompts[i]["category"])
                 answers.append(Answer(*names, turn, output["meta_info"], difference))
             yield answers

@@ -214,18 +214,24 @@ def find_difference(
     speculative_ids: Sequence[int],
     plain_ids: Sequence[int],
     prompt_ids: Sequence[int],
-    logit_gap: Callable[[list[int]], tuple[int, int, float]],
+    plain: Any,
 ) -> Difference:
-    """Find where two completions first differ; ``logit_gap`` is :meth:`Engine.logit_gap`."""
+    """Find where two completions first differ; the engine ``plain`` gives the top two tokens."""
     shorter = min(len(speculative_ids), len(plain_ids))
     index = next((i for i in range(shorter) if speculative_ids[i] != plain_ids[i]), shorter)
-    first, second, gap = logit_gap([*prompt_ids, *plain_ids[:index]])
+    output = plain.generate(
+        input_ids=[*prompt_ids, *plain_ids[:index]],
+        sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+        return_logprob=True,
+        top_logprobs_num=2,
+    )
+    [[(best, first, _), (other, second, _)]] = output["meta_info"]["output_top_logprobs"]
     return Difference(
         index=index,
         speculative_id=speculative_ids[index] if index < len(speculative_ids) else None,
         plain_id=plain_ids[index] if index < len(plain_ids) else None,
         top_ids=(first, second),
-        gap=gap,
+        gap=best - other,
     )
 
 
@@ -295,9 +301,7 @@ def compare_with_plain(
             (prompt_ids,), _ = tokenize_inputs(
                 engine.tokenizer, request.get("prompt"), None, request.get("messages")
             )
-            difference = find_difference(
-                ids["speculative"], ids["plain"], prompt_ids, plain.logit_gap
-            )
+            difference = find_difference(ids["speculative"], ids["plain"], prompt_ids, plain)
     dtype = engine.target.config.dtype
     samples = SamplingParams.of(request["sampling_params"]).temperature > 0
     is_lossless = engine.args.acceptance.is_coupled or not samples

@@ -10,8 +10,6 @@ from functools import partial, wraps
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 from specjax.checkpoints import TargetCheckpoint
 from specjax.checkpoints.tensors import Checkpoint
 from specjax.checks import check_number
@@ -21,7 +19,7 @@ from specjax.disaggregation.remote import PrefillServer, RemotePeer
 from specjax.engine.args import EngineArgs
 from specjax.engine.build import build_engine, make_controller
 from specjax.engine.plan import EnginePlan, server_info
-from specjax.engine.requests import Messages, Params, RequestFactory, tokenize_inputs
+from specjax.engine.requests import Messages, Params, RequestFactory
 from specjax.engine.weights import (
     NewWeights,
     check_finite,
@@ -30,7 +28,6 @@ from specjax.engine.weights import (
     weights_from_tensors,
 )
 from specjax.metrics import EngineMetrics, Totals
-from specjax.models.flat import next_logits
 from specjax.runtime.functions import Watch
 from specjax.runtime.runner import ModelRunner
 from specjax.scheduling.loop import Call, EngineLoop
@@ -367,20 +364,6 @@ class Engine:
         self._need_open()
         new = weights_from_tensors(self._plan, named_tensors, draft=draft)
         self._replace_weights(new, allow_nonfinite)
-
-    def logit_gap(self, input_ids: Sequence[int]) -> tuple[int, int, float]:
-        """Return the two most likely tokens after ``input_ids`` and the gap between the logits."""
-        self._need_open()
-        nets = self.runner.networks
-        (ids,), _ = tokenize_inputs(
-            None,
-            input_ids=input_ids,
-            vocab_size=self.target.config.vocab_size,
-            context_length=self.context_length,
-        )
-        logits = next_logits(nets.target, self.runner.weights[0], ids)
-        second, first = (int(i) for i in np.argsort(logits)[-2:])
-        return first, second, float(logits[first] - logits[second])
 
     def watch_rounds(self, watch: Watch | None) -> None:
         """Call ``watch`` with the drafts and accepted tokens of each later round. ``None`` ends it.

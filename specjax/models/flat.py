@@ -7,7 +7,7 @@ rebuilds the module from it.
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,11 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from specjax.config import ModelConfig, TransformerConfig
 from specjax.models.decoder import CausalLM
-from specjax.models.layers import dense_attend
 from specjax.models.weights import QuantArray
 
 logger = logging.getLogger(__name__)
@@ -239,23 +237,3 @@ class Networks:
     def weight_bytes(self) -> int:
         leaves = (*self.target.abstract, *self.draft.abstract)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-@partial(jax.jit, static_argnums=0)
-def _next_logits(
-    flat: FlatModel[CausalLM], weights: Weights, tokens: jax.Array, last: jax.Array
-) -> jax.Array:
-    model = flat.rebuild(weights)
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    hidden, _, _ = model(tokens, positions, None, dense_attend)
-    return model.logits(hidden[0, last])
-
-
-def next_logits(
-    flat: FlatModel[CausalLM], weights: Weights, input_ids: Sequence[int]
-) -> np.ndarray:
-    """Float32 logits ``[V]`` of the token after ``input_ids``, in one pass without a KV cache."""
-    # pad the input, so that inputs of similar length share one compiled function
-    tokens = np.zeros((1, -(-len(input_ids) // 64) * 64), np.int32)
-    tokens[0, : len(input_ids)] = input_ids
-    return np.asarray(_next_logits(flat, weights, tokens, np.int32(len(input_ids) - 1)))

@@ -75,13 +75,14 @@ class _Running:
     def __exit__(self, *exc: object) -> None:
         self.owner.closed += 1
 
-    def logit_gap(self, input_ids: list[int]) -> tuple[int, int, float]:
-        self.owner.gap_inputs.append(input_ids)
-        return TOKENIZER.encode("a")[0], TOKENIZER.encode("b")[0], 0.03125
-
     def generate(
         self, *, sampling_params: dict[str, Any], stream: bool = False, **request: Any
     ) -> Any:
+        if request.get("return_logprob"):
+            self.owner.gap_inputs.append(request["input_ids"])
+            [first], [second] = map(TOKENIZER.encode, "ab")
+            best = [(-0.5, first, None), (-0.53125, second, None)]
+            return {"meta_info": {"output_top_logprobs": [best]}}
         self.owner.requests.append({"sampling_params": sampling_params, **request})
         outputs = self._stream()
         return outputs if stream else list(outputs)[-1]

@@ -18,7 +18,6 @@ from specjax import Engine, SamplingParams
 from specjax.checks import ParameterError
 from specjax.engine.args import EngineArgs
 from specjax.engine.plan import plan_engine
-from specjax.models.flat import next_logits
 from specjax.runtime.runner import ModelRunner
 from specjax.sampling.accept_draws import COUPLED, Acceptance
 from specjax.speculative.algorithm import SpeculativeAlgorithm
@@ -180,21 +179,6 @@ def test_unseeded_requests_follow_the_engines_seed(files, engine, plain) -> None
     assert outputs[0][0] != outputs[0][1]
 
 
-def test_logit_gap_is_of_the_two_best(engine, plain) -> None:
-    ids = letter_tokenizer().encode("The sky")
-    first, second, gap = engine.logit_gap(ids)
-    result = engine.generate(input_ids=ids, sampling_params=GREEDY)
-    assert first == result["output_ids"][0]
-    logits = next_logits(engine.runner.networks.target, engine.runner.weights[0], ids)
-    best = np.sort(logits)[::-1]
-    assert (logits[first], logits[second]) == (best[0], best[1])
-    assert gap == pytest.approx(best[0] - best[1])
-    assert plain.logit_gap(ids) == plain.logit_gap(np.array(ids)) == (first, second, gap)
-    for bad in ("abc", [1.5], [[1], [2]], 5):
-        with pytest.raises(ValueError, match=r"input_ids|values to unpack"):
-            plain.logit_gap(bad)
-
-
 # streams
 
 
@@ -293,7 +277,6 @@ def test_dummy_weights_in_bfloat16_and_simulated_acceptance(files, tmp_path) -> 
         first, again = made.generate([TEXTS[1]] * 2, GREEDY)
         assert first["output_ids"] == again["output_ids"]
         check_result(first, len(TEXTS[1]))
-        assert made.logit_gap([1, 2, 3])[2] >= 0
         result = made.generate(
             "hello", {"temperature": 0.0, "max_new_tokens": 101, "ignore_eos": True}
         )
@@ -425,8 +408,6 @@ def test_closed_engines_refuse_work(files, engine) -> None:
         next(unread)
     with pytest.raises(ValueError, match="closed"):
         made.generate("hello")
-    with pytest.raises(ValueError, match="closed"):
-        made.logit_gap([1])
     with pytest.raises(ValueError, match="closed"):
         files.engine(share_weights_with=made)
     with made:  # leaving a closed engine is fine too

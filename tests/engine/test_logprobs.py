@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import Engine
-from specjax.models.flat import next_logits
-from specjax.testing import letter_tokenizer
+from specjax.testing import dense_logits, letter_tokenizer
 
 TEXTS = ["hello", "The sky is blue, and so on and on"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -17,10 +16,9 @@ CHARGED = SEEDED | {"repetition_penalty": 1.5, "logit_bias": {"3": 4.0}, "ignore
 
 
 def dense_logprobs(engine: Engine, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Log-softmax ``[len(output), V]`` of raw logits, from one pass without a cache each."""
-    flat, weights = engine.runner.networks.target, engine.runner.weights[0]
-    rows = [next_logits(flat, weights, prompt + output[:i]) for i in range(len(output))]
-    return np.asarray(jax.nn.log_softmax(np.stack(rows), axis=-1))
+    """Log-softmax ``[len(output), V]`` of raw logits, from one pass without a cache."""
+    rows = dense_logits(engine.runner.weights[0], prompt + output, engine.target.config)
+    return np.asarray(jax.nn.log_softmax(rows[len(prompt) - 1 : -1], axis=-1))
 
 
 def check(engine: Engine, text: str, result: dict[str, Any], num_top: int) -> None:
@@ -99,8 +97,7 @@ def test_too_many_are_refused(engine) -> None:
 
 def check_prompt(engine: Engine, prompt: list[int], meta: dict[str, Any], first: int, num_top: int):
     """Compare prompt tokens after ``first`` with one dense pass."""
-    flat, weights = engine.runner.networks.target, engine.runner.weights[0]
-    rows = [next_logits(flat, weights, prompt[:i]) for i in range(first + 1, len(prompt))]
+    rows = dense_logits(engine.runner.weights[0], prompt, engine.target.config)[first:-1]
     reported = meta["input_token_logprobs"]
     assert reported[0] == (None, prompt[first], None)
     assert [token for _, token, _ in reported] == prompt[first:]
