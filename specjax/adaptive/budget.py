@@ -45,10 +45,10 @@ class AcceptanceEstimates:
 
     def observe(self, num_accepted: Counts, num_proposed: Counts) -> None:
         """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
-        num_accepted, position = np.array(num_accepted)[:, None], np.arange(len(self.tried))
-        is_tried = (position <= num_accepted) & (position < np.array(num_proposed)[:, None])
-        both = is_tried.sum(axis=0).tolist(), (position < num_accepted).sum(axis=0).tolist()
-        for i, (tried, accepted) in enumerate(zip(*both, strict=True)):
+        ends = np.minimum(np.add(num_accepted, 1), num_proposed), num_accepted
+        # by position, the number of rows that tried and accepted it; 0 after the last one
+        both = [len(end) - np.bincount(end, minlength=len(self.tried) + 1).cumsum() for end in ends]
+        for i, (tried, accepted) in enumerate(np.transpose(both).tolist()):
             if not tried:
                 break
             share = self.accepted[i] / self.tried[i] if self.tried[i] else 0.5
