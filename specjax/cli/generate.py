@@ -24,6 +24,7 @@ from specjax.cli.options import (
 from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
 from specjax.engine.requests import tokenize_inputs
 from specjax.sampling.params import SamplingParams
+from specjax.speculative.algorithm import DRAFTING
 from specjax.speculative.registry import PLAIN
 from specjax.text.tokenizer import IncrementalDecoder
 
@@ -278,11 +279,7 @@ def compare_with_plain(
     only the functions that this request uses. ``request`` has the keyword arguments of
     :meth:`Engine.generate`; it needs a seed if its temperature is above 0.
     """
-    plain_args = {
-        name: value
-        for name, value in engine_args.items()
-        if not name.startswith(("speculative_", "draft", "simulate_"))
-    }
+    plain_args = {name: x for name, x in engine_args.items() if not name.startswith(DRAFTING)}
     plain_args |= {"speculative_algorithm": PLAIN, "share_weights_with": engine}
     with make_engine(**plain_args, compile_on_use=True) as plain:
         for _ in range(2):  # the second prompt is in the prefix cache, as in the timed runs
