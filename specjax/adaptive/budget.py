@@ -46,8 +46,9 @@ class AcceptanceEstimates:
     def observe(self, num_accepted: Counts, num_proposed: Counts) -> None:
         """Record one round: a row that accepts k drafts has tried k + 1, or all proposed ones."""
         ends = np.minimum(np.add(num_accepted, 1), num_proposed), num_accepted
-        # by position, the number of rows that tried and accepted it; 0 after the last one
-        both = [len(end) - np.bincount(end, minlength=len(self.tried) + 1).cumsum() for end in ends]
+        n = len(self.tried)
+        # by position, the number of rows that tried and accepted it
+        both = [len(end) - np.bincount(end, minlength=n)[:n].cumsum() for end in ends]
         for i, (tried, accepted) in enumerate(np.transpose(both).tolist()):
             if not tried:
                 break
