@@ -162,7 +162,7 @@ def test_round_times_that_are_missing_or_damaged_are_measured(value, monkeypatch
     monkeypatch.setattr(build, "measure_round_seconds", lambda runner: seconds)
     runner = SimpleNamespace(
         compiled=SimpleNamespace(cache=Cache(value)),
-        config=SimpleNamespace(shapes=chains(1, 3), batch_buckets=(2,)),
+        config=SimpleNamespace(rounds=tuple(seconds)),
     )
     assert build.round_seconds(runner) == seconds
     assert ("measuring round times again" in caplog.text) == (value is not None)
