@@ -16,8 +16,8 @@ class CostTable:
     """Seconds per round, from measurements by (tier, batch bucket), at both contexts or for all.
 
     A round with more steps, rows or requests is never cheaper than one with fewer: noise in the
-    measurements is smoothed upwards. Raises ValueError for times that are not above 0, or missing.
-    Packed tiers may be missing at some buckets.
+    measurements is smoothed upwards. Raises ValueError for times that are not above 0, or missing;
+    only packed tiers may lack some.
     """
 
     def __init__(self, seconds: Seconds) -> None:

@@ -3,7 +3,8 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -74,31 +75,24 @@ class InFlight:
     def clear(self) -> None:
         self._queue.clear()
 
-    def dispatch_prompts(self, pieces: list[PromptPiece]) -> None:
+    def dispatch_prompts(self, pieces: Sequence[PromptPiece]) -> None:
         """Dispatch pieces of prompts in as many calls as they need."""
-        while pieces:
-            pieces = self._dispatch_chunks(pieces)
-
-    def _dispatch_chunks(self, pieces: list[PromptPiece]) -> list[PromptPiece]:
-        """Dispatch one or more of the first pieces in one call; return the rest."""
-        config = self._runner.config
-        with_logprobs = pieces[0].wants_logprobs
-        alike = list(takewhile(lambda piece: piece.wants_logprobs == with_logprobs, pieces))
-        num_tokens = sum(piece.num_tokens for piece in alike)
-        width = config.prefill_width(num_tokens, with_logprobs=with_logprobs)
-        taken: list[PromptPiece] = []
-        rest, room = deque(pieces), width
-        while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
-            piece = rest.popleft()
-            if piece.num_tokens > room:
-                rest.appendleft(piece._replace(start=piece.start + room))
-                piece = piece._replace(end=piece.start + room)
-            taken.append(piece)
-            room -= piece.num_tokens
-        chunks = [piece.chunk() for piece in taken]
-        result = self._runner.prefill(chunks, with_logprobs=with_logprobs)
-        self._queue.append(([piece.row for piece in taken], result, 0, taken))
-        return list(rest)
+        config, rest = self._runner.config, deque(pieces)
+        while rest:
+            logs, first = next(groupby(rest, attrgetter("wants_logprobs")))
+            alike = list(first)
+            num_tokens = sum(piece.num_tokens for piece in alike)
+            width = room = config.prefill_width(num_tokens, with_logprobs=logs)
+            taken: list[PromptPiece] = []
+            while len(taken) < min(len(alike), config.max_chunks(width)) and room > 0:
+                piece = rest.popleft()
+                if piece.num_tokens > room:
+                    rest.appendleft(piece._replace(start=piece.start + room))
+                    piece = piece._replace(end=piece.start + room)
+                taken.append(piece)
+                room -= piece.num_tokens
+            result = self._runner.prefill([one.chunk() for one in taken], with_logprobs=logs)
+            self._queue.append(([piece.row for piece in taken], result, 0, taken))
 
     def dispatch_round(self, rows: list[RunningRequest]) -> None:
         """Dispatch the rounds of one call in the tier that the controller chooses."""

@@ -304,12 +304,11 @@ class Scheduler:
                 duplicates.append(row)
         if is_first:
             self._stalled_tokens += sum(piece.num_tokens for piece in pieces)
-        rows = [piece.row for piece in pieces]
         self._in_flight.dispatch_prompts(pieces)
         for row in duplicates:
             self._budget.share(row, is_dispatched=True)
-        self.prompt_source.dispatched(rows)
-        return bool(rows)
+        self.prompt_source.dispatched([piece.row for piece in pieces])
+        return bool(pieces)
 
     def _row_to_prefill(self, capacity: Capacity) -> RunningRequest | None:
         """The running request that is prefilling, or else a newly admitted one."""
