@@ -100,6 +100,9 @@ def add_engine_options(parser: argparse.ArgumentParser, memory: Collection[str] 
             help=f"file whose first line is the secret that both sides share; or set {VARIABLE}",
         )
         group.add_argument("--disaggregation-secret", type=_refused, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--tp-size", "--tp", "--tensor-parallel-size", type=_one_gpu, help=argparse.SUPPRESS
+    )
     for name in ANSWERS:
         with suppress(argparse.ArgumentError):  # the command has such an option
             flag = f"--{name.replace('_', '-')}"
@@ -163,6 +166,14 @@ def _option(hint: Any, default: Any) -> dict[str, Any]:
 
 def _or_none(text: str) -> str | None:
     return None if text.lower() == "none" else text
+
+
+def _one_gpu(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError(
+            f"{text}: an engine has one GPU; choose it with --base-gpu-id"
+        )
+    return 1
 
 
 def _integers(text: str) -> list[int]:

@@ -51,8 +51,8 @@ _NAMES = {
     "it is an option of 'specjax serve'": "served_model_name",
     "set JAX_PLATFORMS=cpu or cuda in the environment": "device",
     "set HF_HOME in the environment": "download_dir",
-    "an engine runs on one GPU; base_gpu_id chooses it": "tp tp_size tensor_parallel_size "
-    "dp_size data_parallel_size pp_size pipeline_parallel_size",
+    "an engine runs on one GPU; base_gpu_id chooses it": "tp_size tensor_parallel_size dp_size "
+    "data_parallel_size pp_size pipeline_parallel_size",
     "weights and KV are float32 or bfloat16": "quantization kv_cache_dtype",
     "code in a checkpoint never runs": "trust_remote_code",
     "rounds are always compiled": "disable_cuda_graph enforce_eager",

@@ -14,6 +14,7 @@ from specjax.checkpoints.tensors import Checkpoint
 from specjax.disaggregation.decode import TRANSIT_TOKENS
 from specjax.engine.args import EngineArgs
 from specjax.kv.budget import KVWrites
+from specjax.kv.pages import ATTENTION_OPTIONS
 from specjax.metrics import METRICS, Totals
 from specjax.models.flat import Networks, Placement
 from specjax.models.registry import check_attention, layer_kinds
@@ -137,7 +138,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         placement=placement,
     )
     for model in networks.models:
-        check_attention(model)
+        check_attention(model, ATTENTION_OPTIONS)
     slots = args.max_running_requests or (4 if on_cpu else 32)
     chunk = args.chunked_prefill_size or DEFAULT_CHUNK
     if on_cpu:

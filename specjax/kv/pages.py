@@ -14,6 +14,9 @@ from specjax.kernels.rope_store import rope_store
 from specjax.kernels.tree_attention import tree_attention
 from specjax.models.layers import RopeTables, Store
 
+# options of an ``Attend`` that both kinds of attention here support; ``attend`` also has ``window``
+ATTENTION_OPTIONS: tuple[str, ...] = ()
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

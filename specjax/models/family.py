@@ -118,8 +118,12 @@ def decoder_layer(
     after = {"attention_output_norm": "post_attention", "mlp_output_norm": "post_feedforward"}
     norms = (before if kind.pre_norm else {}) | (after if kind.post_norm else {})
     names = {flat + ours: f"{prefix}{theirs}_layernorm" for ours, theirs in norms.items()}
-    projections = _projections(config, kind, flat, prefix, config.hidden_size)
-    return vectors(config.hidden_size, names) | projections
+    recipes = vectors(config.hidden_size, names)
+    recipes |= _projections(config, kind, flat, prefix, config.hidden_size)
+    if kind.sinks:
+        part = Part(f"{prefix}self_attn.sinks", (config.num_heads,))
+        recipes[f"{flat}attention.sinks"] = Recipe((part,))
+    return recipes
 
 
 def _projections(

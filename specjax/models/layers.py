@@ -33,8 +33,9 @@ class RopeTables(NamedTuple):
 
 # attend(kv, layer, q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H], rope, **options) -> (kv, output in the
 # shape of q). It normalises and rotates q and k, stores k and v in `kv` of any type, and returns
-# the attention output. An option is passed only to layers that need it: `window`, the number of
-# keys that a query sees, up to and including its own.
+# the attention output. Its parameters name the options that it supports: `window`, the number of
+# keys that a query sees, up to and including its own; `softcap`, c in c * tanh(scores / c);
+# `sinks` [N], one score per head without a value.
 Attend = Callable[..., tuple[Any, jax.Array]]
 # store(kv, layer, k, v, rope) -> kv, without attention
 Store = Callable[[Any, int, jax.Array, jax.Array, RopeTables], Any]
@@ -66,6 +67,8 @@ class LayerKind:
     norm_offset: float = 0.0  # added to the stored scale of a norm
     scale: float | None = None  # multiplies attention scores; None is H ** -0.5
     window: int | None = None  # number of keys that a query sees, up to and including its own
+    softcap: float | None = None  # soft limit of attention scores
+    sinks: bool = False  # one score per head that takes attention weight but has no value
 
     @classmethod
     def of(cls, config: TransformerConfig, **differences: Any) -> "LayerKind":
@@ -73,6 +76,12 @@ class LayerKind:
         names = {field.name for field in fields(cls)}
         found = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return cls(**{**found, **differences})
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """The options that ``attend`` must support, by name."""
+        values = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {name: value for name, value in values.items() if value}
 
 
 def pick_row(x: jax.Array, row: jax.Array | None) -> jax.Array:
@@ -228,6 +237,8 @@ class Attention(nnx.Module):
         norm = partial(RMSNorm, config, dim, offset=kind.norm_offset)
         self.q_norm = norm() if kind.qk_norm else None
         self.k_norm = norm() if kind.qk_norm else None
+        sinks = jnp.zeros((heads,), kind.dtypes.activations)
+        self.sinks = nnx.Param(sinks) if kind.sinks else None
 
     def __call__(
         self,
@@ -252,7 +263,9 @@ class Attention(nnx.Module):
             rope = rope._replace(norms=(q_scale, self.k_norm.factor, self.k_norm.eps))
         elif factor != 1.0:
             q = q * factor
-        options = {"window": self.kind.window} if self.kind.window else {}
+        options = self.kind.attention_options
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
         kv, out = attend(kv, layer, q, k, v, rope, **options)
         out = pick_row(out.reshape(*x.shape[:-1], heads * dim), row)
         return self.output.partial_sums(out, self.implementation), kv

@@ -1,5 +1,7 @@
 """The model families by ``model_type``. To add one, write a file and add a line here."""
 
+from collections.abc import Collection
+
 from specjax.checks import refused
 from specjax.config import ModelConfig
 from specjax.models.family import MTP_PREFIX, Family, Part, Recipe, Recipes, linear, vectors
@@ -28,13 +30,14 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     return family_of(config).layers(config)
 
 
-def check_attention(config: ModelConfig) -> None:
-    """Raise ValueError if a layer has a window, which attention over pages does not support."""
+def check_attention(config: ModelConfig, computed: Collection[str]) -> None:
+    """Raise ValueError if a layer needs an attention option that is not in ``computed``."""
     for i, kind in enumerate(layer_kinds(config)):
-        if kind.window:
+        given = kind.attention_options
+        if unknown := {name: given[name] for name in given if name not in computed}:
             raise ValueError(
-                f"model_type={config.model_type!r}: layer {i} has a window of {kind.window} keys, "
-                "which paged attention does not support"
+                f"model_type={config.model_type!r}: layer {i} needs attention options {unknown}, "
+                f"but paged attention supports only {sorted(computed)}"
             )
 
 

@@ -463,8 +463,8 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch) ->
     [
         ("--temprature 1", "unrecognized arguments: --temprature 1"),
         ("--context-len 5", "unrecognized arguments: --context-len 5"),
-        ("--tp 2", "--tp is not supported: an engine runs on one GPU"),
-        ("--tensor-parallel-size=8", "an engine runs on one GPU; base_gpu_id chooses it"),
+        ("--tp-size 2", "2: an engine has one GPU"),
+        ("--tensor-parallel-size 8", "8: an engine has one GPU"),
         ("--model-path m", "--model-path: this option is called model here; pass --model"),
         ("--max-num-seqs=8", "called max_running_requests here; pass --max-running-requests"),
         ("--disable-overlap-schedule", "on the command line --no-overlap"),

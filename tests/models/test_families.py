@@ -106,6 +106,8 @@ def reference(
     scales: float = 0.5,
     thetas: tuple[float, ...] = (1e4,) * LAYERS,
     windows: tuple[int, ...] = (999,) * LAYERS,
+    softcap: float = 1e9,
+    sinks: bool = False,
 ) -> np.ndarray:
     """Logits f64 ``[T, V]``."""
     stored = {name: np.float64(tensor) for name, tensor in tensors.items()}
@@ -135,9 +137,12 @@ def reference(
         y = norm(x, f"{layer}input_layernorm", pre)
         q, k, v = heads(y, "q", True), heads(y, "k", True), heads(y, "v", False)
         scores = np.einsum("tnh,snh->nts", q, k) * scales
+        scores = softcap * np.tanh(scores / softcap)
         gap = places[:, None] - places
         weights = np.where((gap >= 0) & (gap < windows[i]), np.exp(scores), 0.0)
         total = weights.sum(axis=-1, keepdims=True)
+        if sinks:
+            total = total + np.exp(stored[f"{layer}self_attn.sinks"])[:, None, None]
         mixed = np.einsum("nts,snh->tnh", weights / total, v).reshape(len(tokens), -1)
         name = f"{layer}post_attention_layernorm"
         x = x + norm(linear(mixed, "self_attn.o_proj"), name, post)
@@ -245,29 +250,36 @@ def test_a_product_with_a_kernel_of_another_dtype(dtype: str) -> None:
 
 
 @rotated
-def attend_in_window(
-    kv: Any, layer: int, q: Any, k: Any, v: Any, window: int = 999
+def attend_with_options(
+    kv: Any, layer: int, q: Any, k: Any, v: Any, window: int = 999, softcap: float = 1e9, sinks=None
 ) -> tuple[Any, jax.Array]:
+    """Attention with options that no kernel supports yet."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5
     gap = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
-    weights = jnp.where((gap >= 0) & (gap < window), jnp.exp(scores), 0)
-    mixed = jnp.einsum("bnts,bsnh->bnth", weights, v, precision="highest")
-    mixed /= weights.sum(axis=-1)[..., None]
+    weights = jnp.where(
+        (gap >= 0) & (gap < window), jnp.exp(softcap * jnp.tanh(scores / softcap)), 0
+    )
+    total = weights.sum(axis=-1) + (0 if sinks is None else jnp.exp(sinks)[:, None])
+    mixed = jnp.einsum("bnts,bsnh->bnth", weights, v, precision="highest") / total[..., None]
     return kv, mixed.swapaxes(1, 2)
 
 
 def mixed_layers(config: Any) -> tuple[LayerKind, ...]:
-    """Alternating windows and rotary bases, norms on both sides."""
-    both = {"pre_norm": True, "norm_offset": 1.0}
+    """Alternating windows and rotary bases, norms on both sides, sinks and soft caps."""
+    both = {"pre_norm": True, "norm_offset": 1.0, "softcap": 2.0, "sinks": True}
     (kind, *_) = post_layers(config, **both)
     near, far = replace(kind, window=5), replace(kind, rope=Rope(DIM, 1e6))
     return near, far, near
 
 
-def test_layers_of_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_two_kinds_with_options_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(registry.FAMILIES, "post", replace(POST, layers=mixed_layers))
-    tensors = random_tensors(NORMS)
+    rng = np.random.default_rng(3)
+    sinks = {f"model.layers.{i}.self_attn.sinks": rng.normal(size=HEADS) for i in range(LAYERS)}
+    tensors = random_tensors(NORMS) | {name: np.float32(x) for name, x in sinks.items()}
     path = write_directory(tmp_path / "post", SETTINGS, tensors)
     expected = reference(
         tensors,
@@ -276,13 +288,15 @@ def test_layers_of_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         offset=1.0,
         thetas=(1e4, 1e6, 1e4),
         windows=(5, 999, 5),
+        softcap=2.0,
+        sinks=True,
     )
-    check_close(logits_of(path, attend_in_window), expected)
-    # an attend without windows rejects it
+    check_close(logits_of(path, attend_with_options), expected)
+    # an attend without an option rejects it
     with pytest.raises(TypeError, match="window"):
         logits_of(path)
     args = EngineArgs(model=path, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match="'post': layer 0 has a window of 5 keys"):
+    with pytest.raises(ValueError, match=r"'post': layer 0 needs .* options \{.*'softcap': 2\.0"):
         plan_engine(args)
 
 
