@@ -234,7 +234,9 @@ class AdaptiveController:
         )
         figures = self.tiers[executed]
         figures.rounds += 1
-        figures.proposed_drafts += (executed.verified - 1) * rows
+        # packed rounds share rows, also those of padding, so a request may verify more than others
+        known = record.num_proposed_drafts if executed.packed else ()
+        figures.proposed_drafts += sum(known) if known else (executed.nodes - 1) * rows
         figures.accepted_drafts += accepted
         if executed.steps > 0:
             self._ema += EMA_ALPHA * (accepted / rows - self._ema)

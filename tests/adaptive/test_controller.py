@@ -14,6 +14,7 @@ from specjax.adaptive import (
     BudgetPolicy,
     SpecRuntimeState,
 )
+from specjax.adaptive.survival import RoundRecord
 from specjax.engine.args import EngineArgs
 from specjax.types import DraftShape
 
@@ -188,6 +189,16 @@ def test_counts_by_tier() -> None:
     tree.on_verify_complete([3, 1], tier=shape, batch_size=4)
     assert tree.describe()["wasted_drafts"] == 2 * 15 - 4
     assert info["policy"] == "ema"
+
+
+def test_a_packed_round_wastes_only_verified_drafts() -> None:
+    """A batch with padding verifies more drafts per request than the mean of the tier."""
+    packed = chain(7)._replace(packed=4)
+    policy = BudgetPolicy({(chain(7), 4): 2.0, (packed, 4): 1.0})
+    controller = AdaptiveController(None, policy)
+    record = RoundRecord([7, 6], requests=["a", "b"])
+    controller.on_verify_complete([7, 5], tier=packed, batch_size=4, record=record)
+    assert controller.wasted_drafts == 1
 
 
 @pytest.mark.parametrize(("counts", "steps"), [([4], 3), ([-1], 3), ([1], 0)])
