@@ -19,7 +19,7 @@ from specjax.kernels.tree_attention import row_dot
 # requests and tokens per tile, and the maximum of programs per tile of requests: about one for
 # each multiprocessor, as each of them reads all parts of the launch before
 ROWS, BLOCK, MAX_PARTS = (16, 32), 512, 128
-RANKS = 64  # ranks per product, at most
+TILE_BYTES = 2**16  # of the output matrix, at most; shared memory holds it
 
 
 def supports(rank: int) -> bool:
@@ -126,13 +126,13 @@ def markov_draft(
     rows, block = ROWS[batch > ROWS[0]], min(BLOCK, max(16, power_of_two(vocab_size)))
     groups, num_parts = pl.cdiv(batch, rows), min(MAX_PARTS, pl.cdiv(vocab_size, block))
     shape = groups * rows, num_parts
-    rank = embedding.shape[1]
+    rank, most = embedding.shape[1], TILE_BYTES // (BLOCK * output.dtype.itemsize)
     call = triton_call(
         partial(
             specjax_markov_draft,
             rows=rows,
             block=block,
-            ranks=next(size for size in (RANKS, 32, 16) if rank % size == 0),
+            ranks=next(n for n in (most, 32, 16) if rank % n == 0),
         ),
         grid=(groups, num_parts),
         out_shape=(

@@ -101,8 +101,9 @@ class SurvivalEstimator:
         that was not tried, because the request ended before it.
         """
         if len(requests):
-            if requests != self._batch[0]:  # most batches have the requests of the one before
-                self._batch = requests, np.array([self._index(one) for one in requests])
+            key = tuple(requests)
+            if key != self._batch[0]:  # most batches have the requests of the one before
+                self._batch = key, np.array([self._index(one) for one in requests])
             self._rounds.append((self._batch[1], num_accepted, num_proposed, confidences))
         if len(self._rounds) >= ROUNDS_PER_FIT:
             self.fit()
@@ -156,14 +157,14 @@ class SurvivalEstimator:
             sums_by_bin += np.bincount(bins, weights, BINS)
 
     def _index(self, request: Hashable) -> int:
-        """Index of a request's record; a new one replaces the oldest if all are in use."""
-        index = self._requests.get(request)
+        """Index of a request's record; a new one replaces the one not seen for the longest time."""
+        index = self._requests.pop(request, None)
         if index is None:
             index = len(self._requests)
             if index == KEPT_REQUESTS:
                 index = self._requests.pop(next(iter(self._requests)))
                 self._offsets[index] = self._information[index] = 0.0
-            self._requests[request] = index
+        self._requests[request] = index  # put it last
         return index
 
 
