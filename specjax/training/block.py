@@ -27,7 +27,6 @@ from specjax.training.trainer import Trainer, TrainState
 from specjax.training.ttt import (
     PackedBatch,
     StepStatistics,
-    cross_entropy,
     labels_of,
     packed_attend,
 )
@@ -35,6 +34,8 @@ from specjax.training.ttt import (
 # weight of each draft's loss relative to that of the previous draft
 DRAFT_DECAY = 0.85
 CONFIDENCE_WEIGHT = 0.1
+# temperature at which the loss wants drafts to be accepted, apart from 0
+TEMPERATURE = 0.8
 # number of blocks whose logits exist at the same time
 BLOCKS_AT_ONCE = 1024
 # number of blocks that attend together, masked apart; 64 blocks of 8 rows are 1/8 of 4096 keys
@@ -223,9 +224,10 @@ def block_loss(
 ) -> tuple[jax.Array, StepStatistics]:
     """Compute the loss and statistics of ``num_anchors`` random blocks per packed row.
 
-    The loss of draft j has weight ``DRAFT_DECAY ** (j - 1)``. Labels, and drafts without a loss,
-    are as in :func:`specjax.training.ttt.ttt_loss`. The confidence head learns whether a draft is
-    the target's most probable token; its loss has no effect on other weights.
+    The loss of draft j has weight ``DRAFT_DECAY ** (j - 1)``. ``hard_weight`` is the weight of
+    accepted greedy drafts, and the rest is that of accepted drafts at ``TEMPERATURE``. Drafts
+    without a loss are as in :func:`specjax.training.ttt.ttt_loss`. The confidence head learns
+    whether a draft is the target's most probable token; its loss has no effect on other weights.
     """
     config = draft.config
     attend, layers = packed_attend(batch.texts), config.feature_layers
@@ -267,6 +269,22 @@ def block_loss(
     return loss, jax.lax.stop_gradient(total)
 
 
+def acceptance_loss(
+    logits: jax.Array, target_logits: jax.Array, label: jax.Array, hard_weight: float
+) -> jax.Array:
+    """Minus the logarithm of the probability that a draft is accepted, f32 ``[...]``.
+
+    At temperature 0, this probability is that of the target's token, ``label`` i32 ``[...]``. At
+    ``TEMPERATURE``, it is the sum of the smaller of both probabilities of each token (LK losses,
+    arXiv 2602.23881). Logits are ``[..., W]``. Labels outside their axis have no meaning.
+    """
+    inside = jnp.minimum(label, logits.shape[-1] - 1)[..., None]
+    hard = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), inside, axis=-1)[..., 0]
+    draft, target = (jax.nn.softmax(x / TEMPERATURE, axis=-1) for x in (logits, target_logits))
+    soft = jnp.log(jnp.maximum(jnp.minimum(draft, target).sum(axis=-1), 1e-6))
+    return -hard_weight * hard - (1.0 - hard_weight) * soft
+
+
 def _sums(
     draft: BlockDraft,
     target: CausalLM,
@@ -291,8 +309,8 @@ def _sums(
             bias, state = draft.markov(before[:, j], hidden[:, j], state)
             biases.append(bias)
         logits = logits + jnp.stack(biases, axis=1)
-    soft = jax.nn.softmax(jax.lax.stop_gradient(target.logits_of(states, vocabulary)), axis=-1)
-    losses = cross_entropy(logits, soft, label, hard_weight)
+    wanted = jax.lax.stop_gradient(target.logits_of(states, vocabulary))
+    losses = acceptance_loss(logits, wanted, label, hard_weight)
     hit = is_drafted & (jnp.argmax(logits, axis=-1).astype(jnp.int32) == label)
     alive = jnp.cumprod(hit, axis=1, dtype=jnp.int32) > 0
     reached = is_drafted & jnp.pad(alive[:, :-1], ((0, 0), (1, 0)), constant_values=True)
