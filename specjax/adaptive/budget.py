@@ -115,16 +115,14 @@ class BudgetPolicy:
         """The tier of the next round at the same batch size, which may be that of a probe."""
         return self.chosen if self.probe is None else self.probe
 
-    def tier_for_batch(
-        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
-    ) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, record: RoundRecord = NOTHING_KNOWN) -> DraftShape:
         candidates, bucket = self._candidates(batch_size), self.table.bucket_of(batch_size)
         if self.probe in candidates:
             return self.tier
         if self.chosen in candidates and self._bucket in (None, bucket):
             return self.chosen
-        times = self._times(candidates, bucket, context)
-        return self._best(self._rates(times, bucket, requests), times)
+        times = self._times(candidates, bucket, record.context)
+        return self._best(self._rates(times, bucket, record), times)
 
     def on_verify_complete(
         self,
@@ -140,13 +138,13 @@ class BudgetPolicy:
         bucket = self.table.bucket_of(batch_size)
         if (tier, bucket) not in self.table.pairs:
             raise ValueError(f"{tier=} has no round time at {batch_size=}")
-        before = self.tier_for_batch(batch_size, record.context, record.requests)
+        before = self.tier_for_batch(batch_size, record)
+        rows, total = len(num_accepted_drafts), sum(num_accepted_drafts)
         if tier.steps and (expected := self._expected.get(tier)) is not None:
-            rows = len(num_accepted_drafts)
             self.expected_tokens += rows * expected
-            self.realised_tokens += rows + sum(num_accepted_drafts)
+            self.realised_tokens += rows + total
         accepted = np.array(num_accepted_drafts)
-        proposed = record.num_proposed_drafts or [tier.depth] * len(accepted)
+        proposed = record.num_proposed_drafts or [tier.depth] * rows
         limits = np.minimum(proposed, tier.depth)
         self.estimates.observe(accepted, limits)
         if self.survival is not None and record.requests and tier.steps:
@@ -155,21 +153,21 @@ class BudgetPolicy:
         times = self._times({*candidates, tier}, bucket, record.context)
         seconds = times[tier]
         rated = {one: times[one] for one in candidates}
-        rates = self._rates(rated, bucket, record.requests)
-        tokens = 1.0 + sum(num_accepted_drafts) / len(num_accepted_drafts)
+        rates = self._rates(rated, bucket, record)
+        tokens = 1.0 + record.share * total / rows
         self._account(rates, times, tokens, tier)
         best = self._best(rates, times)
         if best != self.chosen:
             self.chosen, self.probe, self._vain_probes = best, None, 0
         elif self.probe is None:
-            self.probe = self._next_probe(rates, times)
+            self.probe = self._next_probe(rates, times, record.share)
         elif self.probe not in rates or (
             tier == self.probe and tokens / seconds <= (1.0 + HYSTERESIS) * rates[best]
         ):
             self.probe = None
             self._vain_probes += 1
         self._bucket = bucket
-        return self.tier_for_batch(batch_size, record.context, record.requests) != before
+        return self.tier_for_batch(batch_size, record) != before
 
     def calibration(self, requests: Sequence[Hashable]) -> tuple[Any, Any, Any]:
         """Slope, intercepts by depth and offsets by request, of the survival of drafts."""
@@ -197,17 +195,19 @@ class BudgetPolicy:
     def _times(self, tiers: Iterable[DraftShape], bucket: int, context: float) -> Times:
         return {tier: self.table.seconds(tier, bucket, context) for tier in tiers}
 
-    def _rates(self, times: Times, bucket: int, requests: Sequence[Hashable]) -> Rates:
-        """Expected tokens per second and request of each tier."""
+    def _rates(self, times: Times, bucket: int, record: RoundRecord) -> Rates:
+        """Expected tokens per second of each tier, on average over all live requests."""
         tokens = expected_tokens(self.estimates.acceptance(self.chosen.depth))
         rates, self._expected = {}, {}
         for tier, seconds in times.items():
-            expected = tokens[tier.depth]
+            gain = tokens[tier.depth] - 1.0
             if self.survival is not None and tier.packed:
-                known = requests or [None]
-                drafts = bucket * tier.packed - len(known) if requests else tier.packed - 1
-                expected = 1.0 + (expected - 1.0) * self.survival.share(known, drafts, tier.depth)
-            rates[tier], self._expected[tier] = expected / seconds, expected
+                known, drafts = record.requests or [None], tier.packed - 1
+                if record.requests:
+                    drafts = bucket * tier.packed - round(len(known) / record.share)
+                gain *= self.survival.share(known, drafts, tier.depth)
+            rates[tier] = (1.0 + record.share * gain) / seconds
+            self._expected[tier] = 1.0 + gain
         return rates
 
     def _is_deeper(self, tier: DraftShape) -> bool:
@@ -237,12 +237,12 @@ class BudgetPolicy:
         is_enough = rates[best] > (1.0 + HYSTERESIS) * current or current < plain
         return best if is_enough else self.chosen
 
-    def _next_probe(self, rates: Rates, times: Times) -> DraftShape | None:
+    def _next_probe(self, rates: Rates, times: Times, share: float) -> DraftShape | None:
         limit = RESUME_DEFICIT * times.get(NO_DRAFTS, 0.0)
         if self.debt > 0.0 or (not self.chosen.steps and self.deficit > limit):
             return None
         wanted = (1.0 + HYSTERESIS) * rates[self.chosen]
         deeper = filter(self._is_deeper, rates)
-        possible = [t for t in deeper if t.accept_width / times[t] > wanted]
+        possible = [t for t in deeper if (1.0 + share * t.depth) / times[t] > wanted]
         may_skip = (self._vain_probes + 1) % PROBES_A_TURN == 0
         return possible[min(may_skip, len(possible) - 1)] if possible else None

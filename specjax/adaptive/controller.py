@@ -75,13 +75,10 @@ class AdaptiveSpecPolicy(Protocol):
     def tier(self) -> DraftShape:
         """The tier of the last decision, or the initial tier."""
 
-    def tier_for_batch(
-        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
-    ) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, record: RoundRecord = NOTHING_KNOWN) -> DraftShape:
         """The tier for the next round of ``batch_size`` rows; does not change any state.
 
-        ``context`` is the mean number of tokens per request, or 0 if it is unknown. ``requests``
-        identify the requests of the batch, in any order.
+        ``record`` has what is known before the round: context, requests and share.
         """
 
     def on_verify_complete(
@@ -245,14 +242,14 @@ class AdaptiveController:
         return has_moved
 
     def activate_for_batch(
-        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
+        self, batch_size: int, record: RoundRecord = NOTHING_KNOWN
     ) -> DraftShape:
         """Return the tier for the next round of ``batch_size`` rows, and apply its state.
 
-        ``batch_size`` includes padding; ``context`` and ``requests`` are as for a policy.
+        ``batch_size`` includes padding; ``record`` is as for a policy.
         Raises ValueError if the worker has no state for the tier.
         """
-        tier = self.policy.tier_for_batch(batch_size, context, requests)
+        tier = self.policy.tier_for_batch(batch_size, record)
         if self.worker is not None and tier not in self._states:
             raise ValueError(f"{tier=} has no state; call init_states()")
         if tier != self.tier:

@@ -4,7 +4,7 @@ The rule and its defaults follow SGLang's adaptive ``speculative_num_steps`` (ch
 0, which turns speculation off, follows SGLang's change #24055; the back-off between probes is new.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +109,7 @@ class AdaptiveSpeculativeParams:
         """Average accepted drafts per row in that slot, without the bonus token."""
         return max(0.0, self.state.ema)  # negative if a slot started at step 0 without a probe yet
 
-    def tier_for_batch(
-        self, batch_size: int, context: float = 0.0, requests: Sequence[Hashable] = ()
-    ) -> DraftShape:
+    def tier_for_batch(self, batch_size: int, record: RoundRecord = NOTHING_KNOWN) -> DraftShape:
         return self._states[self.config.slot_index(batch_size)].tier
 
     def update(self, num_accepted_drafts: Sequence[int], batch_size: int | None = None) -> bool:

@@ -25,11 +25,12 @@ Counts = Sequence[int] | np.ndarray
 
 
 class RoundRecord(NamedTuple):
-    """What is known about a verified round of N live rows besides its accepted drafts."""
+    """What is known about a round of N live rows with drafts, besides the accepted ones."""
 
     num_proposed_drafts: Sequence[int] = ()  # [N]; empty if all drafts of the tier were proposed
     context: float = 0.0  # mean number of tokens per request; 0 if unknown
     requests: Sequence[Hashable] = ()  # [N], identify the requests; empty if unknown
+    share: float = 1.0  # of the live requests, those that draft; others verify only their root
     # f32 [N, D], the drafter's probability of the draft that was tried at each depth, 0 if none was
     confidences: Sequence[Sequence[float]] | np.ndarray = ()
 

@@ -102,7 +102,8 @@ class InFlight:
         drafting = [row for row in rows if row.request.params.speculative]
         requests = [row.request.rid for row in drafting]
         if controller is not None:
-            tier = controller.activate_for_batch(batch_size, mean_context(rows), requests)
+            record = RoundRecord((), mean_context(rows), requests, share_drafting(rows))
+            tier = controller.activate_for_batch(batch_size, record)
         if NO_DRAFTS in config.shapes and not drafting:
             tier = NO_DRAFTS
         if controller is not None and tier is not None and tier.packed:
@@ -209,7 +210,7 @@ class InFlight:
         tier: DraftShape,
     ) -> None:
         """Report the accepted drafts of each round to the controller, without ended requests."""
-        context, batch_size = mean_context(rows), rounds.shape[1]
+        context, share, batch_size = mean_context(rows), share_drafting(rows), rounds.shape[1]
         for batch in rounds:
             counts = batch[:, -3:].tolist()
             live = [
@@ -228,11 +229,9 @@ class InFlight:
                 zip(*drafting, strict=True) if drafting else [()] * 5
             )
             # the float32 bits of confidences, if the round reports them
-            bits = batch[list(index), tier.accept_width : -3]
-            executed = tier if drafting else NO_DRAFTS
-            record = RoundRecord(
-                proposed, context, [request.rid for request in requests], bits.view(np.float32)
-            )
+            bits = batch[list(index), tier.accept_width : -3].view(np.float32)
+            executed, ids = tier if drafting else NO_DRAFTS, [request.rid for request in requests]
+            record = RoundRecord(proposed, context, ids, share, bits)
             try:
                 controller.on_verify_complete(
                     accepted or [0] * len(live),
@@ -248,3 +247,8 @@ class InFlight:
 def mean_context(rows: Sequence[RunningRequest]) -> float:
     """Mean number of tokens in the KV pool per row, without those of rounds in flight."""
     return sum(row.kv_len for row in rows) / len(rows)
+
+
+def share_drafting(rows: Sequence[RunningRequest]) -> float:
+    """Share of the rows whose requests may have drafts; 1 if that is none of them."""
+    return [row.request.params.speculative for row in rows].count(True) / len(rows) or 1.0

@@ -146,7 +146,7 @@ def simulate_batch(
         while passed < seconds:
             tier = policy
             if not isinstance(tier, DraftShape):
-                tier = policy.tier_for_batch(size, 0.0, range(size))
+                tier = policy.tier_for_batch(size, RoundRecord((), 0.0, range(size)))
             limits = [tier.depth] * size
             if tier.packed:
                 survival = policy.survival.survival(range(size))[:, : tier.depth]

@@ -229,6 +229,37 @@ def test_expected_tokens_are_those_before_the_round() -> None:
     assert policy.describe() == figures
 
 
+def test_requests_without_drafts_take_a_row_and_gain_nothing() -> None:
+    packed = chain(3)._replace(packed=2)
+    times = {(chain(0), 8): 1.0, (packed, 8): 1.4, (chain(3), 8): 1.5}
+    policy = BudgetPolicy(times, 3, {"candidate_steps": [0, 3]})
+    assert policy.survival is not None
+    policy.estimates.tried, policy.estimates.accepted = [90.0] * 3, [81.0] * 3
+    gain = expected_tokens([0.9] * 3)[3] - 1
+    for known, live, drafts, chosen in (
+        ("abcd", 4, 12, packed),
+        ("abcd", 8, 8, chain(3)),
+        ("a", 8, 8, chain(0)),
+    ):
+        share = len(known) / live
+        record = RoundRecord((), 0.0, known, share)
+        kept = policy.survival.share(known, drafts, 3)
+        assert (kept < 1) == (drafts < 3 * len(known))
+        rates = policy._rates(policy._times(policy.tiers, 8, 0.0), 8, record)
+        assert rates == pytest.approx(
+            {
+                chain(0): 1.0,
+                packed: (1 + share * kept * gain) / 1.4,
+                chain(3): (1 + share * gain) / 1.5,
+            }
+        )
+        policy._bucket = 1  # another batch size, so the tier is chosen again
+        assert policy.tier_for_batch(8, record) == chosen
+    policy.on_verify_complete([3], tier=chain(3), batch_size=8, record=record)
+    assert policy.chosen == chain(0)
+    assert policy.deficit == pytest.approx(1.5 - (1 + 3 / 8))
+
+
 def test_slots_limit_the_candidates() -> None:
     config = {"1": {}, "4": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [0]}}
     policy = BudgetPolicy(round_seconds(LLAMA_8B), 7, config)

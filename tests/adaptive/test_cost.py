@@ -55,8 +55,8 @@ def test_long_contexts_can_change_the_tier() -> None:
     policy = BudgetPolicy(times, 0, {"candidate_steps": [0, 3]})
     policy.estimates.tried, policy.estimates.accepted = [9.0] * 3, [6.0, 4.5, 4.5]
     policy._bucket = 8  # another batch size, so the tier is chosen again
-    assert policy.tier_for_batch(1, 100) == chain(0)
-    assert policy.tier_for_batch(1, 4096) == chain(3)
+    assert policy.tier_for_batch(1, RoundRecord(context=100)) == chain(0)
+    assert policy.tier_for_batch(1, RoundRecord(context=4096)) == chain(3)
 
 
 def test_drafts_that_were_not_proposed_do_not_count_as_rejected() -> None:

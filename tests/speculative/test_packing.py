@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.adaptive import AdaptiveController
+from specjax.adaptive.survival import RoundRecord
 from specjax.config import DraftConfig
 from specjax.kv.pages import Segments
 from specjax.runtime.runner import ModelRunner
@@ -360,9 +361,17 @@ def test_packed_rounds_lower_for_gpus(shape: DraftShape) -> None:
 class Calibrated(Forced):
     """Prefers requests with odd ids; every third one does not use drafts."""
 
+    shares: ClassVar[set[float]] = set()
+
     def tier_for_batch(self, batch_size: int, *known: Any) -> DraftShape:
-        assert all(int(rid[1:]) % 3 < 2 for rid in known[1])
+        record: RoundRecord = known[0]
+        assert all(int(rid[1:]) % 3 < 2 for rid in record.requests)
+        self.shares.add(record.share)
         return super().tier_for_batch(batch_size, *known)
+
+    def on_verify_complete(self, counts: Sequence[int], **options: Any) -> bool:
+        assert options["record"].share in self.shares
+        return super().on_verify_complete(counts, **options)
 
     def calibration(self, requests: Sequence[str]) -> tuple[float, list[float], list[float]]:
         return 0.5, [1.0, 0.5], [float(int(rid[1:]) % 2) for rid in requests]
@@ -390,6 +399,7 @@ def test_a_scheduler_that_switches_tiers_changes_nothing() -> None:
     serving.add_all(requests)
     serving.finish()
     assert sum(request.num_retractions for request in requests) > 0
+    assert {0.5, 0.75} <= Calibrated.shares <= {1 / 4, 1 / 3, 0.5, 2 / 3, 0.75, 1.0}
     for request in requests:
         (whole,) = plain_outputs([request.input_ids], request.params, [request.seed])
         assert request.output_ids == whole
