@@ -26,11 +26,7 @@ NEGATIVE = -1e30
 
 
 def _visible(
-    keys: jax.Array,
-    seq_lens: jax.Array,
-    tree_mask: jax.Array | None,
-    rows: int,
-    window: int | None,
+    keys: jax.Array, seq_lens: jax.Array, tree_mask: jax.Array | None, rows: int, window: int | None
 ) -> jax.Array:
     """Bool ``[B, T, C]``: whether each row sees key positions ``keys [C]``."""
     offset = keys[None, :] - seq_lens[:, None]  # [B, C]

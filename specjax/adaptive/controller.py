@@ -15,17 +15,6 @@ logger = logging.getLogger(__name__)
 EMA_ALPHA = 0.2
 
 
-class TierState(Protocol):
-    """The runtime state of a worker for one tier: any object with the tier's number of steps.
-
-    If it also has ``speculative_num_draft_tokens``, this must be the tier's rows per verify.
-    """
-
-    @property
-    def speculative_num_steps(self) -> int:
-        """Number of drafted levels per round; 0 for plain decoding."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpecRuntimeState:
     """The runtime state of a worker for rounds in one tier; its parts may be any objects."""
@@ -37,12 +26,14 @@ class SpecRuntimeState:
     extend: Any = None
 
 
-State = TypeVar("State", bound=TierState)
+State = TypeVar("State")
 
 
 class AdaptiveSpecWorker(Protocol[State]):
     """A worker whose tier can change between rounds; it defines its own ``State`` type.
 
+    A state is any object with the tier's ``speculative_num_steps``. If it also has
+    ``speculative_num_draft_tokens``, this must be the tier's rows per verify.
     Building a state may be slow (it compiles and allocates); applying one must be fast.
     docs/adaptive_decoding.md has an example worker.
     """
@@ -155,7 +146,7 @@ class AdaptiveController:
         # all tiers from the start, because other threads iterate over them
         self.tiers = {tier: TierCounts() for tier in policy.tiers}
         self._ema = 0.0
-        self._states: dict[DraftShape, TierState] = {}
+        self._states: dict[DraftShape, Any] = {}
         logger.info(
             "adaptive decoding: policy %s, tiers %s, first tier %s",
             policy.describe().get("policy", type(policy).__name__),
@@ -163,7 +154,7 @@ class AdaptiveController:
             self.tier,
         )
 
-    def register(self, state: TierState) -> None:
+    def register(self, state: Any) -> None:
         """Add a state for a tier of the policy that has none."""
         steps = state.speculative_num_steps
         nodes = getattr(state, "speculative_num_draft_tokens", None)
@@ -224,10 +215,7 @@ class AdaptiveController:
             raise ValueError(f"{tier=} is not one of tiers={self.policy.tiers}")
         size = rows if batch_size is None else batch_size
         has_moved = self.policy.on_verify_complete(
-            counts,
-            tier=executed,
-            batch_size=size,
-            record=record,
+            counts, tier=executed, batch_size=size, record=record
         )
         figures = self.tiers[executed]
         figures.rounds += 1

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def add_serve_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "serve",
+        run_serve,
         "serve a model over HTTP",
         "Serve a model over HTTP with OpenAI's and SGLang's routes. When the server is ready, it "
         "prints its address to standard output.",
@@ -150,6 +151,7 @@ def add_warmup_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "warmup",
+        run_warmup,
         "compile before the first start",
         "Compile all functions of an engine with these options into the compilation cache, without "
         "loading weights. Existing entries are kept.",
@@ -169,7 +171,7 @@ def add_warmup_parser(commands: Any) -> None:
         group.add_argument(flag, type=kind, metavar=metavar, default=None, help=text)
 
 
-def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any]) -> int:
+def run_warmup(args: argparse.Namespace, engine_args: dict[str, Any], _: object) -> int:
     """Run the command; returns 1 if a function could not be written to the cache, else 0."""
     with tempfile.TemporaryDirectory() as folder:
         parsed = EngineArgs(**with_preset(engine_args, args.preset, Path(folder)))
@@ -201,10 +203,10 @@ def add_bench_parser(commands: Any) -> None:
         "(throughput and latency under load)",
     )
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of NAME")
-    parser.set_defaults(quiet=True)
+    parser.set_defaults(run=run_bench, quiet=True)
 
 
-def run_bench(name: str, options: Sequence[str]) -> int:
+def run_bench(args: argparse.Namespace, *_: Any) -> int:
     """Run a benchmark; return 1 if float32 texts differ or requests failed, else 0."""
     if not (SCRIPTS / "bench").is_dir():
         raise ValueError(
@@ -213,7 +215,7 @@ def run_bench(name: str, options: Sequence[str]) -> int:
         )
     if str(SCRIPTS) not in sys.path:
         sys.path.insert(0, str(SCRIPTS))
-    return int(import_module(f"bench.{NAMES[name]}").main(name, options))
+    return int(import_module(f"bench.{NAMES[args.name]}").main(args.name, args.options))
 
 
 PACKAGES = "specjax jax jaxlib flax numpy jax-cuda12-plugin jax-cuda13-plugin".split()
@@ -223,10 +225,10 @@ PREFIXES = ("JAX_", "XLA_", "SPECJAX_", "CUDA_VISIBLE_DEVICES")
 def add_env_parser(commands: Any) -> None:
     text = "print versions, devices and settings for a bug report"
     parser = commands.add_parser("env", help=text, description=f"{text.capitalize()}.")
-    parser.set_defaults(quiet=True)
+    parser.set_defaults(run=run_env, quiet=True)
 
 
-def run_env() -> int:
+def run_env(*_: Any) -> int:
     """Print one property per line, without the values of secrets."""
     print(f"Python: {platform.python_version()}")
     print(f"OS: {platform.platform()}, {os.cpu_count()} CPUs")

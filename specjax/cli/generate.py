@@ -14,13 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from specjax.cli.options import (
-    SERVING,
-    add_command,
-    add_engine_options,
-    add_options,
-    add_switches,
-)
+from specjax.cli.options import SERVING, add_command, add_engine_options, add_options, add_switches
 from specjax.cli.painting import AcceptPainter, TreePainter, use_colour, watched_trees
 from specjax.engine.requests import tokenize_inputs
 from specjax.sampling.params import SamplingParams
@@ -42,6 +36,7 @@ def add_generate_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "generate",
+        run_generate,
         "generate text from one prompt",
         "Generate text from one prompt. The text goes to standard output. Progress and a final "
         "line of metrics go to standard error.",
@@ -83,6 +78,7 @@ def run_generate(
         )
     if args.json and args.show_tree:
         raise ValueError("--show-tree cannot be combined with --json; leave out one of them")
+    engine_args = {"max_running_requests": 1} | engine_args
     with make_engine(**engine_args) as engine:
         colour = use_colour(sys.stdout)
         painter = None
@@ -102,17 +98,17 @@ def run_generate(
                 print(tree_painter.legend, file=sys.stderr)
             if not args.json:
                 print(_figures(final["meta_info"]), file=sys.stderr)
-        comparison = None
+        body = final | {"tokens_per_second": _tokens_per_second(final["meta_info"])}
+        is_wrong = False
         if args.compare:
-            comparison = compare_with_plain(engine, engine_args, make_engine, request)
+            found, difference = compare_with_plain(engine, engine_args, make_engine, request)
+            is_wrong = found["is_exact"] and not found["equal"]
+            body["compare"] = found | {"difference": difference and asdict(difference)}
+            if not args.json:
+                print(report(found, difference, engine.tokenizer.decode))
         if args.json:
-            body = final | {"tokens_per_second": _tokens_per_second(final["meta_info"])}
-            if comparison is not None:
-                body["compare"] = asdict(comparison)
             print(json.dumps(body))  # escapes non-ASCII, which some locales cannot print
-        elif comparison is not None:
-            print(comparison.report(engine.tokenizer.decode))
-        return 0 if comparison is None or comparison.is_acceptable else 1
+        return int(is_wrong)
 
 
 def _prompt(args: argparse.Namespace) -> dict[str, Any]:
@@ -212,10 +208,7 @@ class Difference:
 
 
 def find_difference(
-    speculative_ids: Sequence[int],
-    plain_ids: Sequence[int],
-    prompt_ids: Sequence[int],
-    plain: Any,
+    speculative_ids: Sequence[int], plain_ids: Sequence[int], prompt_ids: Sequence[int], plain: Any
 ) -> Difference:
     """Find where two completions first differ; the engine ``plain`` gives the top two tokens."""
     shorter = min(len(speculative_ids), len(plain_ids))
@@ -236,35 +229,19 @@ def find_difference(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Speed of one request with and without speculation, and whether the outputs are equal."""
-
-    dtype: str
-    is_exact: bool  # the texts must be equal
-    plain_tokens_per_second: float
-    speculative_tokens_per_second: float
-    speed_up: float
-    equal: bool
-    difference: Difference | None
-
-    @property
-    def is_acceptable(self) -> bool:
-        """False if the outputs differ although they must be identical."""
-        return self.equal or not self.is_exact
-
-    def report(self, decode: Decode) -> str:
-        texts = "the texts are equal"
-        if self.difference is not None:
-            texts = f"the texts differ: {self.difference.describe(decode)}"
-        if not self.is_acceptable:
-            texts += f"\nin {self.dtype} the texts must be equal: this is a bug"
-        return (
-            f"\nplain        {self.plain_tokens_per_second:8.1f} tok/s"
-            f"\nspeculative  {self.speculative_tokens_per_second:8.1f} tok/s"
-            f"\nspeed-up     {self.speed_up:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
-            f"with prefill, without start-up)\n{texts}"
-        )
+def report(found: dict[str, Any], difference: Difference | None, decode: Decode) -> str:
+    """Describe the results of :func:`compare_with_plain` in lines of text."""
+    texts = "the texts are equal"
+    if difference is not None:
+        texts = f"the texts differ: {difference.describe(decode)}"
+        if found["is_exact"]:
+            texts += f"\nin {found['dtype']} the texts must be equal: this is a bug"
+    return (
+        f"\nplain        {found['plain_tokens_per_second']:8.1f} tok/s"
+        f"\nspeculative  {found['speculative_tokens_per_second']:8.1f} tok/s"
+        f"\nspeed-up     {found['speed_up']:8.2f}x  (median of {NUM_TIMED_RUNS} runs each, "
+        f"with prefill, without start-up)\n{texts}"
+    )
 
 
 def compare_with_plain(
@@ -272,12 +249,13 @@ def compare_with_plain(
     engine_args: dict[str, Any],
     make_engine: Callable[..., Any],
     request: dict[str, Any],
-) -> Comparison:
+) -> tuple[dict[str, Any], Difference | None]:
     """Time a request with ``engine``, which has answered it before, and with a plain engine.
 
     The plain engine shares the weights and all arguments except those about drafts. It compiles
     only the functions that this request uses. ``request`` has the keyword arguments of
-    :meth:`Engine.generate`; it needs a seed if its temperature is above 0.
+    :meth:`Engine.generate`; it needs a seed if its temperature is above 0. Returns JSON values, of
+    which ``is_exact`` says that the texts must be equal, and the first difference.
     """
     plain_args = {name: x for name, x in engine_args.items() if not name.startswith(DRAFTING)}
     plain_args |= {"speculative_algorithm": PLAIN, "share_weights_with": engine}
@@ -303,12 +281,11 @@ def compare_with_plain(
     samples = SamplingParams.of(request["sampling_params"]).temperature > 0
     is_lossless = engine.args.acceptance.is_coupled or not samples
     speculative, plainly = (len(ids[one]) / statistics.median(seconds[one]) for one in engines)
-    return Comparison(
-        dtype=dtype,
-        is_exact=dtype == "float32" and is_lossless,
-        plain_tokens_per_second=plainly,
-        speculative_tokens_per_second=speculative,
-        speed_up=speculative / plainly,
-        equal=difference is None,
-        difference=difference,
-    )
+    return {
+        "dtype": dtype,
+        "is_exact": dtype == "float32" and is_lossless,
+        "plain_tokens_per_second": plainly,
+        "speculative_tokens_per_second": speculative,
+        "speed_up": speculative / plainly,
+        "equal": difference is None,
+    }, difference

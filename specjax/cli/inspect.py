@@ -1,5 +1,6 @@
 """``specjax inspect``: describe a draft and check whether it fits a target."""
 
+import argparse
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,16 +41,16 @@ def add_inspect_parser(commands: Any) -> None:
     parser.add_argument("checkpoint", metavar="DRAFT", help=text)
     text = "target to check: embedded name, directory, GGUF file or repository"
     parser.add_argument("--model", dest="target", metavar="TARGET", help=text)
-    parser.set_defaults(quiet=True)
+    parser.set_defaults(run=run_inspect, quiet=True)
 
 
-def run_inspect(draft: str, target: str | None) -> int:
+def run_inspect(args: argparse.Namespace, *_: Any) -> int:
     """Print one property per line; return 0, or 1 if the draft is refused or does not fit."""
-    path = locate(draft, "draft", takes_files=True)
+    target, path = args.target, locate(args.checkpoint, "draft", takes_files=True)
     opened = None if target is None else open_target(target)
     facts, reason = _try(path, opened)
     if opened is not None and not facts:
-        facts, _ = _try(path, None)
+        facts = _try(path, None)[0]
     for name, value in {"draft": path, **facts}.items():
         print(f"{name}: {value}")
     if target is not None or reason:

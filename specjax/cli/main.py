@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"specjax {version('specjax')}")
-    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_generate_parser(parsers)
     commands.add_serve_parser(parsers)
     commands.add_warmup_parser(parsers)
@@ -65,19 +65,7 @@ def main(argv: Sequence[str] | None = None, *, make_engine: Callable[..., Any] =
         if sys.stdout is None:
             raise ValueError("standard output is closed; redirect it to a file or to /dev/null")
         with logs.configured(level, kind, has_access=has_access):
-            if args.command == "warmup":
-                status = commands.run_warmup(args, engine_args)
-            elif args.command == "serve":
-                status = commands.run_serve(args, engine_args, make_engine)
-            elif args.command == "bench":
-                status = commands.run_bench(args.name, args.options)
-            elif args.command == "inspect":
-                status = inspect.run_inspect(args.checkpoint, args.target)
-            elif args.command == "env":
-                status = commands.run_env()
-            else:
-                engine_args = {"max_running_requests": 1} | engine_args
-                status = generate.run_generate(args, engine_args, make_engine)
+            status: int = args.run(args, engine_args, make_engine)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:

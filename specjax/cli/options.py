@@ -9,7 +9,7 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -48,7 +48,13 @@ class _Answer(argparse.Action):
 
 
 def add_command(
-    commands: Any, name: str, summary: str, description: str, *, file_prefix: str | None = "@"
+    commands: Any,
+    name: str,
+    run: Callable[..., int],
+    summary: str,
+    description: str,
+    *,
+    file_prefix: str | None = "@",
 ) -> Any:
     """Add the parser of a command that makes an engine and can read options from ``@FILE``."""
     parser = commands.add_parser(
@@ -60,6 +66,7 @@ def add_command(
         allow_abbrev=False,
     )
     parser.convert_arg_line_to_args = _option_of_line
+    parser.set_defaults(run=run)
     return parser
 
 
@@ -161,11 +168,8 @@ def _option(hint: Any, default: Any) -> dict[str, Any]:
         return {"action": "append", "metavar": "TEXT"}
     if Sequence in kinds:
         return {"type": _integers, "metavar": "N,N"}
-    return {"type": _or_none if NoneType in kinds else str, "metavar": "TEXT"}
-
-
-def _or_none(text: str) -> str | None:
-    return None if text.lower() == "none" else text
+    kind = (lambda text: None if text.lower() == "none" else text) if NoneType in kinds else str
+    return {"type": kind, "metavar": "TEXT"}
 
 
 def _one_gpu(text: str) -> int:

@@ -107,7 +107,9 @@ class CompilePool(dict[Hashable, Compiled]):
             job: _Job, compiled: Compiled, num_bytes: int | None, began: float, *, is_hit: bool
         ) -> None:
             made = job.label, is_hit, time.perf_counter() - began, num_bytes
-            done[job.key] = CompiledFunction(*made, *_memory(compiled))
+            analysis, kinds = compiled.memory_analysis(), ("argument", "temp", "alias")
+            memory = (int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind in kinds)
+            done[job.key] = CompiledFunction(*made, *memory)
             self[job.key] = compiled
             bar.set_postfix_str(f"{job.label}{' (cached)' if is_hit else ''}")
             bar.update()
@@ -156,9 +158,3 @@ class CompilePool(dict[Hashable, Compiled]):
             len(jobs) - len(missing),
         )
         self.report += [done[job.key] for job in jobs]
-
-
-def _memory(compiled: Compiled) -> list[int]:
-    analysis = compiled.memory_analysis()
-    names = ("argument", "temp", "alias")
-    return [int(getattr(analysis, f"{name}_size_in_bytes", 0)) for name in names]

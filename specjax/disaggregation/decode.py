@@ -337,9 +337,7 @@ class LocalPeer(PrefillPeer):
     """A prefill side in the same process; arrays are copied from device to device."""
 
     def __init__(
-        self,
-        prefill: tuple[EngineLoop, PrefillJobs],
-        decode: tuple[EngineLoop, RemotePrompts],
+        self, prefill: tuple[EngineLoop, PrefillJobs], decode: tuple[EngineLoop, RemotePrompts]
     ) -> None:
         """Connect both sides; raise ValueError if they do not fit."""
         decode[1].transfer.expect(prefill[1].transfer.facts)

@@ -231,6 +231,9 @@ class EngineArgs:
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise refused(name, value, f"must be {' or '.join(map(repr, known))}")
+        if self.overlap and not self.supports_overlap:
+            name = self._registered.name
+            raise ValueError(f"overlap=True is not supported by {name}; leave it unset")
         self.algorithm.validate(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             raise ValueError(

@@ -89,10 +89,7 @@ class Engine:
         self._start(args, share_weights_with, compile_on_use)
 
     def _start(
-        self,
-        args: EngineArgs,
-        share_weights_with: "Engine | None",
-        compile_on_use: bool = False,
+        self, args: EngineArgs, share_weights_with: "Engine | None", compile_on_use: bool = False
     ) -> None:
         self.args = args
         shared = None

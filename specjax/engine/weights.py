@@ -82,10 +82,7 @@ def _in_memory(tensors: Mapping[str, np.ndarray]) -> TensorSource:
 
 
 def weights_from_tensors(
-    plan: EnginePlan,
-    named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    *,
-    draft: bool,
+    plan: EnginePlan, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, draft: bool
 ) -> NewWeights:
     """Convert tensors of the target (with ``draft``: of the draft) to weights by name.
 

@@ -40,12 +40,7 @@ class PageView:
         return self.attend(seq_lens, rows).store
 
     def attend(
-        self,
-        seq_lens: jax.Array,
-        rows: int,
-        *,
-        tree_mask: jax.Array | None = None,
-        first: int = 0,
+        self, seq_lens: jax.Array, rows: int, *, tree_mask: jax.Array | None = None, first: int = 0
     ) -> "PagedAttend":
         """Make an ``Attend`` that stores T = ``rows`` new tokens and attends over all tokens.
 

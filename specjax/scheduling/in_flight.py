@@ -234,10 +234,7 @@ class InFlight:
             record = RoundRecord(proposed, context, ids, share, bits)
             try:
                 controller.on_verify_complete(
-                    accepted or [0] * len(live),
-                    tier=executed,
-                    batch_size=batch_size,
-                    record=record,
+                    accepted or [0] * len(live), tier=executed, batch_size=batch_size, record=record
                 )
             except ValueError as error:
                 # this affects only the adaptive metrics, not the tokens of requests

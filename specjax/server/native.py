@@ -8,14 +8,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.server.answers import finite
 from specjax.server.exchange import Exchange, dump
-from specjax.server.fields import (
-    REFUSED,
-    ApiError,
-    Body,
-    client_names,
-    finish_fields,
-    is_neutral,
-)
+from specjax.server.fields import REFUSED, ApiError, Body, client_names, finish_fields, is_neutral
 from specjax.server.service import Service
 from specjax.text.completion import TokenTexts
 

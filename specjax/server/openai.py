@@ -12,14 +12,7 @@ from specjax.sampling.params import SamplingParams
 from specjax.scheduling.loop import Call
 from specjax.scheduling.request import TokenLogprob, new_id
 from specjax.server.answers import Answer, Result, Sent, Tops, chat_logprobs, completion_logprobs
-from specjax.server.fields import (
-    INPUTS,
-    ApiError,
-    Body,
-    client_names,
-    finish_fields,
-    take_sampling,
-)
+from specjax.server.fields import INPUTS, ApiError, Body, client_names, finish_fields, take_sampling
 from specjax.server.service import MAX_REPORTED, Service
 
 DEFAULT_TOKENS = 16

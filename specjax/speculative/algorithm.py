@@ -236,12 +236,7 @@ class SpeculativeAlgorithm(CommonAlgorithm, ABC):
     # host side
 
     def create_worker(self, args: Any) -> "SpeculativeAlgorithm":
-        """Return the algorithm for these engine arguments.
-
-        Raises ValueError if ``overlap=True`` is not supported.
-        """
-        if args.overlap and not self.supports_overlap:
-            raise ValueError(f"overlap=True is not supported by {self.name}; leave it unset")
+        """Return the algorithm for these engine arguments."""
         return self
 
     def validate(self, args: Any) -> None:

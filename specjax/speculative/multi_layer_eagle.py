@@ -68,7 +68,6 @@ class MultiLayerEagle(NetworkAlgorithm):
 
     def create_worker(self, args: Any) -> "MultiLayerEagle":
         """Return the algorithm with one module per step of the largest tier."""
-        super().create_worker(args)
         steps = [1, args.speculative_num_steps or 1]
         if args.adaptive is not None:
             steps += args.adaptive.candidate_steps

@@ -197,7 +197,6 @@ class Ngram(SpeculativeAlgorithm):
 
     def create_worker(self, args: Any) -> "Ngram":
         """Return the algorithm with these options. Raises ValueError if they are out of range."""
-        super().create_worker(args)
         least = args.speculative_ngram_min_match_window_size
         widest = args.speculative_ngram_max_match_window_size
         if not least <= widest <= MAX_WINDOW:

@@ -59,8 +59,6 @@ class CustomSpecAlgo(CommonAlgorithm):
 
         Raises ValueError if it rejects them, or if the factory returns another type.
         """
-        if args.overlap and not self.supports_overlap:
-            raise ValueError(f"overlap=True is not supported by {self.name}; leave it unset")
         if self.validate_server_args is not None:
             self.validate_server_args(args)
         knob = f"speculative_algorithm={self.name!r}"

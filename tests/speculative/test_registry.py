@@ -127,7 +127,7 @@ def test_running_ahead_is_off_unless_it_is_registered() -> None:
         supports_overlap = False
 
     register_algorithm("late", supports_overlap=True)(lambda args: Late("late"))
-    with pytest.raises(ValueError, match="overlap=True is not supported by late"):
+    with pytest.raises(ValueError, match="overlap=True is not supported by LATE"):
         EngineArgs(speculative_algorithm="late", overlap=True)
 
 
