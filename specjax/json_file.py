@@ -38,13 +38,17 @@ def read_json_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
 
 def read_json(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     """Read a JSON object from a file or raise ValueError; ``is_strict`` refuses repeated keys."""
-    text = read_text(path)
+    return parse_json(read_text(path), path, is_strict=is_strict)
+
+
+def parse_json(text: str, where: object, *, is_strict: bool = False) -> dict[str, Any]:
+    """Do the same as :func:`read_json` for a text; errors name ``where`` it is from."""
     try:
         value = json.loads(text, object_pairs_hook=_unique if is_strict else None)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
+        raise ValueError(f"{where} holds a JSON {type(value).__name__}, not an object")
     return value
 
 

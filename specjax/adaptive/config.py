@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from msgspec import Meta
 
-from specjax.checks import Natural, Positive, check_integer, convert, refused
-from specjax.json_file import read_json
+from specjax.checks import Natural, Positive, check_integer, convert, refused, short
+from specjax.json_file import parse_json, read_json
 from specjax.types import DraftShape
 
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,8}")
@@ -139,8 +139,9 @@ def nearest(tiers: Iterable[DraftShape], initial_steps: int) -> DraftShape:
 
 
 def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
-    """Load and validate a configuration: the path of a JSON file, a mapping, or None for defaults.
+    """Load and validate a configuration; None stands for the defaults.
 
+    ``source`` is a mapping, a string with a JSON object, or the path of a JSON file.
     A key of digits, such as ``"8"``, holds the slot for batches of at least that size. Other keys
     apply to all slots, or without slots to every batch.
 
@@ -152,6 +153,8 @@ def load_adaptive_config(source: ConfigSource) -> AdaptiveConfig:
         return _parse(source or {})
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"adaptive config {source!r} must be a path or a mapping")
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return _parse(parse_json(source, f"adaptive config {short(source)}", is_strict=True))
     values = read_json(Path(source), is_strict=True)
     try:
         return _parse(values)

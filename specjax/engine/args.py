@@ -110,7 +110,9 @@ class EngineArgs:
             ``"DFLASH"`` and ``"DSPARK"``.
         speculative_adaptive: adapt the number of drafted tokens to the measured acceptance,
             starting at ``speculative_num_steps``, which may be 0.
-        speculative_adaptive_config: JSON file, or its values; see docs/adaptive_decoding.md.
+        speculative_adaptive_config: JSON object, or the path of a file with one. The policy for
+            servers, ``{"policy": "budget"}``, drafts only as much as pays at the current load.
+            Default: the EMA policy. See docs/adaptive_decoding.md.
         speculative_use_rejection_sampling: at temperatures above 0, accept drafts by speculative
             sampling (chains only). A draft with target probability p and draft probability q is
             accepted with probability ``min(1, p / q)``, else a token is drawn from the residual

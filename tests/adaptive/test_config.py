@@ -55,10 +55,10 @@ def test_a_wrong_value_is_named_in_a_file_as_in_a_mapping(
 ) -> None:
     path = tmp_path / "adaptive.json"
     path.write_text(json.dumps(values))
-    for source in (values, path, str(path)):
+    for source in (values, json.dumps(values), path, str(path)):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
             load_adaptive_config(source)
-        assert (str(path) in str(caught.value)) == (source is not values)
+        assert (str(path) in str(caught.value)) == (source in (path, str(path)))
 
 
 def test_keys_of_mappings_are_strings() -> None:
@@ -75,6 +75,13 @@ def test_a_file_without_a_json_object_is_named(tmp_path: Path, text: str) -> Non
     for broken in (path, tmp_path, tmp_path / "missing.json"):
         with pytest.raises(ValueError, match=broken.name):
             load_adaptive_config(broken)
+
+
+def test_a_string_that_begins_with_a_brace_is_json() -> None:
+    assert load_adaptive_config(' {"policy": "budget"}').policy == "budget"
+    for text in ('{"policy": budget}', "{", '{"1": {}, "1": {}}'):
+        with pytest.raises(ValueError, match=r"adaptive config '\{.* is not valid JSON: "):
+            load_adaptive_config(text)
 
 
 def test_an_impossible_file_name_is_refused() -> None:
