@@ -303,6 +303,7 @@ _VERIFIES = "Verify passes; a pass over a batch counts once for each request."
 _PROPOSED = "Draft tokens proposed to the target."
 _ACCEPTED = "Draft tokens that were accepted."
 _SWITCHES = "How often adaptive decoding changed the draft size."
+_VERIFIED = "Tokens verified per round and request."
 _STEPS = "Depth of the draft, in tokens, in the current setting."
 _WASTED = "Draft tokens computed but not accepted (adaptive decoding only)."
 _ROWS = "Rows that the target computed in rounds: roots and verified drafts, without padding."
@@ -357,13 +358,7 @@ METRICS = (
     Metric("spec_verified_rows", "counter", "verified_rows", _ROWS, "drafts"),
     Metric("spec_verified_drafts", "counter", "verified_by_position", _POSITIONS, "chains"),
     Metric("spec_num_steps", "gauge", "tier.steps", _STEPS, "drafts"),
-    Metric(
-        "spec_num_draft_tokens",
-        "gauge",
-        "tier.verified",
-        "Tokens verified per round and request.",
-        "drafts",
-    ),
+    Metric("spec_num_draft_tokens", "gauge", "tier.verified", _VERIFIED, "drafts"),
     Metric("spec_ema_accept_len", "gauge", "ema_accept_len", _EMA, "adapts"),
     Metric("spec_num_switches", "counter", "num_switches", _SWITCHES, "adapts"),
     Metric("spec_simulate_accept_length", "gauge", _FIXED, _SIMULATED, _FIXED),

@@ -33,21 +33,10 @@ SPEC_BENCH = ("question_id", "category", "turns")
 WORKLOADS = {"low": ["low"], "high": ["high"], "transition": ["low", "high", "low", "high"]}
 # keys in an engine's server info
 SIZES = (
-    "dtype",
-    "context_length",
-    "page_size",
-    "max_total_num_tokens",
-    "rounds_per_dispatch",
-    "disable_radix_cache",
-    "max_running_requests",
-    "chunked_prefill_size",
-    "batch_buckets",
-    "simulate_accept_length",
-    "simulate_acceptance",
-    "speculative_algorithm",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-)
+    "dtype context_length page_size max_total_num_tokens rounds_per_dispatch disable_radix_cache "
+    "max_running_requests chunked_prefill_size batch_buckets simulate_accept_length "
+    "simulate_acceptance speculative_algorithm speculative_eagle_topk speculative_num_draft_tokens"
+).split()
 
 
 def list_of(kind: Callable[[str], Any], known: Collection[str] = ()) -> Callable[[str], list[Any]]:

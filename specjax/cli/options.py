@@ -24,15 +24,9 @@ from specjax.speculative.registry import DEFAULT
 MODEL = ("model", "draft", "dtype", "tokenizer", "chat_template", "revision")
 # memory options of commands that do not serve
 MEMORY = (
-    "context_length",
-    "page_size",
-    "max_total_tokens",
-    "chunked_prefill_size",
-    "rounds_per_dispatch",
-    "mem_fraction_static",
-    "seed",
-    "compile_cache_dir",
-)
+    "context_length page_size max_total_tokens chunked_prefill_size rounds_per_dispatch "
+    "mem_fraction_static seed compile_cache_dir"
+).split()
 # show_progress is set by --quiet
 ALL = tuple(field.name for field in fields(EngineArgs) if field.name != "show_progress")
 SPECULATION = tuple(name for name in ALL if name.startswith(("speculative_", "draft_")))

@@ -292,19 +292,11 @@ def _autotune_options() -> dict[str, str | bool]:
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "flax")
 # JAX settings that change compiled code
 SETTINGS = (
-    "jax_allow_f16_reductions",
-    "jax_debug_infs",
-    "jax_debug_nans",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_disable_most_optimizations",
-    "jax_enable_x64",
-    "jax_exec_time_optimization_effort",
-    "jax_optimization_level",
-    "jax_pallas_use_mosaic_gpu",
-    "jax_random_seed_offset",
-    "jax_threefry_partitionable",
-)
+    "jax_allow_f16_reductions jax_debug_infs jax_debug_nans jax_default_matmul_precision "
+    "jax_default_prng_impl jax_disable_most_optimizations jax_enable_x64 "
+    "jax_exec_time_optimization_effort jax_optimization_level jax_pallas_use_mosaic_gpu "
+    "jax_random_seed_offset jax_threefry_partitionable"
+).split()
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:

@@ -30,6 +30,7 @@ MAX_DETOKENIZED, MAX_IDS_BYTES = 2**20, 2**23  # maximum ids per text, and bytes
 METRICS_KIND = b"text/plain; version=0.0.4; charset=utf-8"
 _STARTED = int(time.time())
 _REASON = "finished_reason"
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 _SUCCESS = "Number of finished requests, by reason."
 # vLLM's names, which benchmarks, dashboards and gateways look for
 ALIASES = (
@@ -45,12 +46,7 @@ ALIASES = (
     Metric("request_success", "counter", "num_cut", _SUCCESS, label=(_REASON, "length")),
     Metric("request_success", "counter", "num_aborted", _SUCCESS, label=(_REASON, "abort")),
     Metric("request_prompt_tokens", "histogram", "prompt_length", "Prompt tokens per request."),
-    Metric(
-        "request_generation_tokens",
-        "histogram",
-        "completion_length",
-        "Completion tokens per request.",
-    ),
+    Metric("request_generation_tokens", "histogram", "completion_length", "Completion tokens."),
     Metric("request_queue_time_seconds", "histogram", "queue_time", "Seconds in the queue."),
     Metric("time_to_first_token_seconds", "histogram", "time_to_first_token", "TTFT in seconds."),
     Metric("inter_token_latency_seconds", "histogram", "inter_token_latency", "ITL in seconds."),
@@ -58,12 +54,7 @@ ALIASES = (
     Metric("spec_decode_num_drafts", "counter", "num_verifies", "Number of verify passes."),
     Metric("spec_decode_num_draft_tokens", "counter", "num_proposed_drafts", "Verified drafts."),
     Metric("spec_decode_num_accepted_tokens", "counter", "num_accepted_drafts", "Accepted drafts."),
-    Metric(
-        "spec_decode_num_accepted_tokens_per_pos",
-        "counter",
-        "accepted_by_position",
-        "Accepted drafts by position.",
-    ),
+    Metric(_PER_POSITION, "counter", "accepted_by_position", "Accepted drafts by position."),
 )
 
 Json = dict[str, Any]
