@@ -33,8 +33,8 @@ API_KEY, ADMIN_API_KEY = "SPECJAX_API_KEY", "SPECJAX_ADMIN_API_KEY"
 SECONDS_PER_DAY = 86400.0
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 # benchmark -> its module in scripts/bench
-NAMES = {name: name for name in ("acceptance", "compare", "kernels", "round", "serving")}
-NAMES |= {"adaptive": "compare", "attention": "kernels"}
+NAMES = {"acceptance": "acceptance", "adaptive": "compare", "attention": "kernels"}
+NAMES |= {name: name for name in ("compare", "kernels", "round", "serving")}
 
 
 def add_serve_parser(commands: Any) -> None:

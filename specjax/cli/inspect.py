@@ -19,8 +19,10 @@ from specjax.speculative.standalone import STANDALONE
 from specjax.text.tokenizer import Tokenizer
 
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
-_LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "feature_layers")
-_LAYER_IDS += ("eagle_aux_hidden_state_layer_ids",)
+_LAYER_IDS = (
+    *("target_layer_ids", "aux_hidden_state_layer_ids", "feature_layers"),
+    "eagle_aux_hidden_state_layer_ids",
+)
 _MANY_LAYERS = 1000  # assumed if the files do not describe the target; default layers depend on it
 
 
