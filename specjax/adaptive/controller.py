@@ -106,11 +106,8 @@ class AdaptiveController:
 
     A caller that dispatches rounds before it has read earlier ones, like the engine, calls
     :meth:`activate_for_batch` before every dispatch, and :meth:`on_verify_complete` with the tier
-    and the batch size when a round is read.
-
-    A worker with one state per tier calls :meth:`init_states` before its first round. It then makes
-    the same two calls, or only calls :meth:`on_verify_complete` with the counts after every verify.
-    In both cases, the controller applies the state of the tier that the policy chooses.
+    and the batch size when a round is read. A worker with one state per tier, which the controller
+    applies, calls :meth:`init_states` first. It may then leave out :meth:`activate_for_batch`.
 
     Args:
         worker: the worker whose state changes, if any.

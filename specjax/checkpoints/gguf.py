@@ -330,7 +330,10 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{file.path}: invalid BPE vocabulary: {error}") from error
     backend.decoder = decoders.ByteLevel()
-    backend.pre_tokenizer = _pre_tokenizer(_SPLITS[data.get("tokenizer.ggml.pre", str, "default")])
+    split = _SPLITS[data.get("tokenizer.ggml.pre", str, "default")]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    parts = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*parts, byte_level])
     for wanted, add in (
         (_CONTROL, backend.add_special_tokens),
         (_USER_DEFINED, backend.add_tokens),  # matched whole
@@ -359,13 +362,6 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom"))
     return unique_ids(file.metadata.get(key, Size, None) for key in keys)
-
-
-def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    if split is None:
-        return letters
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), letters])
 
 
 def _special_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:

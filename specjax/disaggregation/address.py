@@ -17,7 +17,7 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, check_integer(f"the port of {address!r}", int(digits[:6]), 0, 2**16 - 1)
 
 
-def format_address(host: str, port: int) -> str:
+def format_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from specjax.disaggregation.address import parse_address
+from specjax.disaggregation.address import format_address, parse_address
 from specjax.disaggregation.messages import FRAME_BYTES, SCHEMA, Hello, Message, WireError
 
 logger = logging.getLogger(__name__)
@@ -146,11 +146,7 @@ def places(address: str) -> list[str]:
     host, port = parse_address(address)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-    numeric = [(family, socket.getnameinfo(place, flags)) for family, _, _, _, place in found]
-    return [
-        f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
-        for family, (host, port) in numeric
-    ]
+    return [f"tcp://{format_address(*socket.getnameinfo(place, flags))}" for *_, place in found]
 
 
 def prepare(sock: "zmq.Socket[Any]", terms: Terms, *, listens: bool) -> None:

@@ -100,15 +100,7 @@ class Dialer:
         """Open one channel and run it until it closes; raise an error if it could not be opened."""
         found = places(self.address)
         with ExitStack() as stack:
-            lanes, monitors = [], []
-            for lane in range(LANES):
-                sock = stack.enter_context(self._context.socket(zmq.DEALER))
-                prepare(sock, self._terms, listens=False)
-                sock.affinity = 1 << lane  # one I/O thread per lane
-                monitors.append(stack.enter_context(sock.get_monitor_socket(EVENTS)))
-                stack.callback(sock.disable_monitor)
-                lanes.append(sock)
-            _Session(self, found[number % len(found)], lanes, monitors).run()
+            _Session(self, found[number % len(found)], stack).run()
 
     def _log(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
@@ -127,20 +119,21 @@ class Dialer:
 class _Session:
     """One connection attempt: its lanes (parallel sockets) and the messages on them."""
 
-    def __init__(
-        self,
-        dialer: Dialer,
-        place: str,
-        lanes: "list[zmq.Socket[Any]]",
-        monitors: "list[zmq.Socket[Any]]",
-    ) -> None:
+    def __init__(self, dialer: Dialer, place: str, stack: ExitStack) -> None:
         self._dialer = dialer
         self._place = place
-        self._lanes = lanes
-        self._monitors = monitors
-        self._pollers = [zmq.Poller() for _ in lanes]  # each waits for frames on its lane
-        for lane, poller in zip(lanes, self._pollers, strict=True):
-            for source in (lane, *monitors, dialer._bell.fd):
+        self._lanes: list[zmq.Socket[Any]] = []
+        self._monitors: list[zmq.Socket[Any]] = []
+        for lane in range(LANES):
+            sock = stack.enter_context(dialer._context.socket(zmq.DEALER))
+            prepare(sock, dialer._terms, listens=False)
+            sock.affinity = 1 << lane  # one I/O thread per lane
+            self._monitors.append(stack.enter_context(sock.get_monitor_socket(EVENTS)))
+            stack.callback(sock.disable_monitor)
+            self._lanes.append(sock)
+        self._pollers = [zmq.Poller() for _ in range(LANES)]  # each waits for frames on its lane
+        for sock, poller in zip(self._lanes, self._pollers, strict=True):
+            for source in (sock, *self._monitors, dialer._bell.fd):
                 poller.register(source, zmq.POLLIN)
         self._deadline = time.monotonic() + dialer._terms.pulse.handshake
         self._assembler = Assembler(dialer._terms.max_bytes)

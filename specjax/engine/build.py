@@ -75,7 +75,13 @@ def build_engine(
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise ValueError(_out_of_memory(plan)) from error
+            total = device_memory(plan.networks.placement.device)
+            raise ValueError(
+                f"{plan.needs.weight_bytes / 1e9:.2f} GB of weights and {plan.kv_bytes / 1e9:.2f} "
+                f"GB of KV do not fit into the free part of {total / 1e9:.2f} GB; stop other "
+                "processes and engines, or lower mem_fraction_static, max_total_tokens, "
+                "max_running_requests or context_length"
+            ) from error
     return plan, runner, tokenizer
 
 
@@ -90,15 +96,6 @@ def compile_all(args: EngineArgs, runner: ModelRunner, **options: bool) -> None:
     if args.disaggregation_mode is not None:
         gives = args.disaggregation_mode == "prefill"
         KVTransfer(runner).compile(gives=gives, show_progress=args.shows_progress)
-
-
-def _out_of_memory(plan: EnginePlan) -> str:
-    total = device_memory(plan.networks.placement.device)
-    return (
-        f"{plan.needs.weight_bytes / 1e9:.2f} GB of weights and {plan.kv_bytes / 1e9:.2f} GB of KV "
-        f"do not fit into the free part of {total / 1e9:.2f} GB; stop other processes and engines, "
-        "or lower mem_fraction_static, max_total_tokens, max_running_requests or context_length"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

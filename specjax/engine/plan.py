@@ -83,9 +83,14 @@ class EnginePlan:
         if self.args.speculative_algorithm is None:  # with "NONE", the user chose plain decoding
             speculation += "; for drafts set draft to a head, or speculative_algorithm to 'NGRAM'"
         if largest.steps > 0:
+            *others, deepest = (str(shape.steps) for shape in config.shapes if not shape.packed)
+            steps = f"{', '.join(others)} or {deepest}" if others else deepest
+            what = "drafted tokens" if largest.topk == 1 else "steps"
+            adaptive = self.args.adaptive
+            how = "" if adaptive is None else f", adaptive ({adaptive.policy})"
             speculation = (
-                f"{config.algorithm.name}: {_describe_tiers(self.args, config)}, topk "
-                f"{largest.topk}, {largest.nodes} tokens verified per round"
+                f"{config.algorithm.name}: {steps} {what} per round{how}, topk {largest.topk}, "
+                f"{largest.nodes} tokens verified per round"
             )
         kind = self.networks.placement.device.device_kind
         return [
@@ -98,14 +103,6 @@ class EnginePlan:
             f"{config.num_pages - 1} pages of {config.page_size} tokens, {config.max_total_tokens} "
             f"tokens; temporary memory up to {self.needs.temporary_bytes / 1e9:.2f} GB",
         ]
-
-
-def _describe_tiers(args: EngineArgs, config: RunnerConfig) -> str:
-    *others, deepest = (str(shape.steps) for shape in config.shapes if not shape.packed)
-    steps = f"{', '.join(others)} or {deepest}" if others else deepest
-    how = "" if args.adaptive is None else f", adaptive ({args.adaptive.policy})"
-    what = "drafted tokens" if config.largest.topk == 1 else "steps"
-    return f"{steps} {what} per round{how}"
 
 
 def packed_tiers(args: EngineArgs, deepest: DraftShape, batch: int) -> tuple[DraftShape, ...]:

@@ -1,14 +1,12 @@
 """Block drafters (DFlash, DSpark): one pass drafts a whole block of tokens (flax nnx).
 
 The context is a projection of target features: ``c = hidden_norm(fc(features))``. For tokens of the
-text, each layer's keys and values come from ``c`` alone, without attention, so they are written
-once per token (:meth:`BlockDraft.store`). A draft pass (:meth:`BlockDraft.__call__`) runs the last
-token and mask tokens through pre-norm decoder layers with query and key norms. Every row sees the
-whole context. In a layer that is not causal, it also sees the whole block.
+text, each layer's keys and values come from ``c`` alone, so they are written once per token. A
+draft pass runs the last token and mask tokens through pre-norm decoder layers with query and key
+norms. Every row sees the whole context, and in a layer that is not causal also the whole block.
 
-:func:`block_recipes` lists the published tensors. ``context.kernel`` is a second copy of the key
-and value projections of all layers, in one matrix, so that one product computes them all.
-Otherwise, XLA would concatenate them in every round.
+``context.kernel`` is a second copy of the key and value projections of all layers, in one matrix,
+so that one product computes them all. Otherwise, XLA would concatenate them in every round.
 
 Sources: DFlash (arXiv 2602.06036), DSpark, and the published checkpoints.
 """

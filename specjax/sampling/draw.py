@@ -1,10 +1,8 @@
 """Draw the target's next tokens, greedy or sampled, with noise that is independent of batching.
 
 Lossless speculation rests on one rule: at every verified row, the noise with which the target draws
-its token depends only on the request's seed and the token's position. Plain decoding draws the same
-token at the same position. If a draft is accepted only if it equals this token, the output stays
-identical, token by token, and the draft is accepted with the probability that the target gives it.
-The optional rules in :mod:`specjax.sampling.accept_draws` replace the draws of rows with drafts.
+its token depends only on the request's seed and the token's position (docs/how_it_works.md). The
+optional rules in :mod:`specjax.sampling.accept_draws` replace the draws of rows with drafts.
 
 The order is SGLang's: logit processors, temperature, top-k, top-p, min-p.
 """

@@ -1,17 +1,11 @@
 """Interface for changing the target's logits before they are divided by the temperature.
 
-A :class:`LogitProcessor` itself has no state. The *state* of each request is a pytree by request
-slot, on the device next to lengths and history. It depends only on the text: prefill computes it
-from the history, so it is the same after a preemption, a prefix-cache hit or a prefill in another
-engine. Rounds advance it only by accepted tokens, so drafts never enter it.
-
-Every node of a tree sees the tokens before it: those of the request, and the drafts between the
-root and the node. A processor therefore changes the logits of a node exactly as plain decoding
-would at that position, and accepting drafts does not change any token.
+docs/architecture.md describes the interface. Every node of a tree sees the tokens before it: those
+of the request, and the drafts between the root and the node. A processor therefore changes the
+logits of a node exactly as plain decoding would at that position.
 
 ``PROCESSORS`` are applied in their order. Masks come first. The others have SGLang's order:
-frequency and presence, repetition, logit bias. Forbidden tokens stay forbidden, because penalties
-and bias keep -inf.
+frequency and presence, repetition, logit bias. Penalties and bias keep -inf.
 
 Axes: B batch, T tree nodes, V vocabulary, R request slots, C history.
 """

@@ -45,9 +45,7 @@ class Scheduler:
     """Runs requests on a :class:`ModelRunner`; only one thread may use it.
 
     A step admits requests, dispatches chunks of their prompts and one round for all decoding rows,
-    and reads results that are due. While requests decode, chunks have a smaller token budget, which
-    limits how long prompts delay them. In a burst, rounds wait instead. Prompts are packed in the
-    order of arrival. After a prompt's last chunk, later prompts find its pages in the prefix cache.
+    and reads results that are due. docs/serving.md describes how prompts and rounds take turns.
 
     Results are read late. The device stops rows at their limit and at end tokens. Only the host
     handles stop strings, aborts and timeouts; it ignores later results for such a request. The

@@ -1,9 +1,9 @@
 """EAGLE-1/2 and EAGLE-3: a draft of one or a few layers that reads features of the target.
 
 Positions and alignment: the draft's KV index ``i`` holds the pair (target feature of token ``i``,
-token ``i + 1``), so the first recurrent draft pass runs at position ``seq_len``. See
-``docs/how_it_works.md`` for a worked example. A P-EAGLE head has no recurrent passes. Instead, mask
-tokens with constant features, from that position on, draft all tokens after the first.
+token ``i + 1``), so the first recurrent draft pass runs at position ``seq_len``
+(``docs/how_it_works.md`` has an example). In a P-EAGLE head, mask tokens with constant features,
+from that position on, draft all tokens after the first, without recurrent passes.
 """
 
 from dataclasses import dataclass, replace
@@ -204,11 +204,6 @@ def masked_shapes(shapes: tuple[DraftShape, ...], config: DraftConfig) -> tuple[
     return tuple(s._replace(block=s.accept_width + s.depth - 1) if s.steps else s for s in shapes)
 
 
-def mask_of(draft: Any) -> tuple[int, jax.Array]:
-    """The id and the features ``[1, 1, F]`` of the mask token."""
-    return draft.config.mask_token_id, draft.mask_hidden[...]
-
-
 def with_masks(
     draft: Eagle3Head, verified: VerifyOutput, depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -222,10 +217,11 @@ def with_masks(
     features = jnp.pad(verified.features, (*padding, (0, 0)))
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_known = index < verified.num_accepted_tokens[:, None]
-    token, masked = mask_of(draft)
+    assert draft.mask_hidden is not None
+    masked = draft.mask_hidden[...].astype(features.dtype)
     return (
-        jnp.where(is_known, tokens, jnp.int32(token)),
-        jnp.where(is_known[:, :, None], features, masked.astype(features.dtype)),
+        jnp.where(is_known, tokens, jnp.int32(draft.config.mask_token_id)),
+        jnp.where(is_known[:, :, None], features, masked),
         verified.num_accepted_drafts[:, None] + index[:depth],
     )
 
@@ -240,9 +236,8 @@ def draft_masked(
     if depth == 1:
         return first, state
     draft, count = batch.draft, depth - 1
-    token, features = mask_of(draft)
-    tokens = jnp.full((seq_lens.shape[0], count), token, jnp.int32)
-    fused = draft.fuse(features)
+    tokens = jnp.full((seq_lens.shape[0], count), draft.config.mask_token_id, jnp.int32)
+    fused = draft.fuse(draft.mask_hidden[...])
     hidden, state = draft(
         draft.embed(tokens, batch.target),
         jnp.broadcast_to(fused, (*tokens.shape, fused.shape[-1])),

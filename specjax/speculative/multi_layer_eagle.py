@@ -7,19 +7,11 @@ the target's pool, token L is the bonus token, and the tokens after it are draft
 
 Each pass works on rows: row ``r`` of module ``k`` is at position ``r - k``. All modules then read
 the same tokens at the same rows, and module ``k`` reads the state of module ``k - 1`` from one row
-earlier. A round runs two stages:
-
-* ``extend`` runs every module over the A accepted tokens, rows ``L .. L + A - 1``. It also saves
-  each module's state at the last accepted row; in a later pass, the next module's first row reads
-  it.
-* ``propose`` runs module ``k`` over the ``k`` tokens drafted so far, in rows after the text. Its
-  last row is at the text's last token and drafts the next token. The KV of these rows depends on
-  drafts, so the next ``extend`` writes the same rows again for the accepted tokens.
-
-So each draft is the same as in a dense computation over the text and all earlier drafts. Only rows
-that depend on drafts are computed twice. Near the start of a text, and after a prefix-cache hit,
-the first rows of a module have no position, or one that must not be overwritten. :func:`skip_rows`
-leaves these rows out.
+earlier. ``extend`` runs every module over the A accepted tokens, rows ``L .. L + A - 1``, and saves
+each module's state at the last accepted row, because the next module's first row reads it in a
+later pass. ``propose`` runs module ``k`` over the ``k`` tokens drafted so far; the next ``extend``
+writes these rows again. Near the start of a text, and after a prefix-cache hit, the first rows of a
+module have no position, or one that must not be overwritten. :func:`skip_rows` leaves them out.
 """
 
 from dataclasses import dataclass, replace

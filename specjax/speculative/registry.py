@@ -151,8 +151,7 @@ def register_algorithm(
     """Decorator: register ``factory(args)``, which builds a ``SpeculativeAlgorithm``.
 
     The factory is returned unchanged. It is called with the arguments of each engine that names the
-    algorithm. Users of an installed package need not import it, if it declares the registering
-    module as an entry point in the group ``specjax.algorithms``.
+    algorithm. docs/extending.md has the entry point with which users need not import a package.
 
     Args:
         name: in upper or lower case.
