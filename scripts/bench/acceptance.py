@@ -121,7 +121,8 @@ def summarize(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def parse_arguments(name: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = common.engine_parser(name, __doc__, ["batch_buckets"])
-    parser.set_defaults(dtype="float32")
+    # by default, two engines with this share each leave room for temporaries and other processes
+    parser.set_defaults(dtype="float32", mem_fraction_static=0.3)
     add = parser.add_argument_group("run", argument_default=None).add_argument
     form = "JSON lines in Spec-Bench form: question_id, category, turns (user messages)"
     add("--prompts", type=Path, required=True, help=form)

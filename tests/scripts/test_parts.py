@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax.cli.options import engine_arguments
+from specjax.engine import plan
+from specjax.engine.args import EngineArgs
 from specjax.testing import letter_tokenizer
 
 from ..loading import load_bench
@@ -22,6 +25,18 @@ acceptance, common, compare, rounds, serving = (
     load_bench(name) for name in ("acceptance", "common", "compare", "round", "serving")
 )
 TOKENIZER = letter_tokenizer()
+
+
+def test_both_engines_of_acceptance_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = 24 * plan.MEMORY_GRANULE  # less than the requests could use
+    monkeypatch.setattr(plan, "device_memory", lambda _: memory)
+    args = acceptance.parse_arguments("acceptance", ["--prompts", "p", "--batch-size", "64"])
+    options = engine_arguments(args) | {"max_running_requests": args.batch_size}
+    total = 0
+    for algorithm in (options["speculative_algorithm"], None):
+        planned = plan.plan_engine(EngineArgs(**options | {"speculative_algorithm": algorithm}))
+        total += planned.config.max_total_tokens * planned.needs.token_bytes
+    assert 0.4 * memory < total + planned.networks.weight_bytes < 0.6 * memory
 
 
 def meta(tokens: int, verifies: int, plain: int = 0, correct: int = 7) -> dict[str, Any]:
