@@ -22,7 +22,7 @@ import yaml
 
 import specjax
 from specjax import DisaggregatedEngine, Engine
-from specjax.cli.commands import NAMES
+from specjax.cli.commands import NAMES, run_bench
 from specjax.cli.main import build_parser
 from specjax.cli.options import engine_arguments
 from specjax.engine.args import EngineArgs
@@ -165,7 +165,7 @@ def check_specjax(words: list[str]) -> None:
     if words[1] == "generate" and all(word.startswith("--") for word in words[2:]):
         words = [*words, "PROMPT"]
     args = build_parser().parse_args(words[1:])
-    if args.command != "bench":
+    if args.run is not run_bench:
         EngineArgs(**engine_arguments(args))
         return
     module = import_module(f"bench.{NAMES[args.name]}")
