@@ -34,7 +34,7 @@ def test_stable_names_exist(module: str, names: str) -> None:
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin is installed under its entry point and passes its own test."""
-    module, test = blocks("python")
+    module, test, _ = blocks("python")
     (source,) = blocks("toml")
     settings = tomllib.loads(source)
     ((name, package),) = settings["project"]["entry-points"][registry.GROUP].items()

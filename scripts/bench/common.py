@@ -27,7 +27,7 @@ from specjax.training.collect import read_lines
 COPIES, COPY_REPEATS = 4, 5
 DATA = Path(__file__).parents[1] / "data"
 PROMPTS = DATA / "prompts.jsonl"
-# chosen for SmolLM2-135M with its shipped head; docs/adaptive_decoding.md lists the accept lengths
+# chosen for SmolLM2-135M with its shipped head; docs/performance.md lists the accept lengths
 ADAPTIVE_PROMPTS = DATA / "adaptive_prompts.jsonl"
 SPEC_BENCH = ("question_id", "category", "turns")
 WORKLOADS = {"low": ["low"], "high": ["high"], "transition": ["low", "high", "low", "high"]}

@@ -35,7 +35,7 @@ class AdaptiveSpecWorker(Protocol[State]):
     A state is any object with the tier's ``speculative_num_steps``. If it also has
     ``speculative_num_draft_tokens``, this must be the tier's rows per verify.
     Building a state may be slow (it compiles and allocates); applying one must be fast.
-    docs/adaptive_decoding.md has an example worker.
+    docs/extending.md has an example worker.
     """
 
     @property

@@ -18,7 +18,7 @@ from specjax.sampling.accept_draws import Acceptance
 from specjax.speculative.algorithm import CustomSpecAlgo, SpeculativeAlgorithm
 from specjax.types import DraftShape
 
-# measured: docs/adaptive_decoding.md
+# as in SGLang
 DEFAULT_POLICY = "ema"
 T = TypeVar("T")
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -284,7 +284,7 @@ def test_start_and_switches_are_logged(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_the_worker_of_the_docs_switches() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "adaptive_decoding.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     (source,) = re.findall(r"```python\n(from specjax.adaptive .*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec(source, names)
